@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import mean_and_interval, trained, write_results
+from common import mean_and_interval, train_run, write_results
 
 METRIC = "eval/room/new/success/free"
 
@@ -25,7 +25,7 @@ def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:
     The results are the metric before and after training, the success rate of every training step,
     and the wall time in seconds.
     """
-    lines = trained(["--tasks", "room", "--method", "grpo", "--seed", str(seed), *extra], folder)
+    lines = train_run(["--tasks", "room", "--method", "grpo", "--seed", str(seed), *extra], folder)
     evals = [line for line in lines if line["kind"] == "eval"]
     return {
         "seed": seed,
@@ -41,7 +41,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the raw numbers")
     arguments = parser.parse_args()
     arms = {"trained": [], "learning rate 0": ["--set", "actor.optimizer.learning_rate=0.0"]}
     results: dict[str, list[dict[str, Any]]] = {}

@@ -73,7 +73,7 @@ def run_arm(
         return asyncio.run(_train(arm, config, Path(folder)))
 
 
-class AlwaysRight:
+class TruthRetriever:
     """`Retriever` that returns the truth about every place. `specs`: `EnvSpec` by task."""
 
     def __init__(self, specs: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Recorder:
     def log(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
         self.lines.append({"step": step, "kind": kind, **metrics})
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of this kind."""
         return [line for line in self.lines if line["kind"] == kind]
 
@@ -116,73 +116,77 @@ class Recorder:
 
 async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
     from crl.monitor.run_dir import RunDir
-    from crl.run.assemble import training
+    from crl.run.assemble import open_training_loop
     from crl.run.evaluate import Evaluation
     from crl.run.tasks import online_tasks
     from crl.run.tasks import specs as specs_of
 
-    begin, recorder, specs = time.monotonic(), Recorder(), specs_of(config)
-    adviser = AlwaysRight(specs) if arm.advised else None
-    async with training(config, RunDir(folder), recorder, adviser=adviser) as loop:
+    start_time, recorder, specs = time.monotonic(), Recorder(), specs_of(config)
+    truth = TruthRetriever(specs) if arm.advised else None
+    async with open_training_loop(
+        config, RunDir(folder), recorder, retriever_override=truth
+    ) as loop:
         loop.evaluations[0] = Evaluation({}, {}, 0)  # all arms have the same start
         await loop.run()
-        trained = time.monotonic()
-        last = loop.evaluations[loop.completed].metrics()
+        end_time = time.monotonic()
+        metrics = loop.evaluations[loop.completed_steps].metrics()
         if loop.experience is None:
             for name, task in online_tasks(config, specs).items():
-                last |= await _online_places(loop.evaluator, adviser, name, task)
-    probes = {"start": loop.probes[0], "end": loop.probes[loop.completed]}
+                metrics |= await _evaluate_online(loop.evaluator, truth, name, task)
+    probes = {"start": loop.probes[0], "end": loop.probes[loop.completed_steps]}
     return {
-        "steps": loop.completed,
-        "metrics": last
+        "steps": loop.completed_steps,
+        "metrics": metrics
         | {f"{end}/{name}": v for end, probe in probes.items() for name, v in probe.items()},
         "curves": {
             **{
-                f"success/{c}": [line.get(f"rollout/success/{c}") for line in recorder.of("train")]
+                f"success/{c}": [
+                    line.get(f"rollout/success/{c}") for line in recorder.of_kind("train")
+                ]
                 for c in ("free", "guided")
             },
-            "lessons/correct": [line.get("lessons/correct") for line in recorder.of("bank")],
+            "lessons/correct": [line.get("lessons/correct") for line in recorder.of_kind("bank")],
         },
         "totals": {
             name: value
             for kind in ("train", "bank")
-            for line in recorder.of(kind)[-1:]
+            for line in recorder.of_kind(kind)[-1:]
             for name, value in line.items()
             if name.startswith("total/")
         },
         "extractor updates": max(
-            (line["extractor/updates"] for line in recorder.of("extractor")), default=0
+            (line["extractor/updates"] for line in recorder.of_kind("extractor")), default=0
         ),
         # The time includes the start and the evaluations, and may be affected by parallel runs.
-        "seconds": trained - begin,
+        "seconds": end_time - start_time,
     }
 
 
-async def _online_places(
-    evaluator: Any, adviser: AlwaysRight | None, name: str, task: Any
+async def _evaluate_online(
+    evaluator: Any, truth: TruthRetriever | None, name: str, task: Any
 ) -> dict[str, float]:
     """Evaluate the online set without a bank: success alone, and with an adviser.
 
     The episodes and their draws are the same as in the arms with a bank.
     """
-    from crl.run.evaluate import rate_of_visits
-    from crl.run.online import UNCOUNTED_VISITS, VISITS, visited
+    from crl.run.evaluate import clustered_success_rate
+    from crl.run.online import UNCOUNTED_VISITS, VISITS, visit_episodes
 
-    settled = [visited(name, task, visit) for visit in range(UNCOUNTED_VISITS, VISITS)]
+    visits = [visit_episodes(name, task, visit) for visit in range(UNCOUNTED_VISITS, VISITS)]
     keys, tasks = (
-        [key for keys, _ in settled for key in keys],
-        [task for _, tasks in settled for task in tasks],
+        [key for keys, _ in visits for key in keys],
+        [task for _, tasks in visits for task in tasks],
     )
     alone = await evaluator.scheduler.play(evaluator.runner, "free", keys, tasks)
     online = alone
-    if adviser:
+    if truth:
         online = await evaluator.scheduler.play(
-            replace(evaluator.runner, retriever=adviser), "guided", keys, tasks
+            replace(evaluator.runner, retriever=truth), "guided", keys, tasks
         )
-    played = {"alone": alone, "online": online}
+    by_setting = {"alone": alone, "online": online}
     return {
-        f"eval/{name}/new/success/{setting}": rate_of_visits(ts).value
-        for setting, ts in played.items()
+        f"eval/{name}/new/success/{setting}": clustered_success_rate(trajectories).value
+        for setting, trajectories in by_setting.items()
     }
 
 
@@ -194,19 +198,21 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
+    parser.add_argument("--steps", type=int, help="number of actor steps (default: the preset's)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all runs"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all runs"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="two small steps of each run and small eval sets"
+        "--quick", action="store_true", help="two small steps per run and small eval sets"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of parallel runs, one core each"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         required="--one" not in sys.argv,
-        help="write the raw numbers here, as JSON",
+        help="JSON file for the raw numbers",
     )
     parser.add_argument(
         "--one", nargs=3, metavar=("SETTING", "ARM", "SEED"), help=argparse.SUPPRESS
@@ -222,19 +228,19 @@ def run_missing(
     `script`: path of the benchmark, which makes one run for `--one SETTING ARM SEED`.
     """
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    done = finished(arguments)
+    results = finished_runs(arguments)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(
             pool.map(
-                lambda run: _run_apart(script, run, arguments),
-                [run for run in wanted if run not in done],
+                lambda run: _run_in_subprocess(script, run, arguments),
+                [run for run in wanted if run not in results],
             )
         )
-    done = finished(arguments)
-    return [done[run] for run in wanted]
+    results = finished_runs(arguments)
+    return [results[run] for run in wanted]
 
 
-def run_here(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Namespace) -> None:
+def run_and_print(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Namespace) -> None:
     """Make one run and print its result as JSON."""
     sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
     quick = [
@@ -254,7 +260,7 @@ def run_here(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Name
     )
 
 
-def shared(arguments: argparse.Namespace) -> dict[str, Any]:
+def shared_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options that all runs of a command share.
 
     Runs that differ in these options are not compared.
@@ -262,27 +268,29 @@ def shared(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"asked steps": arguments.steps, "quick": arguments.quick, "set": arguments.set}
 
 
-def finished(arguments: argparse.Namespace) -> dict[tuple[str, str, int], Run]:
+def finished_runs(arguments: argparse.Namespace) -> dict[tuple[str, str, int], Run]:
     """Return the finished runs of the command, by setting, arm and seed."""
-    path, found = _records(arguments.out), {}
+    path, runs = _records_path(arguments.out), {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
             run = json.loads(line)
         except json.JSONDecodeError:  # the line was written only in part
             continue
-        if shared(arguments).items() <= run.items():
-            found[run["setting"], run["arm"], run["seed"]] = run
-    return found
+        if shared_options(arguments).items() <= run.items():
+            runs[run["setting"], run["arm"], run["seed"]] = run
+    return runs
 
 
-def _run_apart(script: str, run: tuple[str, str, int], arguments: argparse.Namespace) -> None:
+def _run_in_subprocess(
+    script: str, run: tuple[str, str, int], arguments: argparse.Namespace
+) -> None:
     """Train one arm in a separate process and append the result to the .jsonl file."""
     setting, arm, seed = run
     command = [sys.executable, script, "--one", setting, arm, str(seed)]
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     command += ["--quick"] if arguments.quick else []
     command += [word for text in arguments.set for word in ("--set", text)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         check=True,
         stdout=subprocess.PIPE,
@@ -293,16 +301,16 @@ def _run_apart(script: str, run: tuple[str, str, int], arguments: argparse.Names
         "setting": setting,
         "arm": arm,
         "seed": seed,
-        **shared(arguments),
+        **shared_options(arguments),
         "commit": commit(),
-        **json.loads(done.stdout),
+        **json.loads(completed.stdout),
     }
-    with _records(arguments.out).open("a+b") as stream:
+    with _records_path(arguments.out).open("a+b") as stream:
         stream.seek(max(0, stream.tell() - 1))
-        torn = stream.read(1) not in (b"", b"\n")
-        stream.write(b"\n" * torn + json.dumps(result).encode() + b"\n")
+        incomplete_line = stream.read(1) not in (b"", b"\n")
+        stream.write(b"\n" * incomplete_line + json.dumps(result).encode() + b"\n")
     print(f"{setting}, {arm}, seed {seed}: {result['seconds']:.0f} s", file=sys.stderr, flush=True)
 
 
-def _records(out: Path) -> Path:
+def _records_path(out: Path) -> Path:
     return out.with_suffix(".jsonl")

@@ -29,15 +29,15 @@ from pathlib import Path
 from common import write_results
 
 from crl.manager import DistilRequest
-from crl.manager.database import GROUP
+from crl.manager.database import MAX_WORKS_PER_COMMIT
 from crl.manager.records import Stamp
 from crl.manager.store import Store
 from crl.types import Segment, Task
 
-GATHERED = {1: 100, 64: 20, 1000: 3}
+ROUNDS = {1: 100, 64: 20, 1000: 3}
 """Number of rounds per repetition, by the number of submissions at a time."""
 
-AT = Stamp(0, 0)
+STAMP = Stamp(0, 0)
 """Stamp of every submission."""
 
 
@@ -60,17 +60,17 @@ def episodes() -> Iterator[DistilRequest]:
         )
 
 
-async def submits(store: Store, requests: Sequence[DistilRequest], at_a_time: int) -> float:
+async def submit_rate(store: Store, requests: Sequence[DistilRequest], at_a_time: int) -> float:
     """Submit all requests and return the submissions per second."""
     begin = time.perf_counter()
     for start in range(0, len(requests), at_a_time):
         await asyncio.gather(
-            *(store.submit(request, AT) for request in requests[start : start + at_a_time])
+            *(store.submit(request, STAMP) for request in requests[start : start + at_a_time])
         )
     return len(requests) / (time.perf_counter() - begin)
 
 
-def floor(db: sqlite3.Connection, requests: Sequence[DistilRequest], at_a_time: int) -> float:
+def floor_rate(db: sqlite3.Connection, requests: Sequence[DistilRequest], at_a_time: int) -> float:
     """Insert all requests with bare SQLite and return the rows per second."""
     rows = [(request.id, request.to_json()) for request in requests]
     begin = time.perf_counter()
@@ -87,36 +87,34 @@ async def measure(folder: Path, at_a_time: int, rounds: int, repetitions: int) -
         "submit": await Store.open(folder / "bank.sqlite"),
         "with a snapshot": await Store.open(folder / "other.sqlite"),
     }
-    await stores["with a snapshot"].snapshot(AT)
+    await stores["with a snapshot"].snapshot(STAMP)
     source = episodes()
-    speeds: dict[str, list[float]] = {name: [] for name in ("floor", *stores)}
+    all_rates: dict[str, list[float]] = {name: [] for name in ("floor", *stores)}
     with closing(sqlite3.connect(folder / "floor.sqlite", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.execute("CREATE TABLE requests (id TEXT PRIMARY KEY, payload TEXT) WITHOUT ROWID")
         for repetition in range(repetitions + 1):
             requests = [next(source) for _ in range(at_a_time * rounds)]
-            times = {"floor": floor(db, requests, min(at_a_time, GROUP))}
+            rates = {"floor": floor_rate(db, requests, min(at_a_time, MAX_WORKS_PER_COMMIT))}
             for name, store in stores.items():
-                times[name] = await submits(store, requests, at_a_time)
+                rates[name] = await submit_rate(store, requests, at_a_time)
             if repetition:  # the first repetition is a warm-up
-                for name, speed in times.items():
-                    speeds[name].append(speed)
+                for name, rate in rates.items():
+                    all_rates[name].append(rate)
     for store in stores.values():
         await store.aclose()
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    medians = {name: statistics.median(values) for name, values in all_rates.items()}
     return medians | {f"{name} / floor": medians[name] / medians["floor"] for name in stores}
 
 
 def table(metrics: Mapping[int, Mapping[str, float]]) -> str:
     names = list(next(iter(metrics.values())))
     lines = [f"{'at a time':>10}" + "".join(f"{name:>24}" for name in names)]
-    for at_a_time, speeds in metrics.items():
+    for at_a_time, rates in metrics.items():
         lines.append(
             f"{at_a_time:>10,}"
-            + "".join(
-                f"{speeds[n]:>24.2f}" if "/" in n else f"{speeds[n]:>22,.0f}/s" for n in names
-            )
+            + "".join(f"{rates[n]:>24.2f}" if "/" in n else f"{rates[n]:>22,.0f}/s" for n in names)
         )
     return "\n".join(lines)
 
@@ -128,13 +126,13 @@ def main() -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="on the disk to measure; default: the system's folder for temporary files",
+        help="folder on the disk to measure (default: the system's temporary folder)",
     )
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     arguments = parser.parse_args()
     metrics = {}
-    for at_a_time, rounds in GATHERED.items():
+    for at_a_time, rounds in ROUNDS.items():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             metrics[at_a_time] = asyncio.run(
                 measure(Path(folder), at_a_time, rounds, arguments.repetitions)

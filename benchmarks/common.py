@@ -15,7 +15,7 @@ from typing import Any
 from crl.intervals import Mean
 
 
-def trained(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
+def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
     """Train with `crl train OPTIONS --run-dir RUN` and return the run's metrics."""
     command = ["crl", "train", *options, "--run-dir", str(run)]
     print(" ".join(command), file=sys.stderr)
@@ -41,14 +41,14 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 def commit() -> str | None:
     """Return the commit of the working tree, or None for a copy without history."""
-    done = subprocess.run(
+    result = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parent,
     )
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def accelerator() -> dict[str, str]:
@@ -90,18 +90,18 @@ def mean_and_interval(values: Sequence[float | None]) -> str:
 
     Return a dash if no value is known. If only some values are known, their number is appended.
     """
-    known = [value for value in values if value is not None]
-    if not known:
+    present = [value for value in values if value is not None]
+    if not present:
         return "–"
-    interval = half_interval(known)
-    some = f" (n {len(known)})" if len(known) < len(values) else ""
+    interval = half_interval(present)
+    count_note = f" (n {len(present)})" if len(present) < len(values) else ""
     return (
-        f"{statistics.fmean(known):.3f}"
+        f"{statistics.fmean(present):.3f}"
         + (f" ± {interval:.3f}" if interval is not None else "")
-        + some
+        + count_note
     )
 
 
 def half_interval(values: Sequence[float]) -> float | None:
     """Return half the 95 % interval of the mean of independent values; None for fewer than two."""
-    return Mean.of(values).half if len(values) > 1 else None
+    return Mean.of(values).half_width if len(values) > 1 else None

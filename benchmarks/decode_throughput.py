@@ -67,25 +67,25 @@ class Session:
     turns: tuple[Turn, ...]
 
 
-def words(count: int, draw: random.Random) -> list[int]:
+def random_tokens(count: int, rng: random.Random) -> list[int]:
     """Return random tokens."""
-    return [draw.randrange(VOCABULARY) for _ in range(count)]
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
 
 
-def episode(kind: str, group: int, draw: random.Random) -> Session:
+def episode(kind: str, group: int, rng: random.Random) -> Session:
     """Return an episode like those of the tiny actor. A group's first prompts are equal."""
     turns, new, tokens = {
-        "room": (draw.randint(3, 8), (14, 20), (2, 3)),
-        "webshop": (draw.randint(4, 11), (30, 70), (4, 12)),
-        "alfworld": (draw.randint(10, 14), (15, 25), (5, 8)),
+        "room": (rng.randint(3, 8), (14, 20), (2, 3)),
+        "webshop": (rng.randint(4, 11), (30, 70), (4, 12)),
+        "alfworld": (rng.randint(10, 14), (15, 25), (5, 8)),
     }[kind]
     shared = random.Random(group)
-    first = Turn(words(shared.randint(31, 56), shared), draw.randint(*tokens))
+    first = Turn(random_tokens(shared.randint(31, 56), shared), rng.randint(*tokens))
     return Session(
         (
             first,
             *(
-                Turn(words(draw.randint(*new), draw), draw.randint(*tokens))
+                Turn(random_tokens(rng.randint(*new), rng), rng.randint(*tokens))
                 for _ in range(turns - 1)
             ),
         )
@@ -94,23 +94,23 @@ def episode(kind: str, group: int, draw: random.Random) -> Session:
 
 def mixture(seed: int = 0) -> list[Session]:
     """Return the 128 episodes of a step and the same number of distillations."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     kinds = ("room", "webshop", "alfworld")
-    played = [episode(kinds[i // GROUP % 3], i // GROUP, draw) for i in range(128)]
-    return played + distil(128, draw)
+    episodes = [episode(kinds[i // GROUP % 3], i // GROUP, rng) for i in range(128)]
+    return episodes + distil(128, rng)
 
 
-def distil(count: int, draw: random.Random) -> list[Session]:
+def distil(count: int, rng: random.Random) -> list[Session]:
     """Return requests like those of an extractor."""
     return [
-        Session((Turn(words(draw.randint(32, 60), draw), draw.randint(6, 20)),))
+        Session((Turn(random_tokens(rng.randint(32, 60), rng), rng.randint(6, 20)),))
         for _ in range(count)
     ]
 
 
-def long(count: int, draw: random.Random) -> list[Session]:
+def long(count: int, rng: random.Random) -> list[Session]:
     """Return requests with one turn and long answers."""
-    return [Session((Turn(words(40, draw), 64),)) for _ in range(count)]
+    return [Session((Turn(random_tokens(40, rng), 64),)) for _ in range(count)]
 
 
 PATTERNS = {
@@ -120,32 +120,32 @@ PATTERNS = {
 }
 
 
-def sampled(sessions: Sequence[Session]) -> int:
+def sampled_tokens(sessions: Sequence[Session]) -> int:
     """Return the number of tokens that the sessions sample."""
     return sum(turn.tokens for session in sessions for turn in session.turns)
 
 
-async def served(engine: TorchEngine, sessions: Sequence[Session], pause: float) -> None:
+async def run_engine(engine: TorchEngine, sessions: Sequence[Session], pause: float) -> None:
     """Play all sessions at the same time. After a turn, a session pauses like an environment."""
     from crl.types import Sampling
 
-    never = (VOCABULARY,)
+    no_stop = (VOCABULARY,)
 
     async def play(number: int, session: Session) -> None:
-        draw = random.Random(number)
+        rng = random.Random(number)
         prompt: list[int] = []
         for i, turn in enumerate(session.turns):
             prompt += turn.new
-            done = await engine.generate(
-                prompt, Sampling(turn.tokens, never), session=str(number), rng=number * 100 + i
+            completion = await engine.generate(
+                prompt, Sampling(turn.tokens, no_stop), session=str(number), rng=number * 100 + i
             )
-            prompt += done.ids
-            await asyncio.sleep(pause * draw.random() * 2)
+            prompt += completion.ids
+            await asyncio.sleep(pause * rng.random() * 2)
 
     await asyncio.gather(*(play(i, session) for i, session in enumerate(sessions)))
 
 
-def generated(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
+def run_generate(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
     """Send the same requests to `generate`, one batch per turn."""
     import torch
     from transformers import GenerationConfig
@@ -169,14 +169,14 @@ def generated(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
                 max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
             with torch.inference_mode():
-                done = model.generate(  # pyright: ignore[reportCallIssue]
+                outputs = model.generate(  # pyright: ignore[reportCallIssue]
                     padded, attention_mask=mask, generation_config=config
                 )
-            for i, row in zip(batch, done[:, width:].tolist(), strict=True):
+            for i, row in zip(batch, outputs[:, width:].tolist(), strict=True):
                 prompts[i] += row[: sessions[i].turns[turn].tokens]
 
 
-def actor(kv_heads: int | None) -> PreTrainedModel:
+def load_actor(kv_heads: int | None) -> PreTrainedModel:
     """Return the bundled actor, or random weights of its shape with `kv_heads` key-value heads."""
     import torch
 
@@ -191,8 +191,8 @@ def actor(kv_heads: int | None) -> PreTrainedModel:
     return type(model)(model.config).eval()
 
 
-async def speeds(
-    pattern: str, repetitions: int, pause: float, kv_heads: int | None, plain: bool
+async def measure(
+    pattern: str, repetitions: int, pause: float, kv_heads: int | None, with_generate: bool
 ) -> dict[str, float]:
     """Return sampled tokens per CPU-second of engine and `generate`, and their ratio."""
     import torch
@@ -201,25 +201,25 @@ async def speeds(
 
     torch.set_num_threads(1)
     sessions = PATTERNS[pattern]()
-    model = actor(kv_heads)
-    engine = TorchEngine(actor(kv_heads), max_batch=256, max_context=1024)
-    measured: dict[str, list[float]] = {"engine": [], "generate": []}
-    busy = engine.busy
+    model = load_actor(kv_heads)
+    engine = TorchEngine(load_actor(kv_heads), max_batch=256, max_context=1024)
+    rates: dict[str, list[float]] = {"engine": [], "generate": []}
+    busy = engine.busy_s
     for repetition in range(repetitions + 1):
-        for name in measured if plain else ("engine",):
+        for name in rates if with_generate else ("engine",):
             begin = time.process_time()
             if name == "engine":
-                await served(engine, sessions, pause)
+                await run_engine(engine, sessions, pause)
             else:
-                generated(model, sessions)
+                run_generate(model, sessions)
             if repetition:  # the first repetition is a warm-up
-                measured[name].append(sampled(sessions) / (time.process_time() - begin))
+                rates[name].append(sampled_tokens(sessions) / (time.process_time() - begin))
         if not repetition:
-            busy = engine.busy
+            busy = engine.busy_s
     await engine.aclose()
-    medians = {name: statistics.median(values) for name, values in measured.items() if values}
-    medians["per busy second"] = sampled(sessions) * repetitions / (engine.busy - busy)
-    if plain:
+    medians = {name: statistics.median(values) for name, values in rates.items() if values}
+    medians["per busy second"] = sampled_tokens(sessions) * repetitions / (engine.busy_s - busy)
+    if with_generate:
         medians["ratio"] = medians["engine"] / medians["generate"]
     return medians
 
@@ -236,16 +236,16 @@ def main() -> None:
     parser.add_argument(
         "--kv-heads",
         type=int,
-        help="random weights with so many key-value heads in place of the bundled ones",
+        help="use random weights with this number of key-value heads, not the bundled weights",
     )
-    parser.add_argument("--no-generate", action="store_true", help="measure the engine alone")
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    parser.add_argument("--no-generate", action="store_true", help="measure only the engine")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     results = {}
     for pattern in arguments.patterns.split(","):
-        found = asyncio.run(
-            speeds(
+        medians = asyncio.run(
+            measure(
                 pattern,
                 arguments.repetitions,
                 arguments.pause,
@@ -253,10 +253,10 @@ def main() -> None:
                 not arguments.no_generate,
             )
         )
-        results[pattern] = found
+        results[pattern] = medians
         values = "  ".join(
             f"{name} {value:,.2f}" if name == "ratio" else f"{name} {value:,.0f}"
-            for name, value in found.items()
+            for name, value in medians.items()
         )
         print(f"{pattern:<8} {values}", flush=True)
     if arguments.out:

@@ -41,7 +41,7 @@ from common import write_results
 from crl.config import RunConfig, TaskConfig, load
 from crl.config.catalog import mixture, task_file, tasks
 from crl.config.load import task_settings
-from crl.envs.base import StreamSettings, play
+from crl.envs.base import StreamSettings, play_episode
 from crl.envs.registry import get_spec
 from crl.protocols import Environment
 from crl.run.tasks import environment_pool, specs
@@ -49,11 +49,11 @@ from crl.types import Task
 
 EPISODES = (16, 64, 256, 512)
 QUICK_EPISODES = (2, 4)
-TOGETHER = {"room": 512, "webshop": 512, "alfworld": 64}
+MIXTURE_EPISODES = {"room": 512, "webshop": 512, "alfworld": 64}
 """Episodes of each task in the row of the mixture."""
 TASKS = 32
 """Tasks whose actions are recorded, per environment."""
-CALLS = 128
+MIN_EPISODES = 128
 """Minimal number of episodes of a row, over all rounds."""
 
 Row = dict[str, Any]
@@ -61,58 +61,68 @@ Script = tuple[Task, tuple[str, ...]]
 """Task and the actions to replay."""
 
 
-def as_language_models_play(names: Sequence[str]) -> RunConfig:
+def full_rendering_config(names: Sequence[str]) -> RunConfig:
     """Return the config of a run of these tasks in their full rendering."""
-    played = {
+    task_configs = {
         name: TaskConfig.model_validate(task_settings(task_file(name), "full")) for name in names
     }
-    return load(["room"]).model_copy(update={"tasks": played})
+    return load(["room"]).model_copy(update={"tasks": task_configs})
 
 
-def scripts(name: str, n: int) -> list[Script]:
+def record_scripts(name: str, n: int) -> list[Script]:
     """Return the scripted player's actions in n eval tasks."""
-    task = as_language_models_play([name]).tasks[name]
+    task = full_rendering_config([name]).tasks[name]
     spec = get_spec(task.env)
     game = spec.make_game(task.rendering)
     try:
-        drawn = spec.eval_tasks("new", n, 0, StreamSettings(**task.stream.model_dump()))
+        eval_tasks = spec.eval_tasks("new", n, 0, StreamSettings(**task.stream.model_dump()))
         players = (spec.scripted_player(random.Random(i)) for i in range(n))
         return [
-            (t, play(game, t, player, task.turns).actions)
-            for t, player in zip(drawn, players, strict=True)
+            (t, play_episode(game, t, player, task.turns).actions)
+            for t, player in zip(eval_tasks, players, strict=True)
         ]
     finally:
         game.close()
 
 
-def measure(played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int) -> Row:
-    """Return the measurements of one row. `played` and `episodes` are keyed by task name."""
-    return asyncio.run(_measure(played, episodes, calls))
+def measure(
+    scripts: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], min_episodes: int
+) -> Row:
+    """Return the measurements of one row. `scripts` and `episodes` are keyed by task name."""
+    return asyncio.run(_measure(scripts, episodes, min_episodes))
 
 
 async def _measure(
-    played: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], calls: int
+    scripts: Mapping[str, Sequence[Script]], episodes: Mapping[str, int], min_episodes: int
 ) -> Row:
-    config = as_language_models_play(list(episodes))
-    mine = [played[name][i % len(played[name])] for name, n in episodes.items() for i in range(n)]
+    config = full_rendering_config(list(episodes))
+    assigned = [
+        scripts[name][i % len(scripts[name])] for name, n in episodes.items() for i in range(n)
+    ]
     async with AsyncExitStack() as stack:
         pool = environment_pool(config, specs(config), stack)
         before = memory()
-        made, games = await timed(lambda i: pool.acquire(mine[i][0]), len(mine))
+        make_seconds, games = await time_calls(
+            lambda i: pool.acquire(assigned[i][0]), len(assigned)
+        )
         resets, steps, count = [], [], 0
-        for _ in range(-(-calls // len(mine))):
-            resets.append((await timed(lambda i: games[i].reset(mine[i][0]), len(mine)))[0])
-            seconds, taken = await timed(lambda i: replay(games[i], mine[i][1]), len(mine))
-            steps.append(sum(taken) / seconds)
-            count += sum(taken)
+        for _ in range(-(-min_episodes // len(assigned))):
+            resets.append(
+                (await time_calls(lambda i: games[i].reset(assigned[i][0]), len(assigned)))[0]
+            )
+            seconds, steps_taken = await time_calls(
+                lambda i: replay(games[i], assigned[i][1]), len(assigned)
+            )
+            steps.append(sum(steps_taken) / seconds)
+            count += sum(steps_taken)
         after = memory()
         for game in games:
             await pool.release(game)
-    milliseconds = 1e3 / len(mine)
+    milliseconds = 1e3 / len(assigned)
     return {
         "tasks": dict(episodes),
-        "episodes": len(mine),
-        "make_ms": made * milliseconds,
+        "episodes": len(assigned),
+        "make_ms": make_seconds * milliseconds,
         "reset_ms": statistics.median(resets) * milliseconds,
         "steps_per_s": statistics.median(steps),
         "steps": count,
@@ -129,7 +139,7 @@ async def replay(game: Environment, actions: Sequence[str]) -> int:
     return len(actions)
 
 
-async def timed(call: Callable[[int], Awaitable[Any]], n: int) -> tuple[float, list[Any]]:
+async def time_calls(call: Callable[[int], Awaitable[Any]], n: int) -> tuple[float, list[Any]]:
     """Await n concurrent calls. Return the seconds until all are done, and their results."""
     start = time.perf_counter()
     results = await asyncio.gather(*(call(i) for i in range(n)))
@@ -165,31 +175,35 @@ def table(rows: Sequence[Row]) -> str:
     ]
     previous: Row | None = None
     for row in rows:
-        more = (
+        base = (
             previous
             if previous and previous["tasks"].keys() == row["tasks"].keys()
             else {"memory_mib": 0.0, "episodes": 0}
         )
-        each = (row["memory_mib"] - more["memory_mib"]) / (row["episodes"] - more["episodes"])
+        per_episode = (row["memory_mib"] - base["memory_mib"]) / (
+            row["episodes"] - base["episodes"]
+        )
         name = next(iter(row["tasks"])) if len(row["tasks"]) == 1 else "together"
         lines.append(
             f"{name:<12}{row['episodes']:>9}{row['make_ms']:>10.1f}{row['reset_ms']:>10.2f}"
             f"{row['steps_per_s']:>10,.0f}"
-            f"{row['memory_mib']:>12,.0f}{each:>13.2f}{row['in_all_mib']:>12,.0f}"
+            f"{row['memory_mib']:>12,.0f}{per_episode:>13.2f}{row['in_all_mib']:>12,.0f}"
         )
         previous = row
     return "\n".join(lines)
 
 
-def measured(names: Sequence[str], rows: Sequence[Mapping[str, int]], calls: int) -> list[Row]:
+def measure_rows(
+    names: Sequence[str], rows: Sequence[Mapping[str, int]], min_episodes: int
+) -> list[Row]:
     """Return the measurements of each row (episodes by task name), each from a fresh process."""
-    played = {name: scripts(name, TASKS) for name in names}
+    scripts = {name: record_scripts(name, TASKS) for name in names}
     results = []
     for episodes in rows:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
             results.append(
-                fresh.submit(
-                    measure, {name: played[name] for name in episodes}, episodes, calls
+                executor.submit(
+                    measure, {name: scripts[name] for name in episodes}, episodes, min_episodes
                 ).result()
             )
     return results
@@ -199,18 +213,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tasks", nargs="*", help="default: all")
+    parser.add_argument("tasks", nargs="*", help="tasks to measure (default: all)")
     parser.add_argument(
-        "--quick", action="store_true", help="2 and 4 episodes, once: shows that it runs"
+        "--quick",
+        action="store_true",
+        help="2 and 4 episodes, once, to test that the benchmark works",
     )
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     arguments = parser.parse_args()
     names = arguments.tasks or [name for name in tasks() if not mixture(task_file(name))]
-    counts, calls = (QUICK_EPISODES, 1) if arguments.quick else (EPISODES, CALLS)
+    counts, min_episodes = (QUICK_EPISODES, 1) if arguments.quick else (EPISODES, MIN_EPISODES)
     rows = [{name: n} for name in names for n in counts]
-    if TOGETHER.keys() <= set(names):
-        rows.append({name: 1 for name in TOGETHER} if arguments.quick else TOGETHER)
-    results = measured(names, rows, calls)
+    if MIXTURE_EPISODES.keys() <= set(names):
+        rows.append({name: 1 for name in MIXTURE_EPISODES} if arguments.quick else MIXTURE_EPISODES)
+    results = measure_rows(names, rows, min_episodes)
     print(table(results))
     if arguments.out:
         write_results(arguments.out, {"rows": results})

@@ -30,13 +30,13 @@ from crl.tokens import ChatRenderer
 from crl.types import Completion, Observation, Sampling, StepResult, Task
 
 GPUS = 8
-PER_REQUEST, CAPACITY, PREFILL = 75.0, 3_363.0 * GPUS, 10_000.0 * GPUS
+REQUEST_RATE, TOTAL_RATE, PREFILL_RATE = 75.0, 3_363.0 * GPUS, 10_000.0 * GPUS
 """Tokens per second: decoded per request at most, decoded in total, prompt tokens in total."""
-BLOCK = 16
+BLOCK_TOKENS = 16
 """Tokens of a block in the prefix cache, as in vLLM."""
-TICK = 0.01
+TICK_S = 0.01
 """Seconds between two updates of the requests, about the duration of a decode step."""
-SPREAD = 0.5
+LENGTH_SIGMA = 0.5
 """Standard deviation σ of the logarithm of answer lengths."""
 THOUGHT = (
     "the wall lies to the north, the exit may be to the south or to the east, "
@@ -44,7 +44,7 @@ THOUGHT = (
 )
 
 Request = tuple[float, int, asyncio.Future[None]]
-"""Value of `_reach` at which the request ends, its number for ties, and its future."""
+"""Value of `_decoded_tokens` at which the request ends, its number for ties, and its future."""
 
 
 class LatencyModel:
@@ -53,7 +53,7 @@ class LatencyModel:
     Prompts are read one after the other, without the tokens that are in the prefix cache. Cached
     are all tokens of a session's last turn and, for a new session, the blocks that an earlier first
     prompt begins with. After that all requests decode at the same speed,
-    min(PER_REQUEST, CAPACITY / running).
+    min(REQUEST_RATE, TOTAL_RATE / running).
 
     An answer is a thought followed by one of `answers(session)`. The answer and its length are
     drawn from the request's `rng`. Lengths are log-normal with median `median` tokens.
@@ -62,23 +62,23 @@ class LatencyModel:
     def __init__(
         self, renderer: ChatRenderer, answers: Callable[[str], Sequence[str]], *, median: int
     ) -> None:
-        self.version, self.busy = 0, 0.0
+        self.version, self.busy_s = 0, 0.0
         self._answers = answers
         self._encoded = cache(lambda answer: renderer.encode(f"</think>\n{answer}"))
         self._thought = renderer.encode("<think>\n" + THOUGHT * median)
         self._median = median
-        self._cached: dict[str, int] = {}
-        self._blocks: set[int] = set()
+        self._session_tokens: dict[str, int] = {}
+        self._cached_blocks: set[int] = set()
         # tokens to read, tokens to decode, future of the request
-        self._read: deque[tuple[int, int, asyncio.Future[None]]] = deque()
+        self._prefill_queue: deque[tuple[int, int, asyncio.Future[None]]] = deque()
         self._decoding: list[Request] = []
         # Tokens that a request would have decoded since the start of the engine. A request that
         # starts at r ends at r + its length.
-        self._reach = 0.0
-        self._paid = 0.0  # prompt tokens that the elapsed time allows to read
-        self._numbers = itertools.count()
-        self._tick: asyncio.TimerHandle | None = None
-        self._then = 0.0
+        self._decoded_tokens = 0.0
+        self._prefill_budget = 0.0  # prompt tokens that the elapsed time allows to read
+        self._request_numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_tick = 0.0
 
     async def generate(
         self,
@@ -88,92 +88,104 @@ class LatencyModel:
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        draw = random.Random(rng)
-        answer = self._encoded(draw.choice(self._answers(session or "")))
-        length = max(len(answer), round(draw.lognormvariate(math.log(self._median), SPREAD)))
-        sampled = (*self._thought[: length - len(answer)], *answer, sampling.stop_ids[0])[
+        generator = random.Random(rng)
+        answer = self._encoded(generator.choice(self._answers(session or "")))
+        length = max(
+            len(answer), round(generator.lognormvariate(math.log(self._median), LENGTH_SIGMA))
+        )
+        answer_ids = (*self._thought[: length - len(answer)], *answer, sampling.stop_ids[0])[
             : sampling.max_tokens
         ]
-        cached = self._cached.get(session or "", 0)
+        cached = self._session_tokens.get(session or "", 0)
         if not 0 < cached < len(ids):  # a shorter prompt starts a new conversation
-            cached = self._shared(ids)
-        await self._served(len(ids) - cached, len(sampled))
+            cached = self._cached_prefix(ids)
+        await self._serve(len(ids) - cached, len(answer_ids))
         if session:
-            self._cached[session] = len(ids) + len(sampled)
-        finish = "stop" if sampled[-1] in sampling.stop_ids else "length"
-        return Completion(sampled, (-1.0,) * len(sampled), (self.version,) * len(sampled), finish)
+            self._session_tokens[session] = len(ids) + len(answer_ids)
+        finish = "stop" if answer_ids[-1] in sampling.stop_ids else "length"
+        return Completion(
+            answer_ids, (-1.0,) * len(answer_ids), (self.version,) * len(answer_ids), finish
+        )
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Clear the prefix cache, as after an update of the weights."""
-        self._cached.clear()
-        self._blocks.clear()
+        self._session_tokens.clear()
+        self._cached_blocks.clear()
 
-    def _shared(self, ids: Sequence[int]) -> int:
+    def _cached_prefix(self, ids: Sequence[int]) -> int:
         """Return the number of tokens of a first prompt that are in the prefix cache.
 
         Only whole blocks count. The last token is always read and never counts.
         """
-        prefix, shared = 0, 0
-        for end in range(BLOCK, len(ids), BLOCK):
-            prefix = hash((prefix, tuple(ids[end - BLOCK : end])))
-            if prefix in self._blocks:
-                shared = end
-            self._blocks.add(prefix)
-        return shared
+        prefix, cached = 0, 0
+        for end in range(BLOCK_TOKENS, len(ids), BLOCK_TOKENS):
+            prefix = hash((prefix, tuple(ids[end - BLOCK_TOKENS : end])))
+            if prefix in self._cached_blocks:
+                cached = end
+            self._cached_blocks.add(prefix)
+        return cached
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         return [-1.0] * (len(ids) - 1)
 
     async def update_weights(self, handle: PublishHandle) -> None:
         self.version = handle.version
-        self.forget()
+        self.clear_cache()
 
     async def health(self) -> None:
         """Do nothing: a clock cannot fail."""
 
     async def aclose(self) -> None:
-        if self._tick:
-            self._tick.cancel()
+        if self._timer:
+            self._timer.cancel()
 
-    async def _served(self, prompt: int, answer: int) -> None:
+    async def _serve(self, prompt: int, answer: int) -> None:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
-        self._read.append((prompt, answer, done))
-        if self._tick is None:
-            self._then = time.perf_counter()
-            self._tick = loop.call_later(TICK, self._advance)
+        self._prefill_queue.append((prompt, answer, done))
+        if self._timer is None:
+            self._last_tick = time.perf_counter()
+            self._timer = loop.call_later(TICK_S, self._advance)
         try:
             await done
         except asyncio.CancelledError:
-            self._withdraw(done)
+            self._cancel(done)
             raise
 
-    def _withdraw(self, done: asyncio.Future[None]) -> None:
+    def _cancel(self, done: asyncio.Future[None]) -> None:
         """Remove a cancelled request. The other requests then get its share of time."""
-        if self._read and self._read[0][2] is done:
-            self._paid = 0.0  # the request was being read
-        self._read = deque(one for one in self._read if one[2] is not done)
-        self._decoding = [one for one in self._decoding if one[2] is not done]
+        if self._prefill_queue and self._prefill_queue[0][2] is done:
+            self._prefill_budget = 0.0  # the request was being read
+        self._prefill_queue = deque(
+            request for request in self._prefill_queue if request[2] is not done
+        )
+        self._decoding = [request for request in self._decoding if request[2] is not done]
         heapq.heapify(self._decoding)
 
     def _advance(self) -> None:
         """Advance all requests. One timer serves all, because a timer for each would be a load."""
         now = time.perf_counter()
-        seconds, self._then = now - self._then, now
-        self.busy += seconds
+        seconds, self._last_tick = now - self._last_tick, now
+        self.busy_s += seconds
         if self._decoding:
-            self._reach += min(PER_REQUEST, CAPACITY / len(self._decoding)) * seconds
-        while self._decoding and self._decoding[0][0] <= self._reach:
+            self._decoded_tokens += min(REQUEST_RATE, TOTAL_RATE / len(self._decoding)) * seconds
+        while self._decoding and self._decoding[0][0] <= self._decoded_tokens:
             _, _, done = heapq.heappop(self._decoding)
             if not done.done():
                 done.set_result(None)
-        self._paid = self._paid + PREFILL * seconds if self._read else 0.0
-        while self._read and self._read[0][0] <= self._paid:
-            prompt, answer, done = self._read.popleft()
-            self._paid -= prompt
-            heapq.heappush(self._decoding, (self._reach + answer, next(self._numbers), done))
-        running = self._read or self._decoding
-        self._tick = asyncio.get_running_loop().call_later(TICK, self._advance) if running else None
+        self._prefill_budget = (
+            self._prefill_budget + PREFILL_RATE * seconds if self._prefill_queue else 0.0
+        )
+        while self._prefill_queue and self._prefill_queue[0][0] <= self._prefill_budget:
+            prompt, answer, done = self._prefill_queue.popleft()
+            self._prefill_budget -= prompt
+            heapq.heappush(
+                self._decoding, (self._decoded_tokens + answer, next(self._request_numbers), done)
+            )
+        running = self._prefill_queue or self._decoding
+        self._timer = (
+            asyncio.get_running_loop().call_later(TICK_S, self._advance) if running else None
+        )
 
 
 # ── the game ──────────────────────────────────────────────────────────────────────────────────────
@@ -190,27 +202,30 @@ class Walk:
     """`crl.protocols.Environment`: a dark square with an exit. Every call returns immediately."""
 
     async def reset(self, task: Task) -> Observation:
-        draw = random.Random(task.seed)
-        self._at, self._exit = (SIZE // 2, SIZE // 2), (draw.randrange(SIZE), draw.randrange(SIZE))
-        return Observation(self._seen())
+        rng = random.Random(task.seed)
+        self._position, self._exit = (
+            (SIZE // 2, SIZE // 2),
+            (rng.randrange(SIZE), rng.randrange(SIZE)),
+        )
+        return Observation(self._view())
 
     async def step(self, text: str) -> StepResult:
         if text not in MOVES:
             return StepResult("Answer with north, south, east or west.", valid=False)
-        self._at = (
-            self._bounded(self._at[0] + MOVES[text][0]),
-            self._bounded(self._at[1] + MOVES[text][1]),
+        self._position = (
+            self._clamp(self._position[0] + MOVES[text][0]),
+            self._clamp(self._position[1] + MOVES[text][1]),
         )
-        won = self._at == self._exit
-        return StepResult(self._seen(), reward=float(won), done=won, success=won)
+        won = self._position == self._exit
+        return StepResult(self._view(), reward=float(won), done=won, success=won)
 
     async def aclose(self) -> None: ...
 
-    def _bounded(self, place: int) -> int:
-        return min(max(place, 0), SIZE - 1)
+    def _clamp(self, coordinate: int) -> int:
+        return min(max(coordinate, 0), SIZE - 1)
 
-    def _seen(self) -> str:
-        (x, y), (exit_x, exit_y) = self._at, self._exit
+    def _view(self) -> str:
+        (x, y), (exit_x, exit_y) = self._position, self._exit
         columns, rows = slice(max(x - 2, 0), x + 3), slice(max(y - 2, 0), y + 3)
         cells = [[" "] * SIZE for _ in range(SIZE)]
         for row in cells[rows]:

@@ -77,28 +77,28 @@ class Size:
     """Episodes of one batch."""
     median: int
     """Median tokens of an episode."""
-    longest: int
+    max_tokens: int
     """Maximal tokens of an episode."""
     budget: int
     """Tokens of a micro-batch."""
     repetitions: int
     """Timed steps."""
-    copied: int
+    copy_mib: int
     """MiB of the copied tensors."""
 
 
-FULL = Size(episodes=64, median=1200, longest=8192, budget=16_384, repetitions=3, copied=4096)
-QUICK = Size(episodes=8, median=40, longest=96, budget=192, repetitions=2, copied=8)
+FULL = Size(episodes=64, median=1200, max_tokens=8192, budget=16_384, repetitions=3, copy_mib=4096)
+QUICK = Size(episodes=8, median=40, max_tokens=96, budget=192, repetitions=2, copy_mib=8)
 
 
 # ── models and batches ────────────────────────────────────────────────────────────────────────────
 
 
-def made(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def make_model(shape: str, size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with random weights, which are drawn on its device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=size.longest, dtype=dtype)
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=size.max_tokens, dtype=dtype)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -114,22 +114,22 @@ def episodes(size: Size, vocabulary: int) -> Minibatch:
 
     The turns of an episode have 40 to 160 context tokens and 20 to 80 sampled ones.
     """
-    draw = random.Random(0)
+    rng = random.Random(0)
     samples = []
     for _ in range(size.episodes):
-        length = min(size.longest, max(16, round(size.median * math.exp(draw.gauss(0, 0.8)))))
+        length = min(size.max_tokens, max(16, round(size.median * math.exp(rng.gauss(0, 0.8)))))
         mask: list[int] = []
         while len(mask) < length:
-            mask += [0] * draw.randint(40, 160) + [1] * draw.randint(20, 80)
+            mask += [0] * rng.randint(40, 160) + [1] * rng.randint(20, 80)
         mask = [*mask[: length - 8], *[1] * 8]
-        ids = tuple(draw.randrange(vocabulary) for _ in mask)
+        ids = tuple(rng.randrange(vocabulary) for _ in mask)
         trace = TokenTrace(
             ids,
             tuple(mask),
             tuple(-math.log(vocabulary) * m for m in mask),
             tuple(m - 1 for m in mask),
         )
-        samples.append(TrainSample(trace, draw.gauss(0, 1), 1 / size.episodes))
+        samples.append(TrainSample(trace, rng.gauss(0, 1), 1 / size.episodes))
     return Minibatch(tuple(samples), sum(sum(s.trace.mask) for s in samples))
 
 
@@ -159,7 +159,7 @@ def optimizer_of(model: PreTrainedModel) -> torch.optim.AdamW:
         fused=model.device.type == "cuda",
     )
     if masters:
-        masters.follow(adamw)
+        masters.attach(adamw)
     return adamw
 
 
@@ -180,11 +180,11 @@ def plain_step(
     if checkpointing:
         checkpoint_activations(model)
     adamw = optimizer_of(model)
-    cut = in_order([len(s.trace.ids) for s in batch.samples], size.budget)
+    batches = consecutive_batches([len(s.trace.ids) for s in batch.samples], size.budget)
 
     def step() -> None:
         adamw.zero_grad(set_to_none=True)
-        for indices in cut:
+        for indices in batches:
             rows = [batch.samples[i].trace for i in indices]
             width = max(len(row.ids) for row in rows)
             pad = [width - len(row.ids) for row in rows]
@@ -192,18 +192,18 @@ def plain_step(
                 [[*row.ids, *[0] * n] for row, n in zip(rows, pad, strict=True)],
                 device=model.device,
             )
-            read = torch.tensor(
+            attention_mask = torch.tensor(
                 [[1] * len(row.ids) + [0] * n for row, n in zip(rows, pad, strict=True)],
                 device=model.device,
             )
-            trained = torch.tensor(
+            loss_mask = torch.tensor(
                 [[*row.mask, *[0] * n] for row, n in zip(rows, pad, strict=True)],
                 device=model.device,
             )
-            labels = ids.masked_fill(trained == 0, -100)
+            labels = ids.masked_fill(loss_mask == 0, -100)
             loss = model(
                 input_ids=ids,
-                attention_mask=read,
+                attention_mask=attention_mask,
                 labels=labels,
                 use_cache=False,
                 num_items_in_batch=batch.total_tokens,
@@ -217,26 +217,26 @@ def plain_step(
     return step
 
 
-def in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def consecutive_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return consecutive samples in micro-batches of at most `budget` tokens with padding."""
-    cut: list[list[int]] = []
+    batches: list[list[int]] = []
     for index, length in enumerate(lengths):
-        held = [lengths[i] for i in cut[-1]] if cut else []
-        if held and max(*held, length) * (len(held) + 1) <= budget:
-            cut[-1].append(index)
+        batch_lengths = [lengths[i] for i in batches[-1]] if batches else []
+        if batch_lengths and max(*batch_lengths, length) * (len(batch_lengths) + 1) <= budget:
+            batches[-1].append(index)
         else:
-            cut.append([index])
-    return cut
+            batches.append([index])
+    return batches
 
 
-def measured(
-    shape: str, name: str, size: Size, device: torch.device, rate: float
+def measure(
+    shape: str, name: str, size: Size, device: torch.device, peak_rate: float
 ) -> dict[str, Any]:
     """Return one row of the results. The row says so if a step does not fit in memory."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     batch = episodes(size, SHAPES[shape]["vocab_size"])
     lengths = [len(s.trace.ids) for s in batch.samples]
-    ways = {"crl": crl_step, "plain": plain_step}
+    steps = {"crl": crl_step, "plain": plain_step}
     row: dict[str, Any] = {
         "shape": shape,
         "step": name,
@@ -244,55 +244,59 @@ def measured(
         "trained_tokens": batch.total_tokens,
         "longest": max(lengths),
     }
-    cut = micro_batches(lengths, size.budget) if name == "crl" else in_order(lengths, size.budget)
-    read = sum(
-        sum(lengths[i] for i in part)
+    batches = (
+        micro_batches(lengths, size.budget)
         if name == "crl"
-        else len(part) * max(lengths[i] for i in part)
-        for part in cut
+        else consecutive_batches(lengths, size.budget)
     )
-    row |= {"micro_batches": len(cut), "read_tokens": read}
+    read_tokens = sum(
+        sum(lengths[i] for i in indices)
+        if name == "crl"
+        else len(indices) * max(lengths[i] for i in indices)
+        for indices in batches
+    )
+    row |= {"micro_batches": len(batches), "read_tokens": read_tokens}
     try:
-        model = made(shape, size, device, dtype)
+        model = make_model(shape, size, device, dtype)
         row["parameters"] = sum(p.numel() for p in model.parameters())
-        step = ways[name](model, batch, size, CHECKPOINTED[shape])
+        step = steps[name](model, batch, size, CHECKPOINTED[shape])
         step()  # warm-up; it also creates the optimizer's state
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = [timed(step, device) for _ in range(size.repetitions)]
+        seconds = [time_call(step, device) for _ in range(size.repetitions)]
     except torch.OutOfMemoryError:
         return {**row, "seconds": None, "out_of_memory": True}
     median = statistics.median(seconds)
     row |= {
         "seconds": seconds,
         "tokens_per_s": sum(lengths) / median,
-        "mfu": needed_operations(shape, batch) / median / rate,
+        "mfu": needed_operations(shape, batch) / median / peak_rate,
     }
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     if name == "crl":
         # Free the optimizer and the gradients: a learner of this size publishes to another GPU.
         step = None
-        free(device)
+        free_memory(device)
         # The time includes the checksum.
-        row["snapshot_s"] = timed(lambda: InProcessWeights.snapshot(model, 1), device)
+        row["snapshot_s"] = time_call(lambda: InProcessWeights.snapshot(model, 1), device)
     return row
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    finish(device)
+def time_call(call: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
     begin = time.perf_counter()
-    work()
-    finish(device)
+    call()
+    synchronize(device)
     return time.perf_counter() - begin
 
 
-def free(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -304,7 +308,7 @@ def product_rate(device: torch.device) -> float:
     """Return operations per second of a large matrix product, in the precision of training."""
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / statistics.median([timed(lambda: a @ b, device) for _ in range(13)][3:])
+    return 2 * n**3 / statistics.median([time_call(lambda: a @ b, device) for _ in range(13)][3:])
 
 
 def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
@@ -314,32 +318,32 @@ def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
     """
     from safetensors.torch import load_file, save_file
 
-    count = size.copied << 20
+    count = size.copy_mib << 20
     host = torch.randint(256, (count,), dtype=torch.uint8)
     target = torch.empty_like(host)
     copies: dict[str, Callable[[], object]] = {"host to host": lambda: target.copy_(host)}
     if device.type == "cuda":
-        pinned, there, other = (
+        pinned, on_device, other = (
             host.pin_memory(),
             host.to(device),
             torch.empty(count, dtype=torch.uint8, device=device),
         )
         copies |= {
-            "host to device": lambda: there.copy_(host),
-            "host (pinned) to device": lambda: there.copy_(pinned, non_blocking=True),
-            "device to host": lambda: target.copy_(there),
-            "device to host (pinned)": lambda: pinned.copy_(there, non_blocking=True),
-            "device to device": lambda: other.copy_(there),
+            "host to device": lambda: on_device.copy_(host),
+            "host (pinned) to device": lambda: on_device.copy_(pinned, non_blocking=True),
+            "device to host": lambda: target.copy_(on_device),
+            "device to host (pinned)": lambda: pinned.copy_(on_device, non_blocking=True),
+            "device to device": lambda: other.copy_(on_device),
         }
-    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(".")
-    file = shared / f"crl-copy-rates-{time.monotonic_ns()}.safetensors"
+    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(".")
+    file = folder / f"crl-copy-rates-{time.monotonic_ns()}.safetensors"
     copies |= {
         "write to shared memory": lambda: save_file({"x": host}, file),
         "read from shared memory": lambda: load_file(file)["x"].clone(),
     }
     try:
         return {
-            name: count / 1e9 / statistics.median([timed(copy, device) for _ in range(4)][1:])
+            name: count / 1e9 / statistics.median([time_call(copy, device) for _ in range(4)][1:])
             for name, copy in copies.items()
         }
     finally:
@@ -349,7 +353,7 @@ def copy_rates(size: Size, device: torch.device) -> dict[str, float]:
 # ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def line(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     start = f"{row['shape']:<6}{row['step']:<7}"
     if row["seconds"] is None:
         return f"{start}  out of memory"
@@ -369,16 +373,16 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a tiny shape and short episodes: only to see that it runs",
+        help="use a tiny shape and short episodes, only to test that the benchmark works",
     )
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     arguments = parser.parse_args()
     size, shapes = (QUICK, ["tiny"]) if arguments.quick else (FULL, arguments.shapes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    rate, copies = product_rate(device), copy_rates(size, device)
-    print(f"{device.type}: a large matrix product runs at {rate / 1e12:,.2f} TFLOP/s")
+    peak_rate, copies = product_rate(device), copy_rates(size, device)
+    print(f"{device.type}: a large matrix product runs at {peak_rate / 1e12:,.2f} TFLOP/s")
     for name, gigabytes in copies.items():
         print(f"{name:<26}{gigabytes:>9.2f} GB/s")
     print(
@@ -386,12 +390,12 @@ def main() -> None:
         f"{'peak GiB':>11}{'padding':>10}"
     )
     rows: list[dict[str, Any]] = []
-    results = {"product_tflops": rate / 1e12, "copies_gb_per_s": copies, "rows": rows}
+    results = {"product_tflops": peak_rate / 1e12, "copies_gb_per_s": copies, "rows": rows}
     for shape in shapes:
         for name in ("crl", "plain"):
-            rows.append(measured(shape, name, size, device, rate))
-            free(device)
-            print(line(rows[-1]), flush=True)
+            rows.append(measure(shape, name, size, device, peak_rate))
+            free_memory(device)
+            print(format_row(rows[-1]), flush=True)
             if arguments.out:  # after every row, so that a later failure loses no results
                 write_results(arguments.out, results)
 

@@ -7,8 +7,8 @@
 
 The second command measures eq. 5 alone, with one lesson per group.
 
-The measurements are made before the updates of every EVERY-th step, on the first turn of fixed
-probe places:
+The measurements are made before the updates of every MEASURE_EVERY-th step, on the first turn of
+fixed probe places:
 
 * `right`, `wrong`: mean log-probability (nats) of the advised first move under right and under
   wrong advice. Both are high for an actor that listens, and low for an actor that ignores advice.
@@ -35,9 +35,9 @@ from typing import Any
 from arms import Recorder
 from common import mean_and_interval, write_results
 
-EVERY = 5
+MEASURE_EVERY = 5
 """Steps between two measurements."""
-PLACES = 64
+PROBE_PLACES = 64
 """Probe places."""
 TERMS = ("free", "nothing found", "right lesson", "wrong direction", "other lesson")
 """Kinds of episodes by which the policy gradient is divided."""
@@ -59,21 +59,22 @@ def measured_run(seed: int, steps: int | None, sets: Sequence[str]) -> list[dict
 
 async def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
     from crl.monitor.run_dir import RunDir
-    from crl.run.assemble import training
+    from crl.run.assemble import open_training_loop
     from crl.run.evaluate import Evaluation
 
     recorder = Recorder()
-    async with training(config, RunDir(folder), recorder) as loop:
+    async with open_training_loop(config, RunDir(folder), recorder) as loop:
         loop.evaluations |= {0: Evaluation({}, {}, 0), config.run.steps: Evaluation({}, {}, 0)}
-        watch = Watch(
-            loop, {advice: await advised(loop, config, advice) for advice in ("right", "wrong")}
+        probe = GradientProbe(
+            loop,
+            {advice: await advised_traces(loop, config, advice) for advice in ("right", "wrong")},
         )
-        recorder.trajectories = watch.observe  # called with the batch before its update
+        recorder.trajectories = probe.observe  # called with the batch before its update
         await loop.run()
-    return watch.rows
+    return probe.rows
 
 
-async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
+async def advised_traces(loop: Any, config: Any, advice: str) -> list[Any]:
     """Return the first turns of the probe places under right or wrong advice.
 
     The advised move is marked as sampled.
@@ -85,13 +86,13 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
     from crl.types import Completion, TokenTrace
 
     task = probe_tasks(config, specs(config))["room"]
-    task = replace(task, places=task.places[:PLACES])
+    task = replace(task, places=task.places[:PROBE_PLACES])
     texts = advice_texts(task, advice)
     runner = replace(loop.evaluator.runner, retriever=FixedRetriever(texts))
     keys = [EpisodeKey("listening", 0, i, 0) for i in range(len(task.places))]
-    played = await loop.evaluator.scheduler.play(runner, "guided", keys, task.places)
+    trajectories = await loop.evaluator.scheduler.play(runner, "guided", keys, task.places)
     traces = []
-    for trajectory in played:
+    for trajectory in trajectories:
         trace, direction = trajectory.traces[0], read(texts[trajectory.task.goal])[1]
         move = (*runner.renderer.encode(direction), runner.renderer.stop_ids[0])
         prompt = TokenTrace().with_context(trace.ids[: trace.mask.index(1)])
@@ -101,7 +102,7 @@ async def advised(loop: Any, config: Any, advice: str) -> list[Any]:
     return traces
 
 
-class Watch:
+class GradientProbe:
     """Measurements before updates. `rows` holds the results."""
 
     def __init__(self, loop: Any, probes: Mapping[str, Sequence[Any]]) -> None:
@@ -115,41 +116,47 @@ class Watch:
         self.rows: list[dict[str, Any]] = []
 
     def observe(self, trajectories: Sequence[Any]) -> None:
-        if self._step % EVERY == 0:
+        if self._step % MEASURE_EVERY == 0:
             self.rows.append(self._measure([t for t in trajectories if t.error is None]))
         self._step += 1
 
-    def _measure(self, played: Sequence[Any]) -> dict[str, Any]:
+    def _measure(self, trajectories: Sequence[Any]) -> dict[str, Any]:
         import torch
 
         from crl.algo import build_minibatches
         from crl.seeds import generator
 
-        right, upwards = self._log_probability(self._probes["right"])
+        right, right_gradient = self._log_probability(self._probes["right"])
         row: dict[str, Any] = {
             "step": self._step,
             "right": right,
             "wrong": self._log_probability(self._probes["wrong"])[0],
         }
-        advantages, terms = self._loop._advantages(played), [self._term(t) for t in played]
-        views = [self._loop.method.actor.view(t) for t in played]
+        advantages, terms = (
+            self._loop._advantages(trajectories),
+            [self._term(t) for t in trajectories],
+        )
+        views = [self._loop.method.actor.view(t) for t in trajectories]
         gradients = {}
         for term in TERMS:
-            own = [
-                advantage if of == term else 0.0
-                for advantage, of in zip(advantages, terms, strict=True)
+            term_advantages = [
+                advantage if term_of == term else 0.0
+                for advantage, term_of in zip(advantages, terms, strict=True)
             ]
-            batches = build_minibatches(played, own, views, count=1, rng=generator(0, "listening"))
-            gradients[term] = self._gradient(batches[0]) if batches else 0 * upwards
+            batches = build_minibatches(
+                trajectories, term_advantages, views, count=1, rng=generator(0, "listening")
+            )
+            gradients[term] = self._gradient(batches[0]) if batches else 0 * right_gradient
             row[f"{term}/episodes"] = terms.count(term)
             if term in terms:
                 row[f"{term}/flat"] = sum(
-                    a == 0 for a, of in zip(advantages, terms, strict=True) if of == term
+                    a == 0 for a, term_of in zip(advantages, terms, strict=True) if term_of == term
                 ) / terms.count(term)
-        whole = torch.stack(list(gradients.values())).sum(0)
+        total = torch.stack(list(gradients.values())).sum(0)
         for term, gradient in gradients.items():
             row[f"{term}/projection"] = float(
-                -(gradient @ upwards) / (whole.norm() * upwards.norm()).clamp(min=1e-12)
+                -(gradient @ right_gradient)
+                / (total.norm() * right_gradient.norm()).clamp(min=1e-12)
             )
         return row
 
@@ -173,51 +180,55 @@ class Watch:
         The log-probabilities of the marked tokens are summed within a trace and averaged over
         traces.
         """
-        from crl.learners.step import Tensors
+        from crl.learners.step import MicroBatch
         from crl.types import TrainSample
 
-        batch = Tensors.of(
+        batch = MicroBatch.of(
             [TrainSample(trace, 1.0, 1.0) for trace in traces], self._trainer.model.device
         )
-        mean = self._trainer._tokens(batch).logp.mul(batch.mask).sum() / len(traces)
+        mean = self._trainer._token_stats(batch).logp.mul(batch.mask).sum() / len(traces)
         self._trainer.optimizer.zero_grad(set_to_none=True)
         mean.backward()
-        return mean.item(), self._flat()
+        return mean.item(), self._take_gradient()
 
     def _gradient(self, minibatch: Any) -> Any:
         from crl.learners.step import MetricAccumulator
 
         self._trainer._gradient(minibatch, MetricAccumulator(), None)
-        return self._flat()
+        return self._take_gradient()
 
-    def _flat(self) -> Any:
+    def _take_gradient(self) -> Any:
         """Return the gradient of all parameters as one vector, and clear it."""
         import torch
 
-        flat = torch.cat(
+        gradient = torch.cat(
             [
                 p.grad.flatten() if p.grad is not None else torch.zeros(p.numel())
                 for p in self._trainer.model.parameters()
             ]
         )
         self._trainer.optimizer.zero_grad(set_to_none=True)
-        return flat
+        return gradient
 
 
 def table(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     """Return the table of means over seeds, by quarters of the run."""
     length = min(len(rows) for rows in runs.values())
-    parts = [range(q * length // 4, (q + 1) * length // 4) for q in range(4)]
+    quarters = [range(q * length // 4, (q + 1) * length // 4) for q in range(4)]
     lines = [f"{'':<30}" + "".join(f"{f'quarter {q}':>18}" for q in range(1, 5))]
     names = [
         "right",
         "wrong",
-        *(f"{term}/{what}" for term in TERMS for what in ("episodes", "flat", "projection")),
+        *(
+            f"{term}/{quantity}"
+            for term in TERMS
+            for quantity in ("episodes", "flat", "projection")
+        ),
     ]
     for name in names:
         cells = []
-        for part in parts:
-            seeds = [[rows[i][name] for i in part if name in rows[i]] for rows in runs.values()]
+        for quarter in quarters:
+            seeds = [[rows[i][name] for i in quarter if name in rows[i]] for rows in runs.values()]
             cells.append(
                 mean_and_interval([statistics.fmean(values) for values in seeds if values])
             )
@@ -230,11 +241,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="actor steps (default: the preset's)")
+    parser.add_argument("--steps", type=int, help="number of actor steps (default: the preset's)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the runs"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all runs"
     )
-    parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the raw numbers")
     arguments = parser.parse_args()
     runs: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
     for seed in arguments.seeds:

@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from arms import ARMS, Run, run_here, run_missing, sweep_parser
+from arms import ARMS, Run, run_and_print, run_missing, sweep_parser
 from common import mean_and_interval, write_results
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -66,14 +66,14 @@ def recorded(name: str) -> Metric:
 def advice(end: str) -> Metric:
     """Return the metric of the benefit of right advice. `end`: "start" or "end" of the run."""
 
-    def worth(run: Run, task: str) -> float | None:
-        none, right = (run["metrics"][f"{end}/probe/{task}/{told}"] for told in ("none", "right"))
+    def benefit(run: Run, task: str) -> float | None:
+        none, right = (run["metrics"][f"{end}/probe/{task}/{kind}"] for kind in ("none", "right"))
         return (right - none) / (1 - none) if none < 1 else None
 
-    return worth
+    return benefit
 
 
-def times(factor: float, metric: Metric) -> Metric:
+def scaled(factor: float, metric: Metric) -> Metric:
     """Return a multiple of the metric."""
 
     def product(run: Run, task: str) -> float | None:
@@ -91,12 +91,12 @@ METRICS: Mapping[str, Metric] = {
     "seen, bank": recorded("eval/{}/known/success/guided"),
     "lessons": recorded("eval/{}/lessons/correct"),
     "lessons, untrained": recorded("eval/{}/lessons/correct/untrained"),
-    "3 × lessons, untrained": times(3, recorded("eval/{}/lessons/correct/untrained")),
+    "3 × lessons, untrained": scaled(3, recorded("eval/{}/lessons/correct/untrained")),
     "probe none": recorded("end/probe/{}/none"),
     "probe right": recorded("end/probe/{}/right"),
     "advice, start": advice("start"),
     "advice": advice("end"),
-    "0.9 × advice, start": times(0.9, advice("start")),
+    "0.9 × advice, start": scaled(0.9, advice("start")),
 }
 
 PAIRS = (
@@ -123,16 +123,16 @@ def tables(runs: Sequence[Run]) -> str:
     """Return, for each setting and task, every metric by arm and the paired differences."""
     lines: list[str] = []
     for setting, tasks in SETTINGS.items():
-        of_setting = [run for run in runs if run["setting"] == setting]
-        for task in tasks if of_setting else ():
+        setting_runs = [run for run in runs if run["setting"] == setting]
+        for task in tasks if setting_runs else ():
             lines += [
                 f"{setting}: {task}",
-                *metric_rows(of_setting, task),
-                *pair_rows(of_setting, task),
+                *metric_rows(setting_runs, task),
+                *pair_rows(setting_runs, task),
                 "",
             ]
-        if of_setting:
-            lines += [*cost_rows(of_setting), ""]
+        if setting_runs:
+            lines += [*cost_rows(setting_runs), ""]
     return "\n".join(lines)
 
 
@@ -151,20 +151,20 @@ def metric_rows(runs: Sequence[Run], task: str) -> list[str]:
 def pair_rows(runs: Sequence[Run], task: str) -> list[str]:
     rows = []
     for name, arm, other, other_arm in PAIRS:
-        one, two = (
+        first, second = (
             {run["seed"]: METRICS[m](run, task) for run in runs if run["arm"] == a}
             for m, a in ((name, arm), (other, other_arm))
         )
-        pairs = [(one[seed], two[seed]) for seed in sorted(one.keys() & two.keys())]
+        pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
         differences = [a - b for a, b in pairs if a is not None and b is not None]
         if pairs:
-            each = " ".join(f"{difference:+.3f}" for difference in differences)
-            compared = (
+            by_seed = " ".join(f"{difference:+.3f}" for difference in differences)
+            label = (
                 f"{name}, {arm} − {other}, {other_arm}"
                 if name != other
                 else f"{name}: {arm} − {other_arm}"
             )
-            rows.append(f"  {compared}: {mean_and_interval(differences)}   by seed {each}")
+            rows.append(f"  {label}: {mean_and_interval(differences)}   by seed {by_seed}")
     return rows
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         setting, arm, seed = arguments.one
-        run_here(ARMS[arm], SETTINGS[setting], int(seed), arguments)
+        run_and_print(ARMS[arm], SETTINGS[setting], int(seed), arguments)
         return
     wanted = [
         (setting, arm, seed)

@@ -79,9 +79,9 @@ from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import DirectSampler
-from crl.run.assemble import training
+from crl.run.assemble import open_training_loop
 from crl.run.diagnostics import Diagnostics
-from crl.run.experience import ExperienceSide
+from crl.run.experience import ExperiencePipeline
 from crl.run.main import frozen_heap
 from crl.tokens import ChatRenderer
 from crl.types import Task, Trajectory
@@ -93,7 +93,7 @@ ENTRIES, LESSONS = 1_000, 64
 """Experiences of the bank at the start, and different lessons of the extractor."""
 ACTION_TOKENS, LESSON_TOKENS = 60, 96
 """Median tokens of an actor's and of an extractor's answer."""
-PROBE = 0.005
+LAG_SLEEP_S = 0.005
 """Seconds that the probe of the event loop's lag sleeps."""
 GOAL = "Walk: the {place}. Find the exit."
 QUESTION = "<search_and_ask>I see no exit. Which way is it?</search_and_ask>"
@@ -105,16 +105,16 @@ VERDICTS = [
 
 
 @dataclass(frozen=True)
-class Stage:
+class EngineSetup:
     """Objects that play the episodes of an engine."""
 
     runner: EpisodeRunner
     """Runner whose guided episodes are judged and may ask."""
-    side: ExperienceSide
-    """Experience side of the run."""
+    experience: ExperiencePipeline
+    """Experience pipeline of the run."""
     tasks: Callable[[], TaskSource]
     """Function that returns the task source, reset to its first task."""
-    forget: Callable[[], None]
+    clear_caches: Callable[[], None]
     """Function that clears the engines' prefix caches."""
 
 
@@ -126,19 +126,21 @@ class Arm:
     """Guided share of a group. With 0 the bank is not used or updated."""
     asks: bool = False
     """Whether guided episodes may ask."""
-    judged: bool = False
+    critic: bool = False
     """Whether the actor judges retrieved experience."""
 
-    def runner(self, stage: Stage, retriever: Retriever) -> EpisodeRunner:
+    def runner(self, setup: EngineSetup, retriever: Retriever) -> EpisodeRunner:
         """Return the stage's runner with this use of experience."""
-        runner = stage.runner
+        runner = setup.runner
         if not self.asks:
             runner = replace(
                 runner,
-                limits={name: replace(limits, asks=0) for name, limits in runner.limits.items()},
+                limits={
+                    name: replace(limits, max_questions=0) for name, limits in runner.limits.items()
+                },
             )
         return replace(
-            runner, retriever=retriever, judge=runner.judge if self.judged else AcceptAll()
+            runner, retriever=retriever, judge=runner.judge if self.critic else AcceptAll()
         )
 
 
@@ -146,11 +148,11 @@ ARMS = {
     "off": Arm(0.0),
     "on": Arm(0.5),
     "ask": Arm(0.5, asks=True),
-    "critic": Arm(0.5, judged=True),
+    "critic": Arm(0.5, critic=True),
 }
 
 
-class Timed:
+class TimedRetriever:
     """`crl.protocols.Retriever` that measures the searches of another one."""
 
     def __init__(self, retriever: Retriever) -> None:
@@ -171,7 +173,7 @@ class Timed:
 
 
 @asynccontextmanager
-async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
+async def latency_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
     """Yield the stage with the latency model."""
     path = resolve_model("tiny-actor")
     tokenizer = load_tokenizer(path)
@@ -181,21 +183,21 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
     tasks = partial(PlaceStream, "walk", GOAL, 0, StreamSettings())
     await fill_bank(run.bank, tasks().draw(ENTRIES))
     actor, extractor = (
-        LatencyModel(renderer, spoken, median=ACTION_TOKENS),
-        LatencyModel(renderer, written, median=LESSON_TOKENS),
+        LatencyModel(renderer, actor_answers, median=ACTION_TOKENS),
+        LatencyModel(renderer, extractor_answers, median=LESSON_TOKENS),
     )
-    room = 65_536 - 4_096
+    budget = 65_536 - 4_096
     manager = await ExperienceManager.open(
         run.bank, extractor, embedder, renderer,
         Prompts(
-            FullDistilPrompt(prompt("distil"), renderer, room),
+            FullDistilPrompt(prompt("distil"), renderer, budget),
             FullMergePrompt(prompt("merge")),
-            FullRefinePrompt(prompt("refine"), renderer, room),
+            FullRefinePrompt(prompt("refine"), renderer, budget),
         ),
         ManagerSettings(concurrency=128, threaded=True), seed=0,
     )  # fmt: skip
     instructions = fill(prompt("actor"), turns=turns, actions=", ".join(MOVES), example="north")
-    sampler, rates = DirectSampler(actor), SuccessRates(enough=8, window=64)
+    sampler, rates = DirectSampler(actor), SuccessRates(min_episodes=8, window=64)
     runner = EpisodeRunner(
         sampler=sampler,
         pool=Walks(),
@@ -207,7 +209,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
         shaper=OutcomeReward(),
         retriever=NullRetriever(),
         renderer=renderer,
-        limits={"walk": Limits(turns, max_response_tokens=4_096, asks=3)},
+        limits={"walk": Limits(turns, max_response_tokens=4_096, max_questions=3)},
         max_context=32_768,
         temperature=1.0,
         seed=0,
@@ -222,7 +224,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
             seed=0,
         ),
     )
-    side = ExperienceSide(
+    experience = ExperiencePipeline(
         manager,
         extractor,
         EveryEpisode(),
@@ -230,16 +232,16 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
         Diagnostics({}),
         embedder,
         monitor,
-        run="bench",
+        run_name="bench",
         background=True,
     )
     try:
 
-        def forget() -> None:
-            actor.forget()
-            extractor.forget()
+        def clear_caches() -> None:
+            actor.clear_cache()
+            extractor.clear_cache()
 
-        yield Stage(runner, side, tasks, forget)
+        yield EngineSetup(runner, experience, tasks, clear_caches)
     finally:
         await manager.aclose()
         await actor.aclose()
@@ -248,7 +250,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
 
 
 @asynccontextmanager
-async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
+async def tiny_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
     """Yield the parts of `crl train --tasks room`, with an extractor that is not trained.
 
     `turns` is ignored: the task's limit applies.
@@ -260,7 +262,7 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
     )
     run = RunDir.create(folder / "run")
     monitor = FileMonitor(run)
-    async with training(config, run, monitor) as loop:
+    async with open_training_loop(config, run, monitor) as loop:
         assert loop.experience
         start = loop.source.state()
 
@@ -269,7 +271,7 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[Stage]:
             return loop.source
 
         # No prefix is shared between episodes, so there is no cache to clear.
-        yield Stage(loop.collector._runner, loop.experience, tasks, forget=lambda: None)
+        yield EngineSetup(loop.collector._runner, loop.experience, tasks, clear_caches=lambda: None)
     monitor.close()
 
 
@@ -277,30 +279,30 @@ async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
     """Write one lesson per task. The manager embeds the lessons when it opens the bank."""
     store = await Store.open(path)
     entries = [
-        Entry(f"seed#{i}", 1, f"{t.goal} {walk(i)}", t.name, t.goal, "seed", (0, 1))
+        Entry(f"seed#{i}", 1, f"{t.goal} {lesson_text(i)}", t.name, t.goal, "seed", (0, 1))
         for i, t in enumerate(tasks)
     ]
-    await store.take_in(entries, Stamp(0, 0))
+    await store.import_entries(entries, Stamp(0, 0))
     await store.aclose()
 
 
-def spoken(session: str) -> list[str]:
+def actor_answers(session: str) -> list[str]:
     """Return the possible answers of the actor in this session."""
     return VERDICTS if "/critic/" in session else [*MOVES, *MOVES, QUESTION]
 
 
-def written(session: str) -> list[str]:
+def extractor_answers(session: str) -> list[str]:
     """Return the possible answers of the extractor.
 
     Each contains an op for distillation and an op for a question. A reader uses one of them.
     """
     return [
-        f'[{{"op": "add", "text": "{walk(i)}"}}, {{"op": "refine", "text": "{walk(i)}"}}]'
-        for i in range(LESSONS)
+        f'[{{"op": "add", "text": "{text}"}}, {{"op": "refine", "text": "{text}"}}]'
+        for text in map(lesson_text, range(LESSONS))
     ]
 
 
-def walk(number: int) -> str:
+def lesson_text(number: int) -> str:
     """Return a lesson."""
     steps = [list(MOVES)[number // 4**i % 4] for i in range(6)]
     return f"From the start walk {', then '.join(steps)}; the exit is near where the corridor ends."
@@ -310,8 +312,8 @@ def walk(number: int) -> str:
 
 
 @dataclass
-class Measured:
-    """Measurements of one arm. `rollout` and `left` hold one value per repetition."""
+class Measurements:
+    """Measurements of one arm. `rollout` and `remaining` hold one value per repetition."""
 
     rollout: list[float] = field(default_factory=list)
     """Seconds to collect the episodes."""
@@ -319,101 +321,106 @@ class Measured:
     """Seconds of every search."""
     lags: list[float] = field(default_factory=list)
     """Seconds of lag of the event loop, for every probe."""
-    left: list[float] = field(default_factory=list)
+    remaining: list[float] = field(default_factory=list)
     """Seconds of distillation after the end of the rollout."""
     failed: int = 0
     """Episodes with an error."""
 
 
 @asynccontextmanager
-async def lags() -> AsyncIterator[list[float]]:
+async def measure_lags() -> AsyncIterator[list[float]]:
     """Measure the lag of this event loop in seconds while the block runs."""
-    late: list[float] = []
+    lags: list[float] = []
 
     async def probe() -> None:
         while True:
             begin = time.perf_counter()
-            await asyncio.sleep(PROBE)
-            late.append(time.perf_counter() - begin - PROBE)
+            await asyncio.sleep(LAG_SLEEP_S)
+            lags.append(time.perf_counter() - begin - LAG_SLEEP_S)
 
     task = asyncio.create_task(probe())
     try:
-        yield late
+        yield lags
     finally:
         task.cancel()
 
 
 async def rollout(
-    stage: Stage,
+    setup: EngineSetup,
     arm: Arm,
     environments: int,
     step: int,
-    learnt: Sequence[Trajectory],
-    into: Measured,
+    previous: Sequence[Trajectory],
+    results: Measurements,
 ) -> list[Trajectory]:
     """Play the episodes of one step and return them.
 
     In an arm with experience, the episodes of the previous step are distilled at the same time.
     """
-    timed = Timed(stage.side.retriever)
+    retriever = TimedRetriever(setup.experience.retriever)
     gate = StalenessGate(environments // GROUP, 0, step)
-    runner = arm.runner(stage, timed if arm.share else NullRetriever())
+    runner = arm.runner(setup, retriever if arm.share else NullRetriever())
     collector = Collector(
-        runner, stage.tasks(), GuidedShare(arm.share), gate, group_size=GROUP, steps=step + 1
+        runner, setup.tasks(), GuidedShare(arm.share), gate, group_size=GROUP, steps=step + 1
     )
 
-    async def learn() -> None:
-        await stage.side.observe(learnt)
-        await stage.side.complete(step, learnt)
+    async def distil() -> None:
+        await setup.experience.observe(previous)
+        await setup.experience.complete(step, previous)
 
     gc.collect()  # the garbage of one arm must not affect the next one
-    stage.forget()
-    async with lags() as late, asyncio.TaskGroup() as tasks:
+    setup.clear_caches()
+    async with measure_lags() as lags, asyncio.TaskGroup() as tasks:
         if arm.share:
-            tasks.create_task(learn())
+            tasks.create_task(distil())
         begin = time.perf_counter()
         await collector.run()
-        into.rollout.append(time.perf_counter() - begin)
+        results.rollout.append(time.perf_counter() - begin)
     end = time.perf_counter()
-    await stage.side.manager.drain()
-    into.left.append(time.perf_counter() - end)
+    await setup.experience.manager.drain()
+    results.remaining.append(time.perf_counter() - end)
     batch = await collector.batch(step)
-    into.searches += timed.seconds
-    into.lags += late
-    into.failed += sum(t.error is not None for t in batch)
+    results.searches += retriever.seconds
+    results.lags += lags
+    results.failed += sum(t.error is not None for t in batch)
     return batch
 
 
-async def measure(stage: Stage, environments: int, repetitions: int) -> dict[str, Measured]:
+async def measure(
+    setup: EngineSetup, environments: int, repetitions: int
+) -> dict[str, Measurements]:
     """Measure all arms and return the results by name. The first rollout is a warm-up."""
-    seen = {name: Measured() for name in ARMS}
+    results = {name: Measurements() for name in ARMS}
     with frozen_heap():
         async with asyncio.TaskGroup() as tasks:
-            background = tasks.create_task(stage.side.run())
-            learnt = await rollout(stage, ARMS["on"], environments, 0, (), Measured())
+            background = tasks.create_task(setup.experience.run())
+            previous = await rollout(setup, ARMS["on"], environments, 0, (), Measurements())
             for step in range(1, repetitions + 1):
                 for name, arm in list(ARMS.items())[:: 1 if step % 2 else -1]:
-                    batch = await rollout(stage, arm, environments, step, learnt, seen[name])
-                    learnt = batch if name == "on" else learnt
+                    batch = await rollout(setup, arm, environments, step, previous, results[name])
+                    previous = batch if name == "on" else previous
             background.cancel()
-    return seen
+    return results
 
 
 # ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured]) -> dict[str, Any]:
+def row(
+    engine: str, environments: int, name: str, results: Mapping[str, Measurements]
+) -> dict[str, Any]:
     """Return the result row of one arm."""
-    measured = seen[name]
+    measured = results[name]
     return {
         "engine": engine,
         "environments": environments,
         "arm": name,
         "rollout_s": measured.rollout,
         "ratio": [
-            one / off for one, off in zip(measured.rollout, seen["off"].rollout, strict=True)
+            seconds / off
+            for seconds, off in zip(measured.rollout, results["off"].rollout, strict=True)
         ],
-        "left_s": measured.left,
+        "left_s": measured.remaining,
         "failed": measured.failed,
         "searches": len(measured.searches),
         "search_ms": quantiles(measured.searches, (50, 95, 100)),
@@ -421,11 +428,11 @@ def row(engine: str, environments: int, name: str, seen: Mapping[str, Measured])
     }
 
 
-def quantiles(seconds: Sequence[float], which: Sequence[int]) -> dict[str, float]:
+def quantiles(seconds: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
     """Return quantiles in milliseconds by name; empty without values."""
     names = {100: "max"}
     return (
-        {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in which}
+        {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in percents}
         if seconds
         else {}
     )
@@ -439,11 +446,11 @@ def print_head() -> None:
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    waits = [row["search_ms"].get(name) for name in ("p50", "p95", "max")] + list(
+    values = [row["search_ms"].get(name) for name in ("p50", "p95", "max")] + list(
         row["lag_ms"].values()
     )
-    waits.append(float(np.mean(row["left_s"])))
-    cells = "".join(f"{'–' if wait is None else f'{wait:.2f}':>10}" for wait in waits)
+    values.append(float(np.mean(row["left_s"])))
+    cells = "".join(f"{'–' if value is None else f'{value:.2f}':>10}" for value in values)
     ratio = "–" if row["arm"] == "off" else mean_and_interval(row["ratio"])
     head = f"{row['engine']:<15}{row['environments']:>6,}  {row['arm']:<7}"
     print(f"{head}{mean_and_interval(row['rollout_s']):>17}{ratio:>17} {cells}", flush=True)
@@ -463,18 +470,20 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         column[0].set_title(engine)
         column[2].set_xlabel("parallel environments")
         for arm in ARMS:
-            mine = [row for row in rows if (row["engine"], row["arm"]) == (engine, arm)]
-            at = [row["environments"] for row in mine]
-            means = [float(np.mean(row["rollout_s"])) for row in mine]
+            arm_rows = [row for row in rows if (row["engine"], row["arm"]) == (engine, arm)]
+            environments = [row["environments"] for row in arm_rows]
+            means = [float(np.mean(row["rollout_s"])) for row in arm_rows]
             column[0].errorbar(
-                at,
+                environments,
                 means,
-                [half_interval(row["rollout_s"]) or 0.0 for row in mine],
+                [half_interval(row["rollout_s"]) or 0.0 for row in arm_rows],
                 marker=".",
                 label=arm,
             )
-            column[1].plot(at, [row["search_ms"].get("p95", np.nan) for row in mine], marker=".")
-            column[2].plot(at, [row["lag_ms"]["p99"] for row in mine], marker=".")
+            column[1].plot(
+                environments, [row["search_ms"].get("p95", np.nan) for row in arm_rows], marker="."
+            )
+            column[2].plot(environments, [row["lag_ms"]["p99"] for row in arm_rows], marker=".")
         for axes in column:
             axes.set_xscale("log", base=2)
             axes.grid(alpha=0.3)
@@ -488,19 +497,19 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-STAGES: dict[str, Callable[[int, Path], AbstractAsyncContextManager[Stage]]] = {
+SETUPS: dict[str, Callable[[int, Path], AbstractAsyncContextManager[EngineSetup]]] = {
     "latency model": latency_model,
     "tiny model": tiny_model,
 }
 
 
-async def rows_of(
+async def measure_engine(
     engine: str, environments: int, turns: int, repetitions: int
 ) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        async with STAGES[engine](turns, Path(folder)) as stage:
-            seen = await measure(stage, environments, repetitions)
-    return [row(engine, environments, name, seen) for name in ARMS]
+        async with SETUPS[engine](turns, Path(folder)) as setup:
+            results = await measure(setup, environments, repetitions)
+    return [row(engine, environments, name, results) for name in ARMS]
 
 
 def main() -> None:
@@ -508,15 +517,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few environments, short episodes")
-    parser.add_argument("--engines", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--engines", nargs="+", choices=list(SETUPS), default=list(SETUPS))
     parser.add_argument(
-        "--environments", type=int, nargs="+", help=f"in parallel; multiples of {GROUP}"
+        "--environments",
+        type=int,
+        nargs="+",
+        help=f"numbers of parallel environments, multiples of {GROUP}",
     )
     parser.add_argument(
-        "--repetitions", type=int, help="an even number, so that no arm comes later than another"
+        "--repetitions", type=int, help="an even number balances the order of the arms"
     )
     parser.add_argument(
-        "--out", type=Path, help="write the numbers here, as JSON, and a plot beside it"
+        "--out", type=Path, help="JSON file for the numbers; the plot is written beside it"
     )
     arguments = parser.parse_args()
     turns, repetitions = (QUICK_TURNS, 2) if arguments.quick else (TURNS, 4)
@@ -527,9 +539,9 @@ def main() -> None:
         for environments in (
             arguments.environments or (QUICK if arguments.quick else ENVIRONMENTS)[engine]
         ):
-            rows += asyncio.run(rows_of(engine, environments, turns, repetitions))
-            for one in rows[-len(ARMS) :]:
-                print_row(one)
+            rows += asyncio.run(measure_engine(engine, environments, turns, repetitions))
+            for new_row in rows[-len(ARMS) :]:
+                print_row(new_row)
     if arguments.out:
         write_results(arguments.out, {"repetitions": repetitions, "turns": turns, "rows": rows})
         write_plot(plot, rows, arguments.out)

@@ -84,9 +84,9 @@ MERGE_SECONDS, MERGES_ONE_IN = 0.02, 2
 TASKS = ("room", "maze", "shop", "lab")
 SETTINGS = ManagerSettings(scope="shared", retrieval=RetrievalSettings())
 COLUMNS = ("p50", "p95", "max", "searches/s")
-COUNTED = {"writes": "update", "merge": "merge"}
+LOAD_OPS = {"writes": "update", "merge": "merge"}
 """Counted operation of each load."""
-SOME = ("ratio", *(f"{kind}s/s" for kind in COUNTED.values()))
+EXTRA_COLUMNS = ("ratio", *(f"{kind}s/s" for kind in LOAD_OPS.values()))
 """Columns that only some rows have."""
 Vectors = NDArray[np.float32]
 Waits = NDArray[np.float64]
@@ -132,45 +132,45 @@ def goal(place: int) -> str:
 
 def lesson(place: int, rng: random.Random) -> str:
     """Return a random lesson about a place."""
-    way = [
+    steps = [
         f"{rng.choice(('walk', 'go', 'run'))} {rng.choice(('north', 'south', 'east', 'west'))} "
         f"{rng.randint(1, 9)} steps"
         for _ in range(3)
     ]
-    return f"{goal(place)}: {', then '.join(way)}."
+    return f"{goal(place)}: {', then '.join(steps)}."
 
 
-class Embeddings:
+class LookupEmbedder:
     """`crl.protocols.Embedder` that looks up the vectors of HashEmbedder.
 
-    After `forget`, `encoder` embeds the texts too, behind a cache that is empty at first.
-    `remember` ends this.
+    After `use_encoder`, `encoder` embeds the texts too, behind a cache that is empty at first.
+    `stop_encoder` ends this.
     """
 
     def __init__(self, encoder: Embedder) -> None:
         self._hash, self._encoder = HashEmbedder(), encoder
         self.name, self.dim = self._hash.name, self._hash.dim
-        self.known: dict[str, Vectors] = {}
+        self.vectors: dict[str, Vectors] = {}
         self._cached: CachedEmbedder | None = None
 
-    async def learn(self, texts: Sequence[str]) -> Vectors:
+    async def store(self, texts: Sequence[str]) -> Vectors:
         """Compute and store the vectors of `texts`."""
         vectors = await self._hash.embed(texts)
-        self.known.update(zip(texts, vectors, strict=True))
+        self.vectors.update(zip(texts, vectors, strict=True))
         return vectors
 
     async def embed(self, texts: Sequence[str]) -> Vectors:
         if self._cached:
             await self._cached.embed(texts)
-        if any(text not in self.known for text in texts):  # the text of an update
+        if any(text not in self.vectors for text in texts):  # the text of an update
             return await self._hash.embed(texts)
-        return np.stack([self.known[text] for text in texts])
+        return np.stack([self.vectors[text] for text in texts])
 
-    def forget(self) -> None:
+    def use_encoder(self) -> None:
         """Embed texts with the encoder from now on, with an empty cache."""
         self._cached = CachedEmbedder(self._encoder, 4096)
 
-    def remember(self) -> None:
+    def stop_encoder(self) -> None:
         """Stop embedding texts with the encoder."""
         self._cached = None
 
@@ -183,7 +183,7 @@ def random_encoder(folder: Path):
 
     from crl.config.models import resolve_model
     from crl.embedders.encoder import EncoderEmbedder
-    from crl.embedders.recipe import read_recipe
+    from crl.embedders.recipe import read_encoder_settings
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny-actor"))
     tokenizer.save_pretrained(folder)
@@ -193,14 +193,14 @@ def random_encoder(folder: Path):
         intermediate_size=1536,
     )  # fmt: skip
     BertModel(config).save_pretrained(folder)
-    encoder = EncoderEmbedder(read_recipe(folder), "cpu")
+    encoder = EncoderEmbedder(read_encoder_settings(folder), "cpu")
     try:
         yield encoder
     finally:
         encoder.close()
 
 
-class Characters:
+class CharacterRenderer:
     """Renderer and tokenizer by characters, with nothing between segments."""
 
     stop_ids = (0,)
@@ -229,24 +229,26 @@ def request(step: int, member: int, text: str, *shown: Hit) -> DistilRequest:
     )
 
 
-async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
+async def write_bank(path: Path, size: int, embeddings: LookupEmbedder) -> Vectors:
     """Write a bank of `size` lessons and return their keys, in order."""
     rng = random.Random(0)
     texts = [lesson(i // LESSONS, rng) for i in range(size)]
-    keys = await embeddings.learn(texts)
+    keys = await embeddings.store(texts)
     store, stamp = await Store.open(path), Stamp(0, 0)
     await store.set_vectors(embeddings.name, {})
     for start in range(0, size, 1000):
-        one = request(0, start, goal(start // LESSONS))
-        await store.submit(one, stamp)
+        first_request = request(0, start, goal(start // LESSONS))
+        await store.submit(first_request, stamp)
         writes = tuple(
             Write(i, texts[start + i], (0, 1), keys[start + i])
             for i in range(min(1000, size - start))
         )
         await store.apply(
             Distilled(
-                one,
-                Generation(one.id, 0, (1,), Completion((1, 0), (0.0,) * 2, (0,) * 2, "stop"), 0),
+                first_request,
+                Generation(
+                    first_request.id, 0, (1,), Completion((1, 0), (0.0,) * 2, (0,) * 2, "stop"), 0
+                ),
                 writes,
                 0,
                 {},
@@ -258,7 +260,7 @@ async def fill(path: Path, size: int, embeddings: Embeddings) -> Vectors:
     return keys
 
 
-class Scribe(ScriptedEngine):
+class ScriptedExtractor(ScriptedEngine):
     """Engine that writes the op in the first line of its prompt.
 
     A merge takes MERGE_SECONDS. Only one in MERGES_ONE_IN chunks changes entries.
@@ -269,9 +271,9 @@ class Scribe(ScriptedEngine):
         self._chunks = itertools.count(1)
 
     def _write(self, prompt: str) -> str:
-        what, *texts = prompt.split("\n")
-        if what != "merge":
-            return json.dumps([{"op": what, "target": 1, "text": f"{texts[0]}!"}])
+        op, *texts = prompt.split("\n")
+        if op != "merge":
+            return json.dumps([{"op": op, "target": 1, "text": f"{texts[0]}!"}])
         if next(self._chunks) % MERGES_ONE_IN:
             return "[]"
         last = len(texts)  # the last two texts were in no earlier chunk
@@ -299,12 +301,12 @@ def merge_prompt(entries: Sequence[Entry]) -> list[Segment]:
 
 
 @asynccontextmanager
-async def opened(path: Path, embeddings: Embeddings):
+async def open_manager(path: Path, embeddings: LookupEmbedder):
     """Yield the manager of a bank, and close it at exit."""
-    renderer: Any = Characters()
+    renderer: Any = CharacterRenderer()
     prompts = Prompts(distil_prompt, merge_prompt)
     manager = await ExperienceManager.open(
-        path, Scribe(renderer), embeddings, renderer, prompts, SETTINGS, seed=0
+        path, ScriptedExtractor(renderer), embeddings, renderer, prompts, SETTINGS, seed=0
     )
     try:
         yield manager
@@ -313,7 +315,7 @@ async def opened(path: Path, embeddings: Embeddings):
 
 
 @asynccontextmanager
-async def loaded(manager: ExperienceManager, size: int, load: Load):
+async def run_load(manager: ExperienceManager, size: int, load: Load):
     """Run a load on the manager while the block runs. The load is active when the block starts.
 
     `writes`: UPDATES updates of entries per second, each through queue, extractor, store and index.
@@ -321,8 +323,8 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
     """
     entries, rng = manager._bank.entries, random.Random(2)
 
-    async def applied() -> int:
-        return (await manager.stats()).get(f"ops/{COUNTED.get(load)}", 0)
+    async def count_applied() -> int:
+        return (await manager.stats()).get(f"ops/{LOAD_OPS.get(load)}", 0)
 
     async def updates() -> None:
         begin = time.monotonic()
@@ -347,14 +349,14 @@ async def loaded(manager: ExperienceManager, size: int, load: Load):
         while not stop.is_set():
             sum(range(1000))
 
-    works = {"writes": (manager.run, updates), "merge": (manager.run, adds, merges)}.get(load, ())
-    tasks, stop = [asyncio.create_task(work()) for work in works], threading.Event()
+    jobs = {"writes": (manager.run, updates), "merge": (manager.run, adds, merges)}.get(load, ())
+    tasks, stop = [asyncio.create_task(job()) for job in jobs], threading.Event()
     thread = threading.Thread(target=compute)
     if load == "compute":
         thread.start()
     try:
-        before = await applied()
-        while tasks and await applied() == before:
+        before = await count_applied()
+        while tasks and await count_applied() == before:
             ended, _ = await asyncio.wait(
                 tasks, timeout=MERGE_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
@@ -393,33 +395,33 @@ async def burst(requests: Sequence[SearchRequest], search: Search) -> Waits:
 
 def metrics(bursts: Sequence[Waits]) -> dict[str, float]:
     """Return statistics in milliseconds over all bursts except the first, which is a warm-up."""
-    p50, p95, most = np.percentile(np.concatenate(bursts[1:]), (50, 95, 100)) * 1000
+    p50, p95, maximum = np.percentile(np.concatenate(bursts[1:]), (50, 95, 100)) * 1000
     return {
         "p50": p50,
         "p95": p95,
-        "max": most,
+        "max": maximum,
         "searches/s": sum(map(len, bursts[1:])) / sum(burst.max() for burst in bursts[1:]),
     }
 
 
-class Futures:
+class FutureFloor:
     """Floor of asyncio: futures that are resolved in batches."""
 
     def __init__(self) -> None:
-        self._waiting: list[asyncio.Future[None]] = []
+        self._batch: list[asyncio.Future[None]] = []
 
     async def search(self, request: SearchRequest) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_soon(self._resolve, self._waiting)
-        elif len(self._waiting) == BATCH:
-            self._waiting = []
+        self._batch.append(future)
+        if len(self._batch) == 1:
+            asyncio.get_running_loop().call_soon(self._resolve, self._batch)
+        elif len(self._batch) == BATCH:
+            self._batch = []
         await future
 
     def _resolve(self, batch: list[asyncio.Future[None]]) -> None:
-        if batch is self._waiting:
-            self._waiting = []
+        if batch is self._batch:
+            self._batch = []
         for future in batch:
             future.set_result(None)
 
@@ -443,13 +445,13 @@ def numpy_floor(keys: Vectors, queries: Sequence[Vectors]) -> Waits:
 # ── all bursts of one setting ─────────────────────────────────────────────────────────────────────
 
 
-class Episodes:
+class BurstRequests:
     """Bursts of requests. Every group is new."""
 
     def __init__(self, size: int) -> None:
         self._places, self._group, self._rng = math.ceil(size / LESSONS), 0, random.Random(1)
 
-    def start(self, waiting: int) -> list[SearchRequest]:
+    def next_burst(self, waiting: int) -> list[SearchRequest]:
         """Return the requests of the next burst."""
         requests = []
         for member in range(waiting):
@@ -467,9 +469,9 @@ class Episodes:
 
 async def measure(
     manager: ExperienceManager,
-    embeddings: Embeddings,
+    embeddings: LookupEmbedder,
     keys: Vectors,
-    episodes: Episodes,
+    episodes: BurstRequests,
     waiting: int,
     load: Load,
     seconds: float,
@@ -478,47 +480,55 @@ async def measure(
 
     The measurement takes at least `seconds` and five bursts, without the warm-up.
     """
-    seen: dict[str, list[Waits]] = {"asyncio": [], "numpy": [], "known": [], "encoder": []}
+    bursts_by_name: dict[str, list[Waits]] = {
+        "asyncio": [],
+        "numpy": [],
+        "known": [],
+        "encoder": [],
+    }
 
     async def search(request: SearchRequest) -> None:
         await manager.search([request])
 
-    kind = COUNTED.get(load)
-    async with loaded(manager, len(keys), load):
+    op = LOAD_OPS.get(load)
+    async with run_load(manager, len(keys), load):
         before, begin = await manager.stats(), time.monotonic()
-        while time.monotonic() - begin < seconds or len(seen["known"]) < 6:
-            requests = episodes.start(waiting)
+        while time.monotonic() - begin < seconds or len(bursts_by_name["known"]) < 6:
+            requests = episodes.next_burst(waiting)
             await asyncio.sleep(0.01)
             # Warm-up: wake the processor after the sleep.
-            await burst(requests, Futures().search)
-            seen["asyncio"].append(await burst(requests, Futures().search))
-            seen["numpy"].append(
-                numpy_floor(keys, [embeddings.known[one.query] for one in requests[::GROUP]])
+            await burst(requests, FutureFloor().search)
+            bursts_by_name["asyncio"].append(await burst(requests, FutureFloor().search))
+            bursts_by_name["numpy"].append(
+                numpy_floor(keys, [embeddings.vectors[r.query] for r in requests[::GROUP]])
             )
-            seen["known"].append(await burst(requests, search))
+            bursts_by_name["known"].append(await burst(requests, search))
             if load == "idle":
-                embeddings.forget()
-                seen["encoder"].append(await burst(episodes.start(waiting), search))
-                embeddings.remember()
-        after, took = await manager.stats(), time.monotonic() - begin
-    measured = {name: metrics(bursts) for name, bursts in seen.items() if bursts}
-    measured["known"]["ratio"] = measured["known"]["p95"] / (
-        measured["asyncio"]["p95"] + measured["numpy"]["p95"]
+                embeddings.use_encoder()
+                bursts_by_name["encoder"].append(await burst(episodes.next_burst(waiting), search))
+                embeddings.stop_encoder()
+        after, elapsed = await manager.stats(), time.monotonic() - begin
+    results = {name: metrics(waits) for name, waits in bursts_by_name.items() if waits}
+    results["known"]["ratio"] = results["known"]["p95"] / (
+        results["asyncio"]["p95"] + results["numpy"]["p95"]
     )
-    if kind:
-        measured["known"][f"{kind}s/s"] = (
-            after.get(f"ops/{kind}", 0) - before.get(f"ops/{kind}", 0)
-        ) / took
-    return measured
+    if op:
+        results["known"][f"{op}s/s"] = (
+            after.get(f"ops/{op}", 0) - before.get(f"ops/{op}", 0)
+        ) / elapsed
+    return results
 
 
 async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder, random_encoder(Path(folder)) as encoder:
-        embeddings = Embeddings(encoder)
-        keys, episodes = await fill(Path(folder) / "bank.sqlite", size, embeddings), Episodes(size)
-        await embeddings.learn([goal(place) for place in range(math.ceil(size / LESSONS))])
-        async with opened(Path(folder) / "bank.sqlite", embeddings) as manager:
+        embeddings = LookupEmbedder(encoder)
+        keys, episodes = (
+            await write_bank(Path(folder) / "bank.sqlite", size, embeddings),
+            BurstRequests(size),
+        )
+        await embeddings.store([goal(place) for place in range(math.ceil(size / LESSONS))])
+        async with open_manager(Path(folder) / "bank.sqlite", embeddings) as manager:
             await asyncio.gather(*manager._searcher._builds)
             for waiting, load in itertools.product(waitings, get_args(Load)):
                 with frozen_heap():  # as in a run
@@ -526,8 +536,8 @@ async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> li
                         manager, embeddings, keys, episodes, waiting, load, seconds
                     )
                 rows += [
-                    {"bank": size, "waiting": waiting, "load": load, "what": what, **row}
-                    for what, row in measured.items()
+                    {"bank": size, "waiting": waiting, "load": load, "what": name, **row}
+                    for name, row in measured.items()
                 ]
                 print_rows(rows[-len(measured) :])
         rows += await ray_latency(keys, embeddings, waitings, seconds)
@@ -540,21 +550,22 @@ async def bank_latency(size: int, waitings: Sequence[int], seconds: float) -> li
 class PlainManager:
     """Minimal bank as an actor: one call at a time, exact search, eq. 6, one choice per group."""
 
-    def __init__(self, keys: Vectors, known: Mapping[str, Vectors]) -> None:
-        self._keys, self._known, self._counts = keys, known, np.zeros(len(keys))
-        self._picks: dict[int, int] = {}
+    def __init__(self, keys: Vectors, vectors: Mapping[str, Vectors]) -> None:
+        self._keys, self._vectors, self._counts = keys, vectors, np.zeros(len(keys))
+        self._choices: dict[int, int] = {}
 
     def search(self, query: str, group: int) -> int:
-        if group not in self._picks:
-            near = nearest(self._keys, self._known[query])
-            pick = int(near[np.argmax(-np.arange(len(near)) - 0.4 * np.log1p(self._counts[near]))])
-            self._counts[pick] += 1
-            self._picks[group] = pick
-        return self._picks[group]
+        if group not in self._choices:
+            candidates = nearest(self._keys, self._vectors[query])
+            ranks, counts = np.arange(len(candidates)), self._counts[candidates]
+            choice = int(candidates[np.argmax(-ranks - 0.4 * np.log1p(counts))])
+            self._counts[choice] += 1
+            self._choices[group] = choice
+        return self._choices[group]
 
 
 async def ray_latency(
-    keys: Vectors, embeddings: Embeddings, waitings: Sequence[int], seconds: float
+    keys: Vectors, embeddings: LookupEmbedder, waitings: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
     """Measure the same bursts with one actor call per request; empty if Ray is not installed."""
     try:
@@ -564,7 +575,7 @@ async def ray_latency(
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     queries = {
-        goal(place): embeddings.known[goal(place)]
+        goal(place): embeddings.vectors[goal(place)]
         for place in range(math.ceil(len(keys) / LESSONS))
     }
     actor = ray.remote(PlainManager).remote(keys, queries)
@@ -572,13 +583,19 @@ async def ray_latency(
     async def search(request: SearchRequest) -> None:
         await actor.search.remote(request.query, request.group)
 
-    rows, episodes = [], Episodes(len(keys))
+    rows, episodes = [], BurstRequests(len(keys))
     for waiting in waitings:
-        begin, seen = time.monotonic(), []
-        while time.monotonic() - begin < seconds or len(seen) < 6:
-            seen.append(await burst(episodes.start(waiting), search))
+        begin, bursts = time.monotonic(), []
+        while time.monotonic() - begin < seconds or len(bursts) < 6:
+            bursts.append(await burst(episodes.next_burst(waiting), search))
         rows.append(
-            {"bank": len(keys), "waiting": waiting, "load": "idle", "what": "ray", **metrics(seen)}
+            {
+                "bank": len(keys),
+                "waiting": waiting,
+                "load": "idle",
+                "what": "ray",
+                **metrics(bursts),
+            }
         )
     ray.shutdown()
     print_rows(rows)
@@ -591,14 +608,15 @@ async def ray_latency(
 def print_head() -> None:
     print(
         f"{'bank':>8}{'waiting':>9}  {'load':<8}{'what':<9}"
-        + "".join(f"{name:>12}" for name in (*COLUMNS, *SOME))
+        + "".join(f"{name:>12}" for name in (*COLUMNS, *EXTRA_COLUMNS))
     )
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         cells = "".join(
-            f"{row[name]:>12,.2f}" if name in row else " " * 12 for name in (*COLUMNS, *SOME)
+            f"{row[name]:>12,.2f}" if name in row else " " * 12
+            for name in (*COLUMNS, *EXTRA_COLUMNS)
         )
         print(
             f"{row['bank']:>8,}{row['waiting']:>9,}  {row['load']:<8}"
@@ -607,7 +625,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def under_load(rows: Sequence[Mapping[str, Any]]) -> str:
+def load_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of p95 under each load divided by p95 when idle, for the known embedder."""
     p95 = {
         (row["bank"], row["waiting"], row["load"]): row["p95"]
@@ -640,7 +658,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         1, len(banks), figsize=(4 * len(banks), 4), sharey=True, squeeze=False
     )
     for axes, bank in zip(grid[0], banks, strict=True):
-        for what, load in (
+        for source, load in (
             ("known", "idle"),
             ("known", "writes"),
             ("known", "merge"),
@@ -650,18 +668,18 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             ("asyncio", "idle"),
             ("numpy", "idle"),
         ):
-            line = [
+            points = [
                 (row["waiting"], row["p95"])
                 for row in rows
-                if (row["bank"], row["what"], row["load"]) == (bank, what, load)
+                if (row["bank"], row["what"], row["load"]) == (bank, source, load)
             ]
-            if line:
-                style = "--" if what in ("asyncio", "numpy") else "-"
+            if points:
+                style = "--" if source in ("asyncio", "numpy") else "-"
                 axes.plot(
-                    *zip(*line, strict=True),
+                    *zip(*points, strict=True),
                     style,
                     marker=".",
-                    label=what if load == "idle" else f"{what}, {load}",
+                    label=source if load == "idle" else f"{source}, {load}",
                 )
         axes.set(
             xscale="log",
@@ -676,26 +694,30 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="two banks, five bursts of each")
-    parser.add_argument("--banks", type=int, nargs="+", help="entries")
-    parser.add_argument("--waiting", type=int, nargs="+", help="episodes that start at once")
-    parser.add_argument("--seconds", type=float, help="of each measurement")
     parser.add_argument(
-        "--out", type=Path, help="write the numbers here, as JSON, and a plot beside it"
+        "--quick", action="store_true", help="two banks, five bursts per measurement"
     )
-    arguments = parser.parse_args(words)
+    parser.add_argument("--banks", type=int, nargs="+", help="sizes of the banks, in entries")
+    parser.add_argument(
+        "--waiting", type=int, nargs="+", help="numbers of episodes that start at once"
+    )
+    parser.add_argument("--seconds", type=float, help="seconds per measurement")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the numbers; the plot is written beside it"
+    )
+    arguments = parser.parse_args(argv)
     banks = arguments.banks or (QUICK_BANKS if arguments.quick else BANKS)
     waitings = arguments.waiting or (QUICK_WAITING if arguments.quick else WAITING)
     seconds = arguments.seconds or (0.0 if arguments.quick else 3.0)
     print_head()
     rows = [row for bank in banks for row in asyncio.run(bank_latency(bank, waitings, seconds))]
-    print(f"\n{under_load(rows)}")
+    print(f"\n{load_table(rows)}")
     if not any(row["what"] == "ray" for row in rows):
-        print("\nno rows of ray: it is not installed (pip install '.[benchmarks]')")
+        print("\nRay was not measured because it is not installed (pip install '.[benchmarks]')")
     if arguments.out:
         write_results(arguments.out, {"seconds": seconds, "rows": rows})
         write_plot(plot, rows, arguments.out)

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import mean_and_interval, trained, write_results
+from common import mean_and_interval, train_run, write_results
 
 from crl.intervals import t_975
 
@@ -39,7 +39,7 @@ STACKS = {
 PARTS = 4
 """Parts of the run over which training success is averaged."""
 
-AFTER = {
+FINAL_METRICS = {
     "known, free": "eval/room/known/success/free",
     "known, guided": "eval/room/known/success/guided",
     "online": "eval/room/new/success/online",
@@ -55,7 +55,7 @@ def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     per step between the end of the first and the end of the last step.
     """
     options = [word for setting in STACKS[stack] for word in ("--set", setting)]
-    lines = trained(
+    lines = train_run(
         [
             "--tasks",
             "room",
@@ -70,26 +70,27 @@ def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
         ],
         folder,
     )
-    steps_done = [line for line in lines if line["kind"] == "train"]
-    last = [line for line in lines if line["kind"] == "eval"][-1]
+    train_lines = [line for line in lines if line["kind"] == "train"]
+    final = [line for line in lines if line["kind"] == "eval"][-1]
     curves = {
-        arm: [line[f"rollout/success/{arm}"] for line in steps_done] for arm in ("free", "guided")
+        condition: [line[f"rollout/success/{condition}"] for line in train_lines]
+        for condition in ("free", "guided")
     }
     metrics = {
-        f"train, {arm}, {part + 1}/{PARTS}": statistics.fmean(
+        f"train, {condition}, {part + 1}/{PARTS}": statistics.fmean(
             curve[part * steps // PARTS : (part + 1) * steps // PARTS]
         )
-        for arm, curve in curves.items()
+        for condition, curve in curves.items()
         for part in range(PARTS)
     }
-    metrics |= {name: last[key] for name, key in AFTER.items()}
-    mismatch = [line["actor/mismatch_kl"] for line in steps_done if "actor/mismatch_kl" in line]
+    metrics |= {name: final[key] for name, key in FINAL_METRICS.items()}
+    mismatch = [line["actor/mismatch_kl"] for line in train_lines if "actor/mismatch_kl" in line]
     return {
         "seed": seed,
         "figures": metrics,
         "curves": curves,
         "mismatch_kl": max(mismatch),
-        "seconds_per_step": (steps_done[-1]["time"] - steps_done[0]["time"]) / (steps - 1),
+        "seconds_per_step": (train_lines[-1]["time"] - train_lines[0]["time"]) / (steps - 1),
     }
 
 
@@ -101,10 +102,10 @@ def half_width(a: Sequence[float], b: Sequence[float]) -> float:
 
 def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Return the table of both stacks, with the difference of each metric."""
-    here, there = results.values()
+    first, second = results.values()
     lines = ["".join([" " * 20, *(f"{stack:>20}" for stack in results), f"{'difference':>22}"])]
-    for name in here[0]["figures"]:
-        a, b = ([run["figures"][name] for run in runs] for runs in (here, there))
+    for name in first[0]["figures"]:
+        a, b = ([run["figures"][name] for run in runs] for runs in (first, second))
         width = half_width(a, b)
         difference = statistics.fmean(b) - statistics.fmean(a)
         verdict = "" if abs(difference) <= width else "  outside"
@@ -112,9 +113,9 @@ def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             f"{name:<20}{mean_and_interval(a):>20}{mean_and_interval(b):>20}"
             f"{f'{difference:+.3f} ± {width:.3f}':>22}{verdict}"
         )
-    for name, form in (("seconds_per_step", ".2f"), ("mismatch_kl", ".1e")):
-        cells = [f"{max(run[name] for run in runs):>20{form}}" for runs in (here, there)]
-        lines.append(f"{name.replace('_', ' ') + ', most':<20}{''.join(cells)}")
+    for name, spec in (("seconds_per_step", ".2f"), ("mismatch_kl", ".1e")):
+        cells = [f"{max(run[name] for run in runs):>20{spec}}" for runs in (first, second)]
+        lines.append(f"{name.replace('_', ' ') + ', max':<20}{''.join(cells)}")
     return "\n".join(lines)
 
 
@@ -122,12 +123,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="at least two")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="at least two seeds"
+    )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="write the raw numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the raw numbers")
     arguments = parser.parse_args()
     if len(arguments.seeds) < 2 or arguments.steps < PARTS:
-        parser.error(f"noise is told from two seeds on, a curve from {PARTS} steps on")
+        parser.error(
+            f"give at least two seeds, to measure the noise, and at least {PARTS} steps, to "
+            "average the curves"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         results = {
             stack: [

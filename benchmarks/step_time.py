@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from common import trained, write_results
+from common import train_run, write_results
 
 WARM_UP = 5
 """Steps at the start that are not counted."""
@@ -50,7 +50,7 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
         sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
         sets += [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
         options = [word for setting in sets for word in ("--set", setting)]
-        lines = trained(
+        lines = train_run(
             ["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run"
         )
     last = [line for line in lines if line["kind"] == "bank"][-1]
@@ -92,7 +92,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     times = {staleness: step_times(staleness, arguments.steps) for staleness in (0, 1)}

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from arms import Arm, Run, run_here, run_missing, sweep_parser
+from arms import Arm, Run, run_and_print, run_missing, sweep_parser
 from common import mean_and_interval, write_results
 from main_command import METRICS
 
 PRESET = "the preset"
 SEEDS = (0, 1, 2)
-SHOWN = ("online", "alone", "lessons", "advice")
+TABLE_METRICS = ("online", "alone", "lessons", "advice")
 
-PAPERS = ("retrieval.choice=diverse", "retrieval.trials=0.0", "bank.cap=1000000", "bank.evict=fifo")
+PAPER_RETRIEVAL = (
+    "retrieval.choice=diverse",
+    "retrieval.trials=0.0",
+    "bank.cap=1000000",
+    "bank.evict=fifo",
+)
 """Settings of the paper's retrieval."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
@@ -37,10 +42,10 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "record in the prompt": ("complementary.show_record=true",),
     "actor's learning rate halved": ("actor.optimizer.learning_rate=1e-4",),
     "no warm-up of the actor": ("actor.optimizer.warmup_steps=0",),
-    "eq. 6, a search for each member": PAPERS,
-    "eq. 6, one search for a group": (*PAPERS, "retrieval.per=group"),
+    "eq. 6, a search for each member": PAPER_RETRIEVAL,
+    "eq. 6, one search for a group": (*PAPER_RETRIEVAL, "retrieval.per=group"),
     "eq. 6, one search for a group, eq. 5 alone": (
-        *PAPERS,
+        *PAPER_RETRIEVAL,
         "retrieval.per=group",
         "complementary.listening=0.0",
     ),
@@ -65,10 +70,10 @@ def table(runs: Sequence[Run], switches: Sequence[str]) -> str:
 
     A row holds the metrics over seeds and their differences from the preset in the same seeds.
     """
-    lines = [f"{'':<50}" + "".join(f"{name:>18}{'− preset':>18}" for name in SHOWN)]
+    lines = [f"{'':<50}" + "".join(f"{name:>18}{'− preset':>18}" for name in TABLE_METRICS)]
     for switch in switches:
         cells = []
-        for name in SHOWN:
+        for name in TABLE_METRICS:
             own, preset = (
                 {run["seed"]: METRICS[name](run, "room") for run in runs if run["arm"] == arm}
                 for arm in (switch, PRESET)
@@ -90,7 +95,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         _, switch, seed = arguments.one
-        run_here(Arm(SWITCHES[switch]), ("room",), int(seed), arguments)
+        run_and_print(Arm(SWITCHES[switch]), ("room",), int(seed), arguments)
         return
     switches = list(dict.fromkeys((PRESET, *arguments.switches)))
     runs = run_missing(

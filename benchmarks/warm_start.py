@@ -28,10 +28,10 @@ from crl.envs.host import ThreadHost
 from crl.envs.room.lessons import (
     RoomAdvisor,
     from_here,
-    places,
     read,
     stairs_direction,
-    true_bearing,
+    true_stairs_direction,
+    visited_cells,
 )
 from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
@@ -47,12 +47,12 @@ from crl.models.drills import webshop as webshop_drills
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.drill import OFFER, Episode
 from crl.models.drills.room import (
+    bank_lesson,
+    cut_at_question,
     distil_prompt,
-    found,
     merges,
     refine_prompt,
     refinement,
-    until_asked,
     verdicts,
 )
 from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
@@ -71,7 +71,7 @@ Metrics = dict[str, list[bool]]
 
 
 @dataclass(frozen=True)
-class Course:
+class TaskLimits:
     """Task with the limits of a run of tiny models, as in tasks/TASK.toml."""
 
     spec: EnvSpec
@@ -81,8 +81,11 @@ class Course:
     """Maximal tokens of an answer."""
 
 
-ROOM, SHOP = Course(room.SPEC, SCORED_TURNS, 4), Course(webshop.SPEC, webshop_visits.TURNS, 24)
-HOUSE = Course(
+ROOM, SHOP = (
+    TaskLimits(room.SPEC, SCORED_TURNS, 4),
+    TaskLimits(webshop.SPEC, webshop_visits.TURNS, 24),
+)
+HOUSE = TaskLimits(
     replace(alfworld.SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse()),
     alfworld_chores.TURNS,
     16,
@@ -90,14 +93,14 @@ HOUSE = Course(
 
 
 @dataclass(frozen=True)
-class Speaker:
+class ChatModel:
     """Model that answers conversations."""
 
     engine: TorchEngine
     chat: ChatRenderer
 
     @classmethod
-    def of(cls, path: Path) -> Speaker:
+    def load(cls, path: Path) -> ChatModel:
         """Return the model in a directory, on the CPU."""
         tokenizer = load_tokenizer(path)
         model = load_model(path, torch.device("cpu"))
@@ -117,25 +120,25 @@ class Speaker:
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeOutcome:
     """Outcome of an episode."""
 
-    seen: str
+    first_observation: str
     """First observation."""
-    said: tuple[str | None, ...]
+    answers: tuple[str | None, ...]
     """Actor's answers; None for an answer that exceeded the token limit."""
     success: bool
 
     @property
     def asked(self) -> bool:
         """Whether the actor asked a question."""
-        return COMPACT_CALL in self.said
+        return COMPACT_CALL in self.answers
 
 
 async def play(
-    actor: Speaker, host: ThreadHost, course: Course, number: int, task: Task, *,
+    actor: ChatModel, host: ThreadHost, limits: TaskLimits, number: int, task: Task, *,
     hint: str | None = None, offer: bool = False, reply: str | None = None,
-) -> Played:  # fmt: skip
+) -> EpisodeOutcome:  # fmt: skip
     """Play one scored episode.
 
     `reply`: reply to a question that the actor is made to ask at the start. If the actor asks a
@@ -144,141 +147,150 @@ async def play(
     env = await host.acquire(task)
     context = ChatContext({task.name: ""})
     try:
-        shown = Hit(hint, ExperienceUse("told", 1, "told", "start")) if hint else None
-        *head, seen = context.opening(task, await env.reset(task), shown)
-        segments, said = [*head, *([OFFER] if offer else []), seen], list[str | None]()
+        hit = Hit(hint, ExperienceUse("told", 1, "told", "start")) if hint else None
+        *head, first = context.opening(task, await env.reset(task), hit)
+        segments, answers = [*head, *([OFFER] if offer else []), first], list[str | None]()
         if reply:
             segments += [
                 Segment("assistant", COMPACT_CALL, "tool_call"),
                 Segment("user", reply, "tool_result"),
             ]
-        for turn in range(course.turns):
+        for turn in range(limits.turns):
             try:
-                said.append(await actor.answer(segments, course.tokens, 100 * number + turn))
+                answers.append(await actor.answer(segments, limits.tokens, 100 * number + turn))
             except RolloutError:  # the context is full; the episode is lost, as in a run
                 break
-            if said[-1] == COMPACT_CALL:
+            if answers[-1] == COMPACT_CALL:
                 break
-            result = await env.step(said[-1] or "")
+            result = await env.step(answers[-1] or "")
             if result.done:
-                return Played(seen.text, tuple(said), result.success)
-            segments += [Segment("assistant", said[-1] or "", "policy"), *context.following(result)]
-        return Played(seen.text, tuple(said), success=False)
+                return EpisodeOutcome(first.text, tuple(answers), result.success)
+            segments += [
+                Segment("assistant", answers[-1] or "", "policy"),
+                *context.feedback(result),
+            ]
+        return EpisodeOutcome(first.text, tuple(answers), success=False)
     finally:
         await host.release(env)
 
 
-async def told_figures(actor: Speaker, course: Course, name: str, tasks: Sequence[Task]) -> Metrics:
+async def advice_metrics(
+    actor: ChatModel, limits: TaskLimits, name: str, tasks: Sequence[Task]
+) -> Metrics:
     """Return success and truncation of answers, by the advice that the actor receives.
 
     Without an advisor, only episodes without advice are played.
     """
-    advisor, rng, metrics = course.spec.advisor, random.Random(0), Metrics()
-    told: dict[str, list[str | None]] = {"nothing": [None] * len(tasks)}
+    advisor, rng, metrics = limits.spec.advisor, random.Random(0), Metrics()
+    hints_by_advice: dict[str, list[str | None]] = {"no": [None] * len(tasks)}
     if advisor:
-        told |= {
-            "the truth": [*map(advisor.right, tasks)],
-            "what is wrong": [advisor.wrong(task, rng) for task in tasks],
+        hints_by_advice |= {
+            "right": [*map(advisor.right, tasks)],
+            "wrong": [advisor.wrong(task, rng) for task in tasks],
         }
-    host = ThreadHost({course.spec.name: (course.spec, "compact")}, threads=2)
+    host = ThreadHost({limits.spec.name: (limits.spec, "compact")}, threads=2)
     try:
-        for what, hints in told.items():
+        for advice, hints in hints_by_advice.items():
             episodes = (
-                play(actor, host, course, i, task, hint=hint)
+                play(actor, host, limits, i, task, hint=hint)
                 for i, (task, hint) in enumerate(zip(tasks, hints, strict=True))
             )
-            played = await asyncio.gather(*episodes)
-            metrics[f"{name}: success, told {what}"] = [p.success for p in played]
-            metrics[f"{name}: answers cut, told {what}"] = [None in p.said for p in played]
+            outcomes = await asyncio.gather(*episodes)
+            metrics[f"{name}: success, {advice} advice"] = [p.success for p in outcomes]
+            metrics[f"{name}: answers truncated, {advice} advice"] = [
+                None in p.answers for p in outcomes
+            ]
     finally:
         await host.aclose()
     return metrics
 
 
-async def shop_figures(path: Path, n: int) -> Metrics:
-    actor = Speaker.of(path)
+async def shop_metrics(path: Path, n: int) -> Metrics:
+    actor = ChatModel.load(path)
     try:
-        metrics = await told_figures(actor, SHOP, "shop", webshop.probe_tasks(n))
-        judged = await verdict_figures(actor, webshop_drills.verdicts)
+        metrics = await advice_metrics(actor, SHOP, "shop", webshop.probe_tasks(n))
+        verdicts = await verdict_metrics(actor, webshop_drills.verdicts)
     finally:
         await actor.engine.aclose()
-    return metrics | {f"shop: {name}": found for name, found in judged.items()}
+    return metrics | {f"shop: {name}": outcomes for name, outcomes in verdicts.items()}
 
 
-async def house_figures(path: Path, n: int) -> Metrics:
-    actor = Speaker.of(path)
+async def house_metrics(path: Path, n: int) -> Metrics:
+    actor = ChatModel.load(path)
     try:
-        return await told_figures(actor, HOUSE, "house", alfworld.probe_tasks(n))
+        return await advice_metrics(actor, HOUSE, "house", alfworld.probe_tasks(n))
     finally:
         await actor.engine.aclose()
 
 
-async def grid_figures(path: Path, n: int) -> Metrics:
-    actor, metrics = Speaker.of(path), Metrics()
+async def grid_metrics(path: Path, n: int) -> Metrics:
+    actor, metrics = ChatModel.load(path), Metrics()
     try:
         for grid in (grids.MAZE, grids.KEYROOM, grids.RIVER, grids.SOKOBAN):
-            course = Course(grid.spec, grid.scored, 8)
-            metrics |= await told_figures(actor, course, grid.spec.name, grid.places.probe_tasks(n))
+            limits = TaskLimits(grid.spec, grid.scored_turns, 8)
+            metrics |= await advice_metrics(
+                actor, limits, grid.spec.name, grid.places.probe_tasks(n)
+            )
     finally:
         await actor.engine.aclose()
     return metrics
 
 
-async def actor_figures(path: Path, n: int) -> Metrics:
-    actor, host = Speaker.of(path), ThreadHost({room.NAME: (room.SPEC, "compact")}, threads=2)
+async def actor_metrics(path: Path, n: int) -> Metrics:
+    actor, host = ChatModel.load(path), ThreadHost({room.NAME: (room.SPEC, "compact")}, threads=2)
     tasks, advisor, rng = room.probe_tasks(n), RoomAdvisor(), random.Random(0)
     wrong = [advisor.wrong(task, rng) for task in tasks]
-    here = [from_here(true_bearing(int(task.params["lgen"])) or "") for task in tasks]
+    here = [from_here(true_stairs_direction(int(task.params["lgen"])) or "") for task in tasks]
 
-    async def played(
+    async def play_all(
         hints: Iterable[str | None], *, offer: bool = False, replies: Iterable[str | None] = ()
-    ) -> list[Played]:
-        told = zip(range(n), tasks, hints, replies or [None] * n, strict=True)
+    ) -> list[EpisodeOutcome]:
+        episodes = zip(range(n), tasks, hints, replies or [None] * n, strict=True)
         return await asyncio.gather(
             *(
                 play(actor, host, ROOM, i, task, hint=hint, offer=offer, reply=reply)
-                for i, task, hint, reply in told
+                for i, task, hint, reply in episodes
             )
         )
 
     nothing = [None] * n
     try:
         free, right, bad = (
-            await played(nothing),
-            await played(map(advisor.right, tasks)),
-            await played(wrong),
+            await play_all(nothing),
+            await play_all(map(advisor.right, tasks)),
+            await play_all(wrong),
         )
         offered, advised = (
-            await played(nothing, offer=True),
-            await played(map(advisor.right, tasks), offer=True),
+            await play_all(nothing, offer=True),
+            await play_all(map(advisor.right, tasks), offer=True),
         )
-        helped = await played(nothing, offer=True, replies=here)
-        judged = await verdict_figures(actor, verdicts)
+        helped = await play_all(nothing, offer=True, replies=here)
+        verdict_shares = await verdict_metrics(actor, verdicts)
     finally:
         await actor.engine.aclose()
         await host.aclose()
     return {
-        "success, told nothing": [p.success for p in free],
-        "success, told the truth": [p.success for p in right],
-        "success, told what is wrong": [p.success for p in bad],
-        "asks, not offered": [p.asked for p in (*free, *right, *bad)],
-        "asks, offered, told nothing": [p.asked for p in offered],
-        "asks, offered, told the truth": [p.asked for p in advised],
-        "success, asked and was answered": [p.success for p in helped],
-        "asks again": [p.asked for p in helped],
-        "goes as it was answered": [
-            from_here(p.said[0] or "") == told
-            for p, told in zip(helped, here, strict=True)
-            if "dark" in p.seen
+        "success, no advice": [p.success for p in free],
+        "success, right advice": [p.success for p in right],
+        "success, wrong advice": [p.success for p in bad],
+        "asks without an offer": [p.asked for p in (*free, *right, *bad)],
+        "asks after an offer, no advice": [p.asked for p in offered],
+        "asks after an offer, right advice": [p.asked for p in advised],
+        "success after a reply": [p.success for p in helped],
+        "asks again after a reply": [p.asked for p in helped],
+        "follows the reply": [
+            from_here(p.answers[0] or "") == reply
+            for p, reply in zip(helped, here, strict=True)
+            if "dark" in p.first_observation
         ],
-    } | judged
+    } | verdict_shares
 
 
 # ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def extractor_figures(path: Path, n: int) -> Metrics:
-    extractor = Speaker.of(path)
+async def extractor_metrics(path: Path, n: int) -> Metrics:
+    extractor = ChatModel.load(path)
     episodes = list(EXTRACTOR_WALKS.episodes(random.Random(5), room.probe_tasks(n)))
     metrics: Metrics = defaultdict(list)
     try:
@@ -286,8 +298,8 @@ async def extractor_figures(path: Path, n: int) -> Metrics:
             extractor.answer(distil_prompt(episode, i), ANSWER_TOKENS, i)
             for i, episode in enumerate(episodes)
         ]
-        for episode, written in zip(episodes, await asyncio.gather(*lessons), strict=True):
-            parsed = parse_ops(written or "", 1 if episode.hint else 0)
+        for episode, answer in zip(episodes, await asyncio.gather(*lessons), strict=True):
+            parsed = parse_ops(answer or "", 1 if episode.hint else 0)
             kind, direction = (
                 read(parsed.ops[0].text) if parsed.ops and parsed.ops[0].text else ("none", None)
             )
@@ -299,23 +311,23 @@ async def extractor_figures(path: Path, n: int) -> Metrics:
                     direction == stairs_direction(episode.segments)
                 )
         rng = random.Random(6)
-        stopped = [(episode.task, until_asked(episode, rng)) for episode in episodes]
-        asked = [(task, segments, found(segments, rng)) for task, segments in stopped]
+        stopped = [(episode.task, cut_at_question(episode, rng)) for episode in episodes]
+        questions = [(task, segments, bank_lesson(segments, rng)) for task, segments in stopped]
         refined = await asyncio.gather(
             *(
-                extractor.answer(refine_prompt(*each), ANSWER_TOKENS, i)
-                for i, each in enumerate(asked)
+                extractor.answer(refine_prompt(*question), ANSWER_TOKENS, i)
+                for i, question in enumerate(questions)
             )
         )
-        for (_, segments, text), written in zip(asked, refined, strict=True):
+        for (_, segments, text), answer in zip(questions, refined, strict=True):
             kind = (
-                "nothing to fit"
+                "no adaptation needed"
                 if read(text)[0] != "exit"
                 else "at the start"
-                if len(list(places(segments))) == 1
-                else "on the way"
+                if len(list(visited_cells(segments))) == 1
+                else "after some moves"
             )
-            metrics[f"refinement right: {kind}"].append(written == refinement(segments, text))
+            metrics[f"refinement right: {kind}"].append(answer == refinement(segments, text))
         for op, right in (await right_answers(extractor, merges, ANSWER_TOKENS)).items():
             metrics[f"merge right: {op}"] += right
     finally:
@@ -323,86 +335,89 @@ async def extractor_figures(path: Path, n: int) -> Metrics:
     return metrics
 
 
-async def shop_lesson_figures(path: Path, n: int) -> Metrics:
-    extractor = Speaker.of(path)
+async def shop_lesson_metrics(path: Path, n: int) -> Metrics:
+    extractor = ChatModel.load(path)
     episodes = list(webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), n))
 
-    def claims(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
+    def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
         kind, name = read_shop(text) if text else ("none", None)
         right = {
             "buy": name == right_brand(episode.segments),
             "skip": name in wrong_brands(episode.segments),
         }
-        told = {"buy": "product right", "skip": "product wrong, as said"}
-        return kind, {told[kind]: right[kind]} if kind in told else {}
+        labels = {"buy": "product right", "skip": "product wrong"}
+        return kind, {labels[kind]: right[kind]} if kind in labels else {}
 
     try:
-        metrics = await lesson_figures(extractor, "shop", webshop_digest, episodes, claims)
+        metrics = await lesson_metrics(extractor, "shop", webshop_digest, episodes, check_lesson)
         merged = await right_answers(extractor, webshop_drills.merges, ANSWER_TOKENS)
     finally:
         await extractor.engine.aclose()
     return metrics | {f"shop: merge right: {op}": right for op, right in merged.items()}
 
 
-async def house_lesson_figures(path: Path, n: int) -> Metrics:
-    extractor = Speaker.of(path)
+async def house_lesson_metrics(path: Path, n: int) -> Metrics:
+    extractor = ChatModel.load(path)
     episodes = list(
         alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n))
     )
 
-    def claims(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
+    def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
         chore = house_lessons.chore_of(episode.segments)
         kind, place = house_lessons.read(text, chore) if text else ("none", "")
-        seen = house_lessons.sights(episode.segments)
+        seen = house_lessons.first_sightings(episode.segments)
         return kind, {"place right": place == seen.get(chore.thing)} if kind == "where" else {}
 
     try:
-        return await lesson_figures(extractor, "house", house_lessons.digest, episodes, claims)
+        return await lesson_metrics(
+            extractor, "house", house_lessons.digest, episodes, check_lesson
+        )
     finally:
         await extractor.engine.aclose()
 
 
-Claims = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
+LessonCheck = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
 """Function that returns the kind of a lesson, and whether its claims are right.
 
 None stands for an answer without a lesson.
 """
 
 
-async def lesson_figures(
-    extractor: Speaker, task: str, digest: Digest, episodes: Sequence[Episode], claims: Claims
+async def lesson_metrics(
+    extractor: ChatModel,
+    task: str,
+    digest: Digest,
+    episodes: Sequence[Episode],
+    check_lesson: LessonCheck,
 ) -> Metrics:
     """Return whether answers are well-formed, and whether their claims agree with the episode."""
     metrics: Metrics = defaultdict(list)
-    asked = (
+    answers = (
         extractor.answer(drill.distil_prompt(digest, e, i), ANSWER_TOKENS, i)
         for i, e in enumerate(episodes)
     )
-    for episode, written in zip(episodes, await asyncio.gather(*asked), strict=True):
-        parsed = parse_ops(written or "", 1 if episode.hint else 0)
-        kind, right = claims(parsed.ops[0].text if parsed.ops else None, episode)
+    for episode, answer in zip(episodes, await asyncio.gather(*answers), strict=True):
+        parsed = parse_ops(answer or "", 1 if episode.hint else 0)
+        kind, right = check_lesson(parsed.ops[0].text if parsed.ops else None, episode)
         metrics[f"{task}: lesson malformed"].append(
             len(parsed.ops) != 1 or bool(parsed.dropped) or kind == "other"
         )
-        for what, true in right.items():
-            metrics[f"{task}: lesson's {what}"].append(true)
+        for claim, is_right in right.items():
+            metrics[f"{task}: lesson's {claim}"].append(is_right)
     return metrics
 
 
-async def verdict_figures(
-    speaker: Speaker, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000
+async def verdict_metrics(
+    model: ChatModel, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000
 ) -> Metrics:
     """Return whether verdicts are readable, and whether they follow the success rate."""
     demonstrations = list(drill(random.Random(7), n))
     answers = await asyncio.gather(
-        *(
-            speaker.answer(prompt, VERDICT_TOKENS, i)
-            for i, (*prompt, _) in enumerate(demonstrations)
-        )
+        *(model.answer(prompt, VERDICT_TOKENS, i) for i, (*prompt, _) in enumerate(demonstrations))
     )
     metrics: Metrics = defaultdict(list)
-    for (*_, said), answer in zip(demonstrations, answers, strict=True):
-        critique, mastered = parse_critique(answer or ""), said.text == "reject"
+    for (*_, demonstrated), answer in zip(demonstrations, answers, strict=True):
+        critique, mastered = parse_critique(answer or ""), demonstrated.text == "reject"
         metrics["verdict readable"].append(not critique.malformed)
         metrics[f"rejects, place {'' if mastered else 'not '}mastered"].append(
             critique.verdict == "reject"
@@ -411,7 +426,7 @@ async def verdict_figures(
 
 
 async def right_answers(
-    speaker: Speaker,
+    model: ChatModel,
     drill: Callable[[random.Random, int], Iterator[Demonstration]],
     tokens: int,
     n: int = 1000,
@@ -419,12 +434,16 @@ async def right_answers(
     """Return whether the speaker gives the drill's answers, by the first word of the answer."""
     demonstrations = list(drill(random.Random(7), n))
     answers = await asyncio.gather(
-        *(speaker.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))
+        *(model.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))
     )
     right: defaultdict[str, list[bool]] = defaultdict(list)
-    for (*_, said), answer in zip(demonstrations, answers, strict=True):
-        word = said.text.split('"')[3] if '"op"' in said.text else said.text.split()[0]
-        right[word].append(answer == said.text)
+    for (*_, demonstrated), answer in zip(demonstrations, answers, strict=True):
+        word = (
+            demonstrated.text.split('"')[3]
+            if '"op"' in demonstrated.text
+            else demonstrated.text.split()[0]
+        )
+        right[word].append(answer == demonstrated.text)
     return dict(sorted(right.items()))
 
 
@@ -433,22 +452,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", type=Path, help="a directory with tiny-actor and tiny-extractor"
+        "--models", type=Path, help="directory that contains tiny-actor and tiny-extractor"
     )
-    parser.add_argument("--places", type=int, default=512, help="of each task")
+    parser.add_argument("--places", type=int, default=512, help="number of places of each task")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    measures = {
-        "tiny-actor": (actor_figures, shop_figures, house_figures, grid_figures),
-        "tiny-extractor": (extractor_figures, shop_lesson_figures, house_lesson_figures),
+    measurements = {
+        "tiny-actor": (actor_metrics, shop_metrics, house_metrics, grid_metrics),
+        "tiny-extractor": (extractor_metrics, shop_lesson_metrics, house_lesson_metrics),
     }
-    for name, measured in measures.items():
+    for name, functions in measurements.items():
         path = arguments.models / name if arguments.models else resolve_model(name)
         print(name)
-        for measure in measured:
-            for figure, found_true in asyncio.run(measure(path, arguments.places)).items():
+        for measure in functions:
+            for metric, outcomes in asyncio.run(measure(path, arguments.places)).items():
                 print(
-                    f"  {figure:<42} {SuccessRate(sum(found_true), len(found_true))}  n {len(found_true)}"
+                    f"  {metric:<44} {SuccessRate(sum(outcomes), len(outcomes))}  n {len(outcomes)}"
                 )
 
 

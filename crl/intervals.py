@@ -26,7 +26,7 @@ class Mean:
 
     value: float
     """Mean of the observations; NaN if there are none."""
-    half: float
+    half_width: float
     """Half the width of the interval; NaN with fewer than two clusters."""
     n: int
     """Number of observations."""
@@ -41,13 +41,13 @@ class Mean:
         """
         if not values:
             return cls(math.nan, math.nan, 0, 0)
-        names = list(range(len(values)) if clusters is None else clusters)
-        k = len(set(names))
-        half = half_width(cluster_variance(values, names), k)
-        return cls(fmean(values), half, len(values), k)
+        labels = list(range(len(values)) if clusters is None else clusters)
+        k = len(set(labels))
+        width = half_width(cluster_variance(values, labels), k)
+        return cls(fmean(values), width, len(values), k)
 
     def __str__(self) -> str:
-        return plus_minus(self.value, self.half) if self.n else "unknown"
+        return plus_minus(self.value, self.half_width) if self.n else "unknown"
 
 
 def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
@@ -60,8 +60,8 @@ def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> f
     where s² is the sample variance of the clusters' means.
     """
     members: defaultdict[Hashable, list[float]] = defaultdict(list)
-    for value, name in zip(values, clusters, strict=True):
-        members[name].append(value)
+    for value, cluster in zip(values, clusters, strict=True):
+        members[cluster].append(value)
     k, mean = len(members), fmean(values)
     if k < 2:
         return math.nan
@@ -78,13 +78,14 @@ def half_width(variance: float, clusters: int) -> float:
 
 
 @cache
-def t_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom."""
+def t_975(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t with `degrees` degrees of freedom."""
     from scipy.special import stdtrit  # local import: most commands compute no interval
 
-    return float(stdtrit(freedom, 0.975))
+    return float(stdtrit(degrees, 0.975))
 
 
-def plus_minus(value: float, half: float, digits: int = 3) -> str:
+def plus_minus(value: float, half_width: float, digits: int = 3) -> str:
     """Return text like "+0.250 ± 0.120". A NaN half width is written as a dash."""
-    return f"{value:+.{digits}f} ± " + ("–" if math.isnan(half) else f"{half:.{digits}f}")
+    interval = "–" if math.isnan(half_width) else f"{half_width:.{digits}f}"
+    return f"{value:+.{digits}f} ± {interval}"

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from crl.errors import ConfigError
-from crl.packing import Gather, Packing, pack_sequences, reads_packed
+from crl.packing import Gather, Packing, enable_packing, reads_packed
 from crl.protocols import WeightManifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-LOGITS = 1 << 26
+MAX_LOGITS = 1 << 26
 """Maximum number of elements of one float32 tensor of logits in training.
 
 The tensor takes 256 MiB. With a vocabulary of 152 thousand, it holds the logits of 441 tokens.
 """
 
-ROW = 4096
+CHECKSUM_ROW_WORDS = 4096
 """Number of 32-bit words that a checksum sums together."""
 
 
@@ -41,7 +41,7 @@ def resolve_device(device: str, key: str = "device") -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(key, device, "torch finds no CUDA device", "use auto or cpu")
+        raise ConfigError(key, device, "torch finds no CUDA device", "Use auto or cpu")
     return torch.device(device)
 
 
@@ -57,20 +57,22 @@ def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a broken file raises many types of errors
         reason = f"its tokenizer cannot be loaded ({first_line(error)})"
-        raise ConfigError(key, str(path), reason, "put the tokenizer's files there") from error
+        raise ConfigError(
+            key, str(path), reason, "Put the tokenizer's files in this directory"
+        ) from error
     if not tokenizer.chat_template:
         raise ConfigError(
             key,
             str(path),
             "its tokenizer has no chat template",
-            "use a chat model, or add a chat_template",
+            "Use a chat model, or add a chat_template to the tokenizer",
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             key,
             str(path),
             "its tokenizer has no eos_token",
-            "set eos_token to the end-of-turn token",
+            "Set eos_token to the token that ends a turn",
         )
     _require_chat(tokenizer, path, key)
     return tokenizer
@@ -90,15 +92,15 @@ def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> N
         reason = (
             f"its chat template cannot be rendered ({type(error).__name__}: {first_line(error)})"
         )
-        raise ConfigError(key, str(path), reason, "mend the chat_template") from error
+        raise ConfigError(key, str(path), reason, "Fix the tokenizer's chat_template") from error
     if "Go north?" not in str(text) or "north" not in str(
         tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))
     ):
         raise ConfigError(
             key,
             str(path),
-            "its tokenizer does not encode a chat",
-            "put the tokenizer's files there",
+            "its tokenizer cannot encode and decode a chat",
+            "Put the tokenizer's files in this directory",
         )
 
 
@@ -138,25 +140,27 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # a broken file raises many types of errors
-        reason = f"it cannot be loaded ({first_line(error)})"
-        raise ConfigError(key, str(path), reason, "give a directory with a causal LM") from error
+        reason = f"the model cannot be loaded ({first_line(error)})"
+        raise ConfigError(
+            key, str(path), reason, "Give a directory with a causal language model"
+        ) from error
     # Transformers initialises missing weights with random numbers.
     if missing := sorted(report["missing_keys"]):
-        reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
-        raise ConfigError(key, str(path), reason, "download or make the model again")
-    if kinds := _other_attention(model.config):
+        reason = f"its checkpoint lacks weights: {missing[0]} ({len(missing)} in total)"
+        raise ConfigError(key, str(path), reason, "Download or create the model again")
+    if kinds := _unsupported_attention(model.config):
         raise ConfigError(
             key,
             str(path),
-            f"it has layers of {kinds}",
-            "the torch engine serves full attention only",
+            f"only full attention is supported, but the model has layers of {kinds}",
+            "Use a model with full attention in all layers",
         )
     model = model.to(device).eval()
-    _require_plain_head(model, path, key)
+    _require_linear_head(model, path, key)
     return model
 
 
-def _other_attention(config: PreTrainedConfig) -> str:
+def _unsupported_attention(config: PreTrainedConfig) -> str:
     """Return the kinds of layers without full attention as text; an empty string if none exist."""
     declared = getattr(config, "layer_types", None)
     # Mistral and Phi-3 use the sliding window in all layers but do not declare `layer_types`.
@@ -170,22 +174,25 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _require_plain_head(model: PreTrainedModel, path: Path, key: str) -> None:
-    """Raise `ConfigError` if the logits are not the plain output of a linear output head."""
+def _require_linear_head(model: PreTrainedModel, path: Path, key: str) -> None:
+    """Raise `ConfigError` if the logits are not the unchanged output of a linear head."""
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         raise ConfigError(
-            key, str(path), "its output head is no linear layer", "use a model with a plain head"
+            key,
+            str(path),
+            "its output head is not a linear layer",
+            "Use a model with a linear output head",
         )
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     with torch.no_grad():
-        plain = head_logits(model, hidden_states(model, ids))
-        full = model(input_ids=ids, use_cache=False).logits
-    if not torch.equal(plain, full):
+        head_output = head_logits(model, hidden_states(model, ids))
+        logits = model(input_ids=ids, use_cache=False).logits
+    if not torch.equal(head_output, logits):
         raise ConfigError(
             key,
             str(path),
             "it post-processes the logits of its output head",
-            "use a model with a plain head",
+            "Use a model whose logits are the unchanged output of its head",
         )
 
 
@@ -211,26 +218,26 @@ def require_packing(model: PreTrainedModel, path: Path, key: str = "actor.model"
     transformers cannot replace, because it does not read packed sequences.
     """
     ids = torch.arange(16, device=model.device) % model.config.vocab_size
-    alone = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:9], ids[9:])])
-    pack_sequences(model)
+    separate = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:9], ids[9:])])
+    enable_packing(model)
     if not reads_packed(model):
         return
     try:
-        together = _packed_states(model, ids, Packing((9, 7), model.device))
+        packed = _packed_states(model, ids, Packing((9, 7), model.device))
     except Exception as error:  # the type of the error depends on the model's code
         raise ConfigError(
             key,
             str(path),
-            f"it cannot be trained ({first_line(error)})",
-            "use a model with plain attention",
+            f"it cannot be trained on packed sequences ({first_line(error)})",
+            "Use a model with plain causal attention",
         ) from error
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
-    if not bool((together - alone).norm() <= tolerance * alone.norm()):
+    if not bool((packed - separate).norm() <= tolerance * separate.norm()):
         raise ConfigError(
             key,
             str(path),
-            "it does not keep packed sequences apart",
-            "use a model with plain attention",
+            "packed sequences influence each other in this model",
+            "Use a model with plain causal attention",
         )
 
 
@@ -250,15 +257,19 @@ def checkpoint_activations(
     ]
     if not layers:
         raise ConfigError(
-            key, True, f"{type(model).__name__} has no layers that could do so", "leave it out"
+            key,
+            True,
+            f"{type(model).__name__} has no layers that support activation checkpointing",
+            "Remove the setting",
         )
     for name, value in model.config.to_dict().items():
         if "drop" in name and isinstance(value, float) and value > 0:
             raise ConfigError(
                 key,
                 True,
-                f"the model's {name} is {value:g}, which would act too",
-                f"set {name} to 0 in its config.json",
+                f"activation checkpointing would also enable dropout, and the model's {name} "
+                f"is {value:g}",
+                f"Set {name} to 0 in the model's config.json",
             )
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for layer in layers:
@@ -278,13 +289,13 @@ def stop_ids(
     ids: list[Any] = [tokenizer.eos_token_id]
     if (model_path / "generation_config.json").is_file():
         try:
-            listed = GenerationConfig.from_pretrained(
+            eos_ids = GenerationConfig.from_pretrained(
                 model_path, local_files_only=True
             ).eos_token_id
         except Exception as error:
             reason = f"its generation_config.json cannot be read ({first_line(error)})"
-            raise ConfigError(key, str(model_path), reason, "mend or remove that file") from error
-        ids += listed if isinstance(listed, list) else [listed]
+            raise ConfigError(key, str(model_path), reason, "Fix or remove this file") from error
+        ids += eos_ids if isinstance(eos_ids, list) else [eos_ids]
     return tuple(sorted({i for i in ids if i is not None}))
 
 
@@ -307,7 +318,7 @@ def _output_head(model: PreTrainedModel) -> torch.nn.Linear:
     return head
 
 
-class TokenFigures(NamedTuple):
+class TokenStats(NamedTuple):
     """Results for given tokens, each float32 [b, t] and 0 at tokens that are not selected."""
 
     logp: torch.Tensor
@@ -321,29 +332,34 @@ class TokenFigures(NamedTuple):
 def token_logprobs(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0,
     *, reference: PreTrainedModel | None = None,
-) -> TokenFigures:  # fmt: skip
+) -> TokenStats:  # fmt: skip
     """Return log-prob, entropy and KL of the tokens that `mask` selects, at `temperature`.
 
     `ids` [b, t] is right-padded. `mask` is bool [b, t] and must be false in column 0. A model that
     reads packed sequences reads neither padding nor tokens after the last selected token. Other
     models read the padded rows. Logits are computed only for selected tokens, in parts, so that no
-    tensor of logits has more than `LOGITS` elements.
+    tensor of logits has more than `MAX_LOGITS` elements.
     """
     hidden, head = predicting_states(model, ids, mask), _output_head(model)
-    held_to = None
+    reference_dist = None
     if reference is not None:
         with torch.no_grad():
-            states, other = predicting_states(reference, ids, mask), _output_head(reference)
-        held_to = Softmax(states, other.weight, other.bias, temperature)
-    with _calling(
+            reference_hidden = predicting_states(reference, ids, mask)
+            reference_head = _output_head(reference)
+        reference_dist = HeadDistribution(
+            reference_hidden, reference_head.weight, reference_head.bias, temperature
+        )
+    with _replaced_forward(
         head,
-        lambda x: _HeadFigures.apply(x, head.weight, head.bias, ids[mask], temperature, held_to),
+        lambda x: _HeadStats.apply(
+            x, head.weight, head.bias, ids[mask], temperature, reference_dist
+        ),
     ):
-        metrics = head(hidden)
-    return TokenFigures(
+        stats = head(hidden)
+    return TokenStats(
         *(
             torch.zeros(ids.shape, device=ids.device).masked_scatter(mask, values)
-            for values in metrics
+            for values in stats
         )
     )
 
@@ -355,14 +371,14 @@ def predicting_states(
 
     The hidden state for a token is that of the token before it.
     """
-    before = mask[:, 1:]
+    predicting = mask[:, 1:]
     if not reads_packed(model):
-        return hidden_states(model, ids)[:, :-1][before]
-    places = torch.arange(1, ids.shape[1], device=ids.device)
-    packing = Packing((before * places).amax(-1).clamp(min=1).tolist(), ids.device)
-    packed = ids[packing.rows, packing.positions]
-    row, column = before.nonzero(as_tuple=True)
-    return Gather.apply(_packed_states(model, packed, packing), packing.offsets[row] + column)
+        return hidden_states(model, ids)[:, :-1][predicting]
+    positions = torch.arange(1, ids.shape[1], device=ids.device)
+    packing = Packing((predicting * positions).amax(-1).clamp(min=1).tolist(), ids.device)
+    packed_ids = ids[packing.rows, packing.positions]
+    row, column = predicting.nonzero(as_tuple=True)
+    return Gather.apply(_packed_states(model, packed_ids, packing), packing.offsets[row] + column)
 
 
 def _packed_states(model: PreTrainedModel, ids: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -374,23 +390,23 @@ def _packed_states(model: PreTrainedModel, ids: torch.Tensor, packing: Packing) 
 
 
 @contextmanager
-def _calling(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the `forward` of `module` within the body.
 
     The hooks of the module still run. For example, ZeRO-3 gathers the weights of the module for the
     call.
     """
-    own = module.__dict__.get("forward")
+    original = module.__dict__.get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
+        if original is not None:
+            module.forward = original
 
 
-class Softmax(NamedTuple):
+class HeadDistribution(NamedTuple):
     """Distributions of n tokens: the softmax of a linear head at x [n, h] and a temperature."""
 
     x: torch.Tensor
@@ -398,13 +414,13 @@ class Softmax(NamedTuple):
     bias: torch.Tensor | None
     temperature: float
 
-    def log(self, part: slice) -> torch.Tensor:
+    def log_probs(self, part: slice) -> torch.Tensor:
         """Return log p [m, V] in float32 for the m tokens in `part`."""
         logits = torch.nn.functional.linear(self.x[part], self.weight, self.bias).float()
         return (logits if self.temperature == 1 else logits.div_(self.temperature)).log_softmax(-1)
 
 
-class _HeadFigures(torch.autograd.Function):
+class _HeadStats(torch.autograd.Function):
     """Log-probs of given tokens under a linear head, with entropy and KL of their distributions.
 
     Tokens are processed in parts. Let z = (x Wᵀ + b) / T, p = softmax(z), and q the distribution of
@@ -415,21 +431,21 @@ class _HeadFigures(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        tokens: torch.Tensor, temperature: float, held_to: Softmax | None,
+        tokens: torch.Tensor, temperature: float, reference_dist: HeadDistribution | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         logp, entropy, kl = (
             torch.zeros(len(x), dtype=torch.float32, device=x.device) for _ in range(3)
         )
         parts, log_p = _parts(len(x), len(weight)), None
         for part in parts:
-            log_p = Softmax(x, weight, bias, temperature).log(part)
+            log_p = HeadDistribution(x, weight, bias, temperature).log_probs(part)
             logp[part] = log_p.gather(-1, tokens[part, None])[:, 0]
             p = log_p.exp()
-            if held_to is not None:
-                kl[part] = held_to.log(part).sub_(log_p).mul_(p).sum(-1).neg_()
+            if reference_dist is not None:
+                kl[part] = reference_dist.log_probs(part).sub_(log_p).mul_(p).sum(-1).neg_()
             entropy[part] = p.mul_(log_p).sum(-1).neg_()
         ctx.save_for_backward(x, weight, bias, tokens, kl, log_p if len(parts) == 1 else None)
-        ctx.temperature, ctx.held_to = temperature, held_to
+        ctx.temperature, ctx.reference_dist = temperature, reference_dist
         ctx.mark_non_differentiable(entropy)
         return logp, entropy, kl
 
@@ -437,25 +453,29 @@ class _HeadFigures(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logp: torch.Tensor, _: Any, grad_kl: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, tokens, kl, kept = ctx.saved_tensors
-        wanted = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
+        x, weight, bias, tokens, kl, saved_log_p = ctx.saved_tensors
+        inputs = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
         grad_x, grad_weight, grad_bias = (
-            torch.zeros_like(tensor) if needed else None for tensor, needed in wanted
+            torch.zeros_like(tensor) if needed else None for tensor, needed in inputs
         )
         for part in _parts(len(x), len(weight)):
-            log_p = Softmax(x, weight, bias, ctx.temperature).log(part) if kept is None else kept
+            log_p = (
+                HeadDistribution(x, weight, bias, ctx.temperature).log_probs(part)
+                if saved_log_p is None
+                else saved_log_p
+            )
             grad = log_p.exp()
-            if ctx.held_to is None:
+            if ctx.reference_dist is None:
                 grad.mul_(-grad_logp[part, None])
             else:
-                slope = (
-                    ctx.held_to.log(part)
+                kl_grad = (
+                    ctx.reference_dist.log_probs(part)
                     .neg_()
                     .add_(log_p)
                     .sub_(kl[part, None])
                     .mul_(grad_kl[part, None])
                 )
-                grad.mul_(slope.sub_(grad_logp[part, None]))
+                grad.mul_(kl_grad.sub_(grad_logp[part, None]))
             grad[torch.arange(len(grad), device=grad.device), tokens[part]] += grad_logp[part]
             grad = grad.div_(ctx.temperature).to(weight.dtype)
             if grad_x is not None:
@@ -468,8 +488,8 @@ class _HeadFigures(torch.autograd.Function):
 
 
 def _parts(n: int, vocabulary: int) -> list[slice]:
-    """Return slices of n tokens, each with at most `LOGITS` logits but at least one token."""
-    size = max(1, LOGITS // vocabulary)
+    """Return slices of n tokens, each with at most `MAX_LOGITS` logits but at least one token."""
+    size = max(1, MAX_LOGITS // vocabulary)
     return [slice(begin, begin + size) for begin in range(0, n, size)]
 
 
@@ -497,12 +517,12 @@ def checksum(weights: Mapping[str, torch.Tensor], crc: int = 0) -> int:
 
 def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Return both sums of each row, int64 [rows, 2]. Process one block of rows at a time."""
-    data, size, device = tensor_bytes(tensor), 4 * ROW, tensor.device
+    data, size, device = tensor_bytes(tensor), 4 * CHECKSUM_ROW_WORDS, tensor.device
     # Rows per block: 512 KiB on the CPU, which fit in caches; 16 MiB on a GPU, for few launches.
     rows = 32 if device.type == "cpu" else 1024
-    places, room = (
-        torch.arange(1, ROW + 1, device=device),
-        torch.empty(rows, ROW, dtype=torch.int64, device=device),
+    positions, buffer = (
+        torch.arange(1, CHECKSUM_ROW_WORDS + 1, device=device),
+        torch.empty(rows, CHECKSUM_ROW_WORDS, dtype=torch.int64, device=device),
     )
     sums = torch.empty(-(-len(data) // size), 2, dtype=torch.int64, device=device)
     for block, out in zip(data.split(rows * size), sums.split(rows), strict=True):
@@ -510,9 +530,9 @@ def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
             block = torch.nn.functional.pad(block, (0, -len(block) % size))
         elif block.storage_offset() % 4:
             block = block.clone()
-        words = room[: len(out)].copy_(block.view(torch.int32).view(len(out), ROW))
+        words = buffer[: len(out)].copy_(block.view(torch.int32).view(len(out), CHECKSUM_ROW_WORDS))
         out[:, 0] = words.sum(1)
-        out[:, 1] = words.mul_(places).sum(1)
+        out[:, 1] = words.mul_(positions).sum(1)
     return sums
 
 

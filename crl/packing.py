@@ -20,20 +20,20 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PACKED = "crl_packed"
+PACKED_ATTENTION = "crl_packed"
 """Name under which `attend` is registered in transformers."""
 
-PADDING = 1.25
-"""Maximum ratio of padded positions to tokens in a run of neighbouring sequences.
+MAX_PADDING_RATIO = 1.25
+"""Maximum ratio of padded positions to tokens in a bucket of neighbouring sequences.
 
-Runs are used if there is no attention kernel for unequal lengths.
+Buckets are used if there is no attention kernel for unequal lengths.
 """
 
-OTHER_ATTENTION = ("softcap", "s_aux", "sliding_window", "position_bias")
+UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "sliding_window", "position_bias")
 """Options with which models of transformers request more than plain causal attention."""
 
 # Before torch 2.12 the kernel supports shared key-value heads without this option.
-_GROUPED: dict[str, Any] = (
+_GQA_OPTION: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
@@ -66,17 +66,19 @@ class Packing:
         return torch.arange(sum(self.lengths), device=self.device) - self.offsets[self.rows]
 
     @cached_property
-    def runs(self) -> list[Run]:
-        """Runs of neighbouring sequences that are padded to the same length.
+    def buckets(self) -> list[Bucket]:
+        """Buckets of neighbouring sequences that are padded to the same length.
 
-        In each run, the number of padded positions is at most PADDING × tokens.
+        In each bucket, the number of padded positions is at most `MAX_PADDING_RATIO` × tokens.
         """
-        return [Run(begin, tuple(lengths), self.device) for begin, lengths in _runs(self.lengths)]
+        return [
+            Bucket(begin, tuple(lengths), self.device) for begin, lengths in _buckets(self.lengths)
+        ]
 
 
 @dataclass(frozen=True)
-class Run:
-    """Run of neighbouring sequences in a row."""
+class Bucket:
+    """Bucket of neighbouring sequences in a row."""
 
     begin: int
     """Index of the first token in the row."""
@@ -85,36 +87,38 @@ class Run:
 
     @property
     def tokens(self) -> slice:
-        """Tokens of the run in the row."""
+        """Tokens of the bucket in the row."""
         return slice(self.begin, self.begin + sum(self.lengths))
 
     @cached_property
-    def padded(self) -> torch.Tensor | None:
-        """Index of each token in the padded run of n × longest positions.
+    def padded_index(self) -> torch.Tensor | None:
+        """Index of each token in the padded bucket of n × longest positions.
 
         None if all lengths are equal, because then no padding is needed.
         """
         longest = max(self.lengths)
         if longest == min(self.lengths):
             return None
-        places = [
+        indices = [
             row * longest + position
             for row, length in enumerate(self.lengths)
             for position in range(length)
         ]
-        return torch.tensor(places, device=self.device)
+        return torch.tensor(indices, device=self.device)
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the first token and the lengths of each run."""
-    begin, run = 0, []
+def _buckets(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the first token and the lengths of each bucket."""
+    begin, bucket = 0, []
     for length in lengths:
-        if run and max(*run, length) * (len(run) + 1) > PADDING * (sum(run) + length):
-            yield begin, run
-            begin, run = begin + sum(run), []
-        run.append(length)
-    if run:
-        yield begin, run
+        if bucket and max(*bucket, length) * (len(bucket) + 1) > MAX_PADDING_RATIO * (
+            sum(bucket) + length
+        ):
+            yield begin, bucket
+            begin, bucket = begin + sum(bucket), []
+        bucket.append(length)
+    if bucket:
+        yield begin, bucket
 
 
 def attend(
@@ -126,16 +130,16 @@ def attend(
 
     The signature is that of an attention function of transformers. `query` has the shape
     [1, heads, T, d]; `key` and `value` have the shape [1, key-value heads, T, d]. Half precision on
-    CUDA uses torch's kernel for unequal lengths. All other cases use the ordinary kernel, in runs
-    of about equal lengths. There is no dropout. Raise `NotImplementedError` if the model asks for
-    another kind of attention (`OTHER_ATTENTION`).
+    CUDA uses torch's kernel for unequal lengths. All other cases use the ordinary kernel, in
+    buckets of about equal lengths. There is no dropout. Raise `NotImplementedError` if the model
+    asks for another kind of attention (`UNSUPPORTED_OPTIONS`).
     """
-    if other := [name for name in OTHER_ATTENTION if options.get(name) is not None]:
-        raise NotImplementedError(f"packed sequences are not attended to with {', '.join(other)}")
+    if unsupported := [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None]:
+        raise NotImplementedError(f"packed sequences do not support {', '.join(unsupported)}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         offsets, longest = packing.offsets, max(packing.lengths)
-        attended = varlen_attn(
+        output = varlen_attn(
             q,
             k,
             v,
@@ -145,44 +149,44 @@ def attend(
             longest,
             scale=scaling,
             window_size=(-1, 0),
-            **_GROUPED,
+            **_GQA_OPTION,
         )
-        assert isinstance(attended, torch.Tensor)
-        return attended[None], None
-    pieces = [
-        _attend_run(run, q[run.tokens], k[run.tokens], v[run.tokens], scaling)
-        for run in packing.runs
+        assert isinstance(output, torch.Tensor)
+        return output[None], None
+    outputs = [
+        _attend_bucket(bucket, q[bucket.tokens], k[bucket.tokens], v[bucket.tokens], scaling)
+        for bucket in packing.buckets
     ]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None], None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
-def _attend_run(
-    run: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
+def _attend_bucket(
+    bucket: Bucket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Return causal attention [t, heads, d] within each sequence of a run."""
-    n, padded = len(run.lengths), run.padded
-    size = n * max(run.lengths)
-    if padded is not None:
-        q, k, v = (Scatter.apply(x, padded, size) for x in (q, k, v))
+    """Return causal attention [t, heads, d] within each sequence of a bucket."""
+    n, padded_index = len(bucket.lengths), bucket.padded_index
+    size = n * max(bucket.lengths)
+    if padded_index is not None:
+        q, k, v = (Scatter.apply(x, padded_index, size) for x in (q, k, v))
     # Causal attention hides padding from real tokens, because padding is at the end of a sequence.
     q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
     out = out.transpose(1, 2).flatten(0, 1)
-    return out if padded is None else Gather.apply(out, padded)
+    return out if padded_index is None else Gather.apply(out, padded_index)
 
 
 class Scatter(torch.autograd.Function):
-    """Scatter of the rows of x to the indices `places` of a zero tensor with `size` rows.
+    """Scatter of the rows of x to the rows `indices` of a zero tensor with `size` rows.
 
     The indices must be distinct, so the gradient is a plain gather.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
+    def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, indices, x)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -192,16 +196,16 @@ class Scatter(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Rows of x at the indices `places`, which must be distinct.
+    """Rows of x at `indices`, which must be distinct.
 
     The backward pass copies the gradient. The backward pass of ordinary indexing would add it up.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(indices)
         ctx.size = len(x)
-        return x.index_select(0, places)
+        return x.index_select(0, indices)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -212,7 +216,7 @@ class Gather(torch.autograd.Function):
         ), None
 
 
-def pack_sequences(model: PreTrainedModel) -> None:
+def enable_packing(model: PreTrainedModel) -> None:
     """Set the model to read packed sequences only.
 
     Every forward pass then needs the argument `packing`. A model whose attention transformers
@@ -220,10 +224,10 @@ def pack_sequences(model: PreTrainedModel) -> None:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED, attend)
-    model.set_attn_implementation(PACKED)
+    AttentionInterface.register(PACKED_ATTENTION, attend)
+    model.set_attn_implementation(PACKED_ATTENTION)
 
 
 def reads_packed(model: PreTrainedModel) -> bool:
     """Return whether the model reads packed sequences."""
-    return model.config._attn_implementation == PACKED
+    return model.config._attn_implementation == PACKED_ATTENTION

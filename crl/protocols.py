@@ -73,7 +73,7 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
     @property
-    def busy(self) -> float:
+    def busy_s(self) -> float:
         """Seconds of compute so far."""
         ...
 
@@ -187,7 +187,7 @@ class SearchRequest:
     task: Task
     group: int
     member: int
-    asked: int = 0
+    question: int = 0
     """Number of the question within its episode, from 1; 0 for the search at the start."""
 
 
@@ -262,28 +262,34 @@ class DistillationFilter(Protocol):
 class ContextProvider(Protocol):
     """Writer of an episode's prompts and parser of its completions."""
 
-    def query_observes(self, task: Task) -> bool:
+    def query_needs_observation(self, task: Task) -> bool:
         """Return whether the retrieval query depends on the first observation."""
         ...
 
     def query(self, task: Task, observation: Observation | None) -> str:
         """Return the retrieval query of an episode.
 
-        `observation` is the first observation. It may be None if `query_observes` is False.
+        `observation` is the first observation. It may be None if `query_needs_observation` is
+        False.
         """
         ...
 
     def opening(
-        self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0
+        self,
+        task: Task,
+        observation: Observation,
+        experience: Hit | None,
+        *,
+        max_questions: int = 0,
     ) -> Sequence[Segment]:
         """Return the segments before the agent's first turn.
 
-        `asks` is the number of questions that the agent may ask. If it is 0, the tool is not
-        mentioned.
+        `max_questions` is the maximum number of questions that the agent may ask. If it is 0, the
+        tool is not mentioned.
         """
         ...
 
-    def following(self, result: StepResult) -> Sequence[Segment]:
+    def feedback(self, result: StepResult) -> Sequence[Segment]:
         """Return the segments that report the result of an action."""
         ...
 
@@ -291,7 +297,7 @@ class ContextProvider(Protocol):
         """Parse the text of a completion."""
         ...
 
-    def asked(self, task: Task, query: str) -> str:
+    def question_query(self, task: Task, query: str) -> str:
         """Return the retrieval query for a question."""
         ...
 

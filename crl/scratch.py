@@ -21,7 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 _PREFIX = "crl-scratch-"
 _LOCK_NAME = "lock"
-_guard = threading.Lock()
+_folders_lock = threading.Lock()
 _folders: dict[tuple[int, Path], Path] = {}
 """Folders by process id and parent folder. A forked process gets its own folders."""
 
@@ -33,23 +33,23 @@ def scratch_folder(parent: Path | None = None) -> Path:
     when the process exits.
     """
     parent = parent or Path(tempfile.gettempdir())
-    with _guard:
-        own = os.getpid(), parent
-        if own not in _folders:
+    with _folders_lock:
+        key = os.getpid(), parent
+        if key not in _folders:
             parent.mkdir(parents=True, exist_ok=True)
-            sweep_scratch(parent)
-            _folders[own], descriptor = _make_locked(parent)
-            atexit.register(_remove_own, os.getpid(), _folders[own], descriptor)
-        return _folders[own]
+            remove_stale_folders(parent)
+            _folders[key], descriptor = _create_locked(parent)
+            atexit.register(_remove_own, os.getpid(), _folders[key], descriptor)
+        return _folders[key]
 
 
-def sweep_all() -> None:
+def remove_all_stale_folders() -> None:
     """Remove stale folders from the system's temporary folder and from shared memory."""
     for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
-        sweep_scratch(parent)
+        remove_stale_folders(parent)
 
 
-def sweep_scratch(parent: Path) -> int:
+def remove_stale_folders(parent: Path) -> int:
     """Remove the folders in `parent` whose process is gone. Return the number of removed folders.
 
     Folders of running processes and of other users are not removed.
@@ -71,11 +71,11 @@ def sweep_scratch(parent: Path) -> int:
     return removed
 
 
-def _make_locked(parent: Path) -> tuple[Path, int]:
+def _create_locked(parent: Path) -> tuple[Path, int]:
     """Create a locked folder. Return the folder and the descriptor that holds its lock.
 
-    The folder gets its final name after it is locked. A sweep therefore never finds an unlocked
-    folder of a running process.
+    The folder gets its final name after it is locked. `remove_stale_folders` therefore never
+    finds an unlocked folder of a running process.
     """
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     descriptor = os.open(hidden / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)

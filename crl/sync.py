@@ -30,7 +30,7 @@ _DTYPES = {
 }  # fmt: skip
 """Names of dtypes in the safetensors format."""
 
-MEETING = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 """Address at which learners and engines connect. They run on the same machine."""
 
 
@@ -119,21 +119,26 @@ def write_tensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
-        begin, kind = end, getattr(torch, dtype.removeprefix("torch."))
-        end += torch.Size(shape).numel() * kind.itemsize
-        header[name] = {"dtype": _DTYPES[kind], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+        begin, torch_dtype = end, getattr(torch, dtype.removeprefix("torch."))
+        end += torch.Size(shape).numel() * torch_dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPES[torch_dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of 8 bytes
     crc = 0
     try:
         with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
             for name, dtype, shape, tensor in zip(
                 manifest.names, manifest.dtypes, manifest.shapes, tensors, strict=True
             ):
                 if (str(tensor.dtype), tuple(tensor.shape)) != (dtype, shape):
                     raise ValueError(
-                        f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}"
+                        f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                        f"but the manifest says {dtype} {shape}"
                     )
                 crc = checksum({name: tensor}, crc)
                 file.write(tensor_bytes(tensor.detach()).cpu().numpy().data)
@@ -151,10 +156,10 @@ def weights_path(size: int) -> Path:
     scratch folder does not exist yet, stale folders of killed processes are removed first.
     """
     parents = [scratch_folder(SHARED_MEMORY)] if os.access(SHARED_MEMORY, os.W_OK) else []
-    roomy = [parent for parent in parents if shutil.disk_usage(parent).free > 2 * size]
-    return beside((*roomy, scratch_folder())[0] / "weights")
+    fitting = [parent for parent in parents if shutil.disk_usage(parent).free > 2 * size]
+    return sibling_path((*fitting, scratch_folder())[0] / "weights")
 
 
-def beside(path: Path) -> Path:
+def sibling_path(path: Path) -> Path:
     """Return a new path for a weight file in the folder of `path`."""
     return path.with_name(f"weights-{uuid.uuid4().hex}.safetensors")

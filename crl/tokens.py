@@ -19,7 +19,7 @@ from crl.types import Completion, Segment, TokenTrace
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HEAD_ORIGINS = frozenset({"task", "experience", "tool_spec"})
+PINNED_ORIGINS = frozenset({"task", "experience", "tool_spec"})
 """Origins of the opening segments that a window never drops."""
 
 SAMPLED_ORIGINS = frozenset({"policy", "tool_call"})
@@ -50,7 +50,9 @@ class ChatRenderer:
         messages: list[dict[str, str]] = []
         for segment in segments:
             text = (
-                segment.text if segment.origin in SAMPLED_ORIGINS else self._defused(segment.text)
+                segment.text
+                if segment.origin in SAMPLED_ORIGINS
+                else self._escape_control_tokens(segment.text)
             )
             if messages and messages[-1]["role"] == segment.role:
                 messages[-1]["content"] += "\n" + text
@@ -78,7 +80,7 @@ class ChatRenderer:
         assert isinstance(text, str)
         return text
 
-    def _defused(self, text: str) -> str:
+    def _escape_control_tokens(self, text: str) -> str:
         """Return `text` with a space after the first character of every control token."""
         for token in self._control:
             if token in text:
@@ -89,7 +91,8 @@ class ChatRenderer:
 class Conversation:
     """Conversation of one episode.
 
-    Call `add` with new segments, `prompt` for the next prompt, and `sampled` with the completion.
+    Call `add` with new segments, `prompt` for the next prompt, and `add_completion` with the
+    completion.
     """
 
     def __init__(self, renderer: ChatRenderer, window: int | None = None) -> None:
@@ -125,7 +128,7 @@ class Conversation:
 
     def prompt(self) -> tuple[int, ...]:
         """Return the token ids of the next prompt and record its new tokens as context."""
-        text = self._renderer.text(self._visible())
+        text = self._renderer.text(self._prompt_segments())
         if self._window is None and text.startswith(self._text):
             self._trace = self._trace.with_context(self._renderer.encode(text[len(self._text) :]))
         else:  # a window, or the template rewrote an earlier turn
@@ -134,7 +137,7 @@ class Conversation:
         self._text = text
         return self._trace.ids
 
-    def sampled(self, completion: Completion, *, trained: bool = True) -> str:
+    def add_completion(self, completion: Completion, *, trained: bool = True) -> str:
         """Record a completion and return its text without the stop token.
 
         If `trained` is false, the completion is recorded as context and is not trained.
@@ -151,15 +154,15 @@ class Conversation:
         self._turns.append([])
         return text
 
-    def asked(self) -> None:
+    def mark_tool_call(self) -> None:
         """Mark the last completion as a tool call. The turn continues."""
         self._turns.pop()
         call = self._turns[-1].pop()
         self._turns[-1].append(replace(call, origin="tool_call"))
 
-    def _visible(self) -> list[Segment]:
+    def _prompt_segments(self) -> list[Segment]:
         """Return the segments of the next prompt."""
         if self._window is None or len(self._turns) <= self._window:
             return list(self.segments)
-        head = [segment for segment in self._turns[0] if segment.origin in HEAD_ORIGINS]
-        return head + [segment for turn in self._turns[-self._window :] for segment in turn]
+        pinned = [segment for segment in self._turns[0] if segment.origin in PINNED_ORIGINS]
+        return pinned + [segment for turn in self._turns[-self._window :] for segment in turn]

@@ -39,12 +39,12 @@ GUIDANCE_ORIGINS = frozenset({"experience", "tool_spec", "tool_call", "tool_resu
 """Origins of segments that only a guided episode may contain. Unguided views drop them."""
 
 
-def _one_of(name: str, value: object, literal: Any) -> None:
+def _check_choice(name: str, value: object, literal: Any) -> None:
     if value not in get_args(literal):
         raise ValueError(f"{name} must be one of {get_args(literal)}, not {value!r}")
 
 
-def _same_length(**columns: tuple[Any, ...]) -> None:
+def _check_same_length(**columns: tuple[Any, ...]) -> None:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns differ in length: {lengths}")
@@ -65,9 +65,9 @@ class Task:
     """Parameters beyond `seed`, such as NetHack's seeds `lgen` (layout) and `core` (dynamics)."""
 
     def __post_init__(self) -> None:
-        _one_of("split", self.split, Split)
+        _check_choice("split", self.split, Split)
         if not self.name:
-            raise ValueError("a task needs a name")
+            raise ValueError("a task's name must not be empty")
         object.__setattr__(self, "params", dict(self.params))
 
 
@@ -80,8 +80,8 @@ class Segment:
     origin: Origin
 
     def __post_init__(self) -> None:
-        _one_of("role", self.role, Role)
-        _one_of("origin", self.origin, Origin)
+        _check_choice("role", self.role, Role)
+        _check_choice("origin", self.origin, Origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Completion:
     finish: Finish
 
     def __post_init__(self) -> None:
-        _same_length(ids=self.ids, logprobs=self.logprobs, versions=self.versions)
-        _one_of("finish", self.finish, Finish)
+        _check_same_length(ids=self.ids, logprobs=self.logprobs, versions=self.versions)
+        _check_choice("finish", self.finish, Finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,11 @@ class TokenTrace:
     """Policy version that sampled each token; −1 where the mask is 0."""
 
     def __post_init__(self) -> None:
-        _same_length(ids=self.ids, mask=self.mask, logprobs=self.logprobs, versions=self.versions)
+        _check_same_length(
+            ids=self.ids, mask=self.mask, logprobs=self.logprobs, versions=self.versions
+        )
         if self.mask.count(0) + self.mask.count(1) != len(self.mask):
-            raise ValueError("the mask holds only 0 and 1")
+            raise ValueError("the mask may contain only 0 and 1")
 
     def with_context(self, ids: tuple[int, ...]) -> TokenTrace:
         """Return this trace with `ids` appended as context, with mask 0."""
@@ -196,34 +198,35 @@ class Lift:
             or not 0 <= self.m2 <= self.groups + 1e-6
         ):
             raise ValueError(
-                f"a lift needs a group, a mean in [−1, 1] and an m2 of 0 or more, not {self}"
+                "a lift needs at least one group, a mean in [−1, 1] and 0 ≤ m2 ≤ groups, "
+                f"not {self}"
             )
 
     def __add__(self, other: Lift) -> Lift:
         """Return the lift over the groups of both (Chan, Golub & LeVeque 1983)."""
-        groups, apart = self.groups + other.groups, other.mean - self.mean
-        mean = self.mean + apart * other.groups / groups
+        groups, difference = self.groups + other.groups, other.mean - self.mean
+        mean = self.mean + difference * other.groups / groups
         return Lift(
-            groups, mean, self.m2 + other.m2 + apart**2 * self.groups * other.groups / groups
+            groups, mean, self.m2 + other.m2 + difference**2 * self.groups * other.groups / groups
         )
 
     def __neg__(self) -> Lift:
         return Lift(self.groups, -self.mean, self.m2)
 
     @property
-    def half(self) -> float:
+    def half_width(self) -> float:
         """Half the width of the 95 % credible interval, t_975(groups) · √(1 + m2) / groups."""
         return t_975(self.groups) * math.sqrt(1 + self.m2) / self.groups
 
     @property
     def sign(self) -> int:
         """1 if the 95 % credible interval is above 0, −1 if it is below 0, otherwise 0."""
-        return 0 if abs(self.mean) <= self.half else 1 if self.mean > 0 else -1
+        return 0 if abs(self.mean) <= self.half_width else 1 if self.mean > 0 else -1
 
     @property
     def low(self) -> float:
         """Lower end of the 95 % credible interval, at least −1 (the lowest possible lift)."""
-        return max(-1.0, self.mean - self.half)
+        return max(-1.0, self.mean - self.half_width)
 
 
 def lift_order(lift: Lift | None) -> tuple[float, float]:
@@ -277,9 +280,9 @@ class Experience:
     """None before the first group that also has free members."""
 
     def __post_init__(self) -> None:
-        _one_of("status", self.status, ExperienceStatus)
+        _check_choice("status", self.status, ExperienceStatus)
         if self.version < 1 or self.span[0] > self.span[1]:
-            raise ValueError(f"bad version or span: {self.version}, {self.span}")
+            raise ValueError(f"invalid version or span: {self.version}, {self.span}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +301,9 @@ class ExperienceUse:
     """
 
     def __post_init__(self) -> None:
-        _one_of("how", self.how, UseKind)
+        _check_choice("how", self.how, UseKind)
         if self.verdict is not None:
-            _one_of("verdict", self.verdict, Verdict)
+            _check_choice("verdict", self.verdict, Verdict)
 
     @property
     def reworded(self) -> bool:
@@ -340,7 +343,7 @@ class RolloutPlan:
     condition: Condition
 
     def __post_init__(self) -> None:
-        _one_of("condition", self.condition, Condition)
+        _check_choice("condition", self.condition, Condition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,22 +387,23 @@ class Trajectory:
     """Reason why the episode failed, else None. A failed trajectory is never trained on."""
 
     def __post_init__(self) -> None:
-        _one_of("condition", self.condition, Condition)
+        _check_choice("condition", self.condition, Condition)
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
-        _same_length(used=self.used, shown=self.shown)
+        _check_same_length(used=self.used, shown=self.shown)
         if self.condition == "free" and (
             self.used or self.rejected or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)
         ):
             raise ValueError(
-                "an experience-free trajectory must not have seen an experience, "
-                "nor a tool to ask for one"
+                "the trajectory of a free episode must contain neither an experience nor the tool "
+                "search_and_ask"
             )
         if any(use.verdict == "reject" for use in self.used) or any(
             use.verdict != "reject" for use in self.rejected
         ):
             raise ValueError(
-                "what was rejected guides no trajectory, and what was not is not among the rejected"
+                "`used` must not contain rejected experiences, and `rejected` must contain only "
+                "rejected ones"
             )
         object.__setattr__(self, "rewards", dict(self.rewards))
 

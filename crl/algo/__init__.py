@@ -66,13 +66,13 @@ _NAMES = {
     "experience": ("critic_reward", "diversity_score", "experience_reward", "training_weight"),
     "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -90,10 +90,10 @@ def discounted_returns(step_rewards: Values, gamma: float) -> Tensor:
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma must be in [0, 1], not {gamma}")
     rewards = _vector("step_rewards", step_rewards)
-    returns, following = [], 0.0
+    returns, return_ahead = [], 0.0
     for reward in reversed(rewards.tolist()):
-        following = reward + gamma * following
-        returns.append(following)
+        return_ahead = reward + gamma * return_ahead
+        returns.append(return_ahead)
     return torch.tensor(returns[::-1], dtype=rewards.dtype, device=rewards.device)
 
 
@@ -132,12 +132,12 @@ def sequence_weights(
     share = _length_shares(
         trajectory, ones if lengths is None else _vector("lengths", lengths).to(ones)
     )
-    rivals = (
+    divisor = (
         _children(torch.zeros_like(group), group)
         * _children(group, condition)
         * _children(condition, trajectory)
     )
-    return (share / rivals).to(torch.float32)
+    return (share / divisor).to(torch.float32)
 
 
 def _children(parent: Tensor, child: Tensor) -> Tensor:
@@ -210,14 +210,14 @@ def _normalise(values: Tensor, cells: Tensor, *, scale: Scale, eps: float) -> Te
         raise ValueError(f"scale must be 'std' or 'none', not {scale!r}")
     if not eps >= 0:
         raise ValueError(f"eps must not be negative, not {eps}")
-    exact = values.to(torch.float64)
-    counts = _sums(cells, torch.ones_like(exact))
-    deviations = exact - (_sums(cells, exact) / counts)[cells]
+    doubles = values.to(torch.float64)
+    counts = _sums(cells, torch.ones_like(doubles))
+    deviations = doubles - (_sums(cells, doubles) / counts)[cells]
     if scale == "std":
         variance = _sums(cells, deviations.square()) / (counts - 1).clamp(min=1)
         deviations = deviations / (variance.sqrt() + eps)[cells]
     # The computed mean of equal numbers can have a rounding error. The division would amplify it.
-    return torch.where(_constant(cells, exact), torch.zeros_like(exact), deviations).to(
+    return torch.where(_constant(cells, doubles), torch.zeros_like(doubles), deviations).to(
         values.dtype
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-SelfDistilled = tuple[float, Sequence[TokenTrace]]
+DistillationSamples = tuple[float, Sequence[TokenTrace]]
 """Advantage of a trajectory's self-distillation samples, and the traces of these samples."""
 
 
@@ -85,11 +85,11 @@ def optimizer_minibatches(groups: Sequence[int], count: int, rng: random.Random)
         raise ValueError(f"count must be at least 1 minibatch, not {count}")
     order = list(dict.fromkeys(groups))  # the order of a set would not be reproducible
     rng.shuffle(order)
-    hands = {group: position % count for position, group in enumerate(order)}
-    dealt: list[list[int]] = [[] for _ in range(min(count, len(order)))]
+    minibatch_of = {group: position % count for position, group in enumerate(order)}
+    minibatches: list[list[int]] = [[] for _ in range(min(count, len(order)))]
     for index, group in enumerate(groups):
-        dealt[hands[group]].append(index)
-    return dealt
+        minibatches[minibatch_of[group]].append(index)
+    return minibatches
 
 
 def build_minibatches(
@@ -99,7 +99,7 @@ def build_minibatches(
     *,
     count: int,
     rng: random.Random,
-    distilled: Mapping[int, SelfDistilled] = MappingProxyType({}),
+    distilled: Mapping[int, DistillationSamples] = MappingProxyType({}),
 ) -> tuple[Minibatch, ...]:
     """Return the optimizer minibatches of one batch of trajectories.
 
@@ -119,19 +119,17 @@ def build_minibatches(
             "trajectories, advantages and views differ in length: "
             f"{len(trajectories)}, {len(advantages)}, {len(views)}"
         )
-    signals = [float(advantage) for advantage in advantages]
-    if not all(math.isfinite(signal) for signal in signals):
+    values = [float(advantage) for advantage in advantages]
+    if not all(math.isfinite(value) for value in values):
         raise ValueError("advantages must be finite")
-    dealt = optimizer_minibatches([trajectory.group for trajectory in trajectories], count, rng)
-    minibatches = (
-        _minibatch(members, trajectories, signals, views, distilled) for members in dealt
-    )
+    parts = optimizer_minibatches([trajectory.group for trajectory in trajectories], count, rng)
+    minibatches = (_minibatch(members, trajectories, values, views, distilled) for members in parts)
     return tuple(minibatch for minibatch in minibatches if minibatch.samples)
 
 
 def _minibatch(
-    members: Sequence[int], trajectories: Sequence[Trajectory], signals: Sequence[float],
-    views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, SelfDistilled],
+    members: Sequence[int], trajectories: Sequence[Trajectory], advantages: Sequence[float],
+    views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, DistillationSamples],
 ) -> Minibatch:  # fmt: skip
     """Return the minibatch of the trajectories at indices `members`."""
     # Imported here so that the functions above need no torch.
@@ -144,19 +142,19 @@ def _minibatch(
     guided = [trajectories[index].condition == "guided" for index in owners]
     weights = sequence_weights(groups, guided, owners, lengths).tolist()
     samples = [
-        TrainSample(trace, signals[index], weight)
+        TrainSample(trace, advantages[index], weight)
         for (index, trace), length, weight in zip(rows, lengths, weights, strict=True)
-        if signals[index] != 0 and length > 0
+        if advantages[index] != 0 and length > 0
     ]
-    whole: defaultdict[int, float] = defaultdict(float)
+    trajectory_weights: defaultdict[int, float] = defaultdict(float)
     for index, weight in zip(owners, weights, strict=True):
-        whole[index] += weight
+        trajectory_weights[index] += weight
     for index in members:
         advantage, traces = distilled.get(index, (0.0, ()))
         samples += [
-            TrainSample(trace, advantage, whole[index] / len(traces))
+            TrainSample(trace, advantage, trajectory_weights[index] / len(traces))
             for trace in traces
-            if whole[index]
+            if trajectory_weights[index]
         ]
         lengths += [sum(trace.mask) for trace in traces]
     return Minibatch(tuple(samples), sum(lengths))

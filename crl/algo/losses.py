@@ -62,17 +62,19 @@ def clipped_surrogate(
     _not_negative(clip_low=clip_low, clip_high=clip_high)
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio must be 'token' or 'sequence', not {ratio!r}")
-    keep = _kept(mask, logp=logp, old_logp=old_logp)
-    advantage = _advantage(adv, keep)
-    log_ratio = _select(logp, keep) - _select(old_logp, keep).detach()
-    used = _bounded(
+    unmasked = _unmasked(mask, logp=logp, old_logp=old_logp)
+    advantage = _advantage(adv, unmasked)
+    log_ratio = _select(logp, unmasked) - _select(old_logp, unmasked).detach()
+    ratios = _bounded(
         log_ratio
         if ratio == "token"
-        else _mean(log_ratio, keep, dim=1)[:, None].expand_as(log_ratio)
+        else _mean(log_ratio, unmasked, dim=1)[:, None].expand_as(log_ratio)
     ).exp()
-    free, clipped = used * advantage, used.clamp(1 - clip_low, 1 + clip_high) * advantage
-    loss = -(_weights(weights, logp) * _mean(torch.minimum(free, clipped), keep, dim=1)).sum()
-    return loss, _ratio_metrics(log_ratio, used, clipped < free, keep)
+    unclipped, clipped = ratios * advantage, ratios.clamp(1 - clip_low, 1 + clip_high) * advantage
+    loss = -(
+        _weights(weights, logp) * _mean(torch.minimum(unclipped, clipped), unmasked, dim=1)
+    ).sum()
+    return loss, _ratio_metrics(log_ratio, ratios, clipped < unclipped, unmasked)
 
 
 def cispo(
@@ -102,14 +104,14 @@ def cispo(
     _not_negative(eps_low=eps_low, eps_high=eps_high)
     if total_tokens is not None and not total_tokens >= 1:
         raise ValueError(f"total_tokens must be at least 1, not {total_tokens}")
-    keep = _kept(mask, logp=logp, old_logp=old_logp)
-    kept_logp = _select(logp, keep)
-    log_ratio = kept_logp.detach() - _select(old_logp, keep).detach()
-    rho = _bounded(log_ratio).exp()
-    clipped = rho.clamp(1 - eps_low, 1 + eps_high)
-    total = _count(keep) if total_tokens is None else total_tokens
-    loss = -(clipped * _advantage(adv, keep) * kept_logp).sum() / total
-    return loss, _ratio_metrics(log_ratio, rho, clipped != rho, keep)
+    unmasked = _unmasked(mask, logp=logp, old_logp=old_logp)
+    unmasked_logp = _select(logp, unmasked)
+    log_ratio = unmasked_logp.detach() - _select(old_logp, unmasked).detach()
+    ratios = _bounded(log_ratio).exp()
+    clipped = ratios.clamp(1 - eps_low, 1 + eps_high)
+    total = _count(unmasked) if total_tokens is None else total_tokens
+    loss = -(clipped * _advantage(adv, unmasked) * unmasked_logp).sum() / total
+    return loss, _ratio_metrics(log_ratio, ratios, clipped != ratios, unmasked)
 
 
 def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Metrics]:
@@ -118,12 +120,12 @@ def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tens
     `logp`, `mask`: [b, t]. `weights`: [b], default 1/b. The metrics are `nll`, the mean over all
     unmasked tokens in nats, and `masked_fraction`. Raise `ValueError` on wrong shapes.
     """
-    keep = _kept(mask, logp=logp)
-    kept_logp = _select(logp, keep)
-    loss = -(_weights(weights, logp) * _mean(kept_logp, keep, dim=1)).sum()
+    unmasked = _unmasked(mask, logp=logp)
+    unmasked_logp = _select(logp, unmasked)
+    loss = -(_weights(weights, logp) * _mean(unmasked_logp, unmasked, dim=1)).sum()
     return loss, {
-        "nll": -_mean(kept_logp.detach(), keep),
-        "masked_fraction": _masked_fraction(keep),
+        "nll": -_mean(unmasked_logp.detach(), unmasked),
+        "masked_fraction": _masked_fraction(unmasked),
     }
 
 
@@ -141,9 +143,9 @@ def truncated_importance_weights(
     """
     if not cap > 0:
         raise ValueError(f"cap must be positive, not {cap}")
-    keep = _kept(mask, trainer_logp=trainer_logp, engine_logp=engine_logp)
-    log_ratio = _select(trainer_logp, keep).detach() - _select(engine_logp, keep).detach()
-    return _select(log_ratio.exp().clamp(max=cap), keep)
+    unmasked = _unmasked(mask, trainer_logp=trainer_logp, engine_logp=engine_logp)
+    log_ratio = _select(trainer_logp, unmasked).detach() - _select(engine_logp, unmasked).detach()
+    return _select(log_ratio.exp().clamp(max=cap), unmasked)
 
 
 # ── checks ────────────────────────────────────────────────────────────────────────────────────────
@@ -155,7 +157,7 @@ def _not_negative(**values: float) -> None:
             raise ValueError(f"{name} must not be negative, not {value}")
 
 
-def _kept(mask: Tensor, **columns: Tensor) -> Tensor:
+def _unmasked(mask: Tensor, **columns: Tensor) -> Tensor:
     """Return the unmasked tokens: bool [b, t].
 
     Raise `ValueError` if a column does not have the mask's shape, or if the mask is not [b, t]
@@ -171,15 +173,15 @@ def _kept(mask: Tensor, **columns: Tensor) -> Tensor:
     return mask != 0
 
 
-def _advantage(adv: Tensor, keep: Tensor) -> Tensor:
+def _advantage(adv: Tensor, unmasked: Tensor) -> Tensor:
     """Return `adv` ([b] or [b, t]) expanded to [b, t], detached, and 0 at masked tokens."""
-    if adv.shape == keep.shape[:1]:
-        adv = adv[:, None].expand(keep.shape)
-    if adv.shape != keep.shape:
+    if adv.shape == unmasked.shape[:1]:
+        adv = adv[:, None].expand(unmasked.shape)
+    if adv.shape != unmasked.shape:
         raise ValueError(
-            f"adv must be [{keep.shape[0]}] or {list(keep.shape)}, not {list(adv.shape)}"
+            f"adv must be [{unmasked.shape[0]}] or {list(unmasked.shape)}, not {list(adv.shape)}"
         )
-    return _select(adv, keep).detach()
+    return _select(adv, unmasked).detach()
 
 
 def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
@@ -196,48 +198,48 @@ def _weights(weights: Tensor | None, logp: Tensor) -> Tensor:
 # ── masked arithmetic ─────────────────────────────────────────────────────────────────────────────
 
 
-def _select(values: Tensor, keep: Tensor) -> Tensor:
+def _select(values: Tensor, unmasked: Tensor) -> Tensor:
     """Return `values` at unmasked positions and 0 elsewhere, in float32 or better.
 
     A product with the mask would not do this, because 0 · inf is NaN.
     """
-    kept = torch.where(keep, values, torch.zeros_like(values))
-    return kept.to(torch.promote_types(kept.dtype, torch.float32))
+    selected = torch.where(unmasked, values, torch.zeros_like(values))
+    return selected.to(torch.promote_types(selected.dtype, torch.float32))
 
 
-def _count(keep: Tensor, dim: int | None = None) -> Tensor:
+def _count(unmasked: Tensor, dim: int | None = None) -> Tensor:
     """Return the number of unmasked tokens, along `dim` or in total.
 
     The result is at least 1, so it can be used as a divisor.
     """
-    return keep.sum(dim).clamp(min=1)
+    return unmasked.sum(dim).clamp(min=1)
 
 
-def _mean(values: Tensor, keep: Tensor, dim: int | None = None) -> Tensor:
+def _mean(values: Tensor, unmasked: Tensor, dim: int | None = None) -> Tensor:
     """Return the mean of the unmasked values, along `dim` or of all; 0 where there are none."""
-    return _select(values, keep).sum(dim) / _count(keep, dim)
+    return _select(values, unmasked).sum(dim) / _count(unmasked, dim)
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def _masked_fraction(keep: Tensor) -> Tensor:
-    return 1 - keep.to(torch.float32).mean()
+def _masked_fraction(unmasked: Tensor) -> Tensor:
+    return 1 - unmasked.to(torch.float32).mean()
 
 
 @torch.no_grad()
-def _ratio_metrics(log_ratio: Tensor, used: Tensor, clipped: Tensor, keep: Tensor) -> Metrics:
+def _ratio_metrics(log_ratio: Tensor, ratios: Tensor, clipped: Tensor, unmasked: Tensor) -> Metrics:
     """Return the metrics that the module's docstring lists.
 
-    `log_ratio`: token log-ratios. `used`: importance ratios that the loss used. `clipped`: whether
-    the loss clipped each token. `keep`: unmasked tokens.
+    `log_ratio`: token log-ratios. `ratios`: importance ratios that the loss used. `clipped`:
+    whether the loss clipped each token. `unmasked`: unmasked tokens.
     """
     bounded = _bounded(log_ratio)
     return {
-        "ratio_mean": _mean(used, keep),
-        "ratio_max": _select(used, keep).max(),
-        "clip_fraction": _mean(clipped.to(used.dtype), keep),
-        "approx_kl": _mean(bounded.expm1() - bounded, keep),
-        "masked_fraction": _masked_fraction(keep),
+        "ratio_mean": _mean(ratios, unmasked),
+        "ratio_max": _select(ratios, unmasked).max(),
+        "clip_fraction": _mean(clipped.to(ratios.dtype), unmasked),
+        "approx_kl": _mean(bounded.expm1() - bounded, unmasked),
+        "masked_fraction": _masked_fraction(unmasked),
     }

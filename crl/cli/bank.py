@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 app = typer.Typer(
-    help="Look into the bank of a run, finished or under way, and keep it.",
+    help="Inspect and edit the experience bank of a run, also while the run is in progress.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -46,13 +46,13 @@ typer does not check that it is readable (`readable=False`), so that commands ca
 themselves.
 """
 AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
-Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Rows at most; 0 = all.")]
+Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Maximum number of rows; 0 = all.")]
 TaskName = Annotated[
     str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")
 ]
 
 
-SHOWN = 10
+PREVIEW_ROWS = 10
 """Number of experiences that `prune` shows before it asks for confirmation."""
 
 
@@ -85,24 +85,32 @@ def list_entries(
         ),
     ] = Sort.lift,
     reverse: Annotated[
-        bool, typer.Option("--reverse", help="The other way round; by lift, its upper end.")
+        bool,
+        typer.Option(
+            "--reverse",
+            help="Reverse the order. By lift: the lowest upper end of the interval first.",
+        ),
     ] = False,
     task: TaskName = None,
     goal: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Only those whose goal holds this, in any case."),
+        typer.Option(
+            metavar="TEXT", help="Only experiences whose goal contains this text (any case)."
+        ),
     ] = None,
-    status: Annotated[Status, typer.Option(help="Which experiences.")] = Status.active,
+    status: Annotated[
+        Status, typer.Option(help="Only experiences with this status.")
+    ] = Status.active,
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
     """List experiences."""
     from crl.cli.bank_text import entry_table
-    from crl.manager.reading import reading, short_uids
+    from crl.manager.reading import open_reader, short_uids
 
-    with reading(_file(run)) as bank:
+    with open_reader(_bank_file(run)) as bank:
         entries, short = bank.entries(None), short_uids(bank.uids())
-    fits = [
+    matching = [
         entry
         for entry in reversed(entries)
         if status in (Status.all, entry.status)
@@ -115,12 +123,12 @@ def list_entries(
         Sort.uses: lambda entry: -entry.retrieved,
         Sort.age: lambda entry: 0,
     }
-    fits.sort(key=keys[sort])
+    matching.sort(key=keys[sort])
     if reverse:
-        fits.reverse()
+        matching.reverse()
         if sort is Sort.lift:  # by the upper end of the interval; unknown lifts stay last
-            fits.sort(key=lambda entry: lift_order(entry.lift and -entry.lift))
-    _print_rows(fits, limit, as_json, lambda rows: entry_table(rows, short, _width()))
+            matching.sort(key=lambda entry: lift_order(entry.lift and -entry.lift))
+    _print_rows(matching, limit, as_json, lambda rows: entry_table(rows, short, _width()))
 
 
 @app.command()
@@ -132,7 +140,7 @@ def show(
         typer.Argument(
             metavar="UID",
             help=(
-                "As ls prints it, or what alone begins with it; or the id "
+                "Uid of an experience as printed by ls, or an unambiguous prefix of it; or the id "
                 "of an answer to a question."
             ),
         ),
@@ -148,18 +156,18 @@ def show(
     For an answer to a question, the output contains the text that the agent read, the source
     experience, and the reward of the episode.
     """
-    from crl.manager.reading import reading, short_uids
+    from crl.manager.reading import open_reader, short_uids
 
     _require_unicode("uid", uid)
-    file = _file(run)
-    with reading(file) as bank:
-        story, short = _story(bank, uid), short_uids(bank.uids())
-    if story.generation:
-        story = _with_texts(story, story.generation, file)
+    file = _bank_file(run)
+    with open_reader(file) as bank:
+        report, short = _report_on(bank, uid), short_uids(bank.uids())
+    if report.generation:
+        report = _with_decoded_texts(report, report.generation, file)
     if as_json:
-        _print_json(story)
+        _print_json(report)
     else:
-        _print(story.lines(short))
+        _print(report.lines(short))
 
 
 @app.command()
@@ -167,7 +175,7 @@ def show(
 def search(
     run: Run,
     text: Annotated[
-        str, typer.Argument(metavar="TEXT", help="What to look for, such as a task's goal.")
+        str, typer.Argument(metavar="TEXT", help="Text to search for, such as a task's goal.")
     ],
     task: TaskName = None,
     limit: Limit = 10,
@@ -178,11 +186,11 @@ def search(
     Active experiences are listed, the highest cosine similarity first.
     """
     from crl.cli.bank_text import entry_table
-    from crl.manager.reading import reading, short_uids
+    from crl.manager.reading import open_reader, short_uids
 
     _require_unicode("text", text)
-    file = _file(run)
-    with reading(file) as bank:
+    file = _bank_file(run)
+    with open_reader(file) as bank:
         keys, entries = (
             bank.keys(),
             [entry for entry in bank.entries() if task in (None, entry.task)],
@@ -192,11 +200,13 @@ def search(
     found = sorted(zip(similarities, entries, strict=True), key=lambda pair: -pair[0])
     rows = found[: limit or None]
     if as_json:
-        _print_json([{"similarity": similarity, **_plain(entry)} for similarity, entry in rows])
+        _print_json(
+            [{"similarity": similarity, **_to_json_types(entry)} for similarity, entry in rows]
+        )
     elif rows:
         column = [f"{similarity:.3f}" for similarity, _ in rows]
         _print(entry_table([entry for _, entry in rows], short, _width(), cosine=column))
-    _say_how_many(len(rows), len(found))
+    _report_count(len(rows), len(found))
 
 
 @app.command()
@@ -204,9 +214,9 @@ def search(
 def stats(run: Run, as_json: AsJson = False) -> None:
     """Print sizes, uses, lift, credit and the queue."""
     from crl.cli.bank_text import stats_lines
-    from crl.manager.reading import reading
+    from crl.manager.reading import open_reader
 
-    with reading(_file(run)) as bank:
+    with open_reader(_bank_file(run)) as bank:
         metrics = bank.stats()
     if as_json:
         _print_json(metrics)
@@ -230,13 +240,16 @@ def dead(
     run: Run,
     episodes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="EPISODE", help="Those that --retry queues; default: all."),
+        typer.Argument(metavar="EPISODE", help="Episodes for --retry (default: all)."),
     ] = None,
     retry: Annotated[
         bool,
         typer.Option(
             "--retry",
-            help="Queue them again. They wait until the run goes on. Not while it is running.",
+            help=(
+                "Queue the episodes again. They wait until the run continues. Refused while the "
+                "run is in progress."
+            ),
         ),
     ] = False,
     limit: Limit = 20,
@@ -248,23 +261,23 @@ def dead(
             raise ConfigError(
                 "dead",
                 " ".join(episodes),
-                "episodes are named for --retry alone",
-                "Add --retry, or leave them out",
+                "episodes can only be given with --retry",
+                "Add --retry, or leave the episodes out",
             )
         _print_requests(run, ("dead",), limit, as_json)
         return
     from crl.manager.upkeep import retry_dead
 
-    retried = asyncio.run(retry_dead(_file(run), episodes or None))
+    retried = asyncio.run(retry_dead(_bank_file(run), episodes or None))
     if as_json:
         _print_json({"retried": retried})
     else:
-        wait = ("episode is", "it waits") if retried == 1 else ("episodes are", "they wait")
+        words = ("episode", "it waits") if retried == 1 else ("episodes", "they wait")
         _print(
             [
-                f"{retried:,} dead {wait[0]} queued again; {wait[1]} until the run goes on"
+                f"queued {retried:,} dead {words[0]} again; {words[1]} until the run continues"
                 if retried
-                else "no episode is dead"
+                else "there are no dead episodes"
             ]
         )
 
@@ -278,7 +291,7 @@ def diff(
             metavar="RUN_A", readable=False, help="A run directory, or a bank.sqlite file."
         ),
     ],
-    other: Annotated[Path, typer.Argument(metavar="RUN_B", readable=False, help="Another one.")],
+    other: Annotated[Path, typer.Argument(metavar="RUN_B", readable=False, help="Another bank.")],
     limit: Limit = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -287,15 +300,15 @@ def diff(
     Experiences are the same if their task, goal and text are equal.
     """
     from crl.cli.bank_text import diff_lines
-    from crl.manager.reading import Comparison, compare, reading
+    from crl.manager.reading import Comparison, compare, open_reader
 
-    with reading(_file(run)) as a, reading(_file(other)) as b:
+    with open_reader(_bank_file(run)) as a, open_reader(_bank_file(other)) as b:
         found = compare(a.entries(), b.entries())
     if as_json:
-        most = limit or None
-        shown = Comparison(found.only_a[:most], found.only_b[:most], found.both[:most])
+        end = limit or None
+        shown = Comparison(found.only_a[:end], found.only_b[:end], found.both[:end])
         _print_json(shown)
-        _say_how_many(shown.lessons, found.lessons)
+        _report_count(shown.lessons, found.lessons)
     else:
         _print(diff_lines(found, run, other, limit or None, _width()))
 
@@ -307,36 +320,36 @@ def diff(
 @command
 def export_entries(run: Run) -> None:
     """Print active experiences as JSON lines."""
-    from crl.manager.reading import reading
-    from crl.manager.upkeep import exported
+    from crl.manager.reading import open_reader
+    from crl.manager.upkeep import export_lines
 
-    with reading(_file(run)) as bank:
+    with open_reader(_bank_file(run)) as bank:
         entries = bank.entries()
-    for line in exported(entries):
+    for line in export_lines(entries):
         _print_json(line)
 
 
 @app.command("import")
 @command
 def import_entries(
-    bank: Annotated[Path, typer.Argument(metavar="BANK", help="The new bank.sqlite.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export printed.")],
+    bank: Annotated[Path, typer.Argument(metavar="BANK", help="Path of the new bank.sqlite.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File with the output of export.")],
     as_json: AsJson = False,
 ) -> None:
     """Create a new bank from exported lines.
 
     A run can start from it with bank.init.
     """
-    from crl.manager.upkeep import make_bank, parse_exported
-    from crl.run.signals import terminable
+    from crl.manager.upkeep import create_bank, parse_export
+    from crl.run.signals import sigterm_as_interrupt
 
-    entries = parse_exported(file)
-    with terminable():  # removes temporary files on SIGTERM
-        make_bank(bank, entries)
+    entries = parse_export(file)
+    with sigterm_as_interrupt():  # removes temporary files on SIGTERM
+        create_bank(bank, entries)
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
     else:
-        _print([f"{len(entries):,} experiences: {bank}"])
+        _print([f"imported {len(entries):,} experiences into {bank}"])
 
 
 @app.command()
@@ -344,7 +357,8 @@ def import_entries(
 def prune(
     run: Run,
     max_entries: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Keep the N of the best credit.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Keep the N experiences with the best credit."),
     ] = None,
     unused_since: Annotated[
         int | None,
@@ -352,12 +366,12 @@ def prune(
             metavar="STEP",
             min=0,
             help=(
-                "Evict what was written before this step, or in an earlier run, "
-                "and not retrieved since."
+                "Evict experiences that were neither written nor retrieved at this step or later "
+                "in this run."
             ),
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Evict experiences by one criterion.
@@ -365,38 +379,45 @@ def prune(
     Evicted experiences remain in the history. The bank must not be open in a run.
     """
     from crl.cli.bank_text import entry_table
-    from crl.manager.reading import reading, short_uids
+    from crl.manager.reading import open_reader, short_uids
     from crl.manager.upkeep import evict, lowest_credit, not_used_since, require_closed
 
     if (max_entries is None) == (unused_since is None):
         raise ConfigError(
             "prune",
             None,
-            "it needs one criterion, and only one",
+            "exactly one criterion is required",
             "Give --max-entries or --unused-since",
         )
     if as_json and not yes:
         raise ConfigError(
-            "prune", "--json", "it does not ask, for an answer would be no JSON", "Add --yes"
+            "prune",
+            "--json",
+            "the output is JSON, so the command cannot ask for confirmation",
+            "Add --yes",
         )
-    file = _file(run)
-    with reading(file) as bank:
+    file = _bank_file(run)
+    with open_reader(file) as bank:
         entries, short = bank.entries(), short_uids(bank.uids())
     require_closed(file)
-    going = (
+    to_evict = (
         not_used_since(entries, unused_since)
         if unused_since is not None
         else lowest_credit(entries, max_entries or 0)
     )
-    if going and not yes:
-        _print(entry_table(going[:SHOWN], short, _width()))
-        _print([f"… and {len(going) - SHOWN:,} more"] if len(going) > SHOWN else [])
-        typer.confirm(f"Evict {len(going):,} of {len(entries):,} active experiences?", abort=True)
-    gone = asyncio.run(evict(file, [entry.unit for entry in going])) if going else 0
+    if to_evict and not yes:
+        _print(entry_table(to_evict[:PREVIEW_ROWS], short, _width()))
+        _print(
+            [f"… and {len(to_evict) - PREVIEW_ROWS:,} more"] if len(to_evict) > PREVIEW_ROWS else []
+        )
+        typer.confirm(
+            f"Evict {len(to_evict):,} of {len(entries):,} active experiences?", abort=True
+        )
+    evicted = asyncio.run(evict(file, [entry.unit for entry in to_evict])) if to_evict else 0
     if as_json:
-        _print_json({"evicted": gone, "active": len(entries) - gone})
-    elif going:
-        _print([f"evicted {gone:,}; active now {len(entries) - gone:,}"])
+        _print_json({"evicted": evicted, "active": len(entries) - evicted})
+    elif to_evict:
+        _print([f"evicted {evicted:,}, still active {len(entries) - evicted:,}"])
     else:
         _print([f"nothing to evict among {len(entries):,} active experiences"])
 
@@ -404,7 +425,7 @@ def prune(
 # ── shared helpers ──────────────────────────────────────────────────────────────────────────────
 
 
-def _file(run: Path) -> Path:
+def _bank_file(run: Path) -> Path:
     """Return the bank file of a run directory, or `run` itself if it is not a directory."""
     from crl.monitor.run_dir import RunDir
 
@@ -414,10 +435,10 @@ def _file(run: Path) -> Path:
 
 def _require_unicode(name: str, text: str) -> None:
     """Raise `ConfigError` under `name` if the text contains lone surrogates."""
-    from crl.manager.ops import is_unicode
+    from crl.manager.ops import is_encodable
 
-    if not is_unicode(text):
-        raise ConfigError(name, text, "it is no Unicode text", "Give it in UTF-8")
+    if not is_encodable(text):
+        raise ConfigError(name, text, "is not valid Unicode", "Give it in UTF-8")
 
 
 def _width() -> int | None:
@@ -438,17 +459,17 @@ def _print(lines: Iterable[str]) -> None:
         typer.echo(printable(line))
 
 
-def _say_how_many(shown: int, of: int) -> None:
+def _report_count(shown: int, total: int) -> None:
     """Report on stderr if rows were left out or if there are none."""
-    if shown < of:
-        typer.echo(f"{shown:,} of {of:,}; --limit 0 for all", err=True)
-    if not of:
-        typer.echo("there is none", err=True)
+    if shown < total:
+        typer.echo(f"showing {shown:,} of {total:,}; use --limit 0 for all", err=True)
+    if not total:
+        typer.echo("no results", err=True)
 
 
 def _print_json(value: Any) -> None:
     """Print a value as one line of JSON. Characters that are not printable are escaped."""
-    text = json.dumps(_plain(value), ensure_ascii=False)
+    text = json.dumps(_to_json_types(value), ensure_ascii=False)
     typer.echo(
         text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
     )
@@ -460,22 +481,22 @@ def _escape(character: str) -> str:
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     """Return a value as JSON types. A lift gets the half width of its interval."""
     if is_dataclass(value) and not isinstance(value, type):
-        plain = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        plain = {field.name: _to_json_types(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, Lift):
-            plain["half_width"] = value.half
+            plain["half_width"] = value.half_width
         return plain
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_to_json_types(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json: bool) -> None:
     """Print the requests in one of `states`."""
     from crl.cli.bank_text import request_table
-    from crl.manager.reading import reading, short_uids
+    from crl.manager.reading import open_reader, short_uids
 
-    with reading(_file(run)) as bank:
+    with open_reader(_bank_file(run)) as bank:
         requests = bank.requests(*states)
         short = short_uids(bank.uids())
     _print_rows(requests, limit, as_json, lambda rows: request_table(rows, short, _width()))
@@ -493,7 +514,7 @@ def _print_rows(
         _print_json(rows)
     elif rows:
         _print(table(rows))
-    _say_how_many(len(rows), len(found))
+    _report_count(len(rows), len(found))
 
 
 def _embedder(file: Path) -> EmbedderSection:
@@ -519,24 +540,28 @@ async def _similarities(
     from crl.embedders import open_embedder
 
     async with open_embedder(section) as embedder:
-        if keys.made_by is None:
+        if keys.name is None:
             vectors = list(await embedder.embed([entry.text for entry in entries]))
         elif keys.comparable(embedder.name, embedder.dim):
             vectors = [keys.vectors[entry.uid] for entry in entries]
         else:
-            reason = "the bank's vectors are not of the embedder that search has"
+            reason = (
+                "the vectors of the bank cannot be compared with those of the search's embedder, "
+                f"{embedder.name}"
+            )
             raise ConfigError(
                 "embedder",
-                keys.made_by,
+                keys.name,
                 reason,
-                f"It has {embedder.name}, of the config.json beside the bank, or the default",
+                "Put the config.json of the run that computed the vectors beside the bank (without "
+                "it, the search uses the default embedder)",
             )
         (query,) = await embedder.embed([text])
     return [float(vector @ query) for vector in vectors]
 
 
-def _story(bank: BankReader, name: str) -> EntryReport | RefinementReport:
-    """Return all data on the experience, or on the answer to a question, that `name` identifies."""
+def _report_on(bank: BankReader, name: str) -> EntryReport | RefinementReport:
+    """Return a report on the experience, or on the answer to a question, with the id `name`."""
     from crl.cli.bank_text import EntryReport, RefinementReport
 
     if refinement := bank.refinement(name):
@@ -556,19 +581,20 @@ def _story(bank: BankReader, name: str) -> EntryReport | RefinementReport:
     )
 
 
-def _with_texts(
-    story: EntryReport | RefinementReport, generation: GenerationView, file: Path
+def _with_decoded_texts(
+    report: EntryReport | RefinementReport, generation: GenerationView, file: Path
 ) -> EntryReport | RefinementReport:
-    """Return the story with the decoded prompt and answer of its generation, or with the reason why
-    they cannot be decoded.
+    """Return the report with the decoded prompt and answer of its generation.
+
+    If they cannot be decoded, return the report with the reason.
     """
     from dataclasses import replace
 
     try:
         decode = _decoder(file)
     except ConfigError as error:
-        return replace(story, unreadable=str(error))
-    return replace(story, prompt=decode(generation.prompt), answer=decode(generation.sampled))
+        return replace(report, unreadable=str(error))
+    return replace(report, prompt=decode(generation.prompt), answer=decode(generation.sampled))
 
 
 def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
@@ -587,13 +613,13 @@ def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
         raise ConfigError(
             "extractor.model",
             str(model),
-            "it holds no tokenizer.json",
-            "Put the tokenizer's files there",
+            "the directory contains no tokenizer.json",
+            "Copy the files of the tokenizer there",
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific type
         raise ConfigError(
-            "extractor.model", str(path), f"it cannot be read ({error})", "Restore the file"
+            "extractor.model", str(path), f"cannot be read ({error})", "Restore the file"
         ) from error
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -16,7 +16,7 @@ from rich.cells import cell_len, set_cell_size
 from crl.cli.draw import one_line, printable
 from crl.intervals import plus_minus
 from crl.manager.reading import (
-    BINS,
+    WIN_RATE_BINS,
     Comparison,
     EntryView,
     Eviction,
@@ -27,17 +27,17 @@ from crl.manager.reading import (
     RequestView,
     UseView,
     VersionView,
-    pooled,
+    pooled_lift,
 )
 from crl.types import Lift
 
-LAST = 10
+MAX_LISTED = 10
 """Number of episodes, questions and versions that `show` lists."""
 
-PERIODS = 8
+MAX_PERIODS = 8
 """Maximum number of periods that `show` divides an entry's history into."""
 
-LEFT = frozenset(
+LEFT_ALIGNED = frozenset(
     {
         "uid",
         "task",
@@ -57,7 +57,7 @@ LEFT = frozenset(
 )
 """Columns of text, which are aligned on the left. All other columns contain numbers."""
 
-Short = Mapping[str, str]
+ShortUids = Mapping[str, str]
 """Printed uid by full uid."""
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
@@ -75,11 +75,11 @@ def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
     widths = [max(map(cell_len, column)) for column in cells]
     if width is not None:
         *fixed, second, last = widths
-        room = max(20, width - sum(fixed) - 2 * (len(widths) - 1))
-        second = min(second, max(room - last, room * 2 // 5))
-        widths = [*fixed, second, min(last, room - second)]
+        available = max(20, width - sum(fixed) - 2 * (len(widths) - 1))
+        second = min(second, max(available - last, available * 2 // 5))
+        widths = [*fixed, second, min(last, available - second)]
     padded = [
-        [_fitted(cell, width, name in LEFT) for cell in column]
+        [_fitted(cell, width, name in LEFT_ALIGNED) for cell in column]
         for name, column, width in zip(columns, cells, widths, strict=True)
     ]
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
@@ -100,7 +100,7 @@ def won_of(won: int, credited: int) -> str:
 
 def lift_text(lift: Lift | None) -> str:
     """Return a lift ± half its 95 % interval, or "–" if the lift is unknown."""
-    return plus_minus(lift.mean, lift.half, 2) if lift else "–"
+    return plus_minus(lift.mean, lift.half_width, 2) if lift else "–"
 
 
 def _step(step: int | None) -> str:
@@ -114,7 +114,7 @@ def _when(step: int | None) -> str:
 
 
 def entry_table(
-    entries: Sequence[EntryView], short: Short, width: int | None, **more: Sequence[str]
+    entries: Sequence[EntryView], short: ShortUids, width: int | None, **more: Sequence[str]
 ) -> list[str]:
     """Return a table of entries. `more`: columns to the left of the others.
 
@@ -140,7 +140,9 @@ def entry_table(
     )
 
 
-def request_table(requests: Sequence[RequestView], short: Short, width: int | None) -> list[str]:
+def request_table(
+    requests: Sequence[RequestView], short: ShortUids, width: int | None
+) -> list[str]:
     """Return a table of requests.
 
     Dead requests are shown with their reasons, which are never cut.
@@ -161,13 +163,13 @@ def request_table(requests: Sequence[RequestView], short: Short, width: int | No
     return table(columns, width)
 
 
-def block(text: str) -> Iterator[str]:
+def indented(text: str) -> Iterator[str]:
     """Yield the lines of a text, indented and with escapes."""
     for part in text.split("\n"):
         yield f"  {printable(part.expandtabs(4))}".rstrip()
 
 
-def line(text: str) -> str:
+def single_line(text: str) -> str:
     """Return a text on one line, without cutting it."""
     return one_line(text, len(text))
 
@@ -188,28 +190,28 @@ class GenerationReport:
     unreadable: str | None = None
     """Reason why prompt and answer could not be decoded."""
 
-    def _written(self) -> Iterator[str]:
+    def _generation_lines(self) -> Iterator[str]:
         """Yield the lines about the generation."""
-        made = self.generation
-        if made is None:
+        generation = self.generation
+        if generation is None:
             yield (
-                "The answer that wrote it is not here: it came from elsewhere, or there is "
-                "nothing more to learn from it."
+                "The extractor's answer is not in this bank: it was not imported, or training no "
+                "longer needs it."
             )
             return
-        last = "" if made.trained_at is None else f", for the last time at step {made.trained_at}"
+        last = "" if generation.trained_at is None else f", last at step {generation.trained_at}"
         yield (
-            f"written by {line(made.id)}: extractor version {made.extractor}, {len(made.sampled)} "
-            f"tokens, finish {made.finish}"
+            f"written by {single_line(generation.id)}: extractor version {generation.extractor}, "
+            f"{len(generation.sampled)} tokens, finish reason {generation.finish}"
         )
-        yield f"{_often('trained on', made.trained)}{last}"
+        yield f"{_count_in_words('trained on', generation.trained)}{last}"
         if self.prompt is None or self.answer is None:
-            yield f"Its text cannot be told: {line(self.unreadable or '')}"
+            yield f"The answer cannot be decoded: {single_line(self.unreadable or '')}"
             return
         yield "prompt"
-        yield from block(self.prompt)
+        yield from indented(self.prompt)
         yield "answer"
-        yield from block(self.answer)
+        yield from indented(self.answer)
 
 
 @dataclass(frozen=True)
@@ -224,17 +226,17 @@ class EntryReport(GenerationReport):
     refinements: Sequence[RefinementView]
     eviction: Eviction | None
 
-    def lines(self, short: Short) -> Iterator[str]:
+    def lines(self, short: ShortUids) -> Iterator[str]:
         """Yield the output of `show`. `short`: printed uid by full uid."""
         entry = self.entry
-        yield f"{line(entry.uid)}, version {entry.version}, {self._status()}"
-        yield f"task  {line(entry.task)}"
-        yield f"goal  {line(entry.goal)}"
+        yield f"{single_line(entry.uid)}, version {entry.version}, {self._status()}"
+        yield f"task  {single_line(entry.task)}"
+        yield f"goal  {single_line(entry.goal)}"
         yield "text"
-        yield from block(entry.text)
+        yield from indented(entry.text)
         yield ""
-        last = f", for the last time {_when(entry.last_returned_step)}" if entry.retrieved else ""
-        yield f"{_often('retrieved', entry.retrieved)}{last}"
+        last = f", last {_when(entry.last_returned_step)}" if entry.retrieved else ""
+        yield f"{_count_in_words('retrieved', entry.retrieved)}{last}"
         yield (
             f"won {entry.won} of {entry.credited} credited episodes (of this version)"
             if entry.credited
@@ -243,41 +245,42 @@ class EntryReport(GenerationReport):
         if entry.lift:
             groups = f"{entry.lift.groups:,} groups" if entry.lift.groups > 1 else "one group"
             yield (
-                f"lift {lift_text(entry.lift)} over {groups}: success of their guided − of their "
-                "free members (of this version)"
+                f"lift {lift_text(entry.lift)} over {groups}: success rate of guided minus free "
+                "members (of this version)"
             )
         elif entry.credited:
             yield (
-                "lift unknown: no group that it guided has free members to "
-                "compare with (of this version)"
+                "lift unknown: no group that it guided has free members to compare with "
+                "(of this version)"
             )
         if entry.votes:
             yield f"{entry.votes:+d} votes of the extractor (of this version)"
-        title = _first("lineage, the newest first", min(LAST, len(self.lineage)), len(self.lineage))
-        yield from _titled(title, _versions(self.lineage[:LAST], short))
-        if self.absent:
-            yield f"  came from what is not in this bank: {', '.join(map(line, self.absent))}"
-        title = (
-            f"{_last('versions', len(self.offspring))} that came of it"
-            if len(self.offspring) > LAST
-            else "what came of it"
+        title = _first_title(
+            "lineage, newest first", min(MAX_LISTED, len(self.lineage)), len(self.lineage)
         )
-        yield from _titled(title, _versions(self.offspring[-LAST:], short))
+        yield from _titled(title, _versions(self.lineage[:MAX_LISTED], short))
+        if self.missing_parents:
+            missing = ", ".join(map(single_line, self.missing_parents))
+            yield f"  sources that are not in this bank: {missing}"
+        yield from _titled(
+            _latest_title("derived versions", len(self.offspring)),
+            _versions(self.offspring[-MAX_LISTED:], short),
+        )
         yield from _titled(
             "lift and credit over time (of all versions)", history(self.uses, self.lifts)
         )
         yield from _titled(
-            f"{_last('episodes', len(self.uses))} that it guided", _uses(self.uses[-LAST:])
+            _latest_title("guided episodes", len(self.uses)), _uses(self.uses[-MAX_LISTED:])
         )
         yield from _titled(
-            f"{_last('questions', len(self.refinements))} that it answered",
-            _refinements(self.refinements[-LAST:]),
+            _latest_title("answered questions", len(self.refinements)),
+            _refinements(self.refinements[-MAX_LISTED:]),
         )
         yield ""
-        yield from self._written()
+        yield from self._generation_lines()
 
     @property
-    def absent(self) -> list[str]:
+    def missing_parents(self) -> list[str]:
         """Versions that the lineage names but that are not in the bank, as after an import."""
         there = {f"{version.uid}@{version.version}" for version in self.lineage}
         return sorted({parent for version in self.lineage for parent in version.parents} - there)
@@ -288,18 +291,18 @@ class EntryReport(GenerationReport):
             return self.entry.status
         if self.eviction.why == "room" and self.eviction.by is None:
             return (
-                f"evicted {_when(self.eviction.step)} to fit the bounds of "
+                f"evicted {_when(self.eviction.step)} to meet the size limits of "
                 "the run that opened the bank"
             )
-        how = {
-            "room": "to make room for",
-            "votes": "by the votes up to",
+        cause = {
+            "room": "to free space for",
+            "votes": "by votes, the last from",
             "discarded": "by",
             "pruned": "by",
         }[self.eviction.why]
         return (
-            f"evicted {_when(self.eviction.step)} {how} "
-            f"{line(self.eviction.by or 'crl bank prune')}"
+            f"evicted {_when(self.eviction.step)} {cause} "
+            f"{single_line(self.eviction.by or 'crl bank prune')}"
         )
 
 
@@ -310,19 +313,20 @@ class RefinementReport(GenerationReport):
     refinement: RefinementView
     uses: Sequence[UseView]
 
-    def lines(self, short: Short) -> Iterator[str]:
+    def lines(self, short: ShortUids) -> Iterator[str]:
         """Yield the output of `show`. `short`: printed uid by full uid."""
-        told = self.refinement
-        yield f"{line(told.id)}, an answer to a question {_when(told.step)}"
-        yield f"made from  {line(short.get(told.uid, told.uid))}@{told.version}"
-        if told.text is None:
-            yield "The agent was told what was found, as it stood."
+        refinement = self.refinement
+        yield f"{single_line(refinement.id)}, answer to a question {_when(refinement.step)}"
+        uid = short.get(refinement.uid, refinement.uid)
+        yield f"source  {single_line(uid)}@{refinement.version}"
+        if refinement.text is None:
+            yield "The agent received the retrieved experience unchanged."
         else:
             yield "text"
-            yield from block(told.text)
-        yield from _titled("the episode that it guided", _uses(self.uses))
+            yield from indented(refinement.text)
+        yield from _titled("guided episode", _uses(self.uses))
         yield ""
-        yield from self._written()
+        yield from self._generation_lines()
 
 
 def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -336,7 +340,7 @@ def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield from (f"  {text}" for text in lines)
 
 
-def _versions(versions: Sequence[VersionView], short: Short) -> list[str]:
+def _versions(versions: Sequence[VersionView], short: ShortUids) -> list[str]:
     """Return a table of versions, or nothing if there are none."""
     if not versions:
         return []
@@ -364,30 +368,33 @@ def _uses(uses: Sequence[UseView]) -> list[str]:
 def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
     """Return a table of answers to questions, or nothing if there are none."""
     columns = {
-        "step": [_step(told.step) for told in refinements],
-        "answer": [told.id for told in refinements],
-        "version": [str(told.version) for told in refinements],
-        "text": ["(as it stood)" if told.text is None else told.text for told in refinements],
+        "step": [_step(refinement.step) for refinement in refinements],
+        "answer": [refinement.id for refinement in refinements],
+        "version": [str(refinement.version) for refinement in refinements],
+        "text": [
+            "(unchanged)" if refinement.text is None else refinement.text
+            for refinement in refinements
+        ],
     }
     return table(columns, None) if refinements else []
 
 
-def _last(what: str, n: int) -> str:
-    """Return a title that says whether only the last items are listed."""
-    return f"the last {LAST} of the {n:,} {what}" if n > LAST else f"the {what}"
+def _latest_title(title: str, total: int) -> str:
+    """Return the title, with the number of listed items if only the last ones are listed."""
+    return f"{title} (the last {MAX_LISTED} of {total:,})" if total > MAX_LISTED else title
 
 
 def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str]:
     """Return a table of lift and won episodes over time.
 
-    Each row is a period of consecutive steps. There are at most PERIODS of them, and one more for
-    all earlier runs.
+    Each row is a period of consecutive steps. There are at most `MAX_PERIODS` of them, and
+    one more for all earlier runs.
     """
     earlier = [use for use in uses if use.step is None]
     steps = [
         list(group) for step, group in groupby(uses, key=lambda use: use.step) if step is not None
     ]
-    size = max(1, -(-len(steps) // PERIODS))
+    size = max(1, -(-len(steps) // MAX_PERIODS))
     periods = [earlier] if earlier else []
     periods += [
         [use for step in steps[i : i + size] for use in step] for i in range(0, len(steps), size)
@@ -395,11 +402,12 @@ def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str
     names = [_period(period[0].step, period[-1].step) for period in periods]
     if not periods:
         return []
-    when = [{use.step for use in period} for period in periods]
+    period_steps = [{use.step for use in period} for period in periods]
     columns = {
         "when": names,
         "lift": [
-            lift_text(pooled(one.lift for one in lifts if one.step in steps)) for steps in when
+            lift_text(pooled_lift(view.lift for view in lifts if view.step in steps))
+            for steps in period_steps
         ],
         "won": [won_of(sum(use.reward > 0 for use in period), len(period)) for period in periods],
     }
@@ -413,9 +421,9 @@ def _period(first: int | None, last: int | None) -> str:
     return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
-def _often(what: str, n: int) -> str:
+def _count_in_words(action: str, n: int) -> str:
     """Return how often something happened, in words."""
-    return f"never {what}" if n == 0 else f"{what} once" if n == 1 else f"{what} {n:,} times"
+    return f"never {action}" if n == 0 else f"{action} once" if n == 1 else f"{action} {n:,} times"
 
 
 # ── stats ───────────────────────────────────────────────────────────────────────────────────────
@@ -425,22 +433,26 @@ def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of `stats`. `stats`: result of `BankReader.stats`."""
     used = stats["used"]
     voted = f", {used['voted']:,} voted on" if used["voted"] else ""
-    last = "" if stats["step"] is None else f", the last at step {stats['step']}"
-    earlier = f", after {stats['earlier']:,} of earlier runs" if stats["earlier"] else ""
+    last = "" if stats["step"] is None else f", last at step {stats['step']}"
+    earlier = f", and {stats['earlier']:,} in earlier runs" if stats["earlier"] else ""
     rows = {
         "bank": (
-            f"{line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, "
+            f"{single_line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, "
             f"{stats['log']:,} operations{last}{earlier}"
         ),
-        "found by": line(stats["keys"] or "nothing yet: the run that opens it makes the vectors"),
+        "vectors": single_line(
+            stats["keys"] or "none yet: the run that opens the bank computes them"
+        ),
         "used": (
-            f"of {used['active']:,} active experiences {used['retrieved']:,} were ever retrieved, "
+            f"{used['retrieved']:,} of {used['active']:,} active experiences retrieved, "
             f"{used['credited']:,} credited{voted}"
         ),
         "operations": _counts(stats["ops"]) or "–",
         "dropped": _counts(stats["dropped"]) or "–",
         "queue": _counts(stats["queue"]),
-        "training": _counts({"answers kept": stats["generations"], "units ready": stats["ready"]}),
+        "training": _counts(
+            {"stored answers": stats["generations"], "credit units ready": stats["ready"]}
+        ),
     }
     yield from (f"{name:<10}  {text}" for name, text in rows.items())
     yield ""
@@ -462,7 +474,7 @@ def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
 
 def _counts(counts: Mapping[str, int]) -> str:
     """Return counts by name on one line."""
-    return "  ".join(f"{line(name)} {number:,}" for name, number in counts.items())
+    return "  ".join(f"{single_line(name)} {number:,}" for name, number in counts.items())
 
 
 def _lift_counts(counts: Mapping[str, int]) -> list[str]:
@@ -478,9 +490,8 @@ def _histogram(counts: Sequence[int]) -> list[str]:
     rows = []
     for i, count in enumerate(counts):
         bar = "█" * -(-40 * count // longest)
-        rows.append(
-            f"{100 * i // BINS:>3}–{100 * (i + 1) // BINS:>3} %  {count:>{widest},}  {bar}".rstrip()
-        )
+        low, high = (100 * edge // WIN_RATE_BINS for edge in (i, i + 1))
+        rows.append(f"{low:>3}–{high:>3} %  {count:>{widest},}  {bar}".rstrip())
     return rows
 
 
@@ -494,30 +505,30 @@ def diff_lines(
 
     `limit`: maximum number of rows per table. `width`: as in `table`.
     """
-    yield f"A {line(str(a))}"
-    yield f"B {line(str(b))}"
+    yield f"A {single_line(str(a))}"
+    yield f"B {single_line(str(b))}"
     yield (
         f"only in A {len(found.only_a):,}, only in B {len(found.only_b):,}, in "
         f"both {len(found.both):,}"
     )
     credited = [pair for pair in found.both if all(lesson.credited for lesson in pair)]
     if credited:
-        of_a, of_b = (
-            won_of(sum(one.won for one in side), sum(one.credited for one in side))
+        won_a, won_b = (
+            won_of(sum(lesson.won for lesson in side), sum(lesson.credited for lesson in side))
             for side in zip(*credited, strict=True)
         )
-        yield (
-            f"the {len(credited):,} that were credited in both won {of_a} "
-            f"episodes of A, {of_b} of B"
-        )
-    inside = width and width - 2
+        yield (f"credited in both {len(credited):,}, episodes won: A {won_a}, B {won_b}")
+    table_width = width and width - 2
     for title, lessons in {"only in A": found.only_a, "only in B": found.only_b}.items():
         rows = lessons[:limit]
-        yield from _titled(_first(title, len(rows), len(lessons)), _lessons({"": rows}, inside))
+        yield from _titled(
+            _first_title(title, len(rows), len(lessons)), _lessons({"": rows}, table_width)
+        )
     rows = found.both[:limit]
-    title = _first("in both: those whose lifts differ most first", len(rows), len(found.both))
+    title = _first_title("in both, largest difference in lift first", len(rows), len(found.both))
     yield from _titled(
-        title, _lessons({"A": [pair[0] for pair in rows], "B": [pair[1] for pair in rows]}, inside)
+        title,
+        _lessons({"A": [pair[0] for pair in rows], "B": [pair[1] for pair in rows]}, table_width),
     )
 
 
@@ -537,6 +548,6 @@ def _lessons(sides: Mapping[str, Sequence[Lesson]], width: int | None) -> list[s
     return table(columns, width) if rows else []
 
 
-def _first(title: str, shown: int, of: int) -> str:
+def _first_title(title: str, shown: int, total: int) -> str:
     """Return the title, with the number of shown rows if rows are left out."""
-    return title if shown == of else f"{title} (the first {shown:,} of {of:,})"
+    return title if shown == total else f"{title} (the first {shown:,} of {total:,})"

@@ -29,15 +29,15 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             if sys.stdout:  # None if it was closed
                 sys.stdout.flush()
         except CrlError as error:
-            _say(error)
+            _print_error(error)
             code = error.exit_code
         except OSError as error:
             # Errors without a number come from no system call. A broken pipe means that the reader
             # has ended; click handles it.
             if error.errno in (None, errno.EPIPE):
                 raise
-            _say(error)
-            _give_up_output()
+            _print_error(error)
+            _discard_output()
             code = 1
         except KeyboardInterrupt:
             code = 130
@@ -46,14 +46,14 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     return with_exit_code
 
 
-def _say(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     """Print the error on stderr, as one line."""
     from crl.cli.draw import printable
 
     typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)
 
 
-def _give_up_output() -> None:
+def _discard_output() -> None:
     """Redirect stdout to the null device if it cannot be written to.
 
     Otherwise Python would write the rest of the buffer again at exit and report a second error.

@@ -2,9 +2,9 @@
 
 `render` draws a snapshot and has no side effects. `Dashboard` shows it on the alternate screen.
 
-Sections are arranged vertically. They receive lines in the order of `WEIGHT`, so that a small
-window leaves out the least important sections first. Texts of models, environments and users are
-always shown as plain text with escapes.
+Sections are arranged vertically. They receive lines in the order of `PRIORITY_ORDER`, so that a
+small window leaves out the least important sections first. Texts of models, environments and users
+are always shown as plain text with escapes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from crl.cli.draw import (
     FREE,
     GOOD,
     GUIDED,
-    LABEL,
+    LABEL_WIDTH,
     LineGroup,
+    allocate_lines,
     bar,
     cell,
     duration,
@@ -38,8 +39,7 @@ from crl.cli.draw import (
     format_number,
     one_line,
     printable,
-    share_out,
-    spark,
+    sparkline,
 )
 from crl.intervals import plus_minus
 from crl.monitor.plain import Metrics
@@ -58,16 +58,16 @@ from crl.types import Experience, Trajectory, lift_order
 REFRESH_PER_S = 4
 """Number of redraws per second."""
 
-LONGEST = 10_000
+MAX_LINE_CHARS = 10_000
 """Maximum number of characters of one line. The rest is dropped."""
 
-TWO_COLUMNS = 76
+TWO_COLUMN_WIDTH = 76
 """Minimum width at which the metrics of the run are shown to the right of the models."""
 
-ROOMY = 30
+TALL_HEIGHT = 30
 """Minimum height at which the models have further rows and the notes have a title."""
 
-VALUE = 11
+VALUE_WIDTH = 11
 """Width of a value in the table of models."""
 
 MODEL_ROWS = (
@@ -82,14 +82,17 @@ MODEL_ROWS = (
 )
 """Rows of the table of models: (label, field of `Model`, format)."""
 
-FURTHER_ROWS = (
+EXTRA_ROWS = (
     ("reward", "reward", "+.3f"),
     ("mismatch", "mismatch_kl", ".4f"),
     ("train s", "seconds", ",.1f"),
 )
-"""Rows that are only shown in a window of at least `ROOMY` lines, and only if they have a value."""
+"""Rows that are only shown in a window of at least `TALL_HEIGHT` lines.
 
-TRENDS = frozenset(
+A row without values is not shown.
+"""
+
+TREND_FIELDS = frozenset(
     {
         "loss",
         "ratio_mean",
@@ -103,7 +106,7 @@ TRENDS = frozenset(
 )
 """Fields of `Model` whose history is drawn if the window is wide enough."""
 
-PARTS = {
+TIME_PARTS = {
     "wait": ("░", "blue"),
     "submit": ("▖", "magenta"),
     "train": ("█", "green"),
@@ -114,10 +117,10 @@ PARTS = {
 }
 """Glyph and style of each part of a step's time, in the order in which the parts are drawn."""
 
-OTHER_PART = ("▞", "white")
+OTHER_TIME_PART = ("▞", "white")
 """Glyph and style of all other parts."""
 
-WEIGHT = (
+PRIORITY_ORDER = (
     "header",
     "success",
     "notes",
@@ -131,7 +134,7 @@ WEIGHT = (
 )
 """Order in which sections receive their minimum number of lines."""
 
-GROWTH = (
+GROWTH_ORDER = (
     "header",
     "success",
     "time",
@@ -153,10 +156,10 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
     """Return a drawing of the snapshot in at most `height` lines of at most `width` cells."""
     models, stats = (
         _models(snapshot, width, height),
-        LineGroup(list(_stats(snapshot, width)), least=3, title="run"),
+        LineGroup(list(_stats(snapshot, width)), min_lines=3, title="run"),
     )
-    if width >= TWO_COLUMNS:
-        models, stats = _beside(models, snapshot, width), LineGroup(())
+    if width >= TWO_COLUMN_WIDTH:
+        models, stats = _side_by_side(models, snapshot, width), LineGroup(())
     sections = {
         "header": LineGroup(list(_header(snapshot, width))),
         "success": LineGroup(list(_success(snapshot, width)), title="success"),
@@ -164,16 +167,18 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
         "eval": LineGroup(list(_evals(snapshot, width))),
         "models": models,
         "stats": stats,
-        "time": LineGroup(list(_time(snapshot, width)), least=2),
+        "time": LineGroup(list(_time(snapshot, width)), min_lines=2),
         "probe": LineGroup(list(_probes(snapshot, width))),
         "experiences": LineGroup(
             _experiences(snapshot, width), title="experiences: uses, lift, task, text"
         ),
         "notes": _notes(snapshot, height),
     }
-    shown = share_out(sections, height, weight=WEIGHT, growth=GROWTH)
+    line_counts = allocate_lines(sections, height, priority=PRIORITY_ORDER, growth=GROWTH_ORDER)
     lines = [
-        line for name, section in sections.items() for line in section.draw(shown[name], width)
+        line
+        for name, section in sections.items()
+        for line in section.draw(line_counts[name], width)
     ]
     for line in lines:
         line.no_wrap = True
@@ -190,13 +195,13 @@ def _header(s: Snapshot, width: int) -> Iterator[Text]:
     share = s.step / s.run.steps if s.run.steps else 1.0
     before = Text.assemble(("step ", DIM), (f"{s.step:,}/{s.run.steps:,}", GOOD), f" {share:4.0%} ")
     after = Text.assemble(
-        " ", cell("elapsed", duration(s.elapsed)), "  ", cell("left", duration(s.left))
+        " ", cell("elapsed", duration(s.elapsed)), "  ", cell("left", duration(s.remaining))
     )
-    room = width - before.cell_len - after.cell_len
-    filled = min(room, round(room * share))
+    space = width - before.cell_len - after.cell_len
+    filled = min(space, round(space * share))
     yield (
-        Text.assemble(before, ("━" * filled, GUIDED), ("─" * (room - filled), DIM), after)
-        if room >= 6
+        Text.assemble(before, ("━" * filled, GUIDED), ("─" * (space - filled), DIM), after)
+        if space >= 6
         else Text.assemble(before, after)
     )
 
@@ -210,7 +215,7 @@ def _success(s: Snapshot, width: int) -> Iterator[Text]:
             r.guided,
             width,
             GUIDED,
-            "where used",
+            "with experience",
             format_number(r.used.last, ".3f") if r.used.values else "",
         )
         yield _rate(
@@ -233,7 +238,7 @@ def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
     """
     for name, task in s.tasks.items():
         label = Text(one_line(name, width))
-        label.truncate(LABEL - 1, overflow="ellipsis")
+        label.truncate(LABEL_WIDTH - 1, overflow="ellipsis")
         used = f"  used {format_number(task.used.last, '.0%')}" if task.used.values else ""
         yield _rate(
             label.plain,
@@ -250,10 +255,10 @@ def _rate(
 ) -> Text:
     """Return a line with a success rate, its history and one further metric."""
     end = cell(name, more) if more else Text()
-    room = min(HISTORY, width - LABEL - 7 - 2 - end.cell_len)
-    history = spark(series, room, 0, 1)
+    space = min(HISTORY, width - LABEL_WIDTH - 7 - 2 - end.cell_len)
+    history = sparkline(series, space, 0, 1)
     return Text.assemble(
-        (label.ljust(LABEL), DIM),
+        (label.ljust(LABEL_WIDTH), DIM),
         (format_number(series.last, ".3f").ljust(7), GOOD),
         (history, style),
         "  " if more else "",
@@ -288,13 +293,13 @@ def _interval(condition: str, rate: RateView, width: int) -> Text:
         if rate.low is not None
         else ""
     )
-    came = (
+    change = (
         f" {rate.value - rate.first:+.3f}"
         if width >= 100 and rate.value is not None and rate.first is not None
         else ""
     )
     return Text.assemble(
-        (f"{condition} ", DIM), (format_number(rate.value, ".3f"), style), interval, (came, GOOD)
+        (f"{condition} ", DIM), (format_number(rate.value, ".3f"), style), interval, (change, GOOD)
     )
 
 
@@ -305,53 +310,58 @@ def _models(s: Snapshot, width: int, height: int) -> LineGroup:
         *MODEL_ROWS,
         *(
             row
-            for row in FURTHER_ROWS
-            if height >= ROOMY and any(getattr(m, row[1]).values for m in models.values())
+            for row in EXTRA_ROWS
+            if height >= TALL_HEIGHT and any(getattr(m, row[1]).values for m in models.values())
         ),
     ]
-    room = (_left(width) if width >= TWO_COLUMNS else width) - LABEL - len(models) * VALUE
-    trend = min(HISTORY, room // len(models) - 2)
+    space = (
+        (_left_width(width) if width >= TWO_COLUMN_WIDTH else width)
+        - LABEL_WIDTH
+        - len(models) * VALUE_WIDTH
+    )
+    trend = min(HISTORY, space // len(models) - 2)
     gap = trend + 2 if trend >= 6 else 0
     heading = Text.assemble(
-        " " * LABEL, *((name.rjust(VALUE).ljust(VALUE + gap), "bold") for name in models)
+        " " * LABEL_WIDTH,
+        *((name.rjust(VALUE_WIDTH).ljust(VALUE_WIDTH + gap), "bold") for name in models),
     )
     lines = [heading]
-    for label, name, form in rows:
+    for label, name, spec in rows:
         values = (
-            _value(getattr(model, name), form, gap if name in TRENDS else 0, gap)
+            _value_cells(getattr(model, name), spec, gap if name in TREND_FIELDS else 0, gap)
             for model in models.values()
         )
-        lines.append(Text.assemble((label.ljust(LABEL), DIM), *values))
-    return LineGroup(lines if s.step or s.extractor else (), least=4)
+        lines.append(Text.assemble((label.ljust(LABEL_WIDTH), DIM), *values))
+    return LineGroup(lines if s.step or s.extractor else (), min_lines=4)
 
 
-def _value(series: Series, form: str, trend: int, gap: int) -> Text:
+def _value_cells(series: Series, spec: str, trend: int, gap: int) -> Text:
     """Return a value and `gap` cells.
 
     If `trend` is not 0, the cells contain the value's history.
     """
-    history = spark(series, trend - 2)
+    history = sparkline(series, trend - 2)
     return Text.assemble(
-        format_number(series.last, form, VALUE - 1).rjust(VALUE),
+        format_number(series.last, spec, VALUE_WIDTH - 1).rjust(VALUE_WIDTH),
         (f"  {history}" if trend else "").ljust(gap),
     )
 
 
-def _left(width: int) -> int:
+def _left_width(width: int) -> int:
     """Return the width of the left column: a table without histories, or half of a wide window."""
-    return LABEL + 2 * VALUE if width < 110 else (width - 3) // 2
+    return LABEL_WIDTH + 2 * VALUE_WIDTH if width < 110 else (width - 3) // 2
 
 
-def _beside(models: LineGroup, s: Snapshot, width: int) -> LineGroup:
+def _side_by_side(models: LineGroup, s: Snapshot, width: int) -> LineGroup:
     """Return a section with the models on the left and the metrics of the run on the right."""
-    left = _left(width)
-    stats = list(_stats(s, width - left - 3)) if models.lines else []
+    left_width = _left_width(width)
+    stats = list(_stats(s, width - left_width - 3)) if models.lines else []
     lines = []
-    for one, other in zip_longest(models.lines, stats, fillvalue=Text()):
-        one = one.copy()
-        one.truncate(left, overflow="ellipsis", pad=True)
-        lines.append(Text.assemble(one, (" │ ", DIM), other))
-    return LineGroup(lines, least=min(models.least, len(lines)))
+    for left, right in zip_longest(models.lines, stats, fillvalue=Text()):
+        left = left.copy()
+        left.truncate(left_width, overflow="ellipsis", pad=True)
+        lines.append(Text.assemble(left, (" │ ", DIM), right))
+    return LineGroup(lines, min_lines=min(models.min_lines, len(lines)))
 
 
 def _stats(s: Snapshot, width: int) -> Iterator[Text]:
@@ -359,14 +369,14 @@ def _stats(s: Snapshot, width: int) -> Iterator[Text]:
 
     Each subject with values has at least one line.
     """
-    for label, cells in _subjects(s):
+    for label, cells in _stat_groups(s):
         yield from flow(label, cells, width)
 
 
-def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
+def _stat_groups(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
     """Yield the label and the cells of each subject."""
     if b := s.bank:
-        yield "bank", [*_cells(("size", b.size, ",.0f")), Text(spark(b.size, 16))]
+        yield "bank", [*_cells(("size", b.size, ",.0f")), Text(sparkline(b.size, 16))]
         yield (
             "ops",
             _cells(
@@ -381,14 +391,14 @@ def _subjects(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
             [
                 cell("waiting", format_number(b.waiting, ",.0f"), GOOD),
                 *_cells(("ready", b.buffer, ",.0f")),
-                *_losses(b),
+                *_undistilled(b),
             ],
         )
         yield "retrieval", _cells(("hits", b.hit_rate, ".0%"), ("cached", b.cache_hits, ".0%"))
         yield "search ms", _cells(("p50", b.search_p50_ms, ".1f"), ("p95", b.search_p95_ms, ".1f"))
         yield (
             "lessons",
-            _cells(("correct", b.correct, ".0%"), ("right place", b.right_place, ".0%")),
+            _cells(("correct", b.correct, ".0%"), ("same goal", b.same_goal, ".0%")),
         )
     r = s.rollout
     yield "staleness", _cells(("mean", r.stale_mean, ".2f"), ("max", r.stale_max, ",.0f"))
@@ -414,13 +424,13 @@ def _cells(*items: tuple[str, Series, str]) -> list[Text]:
     `items`: (name, series, format). Series without values are left out.
     """
     return [
-        cell(name, format_number(series.last, form), GOOD)
-        for name, series, form in items
+        cell(name, format_number(series.last, spec), GOOD)
+        for name, series, spec in items
         if series.values
     ]
 
 
-def _losses(b: BankMetrics) -> list[Text]:
+def _undistilled(b: BankMetrics) -> list[Text]:
     """Return cells with the number of dead requests and the number of episodes that a full queue
     refused.
 
@@ -445,28 +455,28 @@ def _time(s: Snapshot, width: int) -> Iterator[Text]:
         ("step time ", DIM), (f"{format_number(sum(s.seconds.values()), ',.1f')} s", GOOD), " "
     )
     parts = [
-        (name, s.seconds[name], *PARTS.get(name, OTHER_PART))
-        for name in sorted(s.seconds, key=_order)
+        (name, s.seconds[name], *TIME_PARTS.get(name, OTHER_TIME_PART))
+        for name in sorted(s.seconds, key=_part_order)
     ]
     yield Text.assemble(
         total,
         bar(
-            [(took, glyph, style) for _, took, glyph, style in parts],
+            [(seconds, glyph, style) for _, seconds, glyph, style in parts],
             max(0, width - total.cell_len),
         ),
     )
     legend = [
         Text.assemble(
-            (glyph, style), (f" {one_line(name, width)} ", DIM), format_number(took, ",.1f")
+            (glyph, style), (f" {one_line(name, width)} ", DIM), format_number(seconds, ",.1f")
         )
-        for name, took, glyph, style in parts
+        for name, seconds, glyph, style in parts
     ]
     yield from flow("", legend, width)
 
 
-def _order(part: str) -> int:
+def _part_order(part: str) -> int:
     """Return the position of a part in the bar."""
-    return list(PARTS).index(part) if part in PARTS else len(PARTS)
+    return list(TIME_PARTS).index(part) if part in TIME_PARTS else len(TIME_PARTS)
 
 
 def _probes(s: Snapshot, width: int) -> Iterator[Text]:
@@ -501,7 +511,7 @@ def _experience(e: Experience, width: int) -> Text:
     task.truncate(12, overflow="ellipsis")
     return Text.assemble(
         f"{format_number(e.retrieved, ',.0f', 6):>6} ",
-        (f"{plus_minus(e.lift.mean, e.lift.half, 2) if e.lift else '–':>13}", style),
+        (f"{plus_minus(e.lift.mean, e.lift.half_width, 2) if e.lift else '–':>13}", style),
         "  ",
         task,
         "  ",
@@ -514,12 +524,14 @@ def _notes(s: Snapshot, height: int) -> LineGroup:
 
     If there are experiences too, the notes leave most of the space to them.
     """
-    texts = [printable(line[:LONGEST].expandtabs(4)) for line in s.notes]
+    texts = [printable(line[:MAX_LINE_CHARS].expandtabs(4)) for line in s.notes]
     if s.experiences:
         texts = texts[-max(1, (height - 18) // 6) :]
-    if height >= ROOMY:
+    if height >= TALL_HEIGHT:
         return LineGroup([Text(text) for text in texts], title="notes", tail=True)
-    return LineGroup([Text.assemble(("note".ljust(LABEL), DIM), text) for text in texts], tail=True)
+    return LineGroup(
+        [Text.assemble(("note".ljust(LABEL_WIDTH), DIM), text) for text in texts], tail=True
+    )
 
 
 # ── the screen ──────────────────────────────────────────────────────────────────────────────────
@@ -548,12 +560,12 @@ class Dashboard:
         self._run = SnapshotMonitor(run, clock=clock)
         self._live: Live | None = None
         self._redirected = ExitStack()
-        self._kept: list[tuple[IO[str], str]] = []
+        self._buffered: list[tuple[IO[str], str]] = []
         self._closed = False
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         self._run.log(step, kind, metrics)
-        self._begin()
+        self._start()
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         self._run.trajectories(trajectories)
@@ -562,8 +574,8 @@ class Dashboard:
         self._run.experiences(experiences)
 
     def note(self, text: str) -> None:
-        self._keep(self._console.file, text)
-        self._begin()
+        self._buffer_text(self._console.file, text)
+        self._start()
 
     def close(self) -> None:
         """Leave the alternate screen and print the buffered lines.
@@ -574,14 +586,14 @@ class Dashboard:
             return
         try:
             if self._live:
-                self._leave(self._live)
+                self._stop(self._live)
         finally:
             self._redirected.close()
             self._closed = True
-            for stream, text in self._kept:
+            for stream, text in self._buffered:
                 _write(stream, text)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Start drawing and redirect stdout and stderr. Do nothing if started or closed."""
         if self._live or self._closed:
             return
@@ -597,7 +609,7 @@ class Dashboard:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream.isatty():  # output to a file does not disturb the screen
                 lines = self._redirected.enter_context(
-                    closing(Lines(stream, partial(self._keep, stream)))
+                    closing(LineStream(stream, partial(self._buffer_text, stream)))
                 )
                 self._redirected.enter_context(redirect(lines))
         self._live.start(refresh=True)
@@ -606,7 +618,7 @@ class Dashboard:
         """Return a drawing of the current snapshot."""
         return render(self._run.snapshot(), *self._console.size)
 
-    def _leave(self, live: Live) -> None:
+    def _stop(self, live: Live) -> None:
         """Stop drawing and restore the terminal."""
         try:
             live.stop()
@@ -615,12 +627,12 @@ class Dashboard:
             self._console.show_cursor(True)
             raise
 
-    def _keep(self, stream: IO[str], text: str) -> None:
+    def _buffer_text(self, stream: IO[str], text: str) -> None:
         """Buffer a text, or print it if the dashboard is closed."""
         if self._closed:
             _write(stream, text)
         else:
-            self._kept.append((stream, text))
+            self._buffered.append((stream, text))
             self._run.note(text)
 
 
@@ -633,16 +645,16 @@ def _write(stream: IO[str], text: str) -> None:
     )
 
 
-class Lines(io.TextIOBase):
-    """Text stream that replaces `stream` and passes every complete line to `hand_on`.
+class LineStream(io.TextIOBase):
+    """Text stream that replaces `stream` and passes every complete line to `on_line`.
 
     Any thread may write. Of a line that was overwritten with carriage returns, such as a progress
     bar, only the last version is passed on.
     """
 
-    def __init__(self, stream: IO[str], hand_on: Callable[[str], None]) -> None:
-        self._stream, self._hand_on = stream, hand_on
-        self._rest = ""
+    def __init__(self, stream: IO[str], on_line: Callable[[str], None]) -> None:
+        self._stream, self._on_line = stream, on_line
+        self._partial_line = ""
         self._lock = threading.RLock()  # re-entrant: a finalizer may print a warning at any time
 
     def writable(self) -> bool:
@@ -654,14 +666,14 @@ class Lines(io.TextIOBase):
     def write(self, text: str, /) -> int:
         """Pass on the complete lines and buffer the rest. Return the number of characters."""
         with self._lock:
-            *lines, rest = (self._rest + text).split("\n")
-            self._rest = rest[-LONGEST:]
+            *lines, rest = (self._partial_line + text).split("\n")
+            self._partial_line = rest[-MAX_LINE_CHARS:]
         for line in lines:
-            self._hand_on(line.rstrip("\r").rpartition("\r")[2])
+            self._on_line(line.rstrip("\r").rpartition("\r")[2])
         return len(text)
 
     def close(self) -> None:
         """Pass on the rest as a line."""
-        if self._rest:
+        if self._partial_line:
             self.write("\n")
         super().close()

@@ -14,11 +14,12 @@ def doctor(
     preset: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="What a run with this preset needs: a name, or a TOML file."
+            metavar="NAME", help="Preset to check for: a name, or the path of a TOML file."
         ),
     ] = "cpu",
     report: Annotated[
-        bool, typer.Option("--report", help="Print what a bug report needs; no secrets.")
+        bool,
+        typer.Option("--report", help="Print the information for a bug report, without secrets."),
     ] = False,
 ) -> int:
     """Check whether this machine can train.

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from crl.monitor.snapshot import Series
 
-LABEL = 10
+LABEL_WIDTH = 10
 """Width of the label column."""
 
 GUIDED, FREE, GOOD, BAD, DIM = "green", "cyan", "bold", "bold red", "dim"
@@ -35,14 +35,14 @@ def one_line(text: str, limit: int) -> str:
     return printable(" ".join(text[:limit].split()))
 
 
-def format_number(value: float | None, form: str, width: int = 11) -> str:
-    """Return a number in the format `form`, or with two digits if it is wider than `width`.
+def format_number(value: float | None, spec: str, width: int = 11) -> str:
+    """Return a number in the format `spec`, or with two digits if it is wider than `width`.
 
     Return "–" for None.
     """
     if value is None:
         return "–"
-    text = format(value, form)
+    text = format(value, spec)
     return text if len(text) <= width else format(value, ".1e")
 
 
@@ -55,7 +55,9 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def spark(series: Series, width: int, low: float | None = None, high: float | None = None) -> str:
+def sparkline(
+    series: Series, width: int, low: float | None = None, high: float | None = None
+) -> str:
     """Return the last `width` values as block characters.
 
     `low` and `high` are the ends of the scale; by default, the smallest and the largest of the
@@ -104,7 +106,7 @@ def flow(label: str, cells: Iterable[Text], width: int) -> Iterator[Text]:
 
     A new line starts when the next cell does not fit.
     """
-    line, indent = Text(label.ljust(LABEL), DIM), Text(" " * LABEL)
+    line, indent = Text(label.ljust(LABEL_WIDTH), DIM), Text(" " * LABEL_WIDTH)
     empty = True
     for item in cells:
         if not empty and line.cell_len + 2 + item.cell_len > width:
@@ -125,14 +127,14 @@ class LineGroup:
 
     lines: Sequence[Text]
     """All lines of the section. If not all fit, the first ones are shown."""
-    least: int = 1
+    min_lines: int = 1
     """Minimum number of lines. With less space, the section is not shown."""
     title: str = ""
     """Title of the rule above the lines. Empty = no rule."""
     tail: bool = False
     """If true, the last lines are shown instead of the first ones."""
 
-    def cost(self, lines: int) -> int:
+    def screen_lines(self, lines: int) -> int:
         """Return the number of screen lines for `lines` lines of the section and its rule."""
         return lines + bool(self.title) if lines else 0
 
@@ -143,24 +145,29 @@ class LineGroup:
         yield from self.lines[len(self.lines) - lines :] if self.tail else self.lines[:lines]
 
 
-def share_out(
-    sections: Mapping[str, LineGroup], height: int, *, weight: Sequence[str], growth: Sequence[str]
+def allocate_lines(
+    sections: Mapping[str, LineGroup],
+    height: int,
+    *,
+    priority: Sequence[str],
+    growth: Sequence[str],
 ) -> dict[str, int]:
-    """Return the number of lines that each section shows, so that all fit into `height` screen
-    lines.
+    """Return the number of lines that each section shows.
 
-    `weight`: order in which sections receive their minimum. `growth`: order in which shown sections
-    receive the remaining lines.
+    All sections together fit into `height` screen lines. `priority`: order in which sections
+    receive their minimum. `growth`: order in which shown sections receive the remaining lines.
     """
-    shown = dict.fromkeys(sections, 0)
-    for name in weight:
+    line_counts = dict.fromkeys(sections, 0)
+    for name in priority:
         section = sections[name]
-        least = min(section.least, len(section.lines))
-        if section.cost(least) <= height:
-            shown[name] = least
-            height -= section.cost(least)
+        min_lines = min(section.min_lines, len(section.lines))
+        if section.screen_lines(min_lines) <= height:
+            line_counts[name] = min_lines
+            height -= section.screen_lines(min_lines)
     for name in growth:
-        more = min(height, len(sections[name].lines) - shown[name]) if shown[name] else 0
-        shown[name] += more
+        more = (
+            min(height, len(sections[name].lines) - line_counts[name]) if line_counts[name] else 0
+        )
+        line_counts[name] += more
         height -= more
-    return shown
+    return line_counts

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import crl
-from crl.cli import bank, tasks
+from crl.cli import bank, config, tasks
 from crl.cli.command import command
 from crl.cli.doctor import doctor
 
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bank.app, name="bank")
+app.add_typer(config.app, name="config")
 
 
 def main() -> None:
@@ -72,13 +73,17 @@ def train(
         str | None, typer.Option(metavar="NAME", help="Training method (default: complementary).")
     ] = None,
     preset: Annotated[
-        str, typer.Option(metavar="NAME", help="Settings to start from: a name, or a TOML file.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Preset to start from: a name, or the path of a TOML file."
+        ),
     ] = "cpu",
     steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Training steps (default: the preset's).")
+        int | None,
+        typer.Option(metavar="N", help="Number of training steps (default: the preset's)."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Seed of every random draw (default: 0).")
+        int | None, typer.Option(metavar="N", help="Seed of all random numbers (default: 0).")
     ] = None,
     run_dir: Annotated[
         Path | None,
@@ -170,7 +175,7 @@ def _is_terminal() -> bool:
 @app.command("eval")
 @command
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a finished run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished run.")],
 ) -> int:
     """Repeat the evaluation of a run's last checkpoint."""
     from crl.config.load import load_saved
@@ -190,11 +195,12 @@ app.command("doctor")(doctor)
 @command
 def make_models(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the models' directories go.")
+        Path,
+        typer.Option(metavar="DIR", help="Directory in which the models' directories are created."),
     ] = Path("models"),
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of every random draw.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Create the bundled tiny models from scratch."""
-    from crl.models.recipe import make
+    from crl.models.recipe import make_all_models
 
-    make(out, seed)
+    make_all_models(out, seed)

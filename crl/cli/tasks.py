@@ -16,8 +16,8 @@ import typer
 from crl.cli.command import command
 
 if TYPE_CHECKING:
-    from crl.envs.base import Played, Rendering
-    from crl.run.installed import TaskOffer
+    from crl.envs.base import PlayedEpisode, Rendering
+    from crl.run.installed import TaskInfo
     from crl.types import Split
 
 
@@ -41,26 +41,26 @@ def list_tasks(
 
     For all other tasks, the missing requirements are printed.
     """
-    from crl.run.installed import gem_problem, mixtures, task_offers
+    from crl.run.installed import gem_problem, mixtures, task_infos
 
-    offers, mixed, gem = task_offers(), mixtures(), gem_problem()
+    infos, mixed, gem = task_infos(), mixtures(), gem_problem()
     if as_json:
         typer.echo(
             json.dumps(
-                {"tasks": [asdict(offer) for offer in offers], "mixtures": mixed, "gem": gem},
+                {"tasks": [asdict(info) for info in infos], "mixtures": mixed, "gem": gem},
                 indent=2,
             )
         )
         return
-    rows = [["task", "environment", "hosting", "turns", ""], *(_row(offer) for offer in offers)]
-    rows += [[name, "", "", "", f"mixes {', '.join(tasks)}"] for name, tasks in mixed.items()]
+    rows = [["task", "environment", "hosting", "turns", ""], *(_row(info) for info in infos)]
+    rows += [[name, "", "", "", f"mixture of {', '.join(tasks)}"] for name, tasks in mixed.items()]
     rows.append(
         [
             "your own",
             "gem:ID",
             "processes",
             "",
-            gem or "any environment of GEM, in a task file of your own",
+            gem or "any GEM environment, in your own task file",
         ]
     )
     rows.append(["", "FILE.py:NAME", "threads", "", "your own environment; see examples/"])
@@ -71,10 +71,10 @@ def list_tasks(
         )
 
 
-def _row(offer: TaskOffer) -> list[str]:
+def _row(info: TaskInfo) -> list[str]:
     """Return the row of a task."""
-    turns = ", ".join(f"{n} {rendering}" for rendering, n in offer.turns.items())
-    return [offer.name, offer.environment, offer.hosting, turns, offer.problem or offer.data or ""]
+    turns = ", ".join(f"{n} {rendering}" for rendering, n in info.turns.items())
+    return [info.name, info.environment, info.hosting, turns, info.problem or info.data or ""]
 
 
 @command
@@ -84,35 +84,33 @@ def play(
     ],
     rendering: Annotated[
         RenderingName,
-        typer.Option(help="As language models see it, or as the bundled tiny models do."),
+        typer.Option(help="Rendering for language models (full) or for the bundled tiny models."),
     ] = RenderingName.full,
     seed: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The run's seed: its tasks are played.")
+        int, typer.Option(metavar="N", min=0, help="Seed of the run whose tasks are played.")
     ] = 0,
     split: Annotated[
-        SplitName, typer.Option(help="Tasks to train on, or those of an eval set.")
+        SplitName, typer.Option(help="Training tasks, or the tasks of an eval set.")
     ] = SplitName.train,
-    episodes: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How many tasks, from the first one on.")
-    ] = 1,
+    episodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of tasks to play.")] = 1,
     scripted: Annotated[
-        bool, typer.Option("--scripted", help="Watch the environment's scripted player.")
+        bool, typer.Option("--scripted", help="Let the environment's scripted player play.")
     ] = False,
 ) -> None:
     """Play a task yourself with the actor's view. One line of input is one action."""
-    from crl.run.play import Person, Table
+    from crl.run.play import HumanPlayer, PlayableTask
 
-    table = Table.of(task, cast("Rendering", rendering.value))
-    player = table.scripted(seed) if scripted else Person(_read)
+    playable = PlayableTask.load(task, cast("Rendering", rendering.value))
+    player = playable.scripted_player(seed) if scripted else HumanPlayer(_read)
     won: list[bool] = []
     try:
-        for played in table.episodes(cast("Split", split.value), episodes, seed, player, _show):
+        for played in playable.episodes(cast("Split", split.value), episodes, seed, player, _show):
             won.append(played.success)
             typer.echo(_outcome(played))
     except EOFError:
-        typer.echo("\nleft")
+        typer.echo("\nstopped")
     except KeyboardInterrupt:
-        typer.echo("\nleft")
+        typer.echo("\nstopped")
         raise
     finally:
         if episodes > 1:
@@ -135,8 +133,8 @@ def _show(text: str) -> None:
     typer.echo("\n".join(printable(line.expandtabs()) for line in text.split("\n")) + "\n")
 
 
-def _outcome(played: Played) -> str:
+def _outcome(played: PlayedEpisode) -> str:
     """Return the result of an episode in words."""
     turns = len(played.actions)
-    how = "won" if played.success else "lost" if played.done else "the turns are over: lost"
-    return f"{how} in {turns} turn{'' if turns == 1 else 's'}, reward {played.reward:g}"
+    outcome = "won" if played.success else "lost" if played.done else "turn limit reached: lost"
+    return f"{outcome} in {turns} turn{'' if turns == 1 else 's'}, reward {played.reward:g}"

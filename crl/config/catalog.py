@@ -56,14 +56,17 @@ class MixtureFile:
                 path = task_file(str(self.path.parent / name) if name.endswith(".toml") else name)
             except ConfigError as error:
                 raise ConfigError(
-                    "tasks", name, f"is in {self.path.name}, but {error.reason}", error.remedy
+                    "tasks",
+                    name,
+                    f"is listed in {self.path.name}, but {error.reason}",
+                    error.remedy,
                 ) from error
             if mixture(path):
                 raise ConfigError(
                     "tasks",
                     name,
-                    f"is in {self.path.name}, but is a mixture itself",
-                    "Name its tasks instead",
+                    f"is listed in {self.path.name}, but is itself a mixture",
+                    "List its tasks instead",
                 )
             yield path, self.changes.get(path.stem, {})
 
@@ -86,7 +89,7 @@ def mixture(path: Path) -> MixtureFile | None:
         )
     for key, value in data.items():
         if key not in (Path(name).stem for name in names) or not isinstance(value, dict):
-            reason = f"is not a table for one of the tasks that {path} mixes"
+            reason = f"is not a table for one of the tasks in {path}"
             raise ConfigError(
                 f"tasks.{key}", value, reason, f"Write [NAME] with one of: {', '.join(names)}"
             )
@@ -112,7 +115,7 @@ def task_file(name: str) -> Path:
 
     Raise `ConfigError` if there is no such task or file.
     """
-    return _file("tasks", name, tasks_dir(), tasks())
+    return _find_file("tasks", name, tasks_dir(), tasks())
 
 
 def preset_file(name: str) -> Path:
@@ -120,7 +123,7 @@ def preset_file(name: str) -> Path:
 
     Raise `ConfigError` if there is no such preset or file.
     """
-    return _file("preset", name, tasks_dir() / "presets", presets())
+    return _find_file("preset", name, tasks_dir() / "presets", presets())
 
 
 def require_method(name: str) -> None:
@@ -140,7 +143,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]}? {listing}" if close else listing
 
 
-def _file(key: str, name: str, folder: Path, known: list[str]) -> Path:
+def _find_file(key: str, name: str, folder: Path, known: list[str]) -> Path:
     """Return the file of a known name, or the path `name`. Raise `ConfigError` under `key`."""
     if name in known:
         return folder / f"{name}.toml"
@@ -148,7 +151,7 @@ def _file(key: str, name: str, folder: Path, known: list[str]) -> Path:
         raise ConfigError(
             key,
             name,
-            f"is not a {key.removesuffix('s')} that crl knows",
+            f"is not a known {key.removesuffix('s')}",
             f"{did_you_mean(name, known)}; or give the path of a .toml file",
         )
     path = Path(os.path.expanduser(name))

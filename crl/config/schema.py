@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from crl.config.shapes import KNOWN
+from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 
 SEQUENCE_CLIP = 3e-4
@@ -43,7 +43,7 @@ WITHOUT_EXPERIENCE = ("grpo",)
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
-DEEPSPEED = frozenset({"ranks", "zero", "offload", "deadline"})
+DEEPSPEED_ONLY = frozenset({"ranks", "zero", "offload", "deadline"})
 """Settings of `learner` that only apply to `kind = "deepspeed"`."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
@@ -51,20 +51,20 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     """Return the absolute path, with `~` expanded and symbolic links resolved."""
     return os.path.realpath(os.path.expanduser(path))
 
 
-PromptFile = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
+PromptFile = Annotated[str, Field(min_length=1), AfterValidator(_absolute_path)]
 """Path of a prompt file.
 
 It is saved as an absolute path, so that a saved run can be loaded from any working directory.
 """
-BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute(path))]
+BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute_path(path))]
 """Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
 EnvironmentName = Annotated[
-    str, AfterValidator(lambda name: _absolute(name) if ".py:" in name else name)
+    str, AfterValidator(lambda name: _absolute_path(name) if ".py:" in name else name)
 ]
 """Name of an environment.
 
@@ -228,7 +228,7 @@ class ActorSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _clip_follows_ratio(cls, data: Any) -> Any:
+    def _set_default_clip(cls, data: Any) -> Any:
         """Set the default clip of a sequence ratio.
 
         A clip that was given is not changed; `RunConfig` checks it.
@@ -457,9 +457,13 @@ def _is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def _embedder(name: str) -> str:
+def _embedder_name(name: str) -> str:
     """Return the name of an embedder, with the path of a directory made absolute."""
-    return name if name == "hash" or name in KNOWN or _is_url(name) else _absolute(name)
+    return (
+        name
+        if name == "hash" or name in PUBLISHED_SHAPES or _is_url(name)
+        else _absolute_path(name)
+    )
 
 
 class EmbedderSection(Section):
@@ -472,7 +476,7 @@ class EmbedderSection(Section):
     only meant for queries is not used.
     """
 
-    model: Annotated[str, Field(min_length=1), AfterValidator(_embedder)] = "hash"
+    model: Annotated[str, Field(min_length=1), AfterValidator(_embedder_name)] = "hash"
     """Embedder of experiences and queries.
 
     hash = hashed character n-grams, which compare wording only. Any other value names an encoder: a
@@ -895,7 +899,7 @@ class RunConfig(Section):
         return self.with_experience and not self.bank.frozen
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> RunConfig:
+    def _check_sections(self) -> RunConfig:
         _check_run(self)
         _check_learner(self.learner)
         _check_engine(self)
@@ -908,14 +912,14 @@ class RunConfig(Section):
             _check_task(f"tasks.{name}", name, task)
             if task.max_response_tokens >= self.actor.max_context_tokens:
                 reason = (
-                    "leaves no room for a prompt in actor.max_context_tokens, which is "
+                    "leaves no tokens for the prompt: actor.max_context_tokens is "
                     f"{self.actor.max_context_tokens}"
                 )
                 raise ConfigError(
                     f"tasks.{name}.max_response_tokens",
                     task.max_response_tokens,
                     reason,
-                    "Lower it, or raise the other",
+                    "Lower it, or raise actor.max_context_tokens",
                 )
         return self
 
@@ -926,8 +930,8 @@ def _check_run(config: RunConfig) -> None:
         raise ConfigError(
             "run.deterministic",
             True,
-            f"needs rollout.max_staleness = 0, which is {config.rollout.max_staleness}: with "
-            "rollouts that run ahead, the policy that samples depends on timing",
+            f"requires rollout.max_staleness = 0, but it is {config.rollout.max_staleness}: when "
+            "rollouts run ahead of training, their policy version depends on timing",
             "Add --set rollout.max_staleness=0",
         )
     rollouts = config.rollout.groups * config.rollout.group_size
@@ -941,7 +945,7 @@ def _check_run(config: RunConfig) -> None:
 def _check_learner(learner: LearnerSection) -> None:
     """Raise `ConfigError` for offloading without ZeRO."""
     if learner.kind == "deepspeed" and learner.offload and not learner.zero:
-        reason = "needs an optimizer that ZeRO keeps: with learner.zero = 0 it has none"
+        reason = "requires ZeRO, but learner.zero is 0"
         raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
 
 
@@ -950,19 +954,19 @@ def _check_engine(config: RunConfig) -> None:
     engine = config.engine
     if engine.kind == "vllm" and config.run.deterministic:
         reason = (
-            "cannot be had with engine.kind = vllm: which requests share a pass there, and so a "
-            "result's last bits, depends on timing"
+            "is not possible with engine.kind = vllm: there, the requests in a batch depend on "
+            "timing, and the last bits of a result depend on the batch"
         )
         raise ConfigError(
             "run.deterministic", True, reason, "Leave it out, or use --set engine.kind=torch"
         )
     if engine.kind == "vllm" and engine.transfer == "nccl" and config.learner.kind == "local":
-        reason = "needs a learner with processes of its own, but learner.kind is local"
+        reason = "requires a learner in separate processes, but learner.kind is local"
         raise ConfigError(
             "engine.transfer",
             "nccl",
             reason,
-            "Use --set learner.kind=deepspeed, or engine.transfer=file",
+            "Use --set learner.kind=deepspeed, or --set engine.transfer=file",
         )
 
 
@@ -974,11 +978,10 @@ def _check_actor(actor: ActorSection) -> None:
                 raise ConfigError(
                     f"actor.{key}",
                     getattr(actor, key),
-                    'is a clip for token ratios, but actor.ratio is "sequence": a '
-                    "length-normalised sequence ratio never gets that far from 1, so "
-                    "nothing would be clipped",
+                    'is too wide for actor.ratio = "sequence": a length-normalised sequence '
+                    "ratio stays so close to 1 that nothing would be clipped",
                     (
-                        f"Leave the clip out (it is then {SEQUENCE_CLIP:g}) or use "
+                        f"Leave it out (the default is {SEQUENCE_CLIP:g}), or use "
                         "--set actor.ratio=token"
                     ),
                 )
@@ -986,10 +989,10 @@ def _check_actor(actor: ActorSection) -> None:
         raise ConfigError(
             "actor.importance_cap",
             actor.importance_cap,
-            'is legal only with actor.old_logp = "recompute", which is '
-            f'"{actor.old_logp}": ratios against the behaviour\'s log-probs already '
-            "correct the mismatch, and it would be corrected twice",
-            "Remove it or add --set actor.old_logp=recompute",
+            'requires actor.old_logp = "recompute", but it is '
+            f'"{actor.old_logp}": ratios against the log-probs of the engine already '
+            "correct the mismatch, which would be corrected twice",
+            "Remove it, or add --set actor.old_logp=recompute",
         )
 
 
@@ -998,42 +1001,43 @@ def _check_experience(config: RunConfig) -> None:
     extractor, bank = config.extractor, config.bank
     if extractor.max_response_tokens >= extractor.max_context_tokens:
         reason = (
-            "leaves no room for a prompt in extractor.max_context_tokens, which is "
+            "leaves no tokens for the prompt: extractor.max_context_tokens is "
             f"{extractor.max_context_tokens}"
         )
         raise ConfigError(
             "extractor.max_response_tokens",
             extractor.max_response_tokens,
             reason,
-            "Lower it, or raise the other",
+            "Lower it, or raise extractor.max_context_tokens",
         )
     _check_guided_share(config.complementary, config.rollout.group_size)
     trained = extractor.train and not bank.frozen
     if trained and extractor.baseline == "group" and config.complementary.guided == 1:
         reason = (
-            "compares with a group's members without experience, and with "
-            "complementary.guided = 1 there are none"
+            "is computed from the free members of a group, and with complementary.guided = 1 "
+            "there are none"
         )
         raise ConfigError(
             "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
         )
-    reach = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
-    if bank.key_text_weight is not None and config.retrieval.min_similarity > reach:
+    lowest_similarity = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
+    if bank.key_text_weight is not None and config.retrieval.min_similarity > lowest_similarity:
         reason = (
-            "may be more than any experience reaches: with bank.key_text_weight = "
-            f"{bank.key_text_weight} that is {reach:.4f} at the least"
+            "may exclude experiences of the very goal that is searched for: with "
+            f"bank.key_text_weight = {bank.key_text_weight}, their similarity can be as low as "
+            f"{lowest_similarity:.4f}"
         )
         raise ConfigError(
             "retrieval.min_similarity",
             config.retrieval.min_similarity,
             reason,
-            f"Choose at most {reach:.4f}",
+            f"Choose at most {lowest_similarity:.4f}",
         )
-    room = extractor.max_context_tokens - extractor.max_response_tokens
-    if extractor.merge_every and extractor.merge_tokens >= room:
+    prompt_budget = extractor.max_context_tokens - extractor.max_response_tokens
+    if extractor.merge_every and extractor.merge_tokens >= prompt_budget:
         reason = (
-            f"leaves no room for the prompt: the extractor's context holds {room} "
-            "tokens beside its answer"
+            "leaves no tokens for the rest of the prompt: the extractor's context has "
+            f"{prompt_budget} tokens besides its answer"
         )
         raise ConfigError(
             "extractor.merge_tokens",
@@ -1045,64 +1049,65 @@ def _check_experience(config: RunConfig) -> None:
         raise ConfigError(
             "bank.evict",
             bank.evict,
-            "nothing is evicted from a bank without bounds",
-            "Give bank.cap or bank.size too",
+            "a bank without bank.cap and bank.size evicts nothing",
+            "Also set bank.cap or bank.size",
         )
     if bank.frozen and not bank.init:
         raise ConfigError(
             "bank.frozen",
             True,
-            "an empty bank to which nothing is written guides nobody",
-            "Give bank.init too",
+            "the bank would stay empty, because bank.init is not set and nothing is written to a "
+            "frozen bank",
+            "Also set bank.init",
         )
 
 
-def _check_guided_share(switches: ComplementarySection, group_size: int) -> None:
+def _check_guided_share(settings: ComplementarySection, group_size: int) -> None:
     """Raise `ConfigError` for a guided share without a whole number of members, or with a group
     half of one member whose advantage is always 0.
     """
-    guided = round(switches.guided * group_size)
+    guided = round(settings.guided * group_size)
     free = group_size - guided
-    if not math.isclose(guided, switches.guided * group_size):
-        reason = f"is no whole number of members of a group of {group_size} (rollout.group_size)"
+    if not math.isclose(guided, settings.guided * group_size):
+        reason = f"gives no whole number of members in a group of {group_size} (rollout.group_size)"
         raise ConfigError(
             "complementary.guided",
-            switches.guided,
+            settings.guided,
             reason,
             f"Choose a multiple of 1/{group_size}, or another group size",
         )
-    if switches.advantages == "split" and 1 in (guided, free):
+    if settings.advantages == "split" and 1 in (guided, free):
         reason = (
-            f"leaves one guided or one free member of {group_size}, whose "
-            "advantage among its like is always 0"
+            f"gives one guided or one free member in a group of {group_size}: it is compared "
+            "with no other member, so its advantage is always 0"
         )
         remedy = (
             "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
         )
-        raise ConfigError("complementary.guided", switches.guided, reason, remedy)
+        raise ConfigError("complementary.guided", settings.guided, reason, remedy)
 
 
 def _check_critic(config: RunConfig) -> None:
     """Raise `ConfigError` if method, warm-up or context do not allow the critic."""
     critic, context = config.critic, config.actor.max_context_tokens
     if critic.enabled and not config.with_experience:
-        reason = f"method {config.method} has no experience that the actor could judge"
+        reason = f"the method {config.method} has no experience for the actor to judge"
         raise ConfigError(
             "critic.enabled", True, reason, "Leave it out, or use --method complementary"
         )
     if critic.enabled and not critic.warmup and config.complementary.guided == 1:
         reason = (
-            "leaves nothing to tell the actor's success rate from: with complementary.guided = 1 "
-            "no later episode is free"
+            "gives no estimate of the actor's success rate: with complementary.guided = 1, all "
+            "later episodes are guided"
         )
         raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
     if critic.max_response_tokens is not None and critic.max_response_tokens >= context:
-        reason = f"leaves no room for a prompt in actor.max_context_tokens, which is {context}"
+        reason = f"leaves no tokens for the prompt: actor.max_context_tokens is {context}"
         raise ConfigError(
             "critic.max_response_tokens",
             critic.max_response_tokens,
             reason,
-            "Lower it, or raise the other",
+            "Lower it, or raise actor.max_context_tokens",
         )
 
 
@@ -1111,30 +1116,40 @@ def _check_embedder(config: RunConfig) -> None:
     embedder = config.embedder
     if embedder.is_url and not embedder.name:
         raise ConfigError(
-            "embedder.name", "", "an endpoint serves models by name", "Give the model's name there"
+            "embedder.name",
+            "",
+            "is required because embedder.model is the URL of an endpoint",
+            "Set it to the name of the model at the endpoint",
         )
     if embedder.is_url and config.run.deterministic:
         reason = (
-            "with run.deterministic the vectors must not depend on what else an endpoint computes"
+            "cannot be an endpoint with run.deterministic: its vectors may depend on the other "
+            "requests that it serves"
         )
         raise ConfigError(
-            "embedder.model", embedder.model, reason, "Use hash or an encoder's directory"
+            "embedder.model", embedder.model, reason, "Use hash, or the directory of an encoder"
         )
     if embedder.kind == "vllm":
         if embedder.model == "hash" or embedder.is_url:
-            reason = "serves an encoder's directory, but embedder.model is none"
+            reason = "requires the directory of an encoder as embedder.model"
             raise ConfigError(
-                "embedder.kind", "vllm", reason, "Leave it out, or give embedder.model a directory"
+                "embedder.kind",
+                "vllm",
+                reason,
+                "Leave it out, or set embedder.model to a directory",
             )
         if config.run.deterministic:
-            reason = "with run.deterministic the vectors must not depend on who shares a pass"
+            reason = (
+                "is not possible with run.deterministic: vectors depend on the other texts in the "
+                "batch"
+            )
             raise ConfigError("embedder.kind", "vllm", reason, "Leave it out")
     for key in ("name", "key_env"):
         if (value := getattr(embedder, key)) and not embedder.is_url:
             raise ConfigError(
                 f"embedder.{key}",
                 value,
-                "is of an endpoint, but embedder.model is no URL",
+                "only applies to an endpoint, but embedder.model is not a URL",
                 "Leave it out",
             )
 
@@ -1145,12 +1160,15 @@ def _check_task(key: str, name: str, task: TaskConfig) -> None:
         raise ConfigError(
             f"{key}.name",
             task.name,
-            f'differs from the name that the run knows the task by, "{name}"',
-            "Make them equal",
+            f"differs from the name of the task in the run, {name}",
+            "Use the same name in both places",
         )
     if name == OVERALL:
         raise ConfigError(
-            f"{key}.name", name, "is what all tasks together are called", "Give it another name"
+            f"{key}.name",
+            name,
+            "is reserved for the aggregate over all tasks",
+            "Choose another name",
         )
     stream = task.stream
     if stream.permanent > stream.places:
@@ -1159,10 +1177,10 @@ def _check_task(key: str, name: str, task: TaskConfig) -> None:
             f"{key}.stream.permanent", stream.permanent, reason, f"Choose at most {stream.places}"
         )
     if task.eval.known and not stream.permanent:
-        reason = f"needs places that stay, but {key}.stream.permanent is 0"
+        reason = f"requires permanent places, but {key}.stream.permanent is 0"
         raise ConfigError(
             f"{key}.eval.known",
             task.eval.known,
             reason,
-            f"Set it to 0 or raise {key}.stream.permanent",
+            f"Set it to 0, or raise {key}.stream.permanent",
         )

@@ -35,7 +35,7 @@ class ModelShape:
     """Number of tokens in the vocabulary."""
     max_context: int
     """Number of tokens that the positions of the model cover."""
-    half: bool
+    half_precision: bool
     """True if the checkpoint has a precision of 16 bits."""
 
     def kv_bytes(self, width: int) -> int:
@@ -43,7 +43,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
-KNOWN: dict[str, ModelShape] = {
+PUBLISHED_SHAPES: dict[str, ModelShape] = {
     "Qwen/Qwen2.5-7B-Instruct": ModelShape(
         7_615_616_512, 28, 3584, 18_944, 28, 4, 128, 152_064, 32_768, True
     ),
@@ -84,36 +84,34 @@ def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
             vocabulary=int(config["vocab_size"]),
             max_context=int(config["max_position_embeddings"]),
-            half=config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16"),
+            half_precision=config.get("dtype", config.get("torch_dtype"))
+            in ("bfloat16", "float16"),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"its sizes cannot be read ({type(error).__name__}: {error})"
+        reason = f"the sizes of the model cannot be read ({type(error).__name__}: {error})"
         raise ConfigError(
             key, str(file), reason, "Restore the config.json that belongs to the model"
         ) from error
 
 
-def require_context(role: str, wanted: int, longest: int | None) -> None:
+def require_context(role: str, requested: int, limit: int | None) -> None:
     """Raise `ConfigError` if ROLE.max_context_tokens exceeds the positions of the model.
 
-    `longest` = None: no limit.
+    `limit` = None: no limit.
     """
-    if longest is not None and wanted > longest:
+    if limit is not None and requested > limit:
         raise ConfigError(
             f"{role}.max_context_tokens",
-            wanted,
-            f"the model reads at most {longest} tokens",
-            f"Choose at most {longest}",
+            requested,
+            f"exceeds the context of the model, which is {limit} tokens",
+            f"Choose at most {limit}",
         )
 
 
 def require_divisible(role: str, tensor_parallel: int, heads: int) -> None:
     """Raise `ConfigError` if engine.tensor_parallel does not divide the attention heads evenly."""
     if heads % tensor_parallel:
-        reason = (
-            f"the model of {role}.model has {heads} attention heads, which "
-            "cannot be shared out evenly"
-        )
+        reason = f"does not divide the {heads} attention heads of the model {role}.model evenly"
         raise ConfigError(
             "engine.tensor_parallel", tensor_parallel, reason, f"Choose a divisor of {heads}"
         )

@@ -16,7 +16,7 @@ from crl.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 
-TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
+TRUNCATION_OPTIONS = frozenset({"top_p", "top_k", "min_p"})
 """Options of truncated sampling. They are refused with a specific explanation."""
 
 
@@ -37,15 +37,15 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        found = sorted(
+        details = sorted(
             error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"
         )[0]
-        path = [str(part) for part in found["loc"] if part != "[key]"]
+        path = [str(part) for part in details["loc"] if part != "[key]"]
         key = ".".join([prefix, *path] if prefix else path)
         origin = _origin(key, origins or {})
-        if found["type"] == "extra_forbidden":
-            raise _unknown_key(model, path, key, found["input"], origin) from None
-        raise _bad_value(model, path, key, found, origin) from None
+        if details["type"] == "extra_forbidden":
+            raise _unknown_key(model, path, key, details["input"], origin) from None
+        raise _bad_value(model, path, key, details, origin) from None
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:
@@ -63,14 +63,14 @@ def _unknown_key(
 ) -> ConfigError:
     """Return the error for a key that is not a setting."""
     leaf = path[-1]
-    if leaf in TRUNCATING:
+    if leaf in TRUNCATION_OPTIONS:
         return ConfigError(
             key,
             value,
-            "is refused because sampling is by temperature only: with top_p, top_k or min_p the "
-            "engine renormalises over the tokens that survive, and importance ratios against the "
-            "trainer's whole softmax are wrong",
-            "Remove it; actor.temperature is the one setting of sampling",
+            "is not supported: top_p, top_k and min_p renormalise the probabilities of the "
+            "remaining tokens, so importance ratios against the trainer's full softmax would be "
+            "wrong",
+            "Remove it. Control sampling with actor.temperature only",
         )
     siblings = list(_section(model, path[:-1]))
     close = [
@@ -79,31 +79,31 @@ def _unknown_key(
     ]
     close = close or [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    in_file = f" (from {origin})" if origin and not origin.startswith("-") else ""
+    source = f" (from {origin})" if origin and not origin.startswith("-") else ""
     return ConfigError(
-        key, value, f"is not a setting{in_file}", f"{hint}Available: {', '.join(siblings)}"
+        key, value, f"is not a setting{source}", f"{hint}Available: {', '.join(siblings)}"
     )
 
 
 def _bad_value(
-    model: type[BaseModel], path: Sequence[str], key: str, found: Any, origin: str | None
+    model: type[BaseModel], path: Sequence[str], key: str, details: Any, origin: str | None
 ) -> ConfigError:
     """Return the error for a value that pydantic rejected."""
-    where = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
-    if found["type"] == "missing":
-        return ConfigError(key, None, "is missing", where)
-    if found["type"] in ("model_type", "model_attributes_type"):
+    remedy = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
+    if details["type"] == "missing":
+        return ConfigError(key, None, "is missing", remedy)
+    if details["type"] in ("model_type", "model_attributes_type"):
         keys = ", ".join(f"{key}.{name}" for name in _section(model, path))
         return ConfigError(
-            key, found["input"], "is a section, not a value", f"Set one of its keys: {keys}"
+            key, details["input"], "is a section, not a value", f"Set one of its keys: {keys}"
         )
-    reason = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    about = _description(model, path)
+    reason = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    description = _description(model, path)
     return ConfigError(
         key,
-        found["input"],
+        details["input"],
         reason[0].lower() + reason[1:],
-        f"{where} ({about})" if about else where,
+        f"{remedy} ({description})" if description else remedy,
     )
 
 
@@ -118,9 +118,15 @@ def _section(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _description(model: type[BaseModel], path: Sequence[str]) -> str | None:
-    """Return the description of the field at `path`: the docstring under it in the schema."""
+    """Return the first paragraph of the description of the field at `path`.
+
+    The description is the docstring under the field in the schema. The paragraph is on one line and
+    has no final full stop.
+    """
     field = _section(model, path[:-1]).get(path[-1]) if path else None
-    return field.description if field is not None else None
+    if field is None or field.description is None:
+        return None
+    return " ".join(field.description.split("\n\n")[0].split()).rstrip(".")
 
 
 def dotted_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:

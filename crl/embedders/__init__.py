@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from crl.config.schema import EmbedderSection
-from crl.embedders.recipe import read_recipe
+from crl.embedders.recipe import read_encoder_settings
 from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
 from crl.manager.embed import HashEmbedder
@@ -36,14 +36,16 @@ async def open_embedder(
     elif section.is_url:
         from crl.embedders.endpoint import EndpointEmbedder
 
-        endpoint = EndpointEmbedder(section.model, section.name, _key(section), batch=section.batch)
+        endpoint = EndpointEmbedder(
+            section.model, section.name, _api_key(section), batch=section.batch
+        )
         try:
             try:
                 await endpoint.connect()
             except EngineError as error:
                 remedy = (
                     "Check embedder.model, embedder.name and embedder.key_env, "
-                    "and that the endpoint is up"
+                    "and that the endpoint is running"
                 )
                 raise ConfigError("embedder.model", section.model, str(error), remedy) from error
             yield endpoint
@@ -54,7 +56,7 @@ async def open_embedder(
         from crl.embedders.vllm import VllmEmbedder
 
         pooling = await VllmEmbedder.start(
-            read_recipe(Path(section.model)),
+            read_encoder_settings(Path(section.model)),
             gpus,
             fraction,
             batch=section.batch,
@@ -69,7 +71,10 @@ async def open_embedder(
 
         batch = 1 if deterministic else section.batch
         encoder = EncoderEmbedder(
-            read_recipe(Path(section.model)), section.device, batch=batch, threads=section.threads
+            read_encoder_settings(Path(section.model)),
+            section.device,
+            batch=batch,
+            threads=section.threads,
         )
         try:
             yield encoder
@@ -80,9 +85,9 @@ async def open_embedder(
 def require_embedder(section: EmbedderSection) -> None:
     """Raise `ConfigError` for errors that can be found without loading a model or a request."""
     if section.is_url:
-        _key(section)
+        _api_key(section)
     elif section.model != "hash":
-        read_recipe(Path(section.model))
+        read_encoder_settings(Path(section.model))
 
 
 def encoder_folder(path: Path) -> Path:
@@ -90,10 +95,10 @@ def encoder_folder(path: Path) -> Path:
 
     Raise `ConfigError` if there is none.
     """
-    return read_recipe(path).folder
+    return read_encoder_settings(path).folder
 
 
-def _key(section: EmbedderSection) -> str:
+def _api_key(section: EmbedderSection) -> str:
     """Return the endpoint's key, empty if none is configured.
 
     Raise `ConfigError` if the variable is missing or its value cannot be sent. The message does not
@@ -106,13 +111,13 @@ def _key(section: EmbedderSection) -> str:
         raise ConfigError(
             "embedder.key_env",
             section.key_env,
-            "the environment holds no such variable",
-            "Export it, or leave it out",
+            "this environment variable is not set or is empty",
+            "Export it, or remove the setting",
         )
     if not (key.isascii() and key.isprintable()):
         reason = (
-            "what that variable holds cannot be sent: of its characters some are no printable "
-            "ASCII, such as the end of a line"
+            "the variable's value cannot be sent: it contains non-printable or non-ASCII "
+            "characters, such as a line end"
         )
-        raise ConfigError("embedder.key_env", section.key_env, reason, "Export the key alone")
+        raise ConfigError("embedder.key_env", section.key_env, reason, "Export only the key")
     return key

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from crl.embedders.recipe import KEY, EncoderSettings, Pooling
+from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.errors import ConfigError, EngineError
 from crl.modeling import checksum, first_line, named_weights, resolve_device, silence_transformers
 
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 class EncoderEmbedder:
     """`crl.protocols.Embedder` on one worker thread: pooled last hidden states with unit norm.
 
-    `name` is derived from everything that determines the vectors: weights, tokenizer, recipe, token
-    limit. It does not depend on the location of the directory. A text longer than the model's limit
-    is truncated.
+    `name` is derived from everything that determines the vectors: weights, tokenizer, settings and
+    token limit. It does not depend on the location of the directory. A text longer than the model's
+    limit is truncated.
     """
 
     def __init__(
-        self, recipe: EncoderSettings, device: str = "auto", *, batch: int = 32, threads: int = 1
+        self, settings: EncoderSettings, device: str = "auto", *, batch: int = 32, threads: int = 1
     ) -> None:
-        """Load the model of `recipe` and embed one text to find the dimension.
+        """Load the model of `settings` and embed one text to find the dimension.
 
         `batch`: texts per forward pass. `threads`: CPU threads. Raise `ConfigError` if the model
         cannot be loaded or cannot embed a text.
         """
-        self._recipe, self._batch = recipe, batch
-        self._model = _load(recipe, resolve_device(device, "embedder.device"))
-        self._tokenizer = encoder_tokenizer(recipe)
-        self._limit = token_limit(recipe, self._tokenizer, self._model.config)
-        self._thread = ThreadPoolExecutor(
+        self._settings, self._batch = settings, batch
+        self._model = _load(settings, resolve_device(device, "embedder.device"))
+        self._tokenizer = encoder_tokenizer(settings)
+        self._max_tokens = token_limit(settings, self._tokenizer, self._model.config)
+        self._executor = ThreadPoolExecutor(
             1, "embedder", initializer=torch.set_num_threads, initargs=(threads,)
         )
         try:
-            self.dim = self._thread.submit(self._forward, ["Go north?"]).result().shape[1]
+            self.dim = self._executor.submit(self._forward, ["Go north?"]).result().shape[1]
         except Exception as error:  # models that do not accept plain text fail in many ways
             self.close()
-            reason = f"it cannot embed a text ({type(error).__name__}: {first_line(error)})"
+            reason = f"the model cannot embed a text ({type(error).__name__}: {first_line(error)})"
             raise ConfigError(
-                KEY, str(recipe.folder), reason, "Give a directory with a text encoder"
+                MODEL_KEY, str(settings.folder), reason, "Give a directory with a text encoder"
             ) from error
         self.name = f"{self._model.config.model_type}-{self._fingerprint():08x}-{self.dim}"
 
     def close(self) -> None:
         """Finish the current batch, drop queued ones and stop the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the vectors of `texts`: float32 [len(texts), dim], unit norm.
@@ -75,31 +75,31 @@ class EncoderEmbedder:
     async def _compute(self, texts: Sequence[str]) -> NDArray[np.float32]:
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._forward, texts
+                self._executor, self._forward, texts
             )
         except Exception as error:  # a device can fail in many ways
             raise EngineError(
-                f"embedder {self._recipe.folder}: {type(error).__name__}: {first_line(error)}"
+                f"embedder {self._settings.folder}: {type(error).__name__}: {first_line(error)}"
             ) from error
 
     @torch.inference_mode()
     def _forward(self, texts: Sequence[str]) -> NDArray[np.float32]:
         tokens = self._tokenizer(
-            self._recipe.prepared(texts),
+            self._settings.prepare(texts),
             padding=True,
             truncation=True,
-            max_length=self._limit,
+            max_length=self._max_tokens,
             return_tensors="pt",
         ).to(self._model.device)
         hidden = self._model(**tokens).last_hidden_state
-        vectors = pooled(hidden.float(), tokens["attention_mask"], self._recipe.pooling)
+        vectors = pool_states(hidden.float(), tokens["attention_mask"], self._settings.pooling)
         return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
     def _fingerprint(self) -> int:
-        return self._recipe.fingerprint(self._limit, checksum(named_weights(self._model)))
+        return self._settings.fingerprint(self._max_tokens, checksum(named_weights(self._model)))
 
 
-def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+def pool_states(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     """Return one vector per text: [n, h], from the last hidden states [n, t, h].
 
     `mask`: [n, t], 1 on the tokens of the text; padding may be on either side. Pooling "mean" is
@@ -109,57 +109,57 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.
     if pooling == "mean":
         weights = mask[..., None].to(hidden.dtype)
         return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
-    places = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    chosen = mask.argmax(1) if pooling == "cls" else places.argmax(1)
-    return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
+    positions = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    token_index = mask.argmax(1) if pooling == "cls" else positions.argmax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), token_index]
 
 
-def _load(recipe: EncoderSettings, device: torch.device) -> PreTrainedModel:
+def _load(settings: EncoderSettings, device: torch.device) -> PreTrainedModel:
     from transformers import AutoModel
 
     silence_transformers()
-    folder = str(recipe.folder)
+    folder = str(settings.folder)
     try:
-        model, report = AutoModel.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-            recipe.folder, dtype="auto", local_files_only=True, output_loading_info=True
+        model, info = AutoModel.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            settings.folder, dtype="auto", local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # a broken file can fail in many ways
         raise ConfigError(
-            KEY,
+            MODEL_KEY,
             folder,
-            f"it cannot be loaded ({first_line(error)})",
+            f"the model cannot be loaded ({first_line(error)})",
             "Give a directory with a text encoder",
         ) from error
     # The output of the pooler is not used, so its weights may be missing.
-    if missing := sorted(key for key in report["missing_keys"] if not key.startswith("pooler.")):
-        reason = f"its checkpoint lacks {missing[0]} ({len(missing)} missing in all)"
-        raise ConfigError(KEY, folder, reason, "Download or make the encoder again")
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
+        reason = f"its checkpoint lacks weights: {missing[0]} ({len(missing)} in total)"
+        raise ConfigError(MODEL_KEY, folder, reason, "Download or create the encoder again")
     model.config.use_cache = False
     return model.to(device).eval()
 
 
-def encoder_tokenizer(recipe: EncoderSettings) -> Any:
+def encoder_tokenizer(settings: EncoderSettings) -> Any:
     """Return the tokenizer of the encoder. It pads on the right.
 
     With right padding, positions in a causal model are those of the text alone. Raise `ConfigError`
-    if the tokenizer cannot be loaded or encodes no text.
+    if the tokenizer cannot be loaded or cannot encode a text.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(settings.folder, local_files_only=True)
     except Exception as error:
         reason = f"its tokenizer cannot be loaded ({first_line(error)})"
         raise ConfigError(
-            KEY, str(recipe.folder), reason, "Put the tokenizer's files there"
+            MODEL_KEY, str(settings.folder), reason, "Put the tokenizer's files in this directory"
         ) from error
     # Without its files, transformers builds an empty tokenizer.
     if not tokenizer("Go north?")["input_ids"]:
         raise ConfigError(
-            KEY,
-            str(recipe.folder),
-            "its tokenizer encodes no text",
-            "Put the tokenizer's files there",
+            MODEL_KEY,
+            str(settings.folder),
+            "its tokenizer cannot encode a text",
+            "Put the tokenizer's files in this directory",
         )
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
@@ -167,10 +167,10 @@ def encoder_tokenizer(recipe: EncoderSettings) -> Any:
     return tokenizer
 
 
-def token_limit(recipe: EncoderSettings, tokenizer: Any, config: PreTrainedConfig) -> int:
-    """Return the maximal tokens of a text: the lowest limit of recipe, tokenizer and model."""
+def token_limit(settings: EncoderSettings, tokenizer: Any, config: PreTrainedConfig) -> int:
+    """Return the maximal tokens of a text: the lowest limit of settings, tokenizer and model."""
     limits = (
-        recipe.max_tokens,
+        settings.max_tokens,
         tokenizer.model_max_length,
         getattr(config, "max_position_embeddings", None),
     )

@@ -18,13 +18,13 @@ from crl.errors import EngineError
 
 ATTEMPTS = 5
 """Attempts per request."""
-TIMEOUT = 60.0
-"""Timeout of one answer in seconds."""
+TIMEOUT_S = 60.0
+"""Timeout of one response in seconds."""
 
 CONNECTIONS = 8
 """Requests that may be in flight at the same time."""
-SHOWN = 300
-"""Maximal length of an answer quoted in an error message, in characters."""
+MAX_QUOTED = 300
+"""Maximal length of a response quoted in an error message, in characters."""
 
 
 class EndpointEmbedder:
@@ -54,7 +54,7 @@ class EndpointEmbedder:
         self._url, self._model, self._key = f"{url.rstrip('/')}/embeddings", model, key
         self._batch, self._backoff = batch, backoff
         self._open = urllib.request.build_opener(_NoRedirect).open
-        self._threads = ThreadPoolExecutor(CONNECTIONS, "embedder")
+        self._executor = ThreadPoolExecutor(CONNECTIONS, "embedder")
 
     async def connect(self) -> None:
         """Embed one text to find the dimension of the vectors."""
@@ -62,8 +62,8 @@ class EndpointEmbedder:
         self.name = f"{self._model}-{self.dim}"
 
     def close(self) -> None:
-        """Close the connections without waiting for pending answers."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Close the connections without waiting for pending responses."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the vectors of `texts`: float32 [len(texts), dim], unit norm."""
@@ -72,7 +72,8 @@ class EndpointEmbedder:
             part = await self._request(texts[start : start + self._batch])
             if part.shape[1] != self.dim:
                 raise self._error(
-                    f"vectors of {part.shape[1]} numbers came, not of {self.dim} as at first"
+                    f"the vectors now have dimension {part.shape[1]}, not {self.dim} "
+                    "as in the first response"
                 )
             vectors[start : start + self._batch] = part
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -89,13 +90,13 @@ class EndpointEmbedder:
         )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                answer = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._post, body.encode()
+                response = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._post, body.encode()
                 )
-                return self._vectors(answer, len(texts))
-            except _Unavailable as error:
+                return self._parse(response, len(texts))
+            except _TemporaryFailure as error:
                 if attempt == ATTEMPTS:
-                    raise self._error(f"{error}, {ATTEMPTS} times in a row") from error
+                    raise self._error(f"{error} ({ATTEMPTS} attempts failed)") from error
             await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
@@ -105,57 +106,58 @@ class EndpointEmbedder:
         )
         try:
             with self._open(
-                urllib.request.Request(self._url, body, headers), timeout=TIMEOUT
-            ) as answer:
-                return answer.read()
+                urllib.request.Request(self._url, body, headers), timeout=TIMEOUT_S
+            ) as response:
+                return response.read()
         except urllib.error.HTTPError as error:
-            said = f"{error.code} {error.reason}: {self._quoted(_what_came(error))}"
+            message = f"{error.code} {error.reason}: {self._quote(_body_received(error))}"
             if error.code == 429 or error.code >= 500:
-                raise _Unavailable(said) from error
-            raise self._error(said) from error
+                raise _TemporaryFailure(message) from error
+            raise self._error(message) from error
         except urllib.error.URLError as error:
-            raise _Unavailable(str(error.reason)) from error
-        except (OSError, HTTPException) as error:  # raised while the answer is read
-            raise _Unavailable(f"{type(error).__name__}: {error}") from error
+            raise _TemporaryFailure(str(error.reason)) from error
+        except (OSError, HTTPException) as error:  # raised while the response is read
+            raise _TemporaryFailure(f"{type(error).__name__}: {error}") from error
         except ValueError as error:  # raised for an invalid URL
-            raise self._error(f"it cannot be asked ({error})") from error
+            raise self._error(f"invalid URL ({error})") from error
 
-    def _vectors(self, answer: bytes, n: int) -> NDArray[np.float32]:
+    def _parse(self, response: bytes, n: int) -> NDArray[np.float32]:
         try:
             rows: dict[int, Any] = {
-                row["index"]: row["embedding"] for row in json.loads(answer)["data"]
+                row["index"]: row["embedding"] for row in json.loads(response)["data"]
             }
             with np.errstate(over="ignore"):  # values that are too large are rejected below
                 vectors = np.array([rows[i] for i in range(n)], np.float32)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise self._error(
-                f"the answer holds no embeddings of {n} texts: {self._quoted(answer)}"
+                f"the response does not contain embeddings of {n} texts: {self._quote(response)}"
             ) from error
         if vectors.ndim != 2 or not vectors.size or not np.isfinite(vectors).all():
             raise self._error(
-                f"the answer's embeddings are no vectors of finite numbers: {self._quoted(answer)}"
+                "the response's embeddings are not vectors of finite numbers: "
+                f"{self._quote(response)}"
             )
         return vectors
 
-    def _quoted(self, answer: bytes) -> str:
-        text = answer.decode("utf-8", "replace")
-        return (text.replace(self._key, "…") if self._key else text)[:SHOWN]
+    def _quote(self, body: bytes) -> str:
+        text = body.decode("utf-8", "replace")
+        return (text.replace(self._key, "…") if self._key else text)[:MAX_QUOTED]
 
     def _error(self, text: str) -> EngineError:
         return EngineError(f"embedder {self._url}: {text}")
 
 
-def _what_came(answer: urllib.error.HTTPError) -> bytes:
-    """Return the body of `answer`, or the part that was received before the connection broke."""
+def _body_received(response: urllib.error.HTTPError) -> bytes:
+    """Return the body of `response`, or the part that was received before the connection broke."""
     try:
-        return answer.read()
+        return response.read()
     except IncompleteRead as error:
         return error.partial
     except (OSError, HTTPException):
         return b""
 
 
-class _Unavailable(Exception):
+class _TemporaryFailure(Exception):
     """Temporary failure of a request that may succeed on retry."""
 
 

@@ -23,12 +23,12 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from crl.embedders.encoder import encoder_tokenizer, token_limit
-from crl.embedders.recipe import KEY, EncoderSettings, Pooling
+from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, TransientError
 from crl.modeling import first_line
 
-POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
+VLLM_POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
     "mean": "MEAN",
     "cls": "CLS",
     "lasttoken": "LAST",
@@ -42,7 +42,7 @@ CPU_CACHE_BYTES = 1 << 28
 class VllmEmbedder:
     """`crl.protocols.Embedder` that uses vLLM. Create it with `start`.
 
-    `name` is derived from weights, tokenizer, recipe and token limit, as in `EncoderEmbedder`. A
+    `name` is derived from weights, tokenizer, settings and token limit, as in `EncoderEmbedder`. A
     text longer than the model's limit is truncated. If the engine dies, it is restarted once and
     the request is repeated.
     """
@@ -52,24 +52,25 @@ class VllmEmbedder:
 
     def __init__(
         self,
-        recipe: EncoderSettings,
+        settings: EncoderSettings,
         gpus: Sequence[str],
         fraction: float | None,
         *,
         batch: int,
         threads: int,
     ) -> None:
-        config = AutoConfig.from_pretrained(recipe.folder, local_files_only=True)
-        self._recipe, self._kind = recipe, config.model_type
-        self._tokenizer = encoder_tokenizer(recipe)
-        self._limit = token_limit(recipe, self._tokenizer, config)
-        self._gate = asyncio.Semaphore(2 * batch)  # more requests would only wait in vLLM's queue
-        arguments = _engine_arguments(recipe, self._limit, batch, fraction, config)
-        self._replica = Replica(partial(start_vllm, arguments, tuple(gpus), threads), _as_it_was)
+        config = AutoConfig.from_pretrained(settings.folder, local_files_only=True)
+        self._settings, self._model_type = settings, config.model_type
+        self._tokenizer = encoder_tokenizer(settings)
+        self._max_tokens = token_limit(settings, self._tokenizer, config)
+        # More requests would only wait in vLLM's queue.
+        self._in_flight = asyncio.Semaphore(2 * batch)
+        arguments = _engine_arguments(settings, self._max_tokens, batch, fraction, config)
+        self._replica = Replica(partial(start_vllm, arguments, tuple(gpus), threads), _keep_weights)
 
     @classmethod
     async def start(
-        cls, recipe: EncoderSettings, gpus: Sequence[str] = (), fraction: float | None = None,
+        cls, settings: EncoderSettings, gpus: Sequence[str] = (), fraction: float | None = None,
         *, batch: int = 32, threads: int = 1,
     ) -> VllmEmbedder:  # fmt: skip
         """Return the embedder once its engine serves.
@@ -80,22 +81,24 @@ class VllmEmbedder:
 
         Raise `ConfigError` if vLLM does not support the encoder.
         """
-        weights = await asyncio.to_thread(_checksum, recipe)
-        embedder = cls(recipe, gpus, fraction, batch=batch, threads=threads)
+        weights = await asyncio.to_thread(_weights_checksum, settings)
+        embedder = cls(settings, gpus, fraction, batch=batch, threads=threads)
         try:
-            embedder.dim = len(await embedder._vector(embedder._ids(["Go north?"])[0]))
+            embedder.dim = len(await embedder._embed_tokens(embedder._tokenize(["Go north?"])[0]))
         except asyncio.CancelledError:
             await embedder.aclose()
             raise
         except Exception as error:  # models that vLLM does not support fail in many ways
             await embedder.aclose()
-            reason = f"vLLM cannot embed a text with it ({first_line(error)})"
+            reason = f"vLLM cannot embed a text with this model ({first_line(error)})"
             raise ConfigError(
-                KEY, str(recipe.folder), reason, "Leave out embedder.kind, or use another encoder"
+                MODEL_KEY,
+                str(settings.folder),
+                reason,
+                "Remove embedder.kind, or use another encoder",
             ) from error
-        embedder.name = (
-            f"{embedder._kind}-{recipe.fingerprint(embedder._limit, weights):08x}-{embedder.dim}"
-        )
+        fingerprint = settings.fingerprint(embedder._max_tokens, weights)
+        embedder.name = f"{embedder._model_type}-{fingerprint:08x}-{embedder.dim}"
         return embedder
 
     async def aclose(self) -> None:
@@ -106,46 +109,46 @@ class VllmEmbedder:
 
         Raise `EngineError` if the engine is lost.
         """
-        vectors = await asyncio.gather(*(self._vector(ids) for ids in self._ids(texts)))
+        vectors = await asyncio.gather(*(self._embed_tokens(ids) for ids in self._tokenize(texts)))
         stacked = np.array(vectors, np.float32).reshape(len(texts), self.dim)
         return stacked / np.maximum(np.linalg.norm(stacked, axis=1, keepdims=True), 1e-12)
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         return self._tokenizer(
-            self._recipe.prepared(texts), truncation=True, max_length=self._limit
+            self._settings.prepare(texts), truncation=True, max_length=self._max_tokens
         )["input_ids"]
 
-    async def _vector(self, ids: Sequence[int]) -> NDArray[np.float32]:
+    async def _embed_tokens(self, ids: Sequence[int]) -> NDArray[np.float32]:
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[PoolingRequestOutput]:
             return llm.encode(
                 tokens_input(list(ids)), PoolingParams(task="embed", use_activation=False), name
             )
 
-        async with self._gate:
+        async with self._in_flight:
             try:
-                output = await self._replica.ask(call)
+                output = await self._replica.request(call)
             except TransientError:
-                output = await self._replica.ask(call)
+                output = await self._replica.request(call)
         return output.outputs.data.float().numpy()
 
 
-async def _as_it_was(llm: AsyncLLM) -> None:
+async def _keep_weights(llm: AsyncLLM) -> None:
     """Do nothing: the weights of an encoder never change."""
 
 
 def _engine_arguments(
-    recipe: EncoderSettings, limit: int, batch: int, fraction: float | None, config: Any
+    settings: EncoderSettings, max_tokens: int, batch: int, fraction: float | None, config: Any
 ) -> dict[str, Any]:
     dtype = getattr(config, "dtype", None)
     return {
-        "model": str(recipe.folder),
+        "model": str(settings.folder),
         "runner": "pooling",
-        "pooler_config": PoolerConfig(pooling_type=POOLING[recipe.pooling]),
+        "pooler_config": PoolerConfig(pooling_type=VLLM_POOLING[settings.pooling]),
         "dtype": str(dtype).removeprefix("torch.") if dtype is not None else "auto",
         "skip_tokenizer_init": True,
-        "max_model_len": limit,
+        "max_model_len": max_tokens,
         "max_num_seqs": batch,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
@@ -157,10 +160,10 @@ def _engine_arguments(
     )
 
 
-def _checksum(recipe: EncoderSettings) -> int:
+def _weights_checksum(settings: EncoderSettings) -> int:
     """Return the checksum of the files with weights, in the order of their names."""
     crc = 0
-    for path in sorted(recipe.folder.glob("*.safetensors")):
+    for path in sorted(settings.folder.glob("*.safetensors")):
         with path.open("rb") as file:
             while block := file.read(1 << 24):
                 crc = zlib.crc32(block, crc)

@@ -1,6 +1,6 @@
 """Key-value cache of the in-process engine.
 
-`SlotCache` holds one row for each running sequence. `Prefixes` holds the keys and values of
+`SlotCache` holds one row for each running sequence. `PrefixCache` holds the keys and values of
 conversations that may continue with another turn.
 """
 
@@ -42,7 +42,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new keys and values [b, heads, width, d] at the current pass's places.
+        """Write the new keys and values [b, heads, width, d] for the tokens of the current pass.
 
         Without a padded block, return the full tensors of the layer for
         `crl.engines.passes.attend`. For a padded block, return the rows of the block
@@ -50,11 +50,11 @@ class SlotLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        block = self._cache.padded
-        for kept, new in zip(self.tensors, (key_states, value_states), strict=True):
+        block = self._cache.padded_block
+        for cached, new in zip(self.tensors, (key_states, value_states), strict=True):
             tokens = new.transpose(1, 2)
-            rows, positions = self._cache.places
-            kept[rows, :, positions] = tokens[0] if block is None else block.unpadded(tokens)
+            rows, positions = self._cache.write_index
+            cached[rows, :, positions] = tokens[0] if block is None else block.unpadded(tokens)
         keys, values = self.tensors
         if block is None:
             return keys, values
@@ -62,7 +62,7 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
-            self.keys, self.values = (_longer(x, capacity) for x in self.tensors)
+            self.keys, self.values = (_with_capacity(x, capacity) for x in self.tensors)
 
     def get_seq_length(self) -> int:
         return 0
@@ -74,7 +74,7 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.capacity, 0
 
 
-def _longer(x: torch.Tensor, capacity: int) -> torch.Tensor:
+def _with_capacity(x: torch.Tensor, capacity: int) -> torch.Tensor:
     """Return a zero-padded copy of x [slots, heads, old capacity, head_dim] with `capacity`."""
     longer = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
     longer[:, :, : x.shape[2]] = x
@@ -86,22 +86,23 @@ class SlotCache(Cache):
 
     def __init__(self, layers: int, slots: int) -> None:
         self.slots, self.capacity = slots, 128
-        self.places = (torch.zeros(0, dtype=torch.long),) * 2
+        self.write_index = (torch.zeros(0, dtype=torch.long),) * 2
         """Row and position of each new token of the current pass."""
-        self.padded: Block | None = None
+        self.padded_block: Block | None = None
         """Padded block that the model reads now; None if it reads all tokens in one row."""
         self._slot_layers = [SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._slot_layers))
 
-    def begin(self, new: Pass, block: Block | None = None) -> None:
+    def begin(self, forward_pass: Pass, block: Block | None = None) -> None:
         """Prepare the cache for a pass.
 
         Grow the capacity to the longest row of the pass. Set where the model's next keys and
         values are written: those of all tokens of the pass, or those of the padded `block`.
         """
-        self.reserve(new.longest)
+        self.reserve(forward_pass.longest)
         tokens = slice(None) if block is None else block.tokens
-        self.padded, self.places = block, (new.rows[tokens], new.positions[tokens])
+        self.padded_block = block
+        self.write_index = (forward_pass.rows[tokens], forward_pass.positions[tokens])
 
     def reserve(self, tokens: int) -> None:
         """Double the capacity until a row can hold `tokens` tokens."""
@@ -132,10 +133,10 @@ class SlotCache(Cache):
     def copy_in(self, row: int, tokens: int, saved: Sequence[torch.Tensor]) -> None:
         """Write the first `tokens` tokens of `saved`, a result of `copy_out`, to a row's start."""
         self.reserve(tokens)
-        for x, kept in zip(
+        for x, source in zip(
             (x for layer in self._slot_layers for x in layer.tensors), saved, strict=True
         ):
-            x[row, :, :tokens] = kept[:, :tokens]
+            x[row, :, :tokens] = source[:, :tokens]
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Prefix:
     """Keys and values of `ids`, as returned by `SlotCache.copy_out`."""
 
 
-class Prefixes:
+class PrefixCache:
     """Prefixes by session, computed with one version of the weights.
 
     The prefixes hold at most as many tokens as the rows of the cache can hold. Cache and prefixes
@@ -158,20 +159,20 @@ class Prefixes:
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
-        self._held: OrderedDict[str, Prefix] = OrderedDict()
+        self._by_session: OrderedDict[str, Prefix] = OrderedDict()
         self._tokens = 0
 
-    def keep(self, session: str, ids: tuple[int, ...], row: int) -> None:
+    def store(self, session: str, ids: tuple[int, ...], row: int) -> None:
         """Store the row's keys and values of `ids` for the next turn of `session`.
 
         A previous prefix of the session is replaced. Old prefixes are dropped if the limit is
         exceeded.
         """
         self.drop(session)
-        self._held[session] = Prefix(ids, self._cache.copy_out(row, len(ids)))
+        self._by_session[session] = Prefix(ids, self._cache.copy_out(row, len(ids)))
         self._tokens += len(ids)
         while self._tokens > self._cache.slots * self._cache.capacity:
-            self.drop(next(iter(self._held)))
+            self.drop(next(iter(self._by_session)))
 
     def reusable(self, session: str | None, ids: tuple[int, ...]) -> int:
         """Return how many of the prompt's first tokens need no prefill.
@@ -179,7 +180,7 @@ class Prefixes:
         These are the leading tokens that the prompt `ids` shares with the session's prefix. The
         last prompt token is never counted, because its logits must be computed.
         """
-        prefix = self._held.get(session) if session is not None else None
+        prefix = self._by_session.get(session) if session is not None else None
         if prefix is None:
             return 0
         limit = min(len(prefix.ids), len(ids) - 1)
@@ -187,22 +188,22 @@ class Prefixes:
             return limit
         return next(i for i in range(limit) if prefix.ids[i] != ids[i])
 
-    def take(self, session: str | None, ids: tuple[int, ...], row: int) -> int:
+    def restore(self, session: str | None, ids: tuple[int, ...], row: int) -> int:
         """Copy the reusable part of the session's prefix into the row and drop the prefix.
 
         Return the number of copied tokens.
         """
         tokens = self.reusable(session, ids)
         if session is not None and tokens:
-            self._cache.copy_in(row, tokens, self._held[session].saved)
+            self._cache.copy_in(row, tokens, self._by_session[session].saved)
         if session is not None:
             self.drop(session)
         return tokens
 
     def drop(self, session: str) -> None:
-        prefix = self._held.pop(session, None)
+        prefix = self._by_session.pop(session, None)
         self._tokens -= len(prefix.ids) if prefix else 0
 
     def clear(self) -> None:
-        self._held.clear()
+        self._by_session.clear()
         self._tokens = 0

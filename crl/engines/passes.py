@@ -21,59 +21,59 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from crl.packing import OTHER_ATTENTION
+from crl.packing import UNSUPPORTED_OPTIONS
 
-CACHED = "crl_cached"
+CACHED_ATTENTION = "crl_cached"
 """Name under which `attend` is registered in transformers."""
 
-PADDING = 1.1
+MAX_PADDING_RATIO = 1.1
 """Maximum ratio of padded to real query-key products for prefill rows that share one call."""
 
-SHORT = 32
+MAX_STACKED_TOKENS = 32
 """Maximum number of new tokens per row for which grouped queries are stacked.
 
 Up to this number, the queries that share a key-value head become rows of one product, each with
 its own mask row. With more new tokens, copies of the keys need less memory than the masks.
 """
 
-CALL = 1 << 14
+CALL_COST = 1 << 14
 """Number of extra query-key products that are accepted to avoid one more call of attention."""
 
 
 class Block:
     """Neighbouring rows of a pass whose attention is computed in one call."""
 
-    def __init__(self, whole: Pass, begin: int, end: int) -> None:
-        """Create the block of the rows `begin` to `end` (exclusive) of the pass `whole`."""
-        first, lengths = sum(whole.lengths[:begin]), whole.lengths[begin:end]
+    def __init__(self, forward_pass: Pass, begin: int, end: int) -> None:
+        """Create the block of the rows `begin` to `end` (exclusive) of the pass `forward_pass`."""
+        first, lengths = sum(forward_pass.lengths[:begin]), forward_pass.lengths[begin:end]
         self.rows = slice(begin, end)
         """Rows of the pass."""
         self.tokens = slice(first, first + sum(lengths))
         """Tokens of the pass."""
         self.width = max(lengths)
         """Largest number of new tokens in a row."""
-        self.longest = max(map(add, lengths, whole.starts[begin:end]))
+        self.longest = max(map(add, lengths, forward_pass.starts[begin:end]))
         """Number of tokens in the longest row after the pass."""
-        self._whole, self._lengths = whole, lengths
+        self._pass, self._lengths = forward_pass, lengths
         self._masks: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     @cached_property
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _padding_index(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Index maps between tokens and padded rows; None if no padding is needed.
 
-        The first tensor [b · width] is the token at each place of the padded rows. The second
-        tensor [t] is the place of each token.
+        The first tensor [b · width] is the token at each position of the padded rows. The second
+        tensor [t] is the position of each token in the padded rows.
         """
         if self.width == min(self._lengths):
             return None
-        tokens, places, begin = [], [], 0
+        tokens, positions, begin = [], [], 0
         for row, length in enumerate(self._lengths):
             end = begin + length
             tokens += [*range(begin, end), *[end - 1] * (self.width - length)]
-            places += range(row * self.width, row * self.width + length)
+            positions += range(row * self.width, row * self.width + length)
             begin = end
-        return torch.tensor(tokens, device=self._whole.device), torch.tensor(
-            places, device=self._whole.device
+        return torch.tensor(tokens, device=self._pass.device), torch.tensor(
+            positions, device=self._pass.device
         )
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,15 +82,15 @@ class Block:
         The padding of a row repeats its last token.
         """
         x = x[self.tokens]
-        x = x if self._places is None else x.index_select(0, self._places[0])
+        x = x if self._padding_index is None else x.index_select(0, self._padding_index[0])
         return x.unflatten(0, (-1, self.width))
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tokens [t, …] of the padded rows x [b, width, …]."""
         return (
             x.flatten(0, 1)
-            if self._places is None
-            else x.flatten(0, 1).index_select(0, self._places[1])
+            if self._padding_index is None
+            else x.flatten(0, 1).index_select(0, self._padding_index[1])
         )
 
     def mask(self, dtype: torch.dtype, groups: int = 1) -> torch.Tensor:
@@ -100,11 +100,12 @@ class Block:
         all layers.
         """
         if (dtype, groups) not in self._masks:
-            hidden = (
-                self._whole.places[: self.longest] > self.padded(self._whole.positions)[:, :, None]
+            masked = (
+                self._pass.key_positions[: self.longest]
+                > self.padded(self._pass.positions)[:, :, None]
             )
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-                hidden, float("-inf")
+            mask = torch.zeros(masked.shape, dtype=dtype, device=masked.device).masked_fill_(
+                masked, float("-inf")
             )
             self._masks[dtype, groups] = (
                 mask[:, None, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3)
@@ -117,12 +118,13 @@ class Block:
         """Return the attention output [t, heads, d] of the block's tokens.
 
         `query` [T, heads, d] holds the queries of the whole pass. `keys` and `values` are cached
-        tensors [slots, key-value heads, capacity, d]. If no row has more than `SHORT` new tokens,
-        the queries that share a key-value head become rows of one product and no key is copied.
+        tensors [slots, key-value heads, capacity, d]. If no row has more than
+        `MAX_STACKED_TOKENS` new tokens, the queries that share a key-value head become rows of one
+        product and no key is copied.
         """
         k, v = (x[self.rows, :, : self.longest] for x in (keys, values))
         groups = query.shape[1] // k.shape[1]
-        if self.width > SHORT:
+        if self.width > MAX_STACKED_TOKENS:
             k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         q = self.padded(query).unflatten(2, (-1, groups)).transpose(1, 2).flatten(2, 3)
         out = scaled_dot_product_attention(
@@ -136,24 +138,24 @@ class Pass:
 
     def __init__(
         self,
-        new: Sequence[Sequence[int]],
+        new_tokens: Sequence[Sequence[int]],
         starts: Sequence[int],
         decoding: int,
         device: torch.device,
     ) -> None:
         """Lay out the tokens of a pass.
 
-        `new` holds the tokens that each row reads. `starts` is the number of tokens that each row
-        already holds. The first `decoding` rows decode: they read one token each.
+        `new_tokens` holds the tokens that each row reads. `starts` is the number of tokens that
+        each row already holds. The first `decoding` rows decode: they read one token each.
         """
-        self.lengths, self.starts, self.device = list(map(len, new)), list(starts), device
+        self.lengths, self.starts, self.device = list(map(len, new_tokens)), list(starts), device
         rows = [row for row, length in enumerate(self.lengths) for _ in range(length)]
         positions = [
             i
             for start, length in zip(starts, self.lengths, strict=True)
             for i in range(start, start + length)
         ]
-        ids = [token for tokens in new for token in tokens]
+        ids = [token for tokens in new_tokens for token in tokens]
         self.ids, self.rows, self.positions = torch.tensor([ids, rows, positions], device=device)
         """Id, row and position of each token, three tensors [T]."""
         spans = [(0, decoding)] if decoding else []
@@ -163,7 +165,7 @@ class Pass:
         self.longest = max(block.longest for block in self.blocks)
 
     @cached_property
-    def places(self) -> torch.Tensor:
+    def key_positions(self) -> torch.Tensor:
         """All positions of the longest row, in order [longest]."""
         return torch.arange(self.longest, device=self.device)
 
@@ -176,17 +178,20 @@ class Pass:
 def _spans(lengths: Sequence[int], starts: Sequence[int], begin: int) -> Iterator[tuple[int, int]]:
     """Yield spans (begin, end) of neighbouring rows, starting at row `begin`.
 
-    The rows of a span are cheap to pad to the same number of new tokens and of keys. `PADDING` and
-    `CALL` limit the cost of the padding.
+    The rows of a span are cheap to pad to the same number of new tokens and of keys.
+    `MAX_PADDING_RATIO` and `CALL_COST` limit the cost of the padding.
     """
     width = longest = products = 0
     for row in range(begin, len(lengths)):
         end = starts[row] + lengths[row]
-        own, wider, more = lengths[row] * end, max(width, lengths[row]), max(longest, end)
-        if row > begin and (row + 1 - begin) * wider * more > PADDING * (products + own) + CALL:
+        row_products = lengths[row] * end
+        new_width, new_longest = max(width, lengths[row]), max(longest, end)
+        padded_products = (row + 1 - begin) * new_width * new_longest
+        limit = MAX_PADDING_RATIO * (products + row_products) + CALL_COST
+        if row > begin and padded_products > limit:
             yield begin, row
-            begin, products, wider, more = row, 0, lengths[row], end
-        width, longest, products = wider, more, products + own
+            begin, products, new_width, new_longest = row, 0, lengths[row], end
+        width, longest, products = new_width, new_longest, products + row_products
     if begin < len(lengths):
         yield begin, len(lengths)
 
@@ -194,25 +199,25 @@ def _spans(lengths: Sequence[int], starts: Sequence[int], begin: int) -> Iterato
 def attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *, reading: Pass | None = None, scaling: float | None = None, **options: Any,
+    *, forward_pass: Pass | None = None, scaling: float | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Return the attention output [1, T, heads, d], attending within each sequence of `reading`.
+    """Return the attention output [1, T, heads, d] of a pass, within each of its sequences.
 
     The signature is that of an attention function of transformers. `query` has the shape
     [1, heads, T, d]. `key` and `value` are the layer's cache [slots, key-value heads, capacity, d].
-    Without `reading`, call the `sdpa` attention of transformers. Raise `NotImplementedError` if the
-    model asks for another kind of attention (`OTHER_ATTENTION`).
+    Without `forward_pass`, call the `sdpa` attention of transformers. Raise `NotImplementedError`
+    if the model asks for another kind of attention (`UNSUPPORTED_OPTIONS`).
     """
-    if reading is None:
+    if forward_pass is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
-    if other := [name for name in OTHER_ATTENTION if options.get(name) is not None]:
-        raise NotImplementedError(f"the engine does not attend with {', '.join(other)}")
+    if unsupported := [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None]:
+        raise NotImplementedError(f"the torch engine does not support {', '.join(unsupported)}")
     q = query[0].transpose(0, 1)
-    pieces = [block.attend(q, key, value, scaling) for block in reading.blocks]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None], None
+    outputs = [block.attend(q, key, value, scaling) for block in forward_pass.blocks]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
-AttentionInterface.register(CACHED, attend)
-AttentionMaskInterface.register(CACHED, sdpa_mask)
+AttentionInterface.register(CACHED_ATTENTION, attend)
+AttentionMaskInterface.register(CACHED_ATTENTION, sdpa_mask)

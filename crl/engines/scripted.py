@@ -16,7 +16,7 @@ class ScriptedEngine:
     """`crl.protocols.Engine` that answers the prompt `text` with `answer(text)`."""
 
     def __init__(self, renderer: ChatRenderer, answer: Callable[[str], str]) -> None:
-        self.version, self.busy = 0, 0.0
+        self.version, self.busy_s = 0, 0.0
         self.requests: list[tuple[str | None, tuple[int, ...]]] = []
         """(session, prompt ids) of all requests so far, in order."""
         self._renderer, self._answer = renderer, answer

@@ -45,12 +45,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from crl.config.shapes import require_context, require_divisible
 from crl.engines.vllm_heads import WiderHeads
-from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm, started
+from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, shut_down_on_error, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import InProcessWeights, checksum, first_line
 from crl.protocols import PublishHandle
 from crl.scratch import scratch_folder
-from crl.sync import MEETING, FileWeights, NcclWeights, beside, weight_bytes, weights_path
+from crl.sync import (
+    LOOPBACK_ADDRESS,
+    FileWeights,
+    NcclWeights,
+    sibling_path,
+    weight_bytes,
+    weights_path,
+)
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -62,7 +69,7 @@ CPU_CACHE_BYTES = 1 << 30
 On a GPU the size follows from `VllmSettings.memory_fraction`.
 """
 
-TRANSFER_S = 600.0
+TRANSFER_TIMEOUT_S = 600.0
 """Timeout in seconds for a transfer of weights, counted after the running requests have ended."""
 
 SEED_BITS = 63
@@ -106,11 +113,11 @@ class VllmEngine:
         self._settings, self._vocabulary = settings, config.vocab_size
         self._folder = Path(tempfile.mkdtemp(prefix="engine-", dir=scratch_folder()))
         self._heads = wider_heads(config)
-        self._current: FileWeights | None = None
-        self._dead: EngineError | None = None
+        self._current_weights: FileWeights | None = None
+        self._failure: EngineError | None = None
         self._receiver = NcclReceiver(settings.tensor_parallel)
         self.version = 0
-        self._meter = _Meter()
+        self._timer = _BusyTimer()
         arguments = engine_arguments(self._widened(model) if self._heads else model, settings)
         self._replicas = [
             Replica(partial(self._start, arguments, gpus), self._restore)
@@ -137,9 +144,9 @@ class VllmEngine:
         return engine
 
     @property
-    def busy(self) -> float:
+    def busy_s(self) -> float:
         """Seconds during which at least one request was running."""
-        return self._meter.seconds
+        return self._timer.seconds
 
     async def generate(
         self,
@@ -156,7 +163,7 @@ class VllmEngine:
         """
         self._check(ids, sampling.max_tokens)
         if rng is None and sampling.temperature > 0:
-            raise ValueError("sampling needs a seed: pass rng")
+            raise ValueError("sampling at a temperature above 0 needs a seed: pass rng")
         parameters = SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -168,7 +175,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return completion(await self._ask(ids, parameters, session))
+        return completion(await self._generate(ids, parameters, session))
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         """Return the log-probs of `ids`. See `crl.protocols.Engine`.
@@ -184,10 +191,14 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._ask(ids, parameters, None)
+        output = await self._generate(ids, parameters, None)
         assert output.prompt_logprobs is not None
-        found = list(output.prompt_logprobs)[1:]
-        return [at[token].logprob for token, at in zip(ids[1:], found, strict=True) if at]
+        positions = list(output.prompt_logprobs)[1:]
+        return [
+            by_token[token].logprob
+            for token, by_token in zip(ids[1:], positions, strict=True)
+            if by_token
+        ]
 
     async def update_weights(self, handle: PublishHandle) -> None:
         """Swap the weights. See `crl.protocols.Engine`.
@@ -199,17 +210,17 @@ class VllmEngine:
         await self.health()
         try:
             if isinstance(handle, NcclWeights):
-                await self._broadcast(handle)
+                await self._receive_broadcast(handle)
             else:
-                await self._read(await asyncio.to_thread(self._adopt, handle))
+                await self._load_file(await asyncio.to_thread(self._store_weights, handle))
         except EngineError as error:
-            self._dead = error
+            self._failure = error
             raise
         except OSError as error:
-            self._dead = EngineError(
-                f"there is no room for the weights of version {handle.version}: {error}"
+            self._failure = EngineError(
+                f"the weights of version {handle.version} cannot be stored in a file: {error}"
             )
-            raise self._dead from error
+            raise self._failure from error
         self.version = handle.version
 
     async def health(self) -> None:
@@ -217,29 +228,29 @@ class VllmEngine:
 
         Raise the `EngineError` that ended the engine, if there is one.
         """
-        if self._dead is not None:
-            raise self._dead
+        if self._failure is not None:
+            raise self._failure
         await asyncio.gather(*(replica.ready() for replica in self._replicas))
 
     async def aclose(self) -> None:
-        self._dead = self._dead or EngineError("the engine is closed")
+        self._failure = self._failure or EngineError("the engine is closed")
         await asyncio.gather(*(replica.aclose() for replica in self._replicas))
-        if self._current is not None:
-            self._current.discard()
+        if self._current_weights is not None:
+            self._current_weights.discard()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
-    async def _ask(
+    async def _generate(
         self, ids: Sequence[int], parameters: SamplingParams, session: str | None
     ) -> RequestOutput:
         """Return vLLM's output for one request."""
-        if self._dead is not None:
-            raise self._dead
+        if self._failure is not None:
+            raise self._failure
 
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[RequestOutput]:
             return llm.generate(tokens_input(list(ids)), parameters, name)
 
-        with self._meter.running():
-            return await self._replica(session).ask(call)
+        with self._timer.running():
+            return await self._replica(session).request(call)
 
     def _replica(self, session: str | None) -> Replica:
         """Return the replica for a request.
@@ -251,29 +262,32 @@ class VllmEngine:
             return self._replicas[zlib.crc32(session.encode()) % len(self._replicas)]
         return min(self._replicas, key=lambda replica: replica.in_flight)
 
-    def _check(self, ids: Sequence[int], more: int) -> None:
-        """Raise `RolloutError` if `ids` and `more` new tokens cannot be processed."""
-        if not ids or len(ids) + more > self._settings.max_context:
+    def _check(self, ids: Sequence[int], new_tokens: int) -> None:
+        """Raise `RolloutError` if `ids` and `new_tokens` further tokens cannot be processed."""
+        if not ids or len(ids) + new_tokens > self._settings.max_context:
             raise RolloutError(
                 "engine",
-                f"{len(ids)} prompt + {more} new tokens do not fit {self._settings.max_context}",
+                f"{len(ids)} prompt tokens and {new_tokens} new tokens do not fit into the "
+                f"context of {self._settings.max_context} tokens",
             )
         if not (min(ids) >= 0 and max(ids) < self._vocabulary):
             raise RolloutError(
-                "engine", f"the prompt holds a token id outside the model's {self._vocabulary}"
+                "engine",
+                f"the prompt contains a token id outside the model's vocabulary of "
+                f"{self._vocabulary} tokens",
             )
 
     async def _start(self, arguments: dict[str, Any], gpus: tuple[str, ...]) -> AsyncLLM:
         """Start one vLLM engine on `gpus` and set its weight version."""
         llm = await start_vllm(arguments, gpus, self._settings.threads)
-        async with started(llm):
+        async with shut_down_on_error(llm):
             await llm.update_weight_version(str(self.version))
             await llm.get_supported_tasks()  # otherwise the first request would make this call
         return llm
 
     # ── weights ───────────────────────────────────────────────────────────────────────────────────
 
-    def _adopt(self, handle: PublishHandle) -> FileWeights:
+    def _store_weights(self, handle: PublishHandle) -> FileWeights:
         """Return the published weights in a file that belongs to this engine.
 
         The file stays valid after the sender removes its own file, so a restarted vLLM engine can
@@ -283,17 +297,17 @@ class VllmEngine:
         if not isinstance(handle, InProcessWeights | FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
         if isinstance(handle, FileWeights) and not self._heads:
-            path = beside(handle.path)
+            path = sibling_path(handle.path)
             link_or_copy(handle.path, path)
             return replace(handle, path=path)  # the workers compute the checksum of the file
         tensors = handle.tensors
         if checksum(tensors) != handle.checksum:
             raise EngineError(
-                f"the weights of version {handle.version} arrived with another checksum"
+                f"the weights of version {handle.version} arrived with a different checksum"
             )
         path = weights_path(weight_bytes(handle.manifest))
         return FileWeights.write(
-            path, self._heads.widened(tensors) if self._heads else tensors, handle.version
+            path, self._heads.widen(tensors) if self._heads else tensors, handle.version
         )
 
     def _widened(self, model: Path) -> Path:
@@ -303,23 +317,23 @@ class VllmEngine:
         folder.mkdir()
         self._heads.write_config(model, folder)
         save_file(
-            self._heads.widened(load_file(model / "model.safetensors")),
+            self._heads.widen(load_file(model / "model.safetensors")),
             folder / "model.safetensors",
             {"format": "pt"},
         )
         return folder
 
-    async def _read(self, weights: FileWeights) -> None:
+    async def _load_file(self, weights: FileWeights) -> None:
         """Load the file into all replicas.
 
         A replica that dies during the transfer loads the file after its restart.
         """
-        before, self._current = self._current, weights
+        previous, self._current_weights = self._current_weights, weights
         await asyncio.gather(
-            *(replica.carry_out(partial(swap, weights=weights)) for replica in self._replicas)
+            *(replica.apply(partial(swap, weights=weights)) for replica in self._replicas)
         )
-        if before is not None:
-            before.discard()
+        if previous is not None:
+            previous.discard()
 
     async def _restore(self, llm: AsyncLLM) -> None:
         """Load the current weights into a restarted engine.
@@ -327,15 +341,15 @@ class VllmEngine:
         A restart loads the model's directory, which may hold older weights. Raise `EngineError` if
         the current weights were received over NCCL, because then no file holds them.
         """
-        if self._current is not None:
-            await swap(llm, self._current)
+        if self._current_weights is not None:
+            await swap(llm, self._current_weights)
         elif self.version:
             raise EngineError(
-                "vLLM died, and the weights that it had came over NCCL: only the learner has them. "
-                "Resume from a checkpoint"
+                "vLLM died and cannot be restarted: its weights were received over NCCL, so no "
+                "file holds them. Resume the run from a checkpoint"
             )
 
-    async def _broadcast(self, weights: NcclWeights) -> None:
+    async def _receive_broadcast(self, weights: NcclWeights) -> None:
         """Receive weights over NCCL in all replicas.
 
         Raise `EngineError` if the number of workers differs from the learner's or vLLM dies.
@@ -343,15 +357,16 @@ class VllmEngine:
         ranks = self._settings.tensor_parallel
         if weights.world_size != 1 + ranks * len(self._replicas):
             raise EngineError(
-                f"the learner sends to {weights.world_size - 1} workers, "
-                f"but there are {ranks * len(self._replicas)}"
+                f"the learner sends weights to {weights.world_size - 1} workers, "
+                f"but vLLM has {ranks * len(self._replicas)} workers"
             )
         engines = [await replica.ready() for replica in self._replicas]
         try:
             await self._receiver.receive(engines, weights)
         except EngineDeadError as error:
             raise EngineError(
-                "vLLM died while it received weights over NCCL: only the learner has them"
+                "vLLM died while it received weights over NCCL and cannot be restarted, because no "
+                "file holds them. Resume the run from a checkpoint"
             ) from error
 
 
@@ -366,7 +381,7 @@ class NcclReceiver:
     """
 
     def __init__(self, tensor_parallel: int) -> None:
-        self._workers, self._port = tensor_parallel, 0
+        self._workers_per_engine, self._port = tensor_parallel, 0
 
     async def receive(self, engines: Sequence[AsyncLLM], weights: NcclWeights) -> None:
         """Swap the weights of all `engines` together while the learner sends them.
@@ -374,33 +389,37 @@ class NcclReceiver:
         Wait for the running requests first, as in `swap`.
         """
         await asyncio.gather(*(_drain(llm) for llm in engines))
-        async with _deadline(weights.version):
+        async with _transfer_timeout(weights.version):
             # Choose the port late, so that no other process takes it before the ranks meet.
-            first, self._port = not self._port, self._port or _free_port()
-            await asyncio.gather(weights.send(self._port), self._take_in(engines, weights, first))
+            join, self._port = not self._port, self._port or _free_port()
+            await asyncio.gather(
+                weights.send(self._port), self._receive_weights(engines, weights, join)
+            )
 
-    async def _take_in(
-        self, engines: Sequence[AsyncLLM], weights: NcclWeights, first: bool
+    async def _receive_weights(
+        self, engines: Sequence[AsyncLLM], weights: NcclWeights, join: bool
     ) -> None:
-        """Receive the weights. If `first` is true, join the learner's NCCL group before."""
-        if first:
+        """Receive the weights. If `join` is true, join the learner's NCCL group first."""
+        if join:
             group = {
-                "master_address": MEETING,
+                "master_address": LOOPBACK_ADDRESS,
                 "master_port": self._port,
                 "world_size": weights.world_size,
                 "packed": True,
             }
-            offsets = range(1, weights.world_size, self._workers)
+            offsets = range(1, weights.world_size, self._workers_per_engine)
             requests = [
                 WeightTransferInitRequest(init_info={**group, "rank_offset": offset})
                 for offset in offsets
             ]
-            await asyncio.gather(*(_join(llm, r) for llm, r in zip(engines, requests, strict=True)))
-        await asyncio.gather(*(_renew(llm, weights) for llm in engines))
+            await asyncio.gather(
+                *(_join_group(llm, r) for llm, r in zip(engines, requests, strict=True))
+            )
+        await asyncio.gather(*(_load_weights(llm, weights) for llm in engines))
 
 
-async def _join(llm: AsyncLLM, request: WeightTransferInitRequest) -> None:
-    with _failing(llm, "the learner and vLLM do not meet over NCCL"):
+async def _join_group(llm: AsyncLLM, request: WeightTransferInitRequest) -> None:
+    with _as_engine_error(llm, "the learner and vLLM cannot connect over NCCL"):
         await llm.init_weight_transfer_engine(request)
 
 
@@ -408,11 +427,11 @@ async def swap(llm: AsyncLLM, weights: FileWeights) -> None:
     """Load new weights into a running vLLM engine after its running requests have ended.
 
     Raise `EngineError` if the version or the checksum differs from the sender's, or if the transfer
-    takes longer than `TRANSFER_S`.
+    takes longer than `TRANSFER_TIMEOUT_S`.
     """
     await _drain(llm)
-    async with _deadline(weights.version):
-        await _renew(llm, weights)
+    async with _transfer_timeout(weights.version):
+        await _load_weights(llm, weights)
 
 
 async def _drain(llm: AsyncLLM) -> None:
@@ -421,48 +440,49 @@ async def _drain(llm: AsyncLLM) -> None:
 
 
 @asynccontextmanager
-async def _deadline(version: int) -> AsyncIterator[None]:
-    """Raise `EngineError` if the body takes longer than `TRANSFER_S`."""
+async def _transfer_timeout(version: int) -> AsyncIterator[None]:
+    """Raise `EngineError` if the body takes longer than `TRANSFER_TIMEOUT_S`."""
     try:
-        async with asyncio.timeout(TRANSFER_S):
+        async with asyncio.timeout(TRANSFER_TIMEOUT_S):
             yield
     except TimeoutError as error:
         raise EngineError(
-            f"the transfer of the weights of version {version} took more than {TRANSFER_S:g} s"
+            f"the transfer of the weights of version {version} took longer than "
+            f"{TRANSFER_TIMEOUT_S:g} s"
         ) from error
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((MEETING, 0))
+        probe.bind((LOOPBACK_ADDRESS, 0))
         return probe.getsockname()[1]
 
 
-async def _renew(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
+async def _load_weights(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> None:
     """Load new weights into a paused engine, verify them and resume the engine.
 
     Raise `EngineError` if the transfer fails, the version or a checksum differs, or vLLM does not
     reset its prefix cache. Raise vLLM's `EngineDeadError` if vLLM dies.
     """
-    with _failing(llm, f"the weights of version {weights.version} did not arrive"):
+    with _as_engine_error(llm, f"vLLM cannot load the weights of version {weights.version}"):
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=_update(weights)))
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(weights)))
         await llm.finish_weight_update(weight_version=str(weights.version))
         received = await llm.collective_rpc("received_checksum")
         version = await llm.get_weight_version()
     if set(received) != {weights.checksum} or version != str(weights.version):
-        found = f"version {version} with the checksums {received}"
         raise EngineError(
-            f"of version {weights.version} with the checksum {weights.checksum} arrived {found}"
+            f"the learner sent version {weights.version} with the checksum {weights.checksum}, "
+            f"but vLLM received version {version} with the checksums {received}"
         )
     if not await llm.reset_prefix_cache():
-        raise EngineError("vLLM kept a prefix cache of the old weights")
+        raise EngineError("vLLM did not clear its prefix cache, which belongs to the old weights")
     await llm.resume_generation()
 
 
 @contextmanager
-def _failing(llm: AsyncLLM, what: str) -> Iterator[None]:
-    """Convert every error of the body to an `EngineError` whose message begins with `what`.
+def _as_engine_error(llm: AsyncLLM, message: str) -> Iterator[None]:
+    """Convert every error of the body to an `EngineError` whose message begins with `message`.
 
     Raise vLLM's `EngineDeadError` instead if the engine is dead.
     """
@@ -471,10 +491,10 @@ def _failing(llm: AsyncLLM, what: str) -> Iterator[None]:
     except Exception as error:  # workers, NCCL and files raise many types of errors
         if llm.errored:
             raise EngineDeadError() from error
-        raise EngineError(f"{what}: {error}") from error
+        raise EngineError(f"{message}: {error}") from error
 
 
-def _update(weights: FileWeights | NcclWeights) -> dict[str, Any]:
+def _update_info(weights: FileWeights | NcclWeights) -> dict[str, Any]:
     """Return the description of a transfer that vLLM passes to its workers."""
     manifest = weights.manifest
     if isinstance(weights, FileWeights):
@@ -490,12 +510,14 @@ def completion(output: RequestOutput) -> Completion:
     """Convert vLLM's output to a `Completion`. Raise `RolloutError` if vLLM aborted the request."""
     (sampled,) = output.outputs
     if sampled.finish_reason not in ("stop", "length"):
-        raise RolloutError("engine", f"vLLM gave the request up ({sampled.finish_reason})")
+        raise RolloutError("engine", f"vLLM aborted the request ({sampled.finish_reason})")
     ids = tuple(sampled.token_ids)
     assert sampled.logprobs is not None
     assert sampled.weight_versions is not None
     logprobs = tuple(
-        at[token].logprob for token, at in zip(ids, sampled.logprobs, strict=True) if at
+        by_token[token].logprob
+        for token, by_token in zip(ids, sampled.logprobs, strict=True)
+        if by_token
     )
     versions = tuple(
         int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)
@@ -546,8 +568,8 @@ def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, k
     if on_cpu() and head_size(config) not in CPU_HEAD_SIZES and not wider_heads(config):
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         reason = (
-            f"its attention heads have {head_size(config)} numbers, "
-            f"and vLLM's CPU build serves {sizes}"
+            f"its attention heads have the size {head_size(config)}, "
+            f"but vLLM's CPU build supports only {sizes}"
         )
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
     role = key.partition(".")[0]
@@ -575,7 +597,9 @@ def _config(model: Path, key: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(model, local_files_only=True)
     except Exception as error:  # a broken file raises many types of errors
         reason = f"its config.json cannot be read ({first_line(error)})"
-        raise ConfigError(key, str(model), reason, "Give a directory with a causal LM") from error
+        raise ConfigError(
+            key, str(model), reason, "Give a directory with a causal language model"
+        ) from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -589,16 +613,16 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-class _Meter:
+class _BusyTimer:
     """Total time during which at least one request is running. Overlapping time counts once."""
 
     def __init__(self) -> None:
-        self._running, self._begin, self._past = 0, 0.0, 0.0
+        self._running, self._begin, self._total = 0, 0.0, 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds so far, including the current interval."""
-        return self._past + (time.perf_counter() - self._begin if self._running else 0.0)
+        return self._total + (time.perf_counter() - self._begin if self._running else 0.0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -611,4 +635,4 @@ class _Meter:
         finally:
             self._running -= 1
             if not self._running:
-                self._past += time.perf_counter() - self._begin
+                self._total += time.perf_counter() - self._begin

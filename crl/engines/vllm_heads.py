@@ -30,18 +30,18 @@ class WiderHeads:
 
     heads: int
     """Number of query heads."""
-    key_heads: int
+    kv_heads: int
     """Number of key-value heads."""
     size: int
     """Numbers per head in the original model (d)."""
-    wide: int
+    wide_size: int
     """Numbers per head in the widened model, which vLLM serves (D)."""
     theta: float
     """Base of the rotary embeddings of the original model."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, wide: int) -> WiderHeads | None:
-        """Return the widening of the heads of a model to `wide` numbers.
+    def of(cls, config: PreTrainedConfig, wide_size: int) -> WiderHeads | None:
+        """Return the widening of the heads of a model to `wide_size` numbers.
 
         Return None if the model is not a Qwen2 model with default rotary embeddings and without
         sliding windows.
@@ -55,33 +55,37 @@ class WiderHeads:
             return None
         size = config.hidden_size // config.num_attention_heads
         return cls(
-            config.num_attention_heads, config.num_key_value_heads, size, wide, rope["rope_theta"]
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            size,
+            wide_size,
+            rope["rope_theta"],
         )
 
-    def widened(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def widen(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weights of the widened model.
 
         The widened model is a Llama with biases: Qwen2 with a separate head size and an additional
         bias in the output projection, which is 0.
         """
-        wide: dict[str, torch.Tensor] = {}
+        widened: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if ".q_proj." in name:
-                wide[name] = self._rows(tensor, self.heads, turned=True) * math.sqrt(
-                    self.wide / self.size
+                widened[name] = self._pad_heads(tensor, self.heads, rotary=True) * math.sqrt(
+                    self.wide_size / self.size
                 )
             elif ".k_proj." in name:
-                wide[name] = self._rows(tensor, self.key_heads, turned=True)
+                widened[name] = self._pad_heads(tensor, self.kv_heads, rotary=True)
             elif ".v_proj." in name:
-                wide[name] = self._rows(tensor, self.key_heads, turned=False)
+                widened[name] = self._pad_heads(tensor, self.kv_heads, rotary=False)
             elif name.endswith(".o_proj.weight"):
-                wide[name] = self._rows(tensor.T, self.heads, turned=False).T.contiguous()
-                wide[name.replace("weight", "bias")] = torch.zeros(
+                widened[name] = self._pad_heads(tensor.T, self.heads, rotary=False).T.contiguous()
+                widened[name.replace("weight", "bias")] = torch.zeros(
                     tensor.shape[0], dtype=tensor.dtype
                 )
             else:
-                wide[name] = tensor
-        return wide
+                widened[name] = tensor
+        return widened
 
     def write_config(self, model: Path, folder: Path) -> None:
         """Write the widened model's config.json to `folder`.
@@ -94,24 +98,24 @@ class WiderHeads:
             "architectures": ["LlamaForCausalLM"],
             "attention_bias": True,
             "mlp_bias": False,
-            "head_dim": self.wide,
+            "head_dim": self.wide_size,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": self.theta ** (self.wide / self.size),
+                "rope_theta": self.theta ** (self.wide_size / self.size),
             },
         }
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
         if (model / "generation_config.json").is_file():
             shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")
 
-    def _rows(self, tensor: torch.Tensor, heads: int, *, turned: bool) -> torch.Tensor:
-        """Zero-pad [heads · size, …] to [heads · wide, …].
+    def _pad_heads(self, tensor: torch.Tensor, heads: int, *, rotary: bool) -> torch.Tensor:
+        """Zero-pad [heads · size, …] to [heads · wide_size, …].
 
-        If `turned` is true, rotary embeddings act on the tensor, so each half of a head is padded
+        If `rotary` is true, rotary embeddings act on the tensor, so each half of a head is padded
         separately.
         """
-        parts = 2 if turned else 1
+        parts = 2 if rotary else 1
         old = tensor.reshape(heads, parts, self.size // parts, *tensor.shape[1:])
-        new = tensor.new_zeros(heads, parts, self.wide // parts, *tensor.shape[1:])
+        new = tensor.new_zeros(heads, parts, self.wide_size // parts, *tensor.shape[1:])
         new[:, :, : self.size // parts] = old
-        return new.reshape(heads * self.wide, *tensor.shape[1:])
+        return new.reshape(heads * self.wide_size, *tensor.shape[1:])

@@ -37,38 +37,38 @@ from crl.scratch import scratch_folder
 
 Output = TypeVar("Output")
 
-OWNER = "CRL_ENGINE_OWNER"
+OWNER_VARIABLE = "CRL_ENGINE_OWNER"
 """Environment variable with the owner of vLLM's processes: its process id and `start_time`.
 
 The processes use the variable to end when their owner is gone (vllm_worker.py).
 """
 
-LOOK_S = 5.0
+CHECK_INTERVAL_S = 5.0
 """Seconds between two checks of an engine."""
 
-SILENCE_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 """Timeout in seconds without an answer, after which an engine counts as dead.
 
 An engine answers between two steps, and a step takes seconds.
 """
 
-CHANGE_S = 300.0
+CALL_TIMEOUT_S = 300.0
 """Timeout in seconds while the engine processes a call that is not a request.
 
 An example is the transfer of new weights. The timeout is shorter than the timeout of the transfer,
 so an engine that hangs during the transfer is restarted.
 """
 
-LONGEST_SOCKETS = 107 - 37
+MAX_SOCKET_FOLDER = 107 - 37
 """Maximum length of the path of the socket folder.
 
 A socket's path on Linux has at most 107 characters, of which 37 are the socket's name.
 """
 
 _log = logging.getLogger(__name__)
-_starting = threading.Lock()
+_start_lock = threading.Lock()
 """Lock held during a start, which changes the environment of the whole process."""
-_watches: set[asyncio.Task[None]] = set()
+_watch_tasks: set[asyncio.Task[None]] = set()
 """References to running tasks. The event loop itself keeps only weak references."""
 
 
@@ -115,17 +115,17 @@ async def start_vllm(settings: Mapping[str, Any], gpus: Sequence[str], threads: 
     try:
         llm = await asyncio.wrap_future(starting)
     except asyncio.CancelledError:
-        starting.add_done_callback(_discard)
+        starting.add_done_callback(_shut_down_late_start)
         raise
     except Exception as error:  # bad arguments, or an error in vLLM's processes
-        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+        raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
     watch = asyncio.create_task(_watch(llm), name="vllm watch")
-    _watches.add(watch)
-    watch.add_done_callback(_watches.discard)
+    _watch_tasks.add(watch)
+    watch.add_done_callback(_watch_tasks.discard)
     return llm
 
 
-def _discard(started: Future[AsyncLLM]) -> None:
+def _shut_down_late_start(started: Future[AsyncLLM]) -> None:
     if not started.cancelled() and not started.exception():
         started.result().shutdown()
 
@@ -140,16 +140,16 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        OWNER: f"{os.getpid()} {start_time(os.getpid())}",
+        OWNER_VARIABLE: f"{os.getpid()} {start_time(os.getpid())}",
     }
-    if len(str(scratch_folder())) <= LONGEST_SOCKETS:
+    if len(str(scratch_folder())) <= MAX_SOCKET_FOLDER:
         # vLLM does not remove its sockets.
         environment["VLLM_RPC_BASE_PATH"] = str(scratch_folder())
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     elif gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    with _starting, _environment(environment):
+    with _start_lock, _environment(environment):
         return AsyncLLM.from_engine_args(
             AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings)
         )
@@ -158,36 +158,36 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
 async def _watch(llm: AsyncLLM) -> None:
     """Detect the death of an engine, then fail all pending calls and return.
 
-    An engine counts as dead if vLLM reports its death or a timeout is exceeded (`SILENCE_S`,
-    `CHANGE_S`). Time is counted in checks of `LOOK_S` seconds. A pause of this process, during
-    which no answer can be read, therefore counts as one check only.
+    An engine counts as dead if vLLM reports its death or a timeout is exceeded (`ANSWER_TIMEOUT_S`,
+    `CALL_TIMEOUT_S`). Time is counted in checks of `CHECK_INTERVAL_S` seconds. A pause of this
+    process, during which no answer can be read, therefore counts as one check only.
     """
     # Otherwise the first request would start this handler. The handler ends with the engine.
     llm._run_output_handler()
     assert llm.output_handler is not None
-    calls, silence, change = llm.engine_core.utility_results, 0.0, 0.0
+    calls, unanswered, call_time = llm.engine_core.utility_results, 0.0, 0.0
     # The loop that runs the engine's steps also answers this call.
     probe = asyncio.ensure_future(llm.get_weight_version())
-    while not llm.errored and silence < SILENCE_S and change < CHANGE_S:
-        await asyncio.wait({llm.output_handler}, timeout=LOOK_S)
+    while not llm.errored and unanswered < ANSWER_TIMEOUT_S and call_time < CALL_TIMEOUT_S:
+        await asyncio.wait({llm.output_handler}, timeout=CHECK_INTERVAL_S)
         if probe.done():
-            silence = change = 0.0
+            unanswered = call_time = 0.0
             await asyncio.gather(probe, return_exceptions=True)
             probe = asyncio.ensure_future(llm.get_weight_version())
         elif sum(not call.done() for call in calls.values()) > 1:
-            change += LOOK_S
+            call_time += CHECK_INTERVAL_S
         else:
-            silence += LOOK_S
+            unanswered += CHECK_INTERVAL_S
     if not llm.errored:
         _log.warning(
-            "vLLM has not answered for %.0f s, and is taken for dead", max(silence, change)
+            "vLLM has not answered for %.0f s and is treated as dead", max(unanswered, call_time)
         )
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
-    _give_up(llm)
+    _mark_dead(llm)
 
 
-def _give_up(llm: AsyncLLM) -> None:
+def _mark_dead(llm: AsyncLLM) -> None:
     """Mark the engine as dead and fail all pending requests and calls.
 
     vLLM itself only fails pending requests.
@@ -200,7 +200,7 @@ def _give_up(llm: AsyncLLM) -> None:
     llm.output_processor.propagate_error(error)
 
 
-async def _shut_down(llm: AsyncLLM) -> None:
+async def _shut_down_engine(llm: AsyncLLM) -> None:
     """End the engine's processes.
 
     Cancel vLLM's output handler first, because it would log the end of the processes as a failure.
@@ -208,13 +208,13 @@ async def _shut_down(llm: AsyncLLM) -> None:
     if llm.output_handler is not None:
         llm.output_handler.cancel()
         await asyncio.wait({llm.output_handler})
-    _give_up(llm)
+    _mark_dead(llm)
     # Processes that do not end within 5 s are killed, with their child processes.
     await asyncio.to_thread(llm.shutdown)
 
 
 @asynccontextmanager
-async def started(llm: AsyncLLM) -> AsyncIterator[None]:
+async def shut_down_on_error(llm: AsyncLLM) -> AsyncIterator[None]:
     """Shut the engine down if the body fails. The body prepares a newly started engine.
 
     Raise `EngineError` if the engine dies. Other errors are raised unchanged.
@@ -222,12 +222,13 @@ async def started(llm: AsyncLLM) -> AsyncIterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        await _shut_down(llm)
+        await _shut_down_engine(llm)
         raise EngineError(
-            "vLLM died while it was started; what it said stands above, on stderr"
+            "vLLM died while it was being started. Its error messages are on stderr, above this "
+            "line"
         ) from error
     except BaseException:
-        await _shut_down(llm)
+        await _shut_down_engine(llm)
         raise
 
 
@@ -260,8 +261,8 @@ class Replica:
         predecessor, for example by loading the current weights.
         """
         self._start, self._prepare = start, prepare
-        self._serving: asyncio.Future[AsyncLLM] = asyncio.create_task(
-            self._first(), name="vllm start"
+        self._engine: asyncio.Future[AsyncLLM] = asyncio.create_task(
+            self._start_owned(), name="vllm start"
         )
         self._owned: set[AsyncLLM] = set()
         self._deaths = 0
@@ -272,13 +273,13 @@ class Replica:
 
         Raise `EngineError` if the replica has failed for good or is closed.
         """
-        llm = await asyncio.shield(self._serving)
+        llm = await asyncio.shield(self._engine)
         if llm.errored:
-            self._bury(llm, EngineDeadError())
-            llm = await asyncio.shield(self._serving)
+            self._record_death(llm, EngineDeadError())
+            llm = await asyncio.shield(self._engine)
         return llm
 
-    async def ask(self, call: Callable[[AsyncLLM, str], AsyncIterator[Output]]) -> Output:
+    async def request(self, call: Callable[[AsyncLLM, str], AsyncIterator[Output]]) -> Output:
         """Return the last output of one request.
 
         `call` receives the engine and a new request id, and yields the outputs. If the caller is
@@ -293,20 +294,20 @@ class Replica:
         try:
             return [output async for output in call(llm, uuid.uuid4().hex)][-1]
         except EngineDeadError as error:
-            self._bury(llm, error)
+            self._record_death(llm, error)
             if self._deaths > 1:
                 await self.ready()
             raise TransientError(
-                "engine", "vLLM died over this request and is started again"
+                "engine", "vLLM died while it processed this request and is being restarted"
             ) from error
         except (VLLMClientError, EngineGenerateError) as error:
             raise RolloutError(
-                "engine", f"vLLM refuses the request: {error.__cause__ or error}"
+                "engine", f"vLLM rejected the request: {error.__cause__ or error}"
             ) from error
         finally:
             self.in_flight -= 1
 
-    async def carry_out(self, change: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    async def apply(self, change: Callable[[AsyncLLM], Awaitable[None]]) -> None:
         """Apply a change to the engine, for example load new weights.
 
         `prepare` must make the same change. If the engine dies during the change, the restarted
@@ -316,52 +317,49 @@ class Replica:
         try:
             await change(llm)
         except EngineDeadError as error:
-            self._bury(llm, error)
+            self._record_death(llm, error)
             await self.ready()
 
     async def aclose(self) -> None:
         """Shut down all engines of this replica. Later calls raise `EngineError`."""
-        serving, self._serving = self._serving, asyncio.get_running_loop().create_future()
-        self._serving.set_exception(EngineError("the engine is closed"))
-        self._serving.exception()  # avoid a warning if the exception is never retrieved
-        serving.cancel()
-        await asyncio.wait({serving})
-        await asyncio.gather(*map(self._end, self._owned))
+        engine, self._engine = self._engine, asyncio.get_running_loop().create_future()
+        self._engine.set_exception(EngineError("the engine is closed"))
+        self._engine.exception()  # avoid a warning if the exception is never retrieved
+        engine.cancel()
+        await asyncio.wait({engine})
+        await asyncio.gather(*map(self._shut_down_owned, self._owned))
 
-    async def _first(self) -> AsyncLLM:
+    async def _start_owned(self) -> AsyncLLM:
         llm = await self._start()
         self._owned.add(llm)
         return llm
 
-    async def _end(self, llm: AsyncLLM) -> None:
-        await _shut_down(llm)
+    async def _shut_down_owned(self, llm: AsyncLLM) -> None:
+        await _shut_down_engine(llm)
         self._owned.discard(llm)
 
-    def _bury(self, dead: AsyncLLM, cause: Exception) -> None:
+    def _record_death(self, dead: AsyncLLM, cause: Exception) -> None:
         """Record the death of an engine and begin the restart.
 
         Do nothing if another caller has already recorded this death.
         """
-        if (
-            not self._serving.done()
-            or self._serving.exception()
-            or self._serving.result() is not dead
-        ):
+        if not self._engine.done() or self._engine.exception() or self._engine.result() is not dead:
             return
         self._deaths += 1
-        self._serving = asyncio.create_task(self._again(dead, cause), name="vllm restart")
+        self._engine = asyncio.create_task(self._restart(dead, cause), name="vllm restart")
 
-    async def _again(self, dead: AsyncLLM, cause: Exception) -> AsyncLLM:
+    async def _restart(self, dead: AsyncLLM, cause: Exception) -> AsyncLLM:
         """Shut the dead engine down, and start and prepare a new one.
 
         Raise `EngineError` at the second death.
         """
-        await self._end(dead)
+        await self._shut_down_owned(dead)
         if self._deaths > 1:
             raise EngineError(
-                f"vLLM died a second time ({cause}); what it said stands above, on stderr"
+                f"vLLM died a second time ({cause}). Its error messages are on stderr, above this "
+                "line"
             ) from cause
-        llm = await self._first()
-        async with started(llm):
+        llm = await self._start_owned()
+        async with shut_down_on_error(llm):
             await self._prepare(llm)
         return llm

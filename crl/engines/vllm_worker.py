@@ -42,11 +42,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from crl.engines.vllm_replica import OWNER, start_time
+from crl.engines.vllm_replica import OWNER_VARIABLE, start_time
 from crl.modeling import checksum
-from crl.scratch import sweep_all
+from crl.scratch import remove_all_stale_folders
 
-WATCH_S = 2.0
+OWNER_CHECK_S = 2.0
 """Seconds between two checks of the owner process."""
 
 GRACE_S = 10.0
@@ -67,7 +67,7 @@ class Receiver:
 
 
 @dataclass
-class Load:
+class LoadProgress:
     """Progress of one weight sync in a worker."""
 
     crc: int = 0
@@ -80,10 +80,12 @@ class Load:
         self.crc, self.loaded = 0, set()
         initialize_layerwise_reload(model)
 
-    def take(self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_tensors(
+        self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
         """Load tensors into the model and add them to the checksum."""
         self.loaded |= model.load_weights(  # pyright: ignore[reportCallIssue]
-            self._counted(weights)
+            self._checksummed(weights)
         )
 
     def end(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -95,14 +97,14 @@ class Load:
         finalize_layerwise_reload(model, model_config)
         if missing := sorted({name for name, _ in model.named_parameters()} - self.loaded):
             raise RuntimeError(
-                f"the published weights lack {missing[0]} ({len(missing)} missing in all)"
+                f"the published weights lack parameters: {missing[0]} ({len(missing)} in total)"
             )
         head = getattr(model, "lm_head", None)
         if getattr(model_config.hf_config, "tie_word_embeddings", False) and head is not None:
             # The packed copy in the head still holds the old embeddings.
             head.quant_method.process_weights_after_loading(head)
 
-    def _counted(
+    def _checksummed(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -133,7 +135,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.load = Load()
+        self.load = LoadProgress()
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
         """Do nothing; a file needs no connection."""
@@ -143,7 +145,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         with safe_open(update_info.path, "pt") as file:
-            self.load.take(
+            self.load.load_tensors(
                 self.model, ((name, file.get_tensor(name)) for name in update_info.names)
             )
 
@@ -162,14 +164,14 @@ class NcclTransfer(NCCLWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.load = Load()
+        self.load = LoadProgress()
 
     def start_weight_update(self) -> None:
         self.load.begin(self.model)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         model: Any = self.model
-        self.model: Any = _Counting(model, self.load)
+        self.model: Any = _ChecksummedModel(model, self.load)
         try:
             super().receive_weights(update_info)
         finally:
@@ -180,31 +182,31 @@ class NcclTransfer(NCCLWeightTransferEngine):
 
 
 @dataclass
-class _Counting:
+class _ChecksummedModel:
     """Stand-in for the model during a transfer. It adds the tensors to the checksum.
 
     vLLM's NCCL backend calls only `load_weights` of the model.
     """
 
     model: torch.nn.Module
-    load: Load
+    load: LoadProgress
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.load.take(self.model, weights)
+        self.load.load_tensors(self.model, weights)
 
 
 WeightTransferEngineFactory.register_engine("crl-file", FileTransfer)
 WeightTransferEngineFactory.register_engine("crl-nccl", NcclTransfer)
 
 
-def follow_owner() -> None:
+def watch_owner() -> None:
     """Start a thread that ends the engine process and this process when the owner is gone.
 
     The engine process is either this process or its parent. The owner is gone if it is a zombie or
     if another process now has its id. The thread also removes the scratch folders of the owner in
     shared memory and in the temporary folder.
     """
-    owner, started = map(int, os.environ[OWNER].split())
+    owner, started = map(int, os.environ[OWNER_VARIABLE].split())
     parent = multiprocessing.parent_process()  # known even if the parent has already ended
     assert parent is not None
     assert parent.pid is not None
@@ -212,26 +214,27 @@ def follow_owner() -> None:
 
     def watch() -> None:
         while start_time(owner) == started:
-            time.sleep(WATCH_S)
+            time.sleep(OWNER_CHECK_S)
         # Not a daemon thread: the process waits for it before it ends.
-        sweep = threading.Thread(target=sweep_all, name="sweep")
-        sweep.start()
-        _end(engine, signal.SIGTERM)
+        cleanup = threading.Thread(target=remove_all_stale_folders, name="cleanup")
+        cleanup.start()
+        _signal_engine(engine, signal.SIGTERM)
         time.sleep(GRACE_S)
-        _end(engine, signal.SIGKILL)  # its workers then end by themselves, unless they hang
-        sweep.join()
+        # The workers of a killed engine end by themselves, unless they hang.
+        _signal_engine(engine, signal.SIGKILL)
+        cleanup.join()
         time.sleep(GRACE_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="owner watch").start()
 
 
-def _end(engine: int, number: signal.Signals) -> None:
+def _signal_engine(engine: int, number: signal.Signals) -> None:
     """Send a signal to the engine process if it still exists."""
     if engine in (os.getppid(), os.getpid()):  # otherwise the process has already ended
         with suppress(ProcessLookupError):
             os.kill(engine, number)
 
 
-if OWNER in os.environ:
-    follow_owner()
+if OWNER_VARIABLE in os.environ:
+    watch_owner()

@@ -54,8 +54,8 @@ def parse_choice(
     does not exist.
     """
     choices = tuple(actions)
-    table = _table(choices, tuple((aliases or {}).items()))
-    return _last(text, lambda content: _lookup(content, choices, table))
+    table = _spelling_table(choices, tuple((aliases or {}).items()))
+    return _last_readable_answer(text, lambda content: _lookup(content, choices, table))
 
 
 def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
@@ -66,7 +66,7 @@ def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tup
     is spelled as in `admissible`. If the value is None, any text that is not empty is an argument,
     and its whitespace is collapsed.
     """
-    return _last(text, lambda content: _lookup_call(content, admissible))
+    return _last_readable_answer(text, lambda content: _lookup_call(content, admissible))
 
 
 def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
@@ -88,7 +88,7 @@ def tagged_answers(text: str) -> list[str] | None:
     return _ANSWER.findall(text) if _OPENING.search(text) else None
 
 
-def _last(text: str, read: Callable[[str], T | None]) -> T | None:
+def _last_readable_answer(text: str, read: Callable[[str], T | None]) -> T | None:
     """Return the result of `read` for the last answer that it can read.
 
     Use the last line of the text if there is no answer tag.
@@ -100,7 +100,7 @@ def _last(text: str, read: Callable[[str], T | None]) -> T | None:
 
 
 @lru_cache(maxsize=256)
-def _table(
+def _spelling_table(
     actions: tuple[str, ...], aliases: tuple[tuple[str, str], ...] = ()
 ) -> Mapping[str, str | None]:
     """Return a map from spelling to action, or to None if several actions have the spelling.
@@ -110,24 +110,25 @@ def _table(
     """
     unknown = [action for _, action in aliases if action not in actions]
     if unknown:
-        raise ValueError(f"aliases of actions that do not exist: {unknown}")
-    named = _meanings((_spelling(alias), action) for alias, action in aliases)
-    named |= _meanings((_spelling(action), action) for action in actions)
+        raise ValueError(f"aliases must map to existing actions; these do not exist: {unknown}")
+    named = _by_spelling((_spelling(alias), action) for alias, action in aliases)
+    named |= _by_spelling((_spelling(action), action) for action in actions)
     return (
-        _meanings((_without_spaces(spelling), action) for spelling, action in named.items()) | named
+        _by_spelling((_without_spaces(spelling), action) for spelling, action in named.items())
+        | named
     )
 
 
-def _meanings(pairs: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    meant: dict[str, set[str | None]] = {}
+def _by_spelling(pairs: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
+    actions_of: dict[str, set[str | None]] = {}
     for spelling, action in pairs:
-        meant.setdefault(spelling, set()).add(action)
-    return {spelling: None if others else only for spelling, (only, *others) in meant.items()}
+        actions_of.setdefault(spelling, set()).add(action)
+    return {spelling: None if others else only for spelling, (only, *others) in actions_of.items()}
 
 
 def _lookup(text: str, actions: tuple[str, ...], table: Mapping[str, str | None]) -> str | None:
     """Return the action for `text`. An exact spelling takes precedence over the table."""
-    for words in (text, _bare(text)):
+    for words in (text, _stripped(text)):
         if words in actions:
             return words
         for spelling in (_spelling(words), _without_spaces(words)):
@@ -137,18 +138,23 @@ def _lookup(text: str, actions: tuple[str, ...], table: Mapping[str, str | None]
 
 
 def _choice(text: str, actions: tuple[str, ...]) -> str | None:
-    return _lookup(text, actions, _table(actions))
+    return _lookup(text, actions, _spelling_table(actions))
 
 
 def _lookup_call(
     text: str, admissible: Mapping[str, Sequence[str] | None]
 ) -> tuple[str, str] | None:
-    calls = (_one_call(part, admissible) for part in (text, *reversed(_BETWEEN_CALLS.split(text))))
+    calls = (
+        _parse_single_call(part, admissible)
+        for part in (text, *reversed(_BETWEEN_CALLS.split(text)))
+    )
     return next((call for call in calls if call is not None), None)
 
 
-def _one_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tuple[str, str] | None:
-    match = _CALL.fullmatch(text) or _CALL.fullmatch(_bare(text))
+def _parse_single_call(
+    text: str, admissible: Mapping[str, Sequence[str] | None]
+) -> tuple[str, str] | None:
+    match = _CALL.fullmatch(text) or _CALL.fullmatch(_stripped(text))
     name = _choice(match[1], tuple(admissible)) if match else None
     if match is None or name is None:
         return None
@@ -166,7 +172,7 @@ def _free_text(text: str) -> str | None:
     return " ".join(text.split()) if min(depths, default=0) >= 0 else None
 
 
-def _bare(text: str) -> str:
+def _stripped(text: str) -> str:
     return text.lstrip(_LEADING).rstrip(_TRAILING)
 
 

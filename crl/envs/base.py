@@ -97,7 +97,7 @@ class StreamSettings:
     def __post_init__(self) -> None:
         if self.places < 1 or not 0 <= self.permanent <= self.places:
             raise ValueError(
-                f"needs places >= 1 and 0 <= permanent <= places, "
+                f"places must be at least 1, and permanent must be between 0 and places, "
                 f"not {self.places} and {self.permanent}"
             )
         if self.visits < 1:
@@ -142,7 +142,7 @@ class Advisor(Protocol):
 class Data:
     """Data that an environment is played on."""
 
-    what: str
+    description: str
     """Description of the data."""
     official: bool
     """Whether published results were measured on the same data."""
@@ -229,8 +229,8 @@ class EnvSpec:
             isinstance(action, str) for action in self.actions
         ):
             raise ValueError(
-                f"{self.name}: actions must be a tuple of texts, empty when they are free text, "
-                f"not {self.actions!r}"
+                f"{self.name}: actions must be a tuple of strings, which is empty if actions are "
+                f"free text, not {self.actions!r}"
             )
         if self.turns < 1:
             raise ValueError(f"{self.name}: turns must be at least 1, not {self.turns}")
@@ -239,7 +239,7 @@ class EnvSpec:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def readable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return the text with U+FFFD in place of every lone surrogate.
 
     A truncated escape in a data file leaves a lone surrogate. Neither tokenizers nor files accept
@@ -248,12 +248,12 @@ def readable(text: str) -> str:
     return _SURROGATE.sub("\ufffd", text)
 
 
-def in_run(task: Task, name: str) -> Task:
-    """Return the environment's task with the run's name for the task and a `readable` goal."""
-    return replace(task, name=name, goal=readable(task.goal))
+def named_for_run(task: Task, name: str) -> Task:
+    """Return the environment's task with the run's name, and no lone surrogates in its goal."""
+    return replace(task, name=name, goal=replace_surrogates(task.goal))
 
 
-def refusal(rendering: Rendering, actions: Sequence[str]) -> str:
+def invalid_action_text(rendering: Rendering, actions: Sequence[str]) -> str:
     """Return the message for an agent whose text is not one of a closed set of actions."""
     if rendering == "compact":
         return "unknown action."
@@ -261,7 +261,7 @@ def refusal(rendering: Rendering, actions: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedEpisode:
     """Episode of a scripted player."""
 
     observations: tuple[str, ...]
@@ -273,7 +273,7 @@ class Played:
     """Whether the game ended the episode."""
 
 
-def play(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> Played:
+def play_episode(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> PlayedEpisode:
     """Play one episode of at most `turns` turns through text alone.
 
     An invalid action uses one turn.
@@ -286,6 +286,8 @@ def play(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> Played:
         observations.append(result.text)
         reward += result.reward
         if result.done:
-            return Played(tuple(observations), tuple(actions), reward, result.success, done=True)
+            return PlayedEpisode(
+                tuple(observations), tuple(actions), reward, result.success, done=True
+            )
         player.observe(result.text)
-    return Played(tuple(observations), tuple(actions), reward, success=False, done=False)
+    return PlayedEpisode(tuple(observations), tuple(actions), reward, success=False, done=False)

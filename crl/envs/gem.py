@@ -31,22 +31,22 @@ import numpy as np
 
 from crl.envs.actions import tagged_answers
 from crl.envs.base import EnvSpec, Rendering
-from crl.envs.registry import GEM
+from crl.envs.registry import GEM_PREFIX
 from crl.envs.seeded import SeededTasks
 from crl.errors import ConfigError
 from crl.types import StepResult, Task
 
 SUCCESS_REWARD = 1.0
 
-_GLOBALS = threading.Lock()
+_GENERATORS_LOCK = threading.Lock()
 """Lock that is held while a game's state of the global generators is installed."""
 
 
 class GemGame:
-    """`Game` of the GEM environment with the id `env`."""
+    """`Game` of the GEM environment with the id `env_id`."""
 
-    def __init__(self, env: str) -> None:
-        self._id = env
+    def __init__(self, env_id: str) -> None:
+        self._id = env_id
         self._env: Any = None
         self._generators: tuple[Any, Any] | None = None
 
@@ -56,10 +56,10 @@ class GemGame:
         Raise `ConfigError` if the instance cannot be created, because no episode could be played
         then.
         """
-        with self._own_generators():
+        with self._game_generators():
             random.seed(task.seed)  # constructors draw from the generators too
             np.random.seed(task.seed)
-            self._env = _make(self._id)
+            self._env = _make_env(self._id)
             return _text(*self._env.reset(seed=task.seed))
 
     def step(self, action: str) -> StepResult:
@@ -68,10 +68,10 @@ class GemGame:
         Raise `RuntimeError` outside an episode.
         """
         if self._env is None:
-            raise RuntimeError("no episode is under way: reset first")
-        said = (tagged_answers(action) or [action])[-1]
-        with self._own_generators():
-            observation, reward, terminated, truncated, info = self._env.step(said)
+            raise RuntimeError("no episode is running: call reset first")
+        answer = (tagged_answers(action) or [action])[-1]
+        with self._game_generators():
+            observation, reward, terminated, truncated, info = self._env.step(answer)
         done = bool(terminated or truncated)
         if done:
             self._env = None
@@ -84,16 +84,16 @@ class GemGame:
         self._env = None
 
     @contextmanager
-    def _own_generators(self) -> Iterator[None]:
-        with _GLOBALS:
-            outside = random.getstate(), np.random.get_state()
+    def _game_generators(self) -> Iterator[None]:
+        with _GENERATORS_LOCK:
+            process_states = random.getstate(), np.random.get_state()
             if self._generators:
                 _set_generators(self._generators)
             try:
                 yield
             finally:
                 self._generators = random.getstate(), np.random.get_state()
-                _set_generators(outside)
+                _set_generators(process_states)
 
 
 def _set_generators(states: tuple[Any, Any]) -> None:
@@ -118,31 +118,31 @@ def _gem() -> Any:
     Its import would send every log message of the process to stderr, unless the root logger already
     has a handler.
     """
-    nobody, root = logging.NullHandler(), logging.getLogger()
-    root.addHandler(nobody)
+    null_handler, root = logging.NullHandler(), logging.getLogger()
+    root.addHandler(null_handler)
     try:
         import gem.utils.constants  # pyright: ignore[reportMissingImports]
 
         return gem
     finally:
-        root.removeHandler(nobody)
+        root.removeHandler(null_handler)
 
 
-def _make(env: str) -> Any:
+def _make_env(env_id: str) -> Any:
     try:
-        return _gem().make(env)
+        return _gem().make(env_id)
     except Exception as error:  # a missing package, data that cannot be loaded, …
-        reason = f"cannot be made ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        reason = f"cannot be created ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise ConfigError(
-            "env", f"{GEM}{env}", reason, "Install or download what it needs"
+            "env", f"{GEM_PREFIX}{env_id}", reason, "Install its dependencies, or download its data"
         ) from error
 
 
-def _make_game(env: str, rendering: Rendering) -> GemGame:
-    return GemGame(env)
+def _make_game(env_id: str, rendering: Rendering) -> GemGame:
+    return GemGame(env_id)
 
 
-def spec(env: str, key: str) -> EnvSpec:
+def spec(env_id: str, key: str) -> EnvSpec:
     """Return the spec of the GEM environment with this id.
 
     Raise `ConfigError` with the key `key` if there is no such environment, or if gem-llm is not
@@ -151,28 +151,31 @@ def spec(env: str, key: str) -> EnvSpec:
     if importlib.util.find_spec("gem") is None:
         raise ConfigError(
             key,
-            f"{GEM}{env}",
+            f"{GEM_PREFIX}{env_id}",
             "it needs the extra 'gem', which is not installed",
             "Run pip install 'crl[gem]'",
         )
-    known = _gem().envs.registration.ENV_REGISTRY
-    if env not in known:
-        close = difflib.get_close_matches(env, known, n=3)
+    registered = _gem().envs.registration.ENV_REGISTRY
+    if env_id not in registered:
+        close = difflib.get_close_matches(env_id, registered, n=3)
         remedy = f"Did you mean {' or '.join(close)}? " if close else ""
-        listing = "All of them: python -c 'import gem; gem.print_envs()'"
+        listing = "List all of them: python -c 'import gem; gem.print_envs()'"
         raise ConfigError(
-            key, f"{GEM}{env}", "the package gem-llm has no such environment", f"{remedy}{listing}"
+            key,
+            f"{GEM_PREFIX}{env_id}",
+            "the package gem-llm has no such environment",
+            f"{remedy}{listing}",
         )
-    tasks = SeededTasks(f"{GEM}{env}", f"GEM {env}.")
+    tasks = SeededTasks(f"{GEM_PREFIX}{env_id}", f"GEM {env_id}.")
     return EnvSpec(
-        name=f"{GEM}{env}",
+        name=f"{GEM_PREFIX}{env_id}",
         hosting="processes",
         turns=30,
         reward_range=(-math.inf, math.inf),  # GEM does not report the range
         actions=(),
         action_format="as the game says, for example in \\boxed{}",
         query_with_observation=True,
-        make_game=partial(_make_game, env),
+        make_game=partial(_make_game, env_id),
         task_source=tasks.source,
         eval_tasks=tasks.eval_tasks,
     )

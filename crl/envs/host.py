@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from crl.envs.base import EnvSpec, Game, Rendering, readable
+from crl.envs.base import EnvSpec, Game, Rendering, replace_surrogates
 from crl.errors import CrlError, RolloutError
 from crl.protocols import Environment, EnvironmentPool
 from crl.scratch import scratch_folder
@@ -35,7 +35,7 @@ class ThreadHost:
     """`EnvironmentPool` of games that run in this process.
 
     `tasks` maps a task's name to its environment and rendering. At most `threads` calls run at a
-    time. Each call may take `deadline` seconds, including the creation of a game. The constructor
+    time. Each call may take `timeout` seconds, including the creation of a game. The constructor
     removes temporary files that killed processes have left. Raise `ValueError` if an environment
     has another hosting, or if a limit is not positive.
 
@@ -48,21 +48,25 @@ class ThreadHost:
         tasks: Mapping[str, tuple[EnvSpec, Rendering]],
         *,
         threads: int = 8,
-        deadline: float = 60.0,
+        timeout: float = 60.0,
     ) -> None:
         misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "threads"})
         if misplaced:
-            raise ValueError(f"not hosted by threads: {', '.join(misplaced)}")
-        if threads < 1 or not deadline > 0:
             raise ValueError(
-                f"needs at least one thread and a positive deadline, not {threads} and {deadline}"
+                "ThreadHost runs only environments whose hosting is 'threads', "
+                f"not: {', '.join(misplaced)}"
+            )
+        if threads < 1 or not timeout > 0:
+            raise ValueError(
+                f"threads must be at least 1 and timeout must be positive, "
+                f"not {threads} and {timeout}"
             )
         self.failures = 0
         self.replaced = 0
         self._tasks = dict(tasks)
-        self.crew = _Crew(threads, deadline)
+        self.thread_pool = _ThreadPool(threads, timeout)
         self._free: defaultdict[_Key, list[Game]] = defaultdict(list)
-        self._lent: set[ThreadEnvironment] = set()
+        self._acquired: set[ThreadEnvironment] = set()
         self._closed = False
         scratch_folder()
 
@@ -81,7 +85,7 @@ class ThreadHost:
             environment.game = free.pop()
         else:
             environment.game = await environment.make()
-        self._lent.add(environment)
+        self._acquired.add(environment)
         return environment
 
     async def release(self, environment: Environment) -> None:
@@ -90,7 +94,7 @@ class ThreadHost:
         Its game is reused by the next episode unless it failed.
         """
         assert isinstance(environment, ThreadEnvironment)
-        self._lent.discard(environment)
+        self._acquired.discard(environment)
         game, environment.game = environment.game, None
         if game is None:
             return
@@ -104,18 +108,20 @@ class ThreadHost:
         self._closed = True
         games = [game for free in self._free.values() for game in free]
         self._free.clear()
-        lent = list(self._lent)
+        acquired = list(self._acquired)
         await asyncio.gather(
-            *(self.discard(game) for game in games), *(environment.aclose() for environment in lent)
+            *(self.discard(game) for game in games),
+            *(environment.aclose() for environment in acquired),
         )
-        self.crew.dismiss()
+        self.thread_pool.shut_down()
 
     async def discard(self, game: Game) -> None:
         """Close a game permanently. Errors and timeouts are ignored."""
-        left = [game]
+        unclosed = [game]
         with suppress(TimeoutError):
-            await self.crew.run(
-                lambda: left.pop().close(), abandoned=lambda: [game.close() for game in left]
+            await self.thread_pool.run(
+                lambda: unclosed.pop().close(),
+                on_abandoned=lambda: [game.close() for game in unclosed],
             )
 
 
@@ -136,7 +142,7 @@ class Hosts:
 
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self._hosts = dict(hosts)
-        self._lenders: dict[Environment, Host] = {}
+        self._owners: dict[Environment, Host] = {}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics env/failures and env/replaced, summed over all hosts."""
@@ -149,11 +155,11 @@ class Hosts:
     async def acquire(self, task: Task) -> Environment:
         host = self._hosts[task.name]
         environment = await host.acquire(task)
-        self._lenders[environment] = host
+        self._owners[environment] = host
         return environment
 
     async def release(self, environment: Environment) -> None:
-        await self._lenders.pop(environment).release(environment)
+        await self._owners.pop(environment).release(environment)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(host.aclose() for host in set(self._hosts.values())))
@@ -183,17 +189,17 @@ class ThreadEnvironment:
             made.append(CheckedGame(self.spec.make_game(self.rendering), self.spec.reward_range))
             return made[0]
 
-        return await self._call("make", make, abandoned=lambda: [game.close() for game in made])
+        return await self._call("make", make, on_abandoned=lambda: [game.close() for game in made])
 
     async def reset(self, task: Task) -> Observation:
-        game = self._alive()
+        game = self._usable_game()
         return Observation(
-            await self._call("reset", lambda: game.reset(task), abandoned=game.close)
+            await self._call("reset", lambda: game.reset(task), on_abandoned=game.close)
         )
 
     async def step(self, text: str) -> StepResult:
-        game = self._alive()
-        return await self._call("step", lambda: game.step(text), abandoned=game.close)
+        game = self._usable_game()
+        return await self._call("step", lambda: game.step(text), on_abandoned=game.close)
 
     async def aclose(self) -> None:
         """Close the game permanently."""
@@ -202,23 +208,25 @@ class ThreadEnvironment:
             await self._host.discard(game)
 
     async def _call(
-        self, what: str, function: Callable[[], Any], abandoned: Callable[[], object]
+        self, operation: str, function: Callable[[], Any], on_abandoned: Callable[[], object]
     ) -> Any:
         """Run `function` under the timeout and return its value.
 
         On any error the game is given up. After a timeout or a cancellation, its thread runs
-        `abandoned` when the hung call returns. After any other error the game is closed
+        `on_abandoned` when the hung call returns. After any other error the game is closed
         immediately.
         """
         host = self._host
         try:
-            outcome = await host.crew.run(function, abandoned)
+            outcome = await host.thread_pool.run(function, on_abandoned)
         except TimeoutError:
             self.game = None
             host.failures += 1
             host.replaced += 1
             raise RolloutError(
-                "env", f"{self.spec.name}: {what} overran its deadline of {host.crew.deadline:g} s"
+                "env",
+                f"{self.spec.name}: {operation} exceeded its timeout "
+                f"of {host.thread_pool.timeout:g} s",
             ) from None
         except asyncio.CancelledError:
             self.game = None
@@ -230,13 +238,14 @@ class ThreadEnvironment:
             raise outcome.error
         host.failures += 1
         raise RolloutError(
-            "env", f"{self.spec.name}: {what}: {describe(outcome.error)}"
+            "env", f"{self.spec.name}: {operation}: {describe_error(outcome.error)}"
         ) from outcome.error
 
-    def _alive(self) -> Game:
+    def _usable_game(self) -> Game:
         if self.game is None:
             raise RolloutError(
-                "env", f"{self.spec.name}: this game has failed, was closed or given back"
+                "env",
+                f"{self.spec.name}: the game has failed, or was closed or released",
             )
         return self.game
 
@@ -247,39 +256,41 @@ class _Outcome:
     error: BaseException | None = None
 
 
-class _Crew:
+class _ThreadPool:
     """At most `limit` threads that run one call at a time each. Hung threads are not counted.
 
     Bound to the event loop that first uses it.
     """
 
-    def __init__(self, limit: int, deadline: float) -> None:
+    def __init__(self, limit: int, timeout: float) -> None:
         self._slots = asyncio.Semaphore(limit)
-        self.deadline = deadline
+        self.timeout = timeout
         self._idle: list[_WorkerThread] = []
 
-    async def run(self, function: Callable[[], Any], abandoned: Callable[[], object]) -> _Outcome:
+    async def run(
+        self, function: Callable[[], Any], on_abandoned: Callable[[], object]
+    ) -> _Outcome:
         """Run `function` on a thread and return its outcome.
 
         The timeout starts when a thread takes the call. Raise `TimeoutError` when it is exceeded.
 
         After a timeout or a cancellation of the caller, the thread is abandoned: when its call
-        returns, the thread runs `abandoned` and ends. If no thread has taken the call yet, a new
-        thread runs `abandoned` alone.
+        returns, the thread runs `on_abandoned` and ends. If no thread has taken the call yet, a new
+        thread runs `on_abandoned` alone.
         """
         worker = None
         try:
             async with self._slots:
                 worker = self._idle.pop() if self._idle else _WorkerThread()
-                async with asyncio.timeout(self.deadline):
+                async with asyncio.timeout(self.timeout):
                     outcome = await worker.run(function)
                 self._idle.append(worker)
                 return outcome
         except BaseException:
-            (worker or _WorkerThread()).retire(abandoned)
+            (worker or _WorkerThread()).retire(on_abandoned)
             raise
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """End all idle threads."""
         while self._idle:
             self._idle.pop().retire(lambda: None)
@@ -293,7 +304,7 @@ class _WorkerThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="crl-game", daemon=True).start()
+        threading.Thread(target=self._run_jobs, name="crl-game", daemon=True).start()
 
     async def run(self, function: Callable[[], Any]) -> _Outcome:
         loop = asyncio.get_running_loop()
@@ -307,12 +318,12 @@ class _WorkerThread:
         self._jobs.put(job)
         return await future
 
-    def retire(self, last: Callable[[], object]) -> None:
-        """Run `last` after the current job, then end the thread."""
-        self._jobs.put(lambda: _attempt(last))
+    def retire(self, final_job: Callable[[], object]) -> None:
+        """Run `final_job` after the current job, then end the thread."""
+        self._jobs.put(lambda: _attempt(final_job))
         self._jobs.put(None)
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # an idle thread must not keep a game alive
@@ -330,7 +341,7 @@ def _deliver(future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
         future.set_result(outcome)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return a description of an exception in one line."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -339,7 +350,7 @@ class CheckedGame:
     """`Game` that plays another one, `game`, and validates its results.
 
     Raise `TypeError` or `ValueError` for a result of the wrong form, and for a reward that moves
-    the episode's total out of `reward_range`. Lone surrogates in texts are replaced (`readable`).
+    the episode's total out of `reward_range`. Lone surrogates in texts are replaced.
     """
 
     def __init__(self, game: Game, reward_range: tuple[float, float]) -> None:
@@ -351,15 +362,17 @@ class CheckedGame:
         self._reward = 0.0
         text = self.game.reset(task)
         if not isinstance(text, str):
-            raise TypeError(f"reset must return the observation's text, not {type(text).__name__}")
-        return readable(text)
+            raise TypeError(
+                f"reset must return the observation as a str, not {type(text).__name__}"
+            )
+        return replace_surrogates(text)
 
     def step(self, action: str) -> StepResult:
-        result = _checked(self.game.step(action))
+        result = _validated(self.game.step(action))
         self._reward += result.reward
-        if not self._low - _ROUNDING <= self._reward <= self._high + _ROUNDING:
+        if not self._low - _REWARD_TOLERANCE <= self._reward <= self._high + _REWARD_TOLERANCE:
             raise ValueError(
-                f"an episode's reward must be in [{self._low:g}, {self._high:g}], "
+                f"the total reward of an episode must be in [{self._low:g}, {self._high:g}], "
                 f"not {self._reward:g}"
             )
         return result
@@ -368,10 +381,10 @@ class CheckedGame:
         self.game.close()
 
 
-_ROUNDING = 1e-6
+_REWARD_TOLERANCE = 1e-6
 """Tolerance for rounding errors in a sum of rewards."""
 
-_PARTS = {
+_RESULT_FIELDS = {
     "text": (str, "a str"),
     "reward": (int | float, "a float"),
     "done": (bool, "a bool"),
@@ -382,16 +395,19 @@ _PARTS = {
 """Fields of a `StepResult` → (accepted types, their description in messages)."""
 
 
-def _checked(result: object) -> StepResult:
-    """Return the result with readable text. Raise `TypeError` or `ValueError` if it is invalid."""
+def _validated(result: object) -> StepResult:
+    """Return the result without lone surrogates.
+
+    Raise `TypeError` or `ValueError` if the result is invalid.
+    """
     if not isinstance(result, StepResult):
         raise TypeError(f"step must return a StepResult, not {type(result).__name__}")
-    for name, (form, words) in _PARTS.items():
-        if not isinstance(part := getattr(result, name), form):
-            raise TypeError(f"a result's {name} must be {words}, not {type(part).__name__}")
+    for name, (accepted, description) in _RESULT_FIELDS.items():
+        if not isinstance(value := getattr(result, name), accepted):
+            raise TypeError(f"a result's {name} must be {description}, not {type(value).__name__}")
     if not math.isfinite(result.reward):
         raise ValueError(f"a reward must be finite, not {result.reward}")
     if result.score is not None and not 0 <= result.score <= 1:
         raise ValueError(f"a score must be in [0, 1], not {result.score}")
-    text = readable(result.text)
+    text = replace_surrogates(result.text)
     return result if text == result.text else replace(result, text=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from crl.envs.base import in_run
+from crl.envs.base import named_for_run
 from crl.protocols import State, TaskSource
 from crl.types import Task, Trajectory
 
@@ -23,9 +23,9 @@ class Mixture:
 
     def draw(self, n: int) -> Sequence[Task]:
         names = list(self._sources)
-        turns = [names[(self._drawn + i) % len(names)] for i in range(n)]
+        order = [names[(self._drawn + i) % len(names)] for i in range(n)]
         self._drawn += n
-        return [in_run(self._sources[name].draw(1)[0], name) for name in turns]
+        return [named_for_run(self._sources[name].draw(1)[0], name) for name in order]
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         for name, source in self._sources.items():

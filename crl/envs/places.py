@@ -41,15 +41,16 @@ TRAIN_DYNAMICS = range(0, 1 << 30)
 HELD_OUT_DYNAMICS = range(1 << 30, 1 << 31)
 """Dynamics of all evaluations, probes and demonstrations."""
 
-_ADJECTIVES = """amber azure black brass broken bright cold copper coral cracked crimson \
-damp deep dusty empty frozen golden green
-    hollow iron ivory jade lost narrow old olive pale pearl quiet red ruined rusty sandy \
-silver small stone tall violet white
-    wooden""".split()  # noqa: SIM905
-_NOUNS = """arch attic barn bath bunker cabin camp cave cell cellar chapel court crypt den \
-dome forge gate grotto hall hut keep
-    lodge loft mill mine nook oven pit porch shed shop shrine stable stall store tower \
-tunnel vault well yard""".split()  # noqa: SIM905
+_ADJECTIVES = """
+    amber azure black brass broken bright cold copper coral cracked crimson damp deep dusty
+    empty frozen golden green hollow iron ivory jade lost narrow old olive pale pearl quiet red
+    ruined rusty sandy silver small stone tall violet white wooden
+""".split()  # noqa: SIM905
+_NOUNS = """
+    arch attic barn bath bunker cabin camp cave cell cellar chapel court crypt den dome forge
+    gate grotto hall hut keep lodge loft mill mine nook oven pit porch shed shop shrine stable
+    stall store tower tunnel vault well yard
+""".split()  # noqa: SIM905
 _NAMES = [
     (i + j, f"{adjective} {noun}")
     for i, adjective in enumerate(_ADJECTIVES)
@@ -69,9 +70,12 @@ class PlaceStream:
 
     def __init__(self, env: str, goal: str, seed: int, settings: StreamSettings) -> None:
         self._env, self._goal, self._seed, self._settings = env, goal, seed, settings
-        self._names, self._ages = _place_names(env, seed), _ages(env, seed, settings)
+        self._names, self._initial_visits = (
+            _place_names(env, seed),
+            _initial_visits(env, seed, settings),
+        )
         self._drawn = 0
-        self._round: tuple[int, list[int]] = (-1, [])
+        self._cached_round: tuple[int, list[int]] = (-1, [])
 
     def draw(self, n: int) -> Sequence[Task]:
         """Return the next n tasks of the stream, one for each group."""
@@ -82,15 +86,15 @@ class PlaceStream:
     def task_at(self, k: int) -> Task:
         """Return task k of the stream, counted from 0, without drawing it."""
         number, position = divmod(k, self._settings.places)
-        place = self._order(number)[position]
+        place = self._round_order(number)[position]
         # every place is visited once per round, so the round's number gives its number of visits
         layout = (
-            (self._ages[place] + number) // self._settings.visits
+            (self._initial_visits[place] + number) // self._settings.visits
             if place >= self._settings.permanent
             else 0
         )
         lgen = _layout(self._env, self._seed, place, layout)
-        core = _pick(TRAIN_DYNAMICS, self._seed, f"{self._env}/dynamics", k)
+        core = _draw_from(TRAIN_DYNAMICS, self._seed, f"{self._env}/dynamics", k)
         return _task(
             self._env,
             self._goal,
@@ -109,12 +113,12 @@ class PlaceStream:
     def load_state(self, state: State) -> None:
         self._drawn = int(state["drawn"])
 
-    def _order(self, number: int) -> list[int]:
-        if self._round[0] != number:
+    def _round_order(self, number: int) -> list[int]:
+        if self._cached_round[0] != number:
             order = list(range(self._settings.places))
             generator(self._seed, f"{self._env}/round", number).shuffle(order)
-            self._round = (number, order)
-        return self._round[1]
+            self._cached_round = (number, order)
+        return self._cached_round[1]
 
 
 def known_tasks(
@@ -126,13 +130,11 @@ def known_tasks(
     places.
     """
     if settings.permanent == 0 and n > 0:
-        raise ValueError(
-            "without permanent places there is no `known` eval: set permanent to 1 or more"
-        )
+        raise ValueError("the split `known` needs permanent places; set permanent to at least 1")
     names, tasks = _place_names(env, seed), []
     for i in range(n):
         place = i % settings.permanent
-        core = _pick(HELD_OUT_DYNAMICS, seed, f"{env}/known", i)
+        core = _draw_from(HELD_OUT_DYNAMICS, seed, f"{env}/known", i)
         name = _place_name(names, settings, place, 0)
         tasks.append(_task(env, goal, "known", name, _layout(env, seed, place, 0), core))
     return tuple(tasks)
@@ -147,19 +149,21 @@ def fixed_tasks(
     has fewer than n layouts.
     """
     if n > len(layouts):
-        raise ValueError(f"there are {len(layouts):,} places, not {n:,}")
+        raise ValueError(f"{n:,} places were requested, but there are only {len(layouts):,}")
     tasks = []
     for i, lgen in enumerate(layouts[:n]):
         name = FIXED_NAMES[(i * 7) % len(FIXED_NAMES)]  # names of consecutive tasks share no word
         tasks.append(
-            _task(env, goal, split, name, lgen, _pick(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen))
+            _task(
+                env, goal, split, name, lgen, _draw_from(HELD_OUT_DYNAMICS, 0, f"{env}/fixed", lgen)
+            )
         )
     return tuple(tasks)
 
 
 def revisited(env: str, task: Task, visit: int) -> Task:
     """Return the task's place under the held-out dynamics of visit `visit`, counted from 0."""
-    core = _pick(HELD_OUT_DYNAMICS, 0, f"{env}/visit", int(task.params["lgen"]), visit)
+    core = _draw_from(HELD_OUT_DYNAMICS, 0, f"{env}/visit", int(task.params["lgen"]), visit)
     return replace(task, seed=core, params={**task.params, "core": core})
 
 
@@ -188,7 +192,7 @@ class Places:
             return known_tasks(self.env, self.goal, n, seed, settings)
         if split == "new":
             return fixed_tasks(self.env, self.goal, NEW_LAYOUTS, n)
-        raise ValueError(f"an eval split is known or new, not {split!r}")
+        raise ValueError(f"an eval split must be known or new, not {split!r}")
 
     def demonstration_tasks(self, n: int) -> tuple[Task, ...]:
         """Return n places for warm-start demonstrations.
@@ -212,12 +216,12 @@ def _task(env: str, goal: str, split: Split, place: str, lgen: int, core: int) -
     )
 
 
-def _pick(values: range, seed: int, name: str, *key: int) -> int:
+def _draw_from(values: range, seed: int, name: str, *key: int) -> int:
     return values[derive_seed(seed, name, *key) % len(values)]
 
 
 def _layout(env: str, seed: int, place: int, number: int) -> int:
-    return _pick(TRAIN_LAYOUTS, seed, f"{env}/layout", place, number)
+    return _draw_from(TRAIN_LAYOUTS, seed, f"{env}/layout", place, number)
 
 
 def _place_name(names: Sequence[str], settings: StreamSettings, place: int, layout: int) -> str:
@@ -225,14 +229,14 @@ def _place_name(names: Sequence[str], settings: StreamSettings, place: int, layo
 
     When all names are used, they are reused with a number.
     """
-    changing = settings.places - settings.permanent
+    replaceable = settings.places - settings.permanent
     index = (
         place
         if layout == 0
-        else settings.places + (layout - 1) * changing + place - settings.permanent
+        else settings.places + (layout - 1) * replaceable + place - settings.permanent
     )
-    again, index = divmod(index, len(names))
-    return f"{names[index]} {again + 1}" if again else names[index]
+    reuse, index = divmod(index, len(names))
+    return f"{names[index]} {reuse + 1}" if reuse else names[index]
 
 
 def _place_names(env: str, seed: int) -> list[str]:
@@ -241,7 +245,7 @@ def _place_names(env: str, seed: int) -> list[str]:
     return names
 
 
-def _ages(env: str, seed: int, settings: StreamSettings) -> list[int]:
+def _initial_visits(env: str, seed: int, settings: StreamSettings) -> list[int]:
     """Return each place's number of visits before the run. It staggers the replacements."""
     rng = generator(seed, f"{env}/ages")
     return [rng.randrange(settings.visits) for _ in range(settings.places)]

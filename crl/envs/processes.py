@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from crl.envs.base import EnvSpec, Rendering
-from crl.envs.host import describe
-from crl.envs.worker import LENGTH, framed
+from crl.envs.host import describe_error
+from crl.envs.worker import HEADER, to_frame
 from crl.errors import ConfigError, RolloutError
 from crl.protocols import Environment
 from crl.scratch import scratch_folder
@@ -37,20 +37,20 @@ from crl.types import Observation, StepResult, Task
 
 _Key = tuple[EnvSpec, Rendering]
 
-STARTING = 60.0
+MIN_CREATION_TIMEOUT_S = 60.0
 """Minimum timeout for the creation of a game, in seconds."""
 
-UNEVEN = 16
+MAX_AFFINITY_SURPLUS = 16
 """Allowed surplus of acquired games in a worker that has played the task before.
 
 A worker that has this many more acquired games than the least loaded worker gets no further tasks
 because of affinity.
 """
 
-_PLAYED = 1024
+_MAX_REMEMBERED_TASKS = 1024
 """Number of tasks for which the last worker is remembered."""
 
-_FAREWELL = 5.0
+_EXIT_TIMEOUT_S = 5.0
 """Seconds that a worker has to end before it is killed."""
 
 
@@ -59,10 +59,10 @@ class ProcessHost:
 
     `tasks` maps a task's name to its environment and rendering. An environment's `make_game` must
     be importable by name. At most `processes` workers run; they are started on demand. A reset or
-    step may take `deadline` seconds, not counting the wait for its worker. The creation of a game
-    may take at least `STARTING` seconds, because a worker may have to start first and to import the
-    environment. The constructor removes temporary files that killed processes have left. Raise
-    `ValueError` if an environment has another hosting, or if a limit is not positive.
+    step may take `timeout` seconds, not counting the wait for its worker. The creation of a game
+    may take at least `MIN_CREATION_TIMEOUT_S` seconds, because a worker may have to start first and
+    to import the environment. The constructor removes temporary files that killed processes have
+    left. Raise `ValueError` if an environment has another hosting, or if a limit is not positive.
 
     `failures` counts calls that raised, timed out or lost their worker. `replaced` counts workers
     that died or were given up. `note` is called with a message for each of these workers.
@@ -73,54 +73,57 @@ class ProcessHost:
         tasks: Mapping[str, tuple[EnvSpec, Rendering]],
         *,
         processes: int = 4,
-        deadline: float = 60.0,
+        timeout: float = 60.0,
         note: Callable[[str], object] = lambda text: None,
     ) -> None:
         misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "processes"})
         if misplaced:
-            raise ValueError(f"not hosted by processes: {', '.join(misplaced)}")
-        if processes < 1 or not deadline > 0:
             raise ValueError(
-                f"needs at least one process and a positive deadline, "
-                f"not {processes} and {deadline}"
+                "ProcessHost runs only environments whose hosting is 'processes', "
+                f"not: {', '.join(misplaced)}"
+            )
+        if processes < 1 or not timeout > 0:
+            raise ValueError(
+                f"processes must be at least 1 and timeout must be positive, "
+                f"not {processes} and {timeout}"
             )
         for spec, _ in tasks.values():
             _require_importable(spec)
         self.failures = 0
         self.replaced = 0
         self._tasks = dict(tasks)
-        self.deadline = deadline
+        self.timeout = timeout
         self._note = note
-        self._limit, self._scratch = processes, scratch_folder()
+        self._max_workers, self._scratch = processes, scratch_folder()
         self._workers: list[_WorkerProcess] = []
-        self._numbers = itertools.count()
-        self._lent: set[ProcessEnvironment] = set()
+        self._ids = itertools.count()
+        self._acquired: set[ProcessEnvironment] = set()
         # tasks of environments with affinity → the worker that played the task last
-        self._homes: OrderedDict[str, _WorkerProcess] = OrderedDict()
+        self._last_workers: OrderedDict[str, _WorkerProcess] = OrderedDict()
         self._closed = False
 
     async def acquire(self, task: Task) -> ProcessEnvironment:
         """Acquire a game of the task's environment: a released one, or else a new one.
 
         The game is in the worker with the fewest acquired games. An environment with affinity
-        prefers the worker that played the task last. This worker must have fewer than `UNEVEN` more
-        acquired games than the least loaded one.
+        prefers the worker that played the task last. This worker must have fewer than
+        `MAX_AFFINITY_SURPLUS` more acquired games than the least loaded one.
 
         Raise `RolloutError` if no game can be created. Re-raise a `ConfigError` of the environment.
         """
         if self._closed:
             raise RolloutError("env", "the host is closed")
         spec, rendering = self._tasks[task.name]
-        worker = self._home(task) if spec.affinity else self._place()
+        worker = self._preferred_worker(task) if spec.affinity else self._least_loaded_worker()
         free = worker.free[spec, rendering]
         environment = ProcessEnvironment(
             self, worker, spec, rendering, free.pop() if free else None
         )
-        worker.lent += 1
-        self._lent.add(environment)
+        worker.acquired += 1
+        self._acquired.add(environment)
         try:
             if environment.game is None:
-                await environment.make(next(self._numbers))
+                await environment.make(next(self._ids))
         except BaseException:
             await self.release(environment)
             raise
@@ -132,10 +135,10 @@ class ProcessHost:
         Its game is reused by the next episode unless it failed.
         """
         assert isinstance(environment, ProcessEnvironment)
-        if environment not in self._lent:
+        if environment not in self._acquired:
             return
-        self._lent.discard(environment)
-        environment.worker.lent -= 1
+        self._acquired.discard(environment)
+        environment.worker.acquired -= 1
         game, environment.game = environment.game, None
         if game is not None:
             environment.worker.free[environment.spec, environment.rendering].append(game)
@@ -143,32 +146,32 @@ class ProcessHost:
     async def aclose(self) -> None:
         """End every worker and all its games. Nothing can be acquired afterwards."""
         self._closed = True
-        for environment in self._lent:
+        for environment in self._acquired:
             environment.game = None
         workers, self._workers = self._workers, []
-        await asyncio.gather(*(worker.dismiss() for worker in workers))
+        await asyncio.gather(*(worker.shut_down() for worker in workers))
 
-    def _home(self, task: Task) -> _WorkerProcess:
+    def _preferred_worker(self, task: Task) -> _WorkerProcess:
         """Return the worker that played the task last, and remember the choice.
 
-        Use `_place` if this worker has ended or is too busy.
+        Use `_least_loaded_worker` if this worker has ended or is too busy.
         """
         key = repr(task)
-        worker = self._homes.pop(key, None)
-        least = min((worker.lent for worker in self._workers), default=0)
+        worker = self._last_workers.pop(key, None)
+        fewest = min((worker.acquired for worker in self._workers), default=0)
         if (
             worker is None
             or worker not in self._workers
             or not worker.alive
-            or worker.lent >= least + UNEVEN
+            or worker.acquired >= fewest + MAX_AFFINITY_SURPLUS
         ):
-            worker = self._place()
-        self._homes[key] = worker
-        if len(self._homes) > _PLAYED:
-            self._homes.popitem(last=False)
+            worker = self._least_loaded_worker()
+        self._last_workers[key] = worker
+        if len(self._last_workers) > _MAX_REMEMBERED_TASKS:
+            self._last_workers.popitem(last=False)
         return worker
 
-    def _place(self) -> _WorkerProcess:
+    def _least_loaded_worker(self) -> _WorkerProcess:
         """Return the worker with the fewest acquired games.
 
         Start a new worker if all workers have acquired games and the limit is not reached.
@@ -176,20 +179,22 @@ class ProcessHost:
         for worker in [worker for worker in self._workers if not worker.alive]:
             self._workers.remove(worker)
             worker.retire()
-        least = min(self._workers, key=lambda worker: worker.lent, default=None)
-        if least is None or (least.lent and len(self._workers) < self._limit):
-            least = _WorkerProcess(
-                self._scratch / f"worker-{next(self._numbers)}", self._count_lost
+        least_loaded = min(self._workers, key=lambda worker: worker.acquired, default=None)
+        if least_loaded is None or (
+            least_loaded.acquired and len(self._workers) < self._max_workers
+        ):
+            least_loaded = _WorkerProcess(
+                self._scratch / f"worker-{next(self._ids)}", self._record_lost_worker
             )
-            self._workers.append(least)
-        return least
+            self._workers.append(least_loaded)
+        return least_loaded
 
-    def _count_lost(self, end: str) -> None:
+    def _record_lost_worker(self, reason: str) -> None:
         if not self._closed:
             self.replaced += 1
             self._note(
-                f"environments: {end.removeprefix('its ')}; another takes its place, "
-                f"{self.replaced} replaced so far"
+                f"environments: {reason}; a new worker replaces it "
+                f"({self.replaced} replaced so far)"
             )
 
 
@@ -226,18 +231,21 @@ class ProcessEnvironment:
         """Close the game permanently. Errors are ignored."""
         game, self.game = self.game, None
         if game is not None:
-            self.worker.post((game, "close", ()), self._host.deadline)
+            self.worker.submit((game, "close", ()), self._host.timeout)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self.game is None:
             raise RolloutError(
-                "env", f"{self.spec.name}: this game has failed, was closed or given back"
+                "env",
+                f"{self.spec.name}: the game has failed, or was closed or released",
             )
         try:
-            deadline = (
-                max(self._host.deadline, STARTING) if method == "make" else self._host.deadline
+            timeout = (
+                max(self._host.timeout, MIN_CREATION_TIMEOUT_S)
+                if method == "make"
+                else self._host.timeout
             )
-            value, error = await self.worker.post((self.game, method, arguments), deadline)
+            value, error = await self.worker.submit((self.game, method, arguments), timeout)
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -255,7 +263,7 @@ def _require_importable(spec: EnvSpec) -> None:
         pickle.dumps(spec.make_game)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{spec.name}: make_game must be a function that workers can import: {error}"
+            f"{spec.name}: make_game must be a function that worker processes can import: {error}"
         ) from error
 
 
@@ -266,7 +274,7 @@ _Reply = tuple[Any, ConfigError | str | None]
 @dataclass(frozen=True, slots=True)
 class _Job:
     frame: bytes
-    deadline: float
+    timeout: float
     future: asyncio.Future[_Reply]
 
     def answer(self, reply: _Reply) -> None:
@@ -277,35 +285,35 @@ class _Job:
 class _WorkerProcess:
     """One worker process.
 
-    `lent` counts its acquired games. `free` holds the numbers of its released games. `lost` is
-    called with the reason when the process has died or is given up.
+    `acquired` counts its acquired games. `free` holds the numbers of its released games. `on_lost`
+    is called with the reason when the process has died or is given up.
     """
 
-    def __init__(self, folder: Path, lost: Callable[[str], None]) -> None:
-        self.lent = 0
+    def __init__(self, folder: Path, on_lost: Callable[[str], None]) -> None:
+        self.acquired = 0
         self.free: defaultdict[_Key, list[int]] = defaultdict(list)
-        self._folder, self._lost = folder, lost
+        self._folder, self._on_lost = folder, on_lost
         self._jobs: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._process: asyncio.subprocess.Process | None = None
-        self._end = ""
+        self._end_reason = ""
         self._ended = asyncio.Event()
-        self._serving = asyncio.create_task(self._serve(), name=f"crl-{folder.name}")
+        self._serve_task = asyncio.create_task(self._serve(), name=f"crl-{folder.name}")
 
     @property
     def alive(self) -> bool:
-        return not self._end and (self._process is None or self._process.returncode is None)
+        return not self._end_reason and (self._process is None or self._process.returncode is None)
 
-    def post(
-        self, request: tuple[int, str, tuple[Any, ...]], deadline: float
+    def submit(
+        self, request: tuple[int, str, tuple[Any, ...]], timeout: float
     ) -> asyncio.Future[_Reply]:
         """Queue a request and return a future of its reply.
 
-        The timeout of `deadline` seconds starts when the worker gets the request. Once the worker
+        The timeout of `timeout` seconds starts when the worker gets the request. Once the worker
         is lost, the reply is an error description.
         """
-        job = _Job(framed(request), deadline, asyncio.get_running_loop().create_future())
-        if self._end:
-            job.answer((None, self._end))
+        job = _Job(to_frame(request), timeout, asyncio.get_running_loop().create_future())
+        if self._end_reason:
+            job.answer((None, self._end_reason))
         else:
             self._jobs.put_nowait(job)
         return job.future
@@ -314,7 +322,7 @@ class _WorkerProcess:
         """Let the process end after all queued requests."""
         self._jobs.put_nowait(None)
 
-    async def dismiss(self) -> None:
+    async def shut_down(self) -> None:
         """End the process, even if it is busy.
 
         A worker ends at most a few seconds after its input is closed.
@@ -322,7 +330,7 @@ class _WorkerProcess:
         if self._process is not None:
             self._process.stdin.close()  # type: ignore[union-attr]
         self.retire()
-        await self._serving
+        await self._serve_task
 
     async def _serve(self) -> None:
         """Start the process and pass requests to it one by one, until it is retired or lost."""
@@ -330,33 +338,35 @@ class _WorkerProcess:
             self._folder.mkdir()
             self._process = await self._start()
             while (job := await self._jobs.get()) is not None:
-                if not await self._play(self._process, job):
+                if not await self._run_job(self._process, job):
                     break
         except OSError as error:
-            self._end = f"its worker could not be started: {describe(error)}"
-        if not self._end and self._process and self._process.returncode is not None:
-            self._end = self._fate(self._process)
-        if self._end:
-            self._lost(self._end)
-        await self._bury()
+            self._end_reason = f"the worker process could not be started: {describe_error(error)}"
+        if not self._end_reason and self._process and self._process.returncode is not None:
+            self._end_reason = self._exit_reason(self._process)
+        if self._end_reason:
+            self._on_lost(self._end_reason)
+        await self._clean_up()
 
-    async def _play(self, process: asyncio.subprocess.Process, job: _Job) -> bool:
+    async def _run_job(self, process: asyncio.subprocess.Process, job: _Job) -> bool:
         """Play one request. Return whether the worker can still be used."""
         if job.future.cancelled():
             return True
         try:
-            async with asyncio.timeout(job.deadline):
+            async with asyncio.timeout(job.timeout):
                 job.answer(await _exchange(process, self._ended, job.frame))
             return True
         except TimeoutError:
-            self._end = f"its worker overran the deadline of {job.deadline:g} s"
+            self._end_reason = f"the worker process exceeded the timeout of {job.timeout:g} s"
         except (EOFError, OSError):
-            await self._see_end()
-            self._end = self._fate(process)
+            await self._wait_or_kill()
+            self._end_reason = self._exit_reason(process)
         except Exception as error:
             # a reply may hold objects of a game's classes, so reading it can raise anything
-            self._end = f"its worker's reply cannot be read: {describe(error)}"
-        job.answer((None, self._end))
+            self._end_reason = (
+                f"the reply of the worker process cannot be read: {describe_error(error)}"
+            )
+        job.answer((None, self._end_reason))
         return False
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -372,10 +382,10 @@ class _WorkerProcess:
             )  # fmt: skip
         return asyncio.subprocess.Process(self._transport, protocol, loop)
 
-    async def _see_end(self) -> None:
-        """Wait until the process has ended. Kill it after `_FAREWELL` seconds."""
+    async def _wait_or_kill(self) -> None:
+        """Wait until the process has ended. Kill it after `_EXIT_TIMEOUT_S` seconds."""
         try:
-            await asyncio.wait_for(self._ended.wait(), _FAREWELL)
+            await asyncio.wait_for(self._ended.wait(), _EXIT_TIMEOUT_S)
         except TimeoutError:
             self._kill()
             await self._ended.wait()
@@ -386,17 +396,17 @@ class _WorkerProcess:
         with suppress(ProcessLookupError, PermissionError):  # no process is left
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _fate(self, process: asyncio.subprocess.Process) -> str:
+    def _exit_reason(self, process: asyncio.subprocess.Process) -> str:
         """Return a description of how the process ended."""
         code = process.returncode or 0
-        how = (
+        exit_text = (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
             else f"ended with exit code {code}"
         )
-        return f"its worker {how}{self._last_words()}"
+        return f"the worker process {exit_text}{self._last_log_line()}"
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         """Return the last line of the process's log, or an empty text."""
         try:
             lines = (self._folder / "log").read_text("utf-8", errors="replace").split("\n")
@@ -405,18 +415,18 @@ class _WorkerProcess:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
 
-    async def _bury(self) -> None:
+    async def _clean_up(self) -> None:
         """Answer all waiting requests, wait for the process to end, and remove its folder."""
-        process, lost = self._process, bool(self._end)
-        self._end = self._end or "its worker has ended"
+        process, failed = self._process, bool(self._end_reason)
+        self._end_reason = self._end_reason or "the worker process has ended"
         while not self._jobs.empty():
             if job := self._jobs.get_nowait():
-                job.answer((None, self._end))
+                job.answer((None, self._end_reason))
         if process is not None:
-            if lost:
+            if failed:
                 self._kill()
             process.stdin.close()  # type: ignore[union-attr]
-            await self._see_end()
+            await self._wait_or_kill()
             self._kill()
             self._transport.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -441,24 +451,24 @@ async def _exchange(
     process: asyncio.subprocess.Process, ended: asyncio.Event, frame: bytes
 ) -> _Reply:
     """Send a request and return the reply. Raise `EOFError` or `OSError` if the process ended."""
-    replying, ending = (
-        asyncio.create_task(_asked(process, frame)),
+    reply_task, exit_task = (
+        asyncio.create_task(_request(process, frame)),
         asyncio.create_task(ended.wait()),
     )
     try:
-        await asyncio.wait({replying, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not replying.done():
+        await asyncio.wait({reply_task, exit_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not reply_task.done():
             raise EOFError
-        return replying.result()
+        return reply_task.result()
     finally:
-        replying.cancel()
-        ending.cancel()
+        reply_task.cancel()
+        exit_task.cancel()
 
 
-async def _asked(process: asyncio.subprocess.Process, frame: bytes) -> _Reply:
+async def _request(process: asyncio.subprocess.Process, frame: bytes) -> _Reply:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(frame)
     await process.stdin.drain()
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    (length,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
     return pickle.loads(await process.stdout.readexactly(length))

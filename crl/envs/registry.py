@@ -30,7 +30,7 @@ _ENVIRONMENTS = {
     "webshop": "crl.envs.webshop:SPEC",
 }
 
-GEM = "gem:"
+GEM_PREFIX = "gem:"
 """Prefix of the names of environments from the package gem-llm."""
 
 
@@ -52,15 +52,18 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
     Raise `ConfigError` with the key `key` if the environment does not exist or cannot be imported.
     An environment in a file must not need worker processes, because they import it by name.
     """
-    if name.startswith(GEM):
-        return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM), key)
+    if name.startswith(GEM_PREFIX):
+        return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM_PREFIX), key)
     target = _ENVIRONMENTS.get(name, name)
     source, _, attribute = target.rpartition(":")
     if not source or not (
         source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
     ):
         raise ConfigError(
-            key, name, f"no such environment; there are: {', '.join(names())}", _remedy(name)
+            key,
+            name,
+            f"unknown environment (available: {', '.join(names())})",
+            _remedy(name),
         )
     spec = getattr(_module(source, name, key), attribute, None)
     if not isinstance(spec, EnvSpec):
@@ -68,17 +71,18 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
             key,
             name,
             f"{attribute!r} of {source!r} is not an EnvSpec",
-            "See examples/doors for one",
+            "See examples/doors for an example",
         )
     if source.endswith(".py") and spec.hosting == "processes":
         reason = (
-            "is hosted by processes, which import it by name, but it is in a file that has none"
+            "its hosting is 'processes', but worker processes cannot import an environment "
+            "from a file"
         )
         raise ConfigError(
             key,
             name,
             reason,
-            "Put it into a package on PYTHONPATH and name it package.module:ATTRIBUTE",
+            "Move it to a module on PYTHONPATH, and name it package.module:ATTRIBUTE",
         )
     return spec
 
@@ -95,7 +99,7 @@ def _module(source: str, name: str, key: str) -> ModuleType:
             key,
             name,
             "there is no such file",
-            "In a task's file its path starts at that file's folder",
+            "A relative path in a task file starts at the folder of that file",
         )
     try:
         return (
@@ -111,10 +115,12 @@ def _module(source: str, name: str, key: str) -> ModuleType:
                 key,
                 name,
                 f"there is no module {source!r}",
-                "Check its name and PYTHONPATH, or name its file",
+                "Correct its name or PYTHONPATH, or give the path of its file",
             ) from error
         reason = f"its module cannot be imported ({type(error).__name__}: {error})"
-        raise ConfigError(key, name, reason, "Install what it needs, or mend it") from error
+        raise ConfigError(
+            key, name, reason, "Install its dependencies, or fix the error"
+        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -125,13 +131,13 @@ def _from_file(path: Path) -> ModuleType:
     name = f"crl_env_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None
-    assert found.loader is not None
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
     # registered before it runs, because dataclasses look up their module
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -140,7 +146,9 @@ def _from_file(path: Path) -> ModuleType:
 
 def _remedy(name: str) -> str:
     close = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
-    own = (
-        "an environment of your own is named path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"
+    own_form = "name your own environment as path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE"
+    return (
+        f"Did you mean {close[0]!r}? Otherwise, {own_form}"
+        if close
+        else f"Choose one of them, or {own_form}"
     )
-    return f"Did you mean {close[0]!r}? Otherwise, {own}" if close else f"Choose one of them; {own}"

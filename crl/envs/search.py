@@ -17,22 +17,22 @@ def shortest_path(
     Return an empty list if `start` is a goal, and None if no goal can be reached. `moves(state)`
     returns (action, next state) pairs. Among equally short paths, the pairs that come first win.
     """
-    came: dict[S, tuple[S, str] | None] = {start: None}
+    parents: dict[S, tuple[S, str] | None] = {start: None}
     queue = deque([start])
     while queue:
         state = queue.popleft()
         if is_goal(state):
-            return _actions(state, came)
-        for action, following in moves(state):
-            if following not in came:
-                came[following] = (state, action)
-                queue.append(following)
+            return _path(state, parents)
+        for action, successor in moves(state):
+            if successor not in parents:
+                parents[successor] = (state, action)
+                queue.append(successor)
     return None
 
 
-def _actions(state: S, came: dict[S, tuple[S, str] | None]) -> list[str]:
+def _path(state: S, parents: dict[S, tuple[S, str] | None]) -> list[str]:
     actions = []
-    while step := came[state]:
+    while step := parents[state]:
         state, action = step
         actions.append(action)
     return actions[::-1]

@@ -39,7 +39,8 @@ class SeededTasks:
         """
         if split != "new":
             raise ValueError(
-                f"{self._env} has no places that stay, so it has no `known` eval: set it to 0"
+                f"{self._env} has no persistent places, so it cannot be evaluated "
+                "on the split `known`: set eval.known to 0"
             )
         return tuple(Task(self._env, s, "new", self._goal) for s in NEW_SEEDS[:n])
 

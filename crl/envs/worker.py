@@ -15,32 +15,32 @@ import time
 from typing import Any, BinaryIO
 
 from crl.envs.base import Game
-from crl.envs.host import CheckedGame, describe
+from crl.envs.host import CheckedGame, describe_error
 from crl.errors import ConfigError
 
-LENGTH = struct.Struct(">I")
+HEADER = struct.Struct(">I")
 """Header of every pickle: its length in bytes."""
 
-_GRACE = 2.0
+_CLOSE_TIMEOUT_S = 2.0
 """Seconds that games have to close after the parent has ended."""
 
 _Frames = queue.SimpleQueue[bytes | None]
 
 
-def framed(message: object) -> bytes:
+def to_frame(message: object) -> bytes:
     """Return the message as a pickle with its length header."""
     data = pickle.dumps(message)
-    return LENGTH.pack(len(data)) + data
+    return HEADER.pack(len(data)) + data
 
 
 def main() -> None:
     """Answer requests until stdin is closed, then close all games."""
     requests, replies = _take_pipes()
     frames: _Frames = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, frames), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(requests, frames), daemon=True).start()
     games: dict[int, Game] = {}
     while (frame := frames.get()) is not None:
-        replies.write(framed(_reply(games, frame)))
+        replies.write(to_frame(_answer(games, frame)))
         replies.flush()
     for game in games.values():
         game.close()
@@ -52,36 +52,36 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     Output that games print is redirected to stderr. Their stdin is empty.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
     return requests, replies
 
 
-def _read(requests: BinaryIO, frames: _Frames) -> None:
+def _read_requests(requests: BinaryIO, frames: _Frames) -> None:
     """Pass requests to `frames`, and None when stdin is closed.
 
-    Then end the process after `_GRACE` seconds, even if a game hangs.
+    Then end the process after `_CLOSE_TIMEOUT_S` seconds, even if a game hangs.
     """
-    while len(head := requests.read(LENGTH.size)) == LENGTH.size:
-        frames.put(requests.read(*LENGTH.unpack(head)))
+    while len(header := requests.read(HEADER.size)) == HEADER.size:
+        frames.put(requests.read(*HEADER.unpack(header)))
     frames.put(None)
-    time.sleep(_GRACE)
+    time.sleep(_CLOSE_TIMEOUT_S)
     os._exit(1)
 
 
-def _reply(games: dict[int, Game], frame: bytes) -> tuple[Any, ConfigError | str | None]:
+def _answer(games: dict[int, Game], frame: bytes) -> tuple[Any, ConfigError | str | None]:
     """Return (value, None), or (None, error).
 
     The error is a description, or a `ConfigError` if the user has to fix the cause.
     """
     try:
-        return _play(games, *pickle.loads(frame)), None
+        return _call_game(games, *pickle.loads(frame)), None
     except BaseException as error:  # even SystemExit must fail only the episode, not the process
-        return None, error if type(error) is ConfigError else describe(error)
+        return None, error if type(error) is ConfigError else describe_error(error)
 
 
-def _play(games: dict[int, Game], number: int, method: str, arguments: tuple[Any, ...]) -> Any:
+def _call_game(games: dict[int, Game], number: int, method: str, arguments: tuple[Any, ...]) -> Any:
     match method:
         case "make":
             make_game, rendering, reward_range = arguments

@@ -5,7 +5,7 @@ ZeRO partitions the optimizer state, the gradients and the weights among the pro
 * `DeepSpeedLearner` runs on the event loop. It starts one process per rank
   (`crl.learners.worker`) and splits every minibatch among the ranks. It sends the same commands to
   all ranks and waits for their answers as long as they make progress.
-* `_Process` represents one rank in this process.
+* `_RankProcess` represents one rank in this process.
 
 If a rank raises an error, dies or hangs, the learner fails within seconds. If ranks wait for each
 other, the learner fails after a deadline. The `LearnerError` names the rank and the failure; its
@@ -41,31 +41,31 @@ from crl.types import Minibatch, StepStats
 
 T = TypeVar("T")
 
-OPTIMIZER = "optimizer.safetensors"
-"""File name of the optimizer state beside a saved model.
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""File name of the optimizer state in the directory of a saved model.
 
 The file holds whole tensors, so any number of ranks can load it.
 """
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
 
-SILENCE_S = 7.0
+HEARTBEAT_TIMEOUT_S = 7.0
 """Heartbeat timeout in seconds. A rank without a heartbeat for this time counts as hung.
 
 The rank is stopped, or it is blocked in code during which no Python thread can run.
 """
 
-LOADING_S = 1800.0
+LOAD_TIMEOUT_S = 1800.0
 """Timeout in seconds for the start of the ranks, and for loading a checkpoint from a slow disk."""
 
-GRACE_S = 1.0
+DIAGNOSIS_DELAY_S = 1.0
 """Seconds to wait after a failure, so that the rank that caused it is detected too."""
 
-FAREWELL_S = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 """Seconds that ranks have to end by themselves before they are killed."""
 
-LAST_LINES = 40
+LOG_TAIL_LINES = 40
 """Number of lines from the end of a lost rank's log that are reported."""
 
 _LENGTH = struct.Struct("!Q")
@@ -99,7 +99,7 @@ class RankSettings:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAssignment:
     """First message to a rank: its settings and its number."""
 
     settings: RankSettings
@@ -125,19 +125,21 @@ class DeepSpeedLearner:
         self.version = 0
         """Number of steps that changed the weights."""
         self._settings, self._deadline, self._receivers = settings, deadline, receivers
-        self._patience = LOADING_S
+        self._progress_timeout = LOAD_TIMEOUT_S
         size = model_size(settings.model, settings.key)
-        self._bytes = (
+        self._weight_bytes = (
             size.parameters * (2 if settings.precision == "bfloat16" else 4)
             if size
             else sys.maxsize
         )
         self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
-        self._ranks = [_Process(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)]
-        self._trouble = asyncio.Event()
+        self._ranks = [
+            _RankProcess(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)
+        ]
+        self._failed_event = asyncio.Event()
         self._stuck = False
         self._failure: LearnerError | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
@@ -170,26 +172,28 @@ class DeepSpeedLearner:
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
         """Run one training step. See `crl.protocols.Learner`. Raise `LearnerError` on failure."""
-        return await self._unbroken(self._step(minibatches))
+        return await self._shielded(self._step(minibatches))
 
     async def publish(self) -> FileWeights | NcclWeights:
         """Publish the weights. See `crl.protocols.Learner`.
 
         A broadcast over NCCL begins when the engine calls the `send` of the returned handle.
         """
-        return await self._unbroken(self._announce() if self._receivers else self._write())
+        return await self._shielded(
+            self._publish_nccl() if self._receivers else self._publish_file()
+        )
 
     async def save(self, directory: Path) -> None:
-        await self._unbroken(self._command("save", directory))
+        await self._shielded(self._command("save", directory))
 
     async def load(self, directory: Path) -> None:
-        await self._unbroken(self._command("load", directory))
+        await self._shielded(self._command("load", directory))
 
     async def watch(self) -> None:
         """Wait until a rank is lost, then raise the error. See `crl.protocols.Learner`."""
-        await self._trouble.wait()
-        async with self._turn:
-            raise self._failure or await self._lost("idle")
+        await self._failed_event.wait()
+        async with self._lock:
+            raise self._failure or await self._fail("idle")
 
     def state(self) -> State:
         return {"version": self.version}
@@ -199,21 +203,21 @@ class DeepSpeedLearner:
 
     async def aclose(self) -> None:
         self._failure = self._failure or LearnerError("the learner is closed")
-        await asyncio.gather(*(rank.end() for rank in self._ranks))
+        await asyncio.gather(*(rank.shut_down() for rank in self._ranks))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _step(self, minibatches: Sequence[Minibatch]) -> StepStats:
-        shares = shared_out(minibatches, len(self._ranks))
+        shares = split_minibatches(minibatches, len(self._ranks))
         stats: StepStats = await self._commands("step", [(share, self.version) for share in shares])
         self.version += stats.updates > 0
         return replace(
             stats, metrics={**stats.metrics, "samples": sum(len(m.samples) for m in minibatches)}
         )
 
-    async def _announce(self) -> NcclWeights:
+    async def _publish_nccl(self) -> NcclWeights:
         checksum, manifest = await self._command("publish", None)
         size = 1 + self._receivers
         return NcclWeights(
@@ -221,11 +225,11 @@ class DeepSpeedLearner:
             self.version,
             checksum,
             manifest,
-            lambda port: self._unbroken(self._command("broadcast", port, size)),
+            lambda port: self._shielded(self._command("broadcast", port, size)),
         )
 
-    async def _write(self) -> FileWeights:
-        path = weights_path(self._bytes)
+    async def _publish_file(self) -> FileWeights:
+        path = weights_path(self._weight_bytes)
         checksum, manifest = await self._command("publish", path)
         return FileWeights(path, self.version, checksum, manifest)
 
@@ -241,11 +245,16 @@ class DeepSpeedLearner:
                 )
             )
             self._spawn(self._listen(rank))
-        seats = [Seat(self._settings, rank.number, count, self._folder) for rank in self._ranks]
-        await self._meet(
+        assignments = [
+            RankAssignment(self._settings, rank.number, count, self._folder) for rank in self._ranks
+        ]
+        await self._wait_answers(
             "start",
-            [rank.call(seat) for rank, seat in zip(self._ranks, seats, strict=True)],
-            limit=LOADING_S,
+            [
+                rank.call(assignment)
+                for rank, assignment in zip(self._ranks, assignments, strict=True)
+            ],
+            limit=LOAD_TIMEOUT_S,
         )
         self._spawn(self._watch())
 
@@ -255,16 +264,17 @@ class DeepSpeedLearner:
 
     async def _commands(self, name: str, arguments: Sequence[tuple[object, ...]]) -> Any:
         """Send a command with separate arguments to each rank. Return the answer of rank 0."""
-        async with self._turn:
+        async with self._lock:
             if self._failure:
                 raise self._failure
-            self._patience = LOADING_S if name == "load" else self._deadline
+            self._progress_timeout = LOAD_TIMEOUT_S if name == "load" else self._deadline
             calls = [
-                rank.call((name, given)) for rank, given in zip(self._ranks, arguments, strict=True)
+                rank.call((name, rank_arguments))
+                for rank, rank_arguments in zip(self._ranks, arguments, strict=True)
             ]
-            return (await self._meet(name, calls))[0]
+            return (await self._wait_answers(name, calls))[0]
 
-    async def _meet(
+    async def _wait_answers(
         self, name: str, calls: Sequence[Coroutine[Any, Any, T]], limit: float | None = None
     ) -> Sequence[T]:
         """Return the answers of all ranks to the command `name`.
@@ -274,21 +284,21 @@ class DeepSpeedLearner:
         a `CrlError`, such as a `ConfigError`.
         """
         answers = asyncio.gather(*calls)
-        trouble = asyncio.create_task(self._trouble.wait())
+        failed = asyncio.create_task(self._failed_event.wait())
         try:
             ended, _ = await asyncio.wait(
-                {answers, trouble}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+                {answers, failed}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
             )
             self._stuck = self._stuck or not ended
-            if answers.done() and not self._trouble.is_set():
+            if answers.done() and not self._failed_event.is_set():
                 return answers.result()
-            raise await self._lost(f"in {name}")
+            raise await self._fail(f"in {name}")
         finally:
-            trouble.cancel()
+            failed.cancel()
             answers.cancel()
-            await asyncio.gather(answers, trouble, return_exceptions=True)
+            await asyncio.gather(answers, failed, return_exceptions=True)
 
-    async def _unbroken(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _shielded(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. If the caller is cancelled, `work` still runs to its end.
 
         Otherwise a rank could miss a command, or a step could miss the update of `version`.
@@ -298,20 +308,20 @@ class DeepSpeedLearner:
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name="deepspeed learner")
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # avoid a warning if no caller retrieves the exception
 
     # ── supervision ───────────────────────────────────────────────────────────────────────────────
 
-    async def _listen(self, rank: _Process) -> None:
+    async def _listen(self, rank: _RankProcess) -> None:
         """Process the messages of a rank until its process ends, then report the loss."""
-        await rank.listen(self._trouble)
-        self._trouble.set()
+        await rank.listen(self._failed_event)
+        self._failed_event.set()
 
     async def _watch(self) -> None:
         """Detect ranks whose heartbeat or progress has stalled.
@@ -320,24 +330,24 @@ class DeepSpeedLearner:
         """
         loop = asyncio.get_running_loop()
         last = loop.time()
-        while not self._trouble.is_set():
-            await asyncio.sleep(BEAT_S)
-            now, paused = loop.time(), loop.time() - last > 2 * BEAT_S
+        while not self._failed_event.is_set():
+            await asyncio.sleep(HEARTBEAT_S)
+            now, paused = loop.time(), loop.time() - last > 2 * HEARTBEAT_S
             last = now
             for rank in self._ranks:
                 if paused:
-                    rank.heard = rank.moved = now
-                elif now - rank.heard > SILENCE_S:
-                    rank.silent = True
-                    self._trouble.set()
+                    rank.last_message = rank.last_progress = now
+                elif now - rank.last_message > HEARTBEAT_TIMEOUT_S:
+                    rank.heartbeat_lost = True
+                    self._failed_event.set()
             busy = [rank for rank in self._ranks if rank.busy]
             # A rank that waits for another rank makes no progress either. Therefore only a stall of
             # all busy ranks counts.
-            if busy and now - max(rank.moved for rank in busy) > self._patience:
+            if busy and now - max(rank.last_progress for rank in busy) > self._progress_timeout:
                 self._stuck = True
-                self._trouble.set()
+                self._failed_event.set()
 
-    async def _lost(self, when: str) -> CrlError:
+    async def _fail(self, when: str) -> CrlError:
         """Kill all ranks and return the error that explains the loss. Store a `LearnerError`.
 
         `when` describes the activity at the time of the loss. If the ranks are stuck, they first
@@ -345,31 +355,32 @@ class DeepSpeedLearner:
         """
         if self._stuck:
             for rank in self._ranks:
-                rank.ask_where()
-        await asyncio.sleep(GRACE_S)
-        what, said = self._verdict()
-        told = said[0].raised.error if said[0].raised and not said[0].died else None
-        await asyncio.gather(*(rank.end(kill=True) for rank in self._ranks))
-        self._failure = LearnerError(f"{what} ({when})")
+                rank.dump_stacks()
+        await asyncio.sleep(DIAGNOSIS_DELAY_S)
+        description, reported = self._diagnose()
+        first = reported[0]
+        crl_error = first.raised.error if first.raised and not first.died else None
+        await asyncio.gather(*(rank.shut_down(kill=True) for rank in self._ranks))
+        self._failure = LearnerError(f"{description} ({when})")
         self._failure.__cause__ = RankTraceback(
-            "\n".join(f"what rank {rank.number} said:\n{rank.last_words()}" for rank in said)
+            "\n".join(f"output of rank {rank.number}:\n{rank.diagnostics()}" for rank in reported)
         )
-        return told or self._failure
+        return crl_error or self._failure
 
-    def _verdict(self) -> tuple[str, Sequence[_Process]]:
+    def _diagnose(self) -> tuple[str, Sequence[_RankProcess]]:
         """Return a description of the failure and the ranks to report on, most relevant first."""
-        guilty, count = min(self._ranks, key=_Process.guilt), len(self._ranks)
-        if fault := guilty.fault():
-            return f"rank {guilty.number} of {count} {fault}", [guilty]
-        least = min((rank.progress for rank in self._ranks if rank.busy), default=(0, 0))
-        late = [rank for rank in self._ranks if rank.busy and rank.progress == least]
+        suspect, count = min(self._ranks, key=_RankProcess.cause_order), len(self._ranks)
+        if failure := suspect.failure():
+            return f"rank {suspect.number} of {count} {failure}", [suspect]
+        lowest = min((rank.progress for rank in self._ranks if rank.busy), default=(0, 0))
+        late = [rank for rank in self._ranks if rank.busy and rank.progress == lowest]
         numbers = ", ".join(str(rank.number) for rank in late)
         limit = (
             f"learner.deadline = {self._deadline:g}"
-            if self._patience == self._deadline
-            else f"{self._patience:g}"
+            if self._progress_timeout == self._deadline
+            else f"{self._progress_timeout:g}"
         )
-        return f"rank {numbers} of {count} made no progress in {limit} s", [
+        return f"rank {numbers} of {count} made no progress within {limit} s", [
             *late,
             *(rank for rank in self._ranks if rank not in late),
         ]
@@ -379,7 +390,7 @@ class DeepSpeedLearner:
 
 
 @dataclass(frozen=True)
-class _Raised:
+class _RankError:
     """Error that a rank raised."""
 
     summary: str
@@ -389,21 +400,21 @@ class _Raised:
     """Error object if it is a `CrlError`, else None."""
 
 
-class _Process:
+class _RankProcess:
     """Process of one rank."""
 
     def __init__(self, number: int, log: Path) -> None:
         self.number, self._log = number, log
-        self.heard = self.moved = 0.0
+        self.last_message = self.last_progress = 0.0
         """Times of the last message and of the last progress, on the event loop's clock."""
         self.progress = (0, 0)
         """Number of commands begun, and number of ticks in the last command.
 
         A comparison shows which of two ranks is behind.
         """
-        self.busy = self.died = self.silent = False
+        self.busy = self.died = self.heartbeat_lost = False
         """State of the rank: works on a command, process has ended, heartbeats are missing."""
-        self.raised: _Raised | None = None
+        self.raised: _RankError | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -419,7 +430,7 @@ class _Process:
         """Send a message and return the answer. Wait forever if the rank is lost."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self.busy, self.moved = True, asyncio.get_running_loop().time()
+        self.busy, self.last_progress = True, asyncio.get_running_loop().time()
         # Pickling the samples of a step takes a while.
         framed = await asyncio.to_thread(frame, message)
         with suppress(OSError):  # `listen` detects the end of the process
@@ -429,10 +440,10 @@ class _Process:
         self.busy = False
         return answer
 
-    async def listen(self, trouble: asyncio.Event) -> None:
+    async def listen(self, failed: asyncio.Event) -> None:
         """Process the rank's messages until its process ends.
 
-        Set `trouble` if the rank reports an error.
+        Set `failed` if the rank reports an error.
         """
         assert self._process is not None
         assert self._process.stdout is not None
@@ -440,66 +451,68 @@ class _Process:
             while True:
                 (length,) = _LENGTH.unpack(await self._process.stdout.readexactly(_LENGTH.size))
                 kind, value = pickle.loads(await self._process.stdout.readexactly(length))
-                self.heard = asyncio.get_running_loop().time()
+                self.last_message = asyncio.get_running_loop().time()
                 if kind == "beat":
-                    self.moved = self.moved if value == self.progress else self.heard
+                    self.last_progress = (
+                        self.last_progress if value == self.progress else self.last_message
+                    )
                     self.progress = value
                 elif kind == "done":
                     self._answers.put_nowait(value)
                 elif kind == "failed":
                     summary, traceback, error = value
-                    self.raised = _Raised(summary, traceback, pickle.loads(error))
-                    trouble.set()
+                    self.raised = _RankError(summary, traceback, pickle.loads(error))
+                    failed.set()
         await self._process.wait()
         self.died = True
 
-    def guilt(self) -> int:
+    def cause_order(self) -> int:
         """Return a sort key: a smaller number means a more likely cause of the other ranks' errors.
 
         The order is: died, raised an error, missed its heartbeats, none of these. When a rank dies,
         the connections of the other ranks break, and these ranks report errors.
         """
-        return [self.died, self.raised is not None, self.silent, True].index(True)
+        return [self.died, self.raised is not None, self.heartbeat_lost, True].index(True)
 
-    def fault(self) -> str | None:
-        """Return a description of the rank's fault, or None if the rank is at most late."""
+    def failure(self) -> str | None:
+        """Return a description of the rank's failure, or None if the rank is at most late."""
         if self.died:
-            return self._fate()
+            return self._exit_reason()
         if self.raised:
             return f"failed: {self.raised.summary}"
-        return f"hangs: no sign of life for {SILENCE_S:g} s" if self.silent else None
+        return f"hangs: no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s" if self.heartbeat_lost else None
 
-    def _fate(self) -> str:
+    def _exit_reason(self) -> str:
         """Return a description of how the process ended."""
         assert self._process is not None
         code = self._process.returncode or 0
         if code == -signal.SIGKILL:
-            return "was killed by SIGKILL (by hand, or for want of memory)"
+            return "was killed by SIGKILL (manually, or because the machine ran out of memory)"
         return (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
             else f"ended with exit code {code}"
         )
 
-    def ask_where(self) -> None:
+    def dump_stacks(self) -> None:
         """Ask the rank to write the stacks of its threads to its log.
 
         Do nothing if the rank has not sent a message yet, because it may not handle the signal.
         """
-        if self._process is not None and self._process.returncode is None and self.heard:
+        if self._process is not None and self._process.returncode is None and self.last_message:
             self._process.send_signal(signal.SIGUSR1)
 
-    def last_words(self) -> str:
+    def diagnostics(self) -> str:
         """Return the traceback of the rank's error, or the end of its log if it raised none."""
         if self.raised:
             return self.raised.traceback
         try:
             lines = self._log.read_text("utf-8", errors="replace").splitlines()
         except OSError:
-            return "(its log is gone)"
-        return "\n".join(lines[-LAST_LINES:]) or "(nothing)"
+            return "(the log cannot be read)"
+        return "\n".join(lines[-LOG_TAIL_LINES:]) or "(the log is empty)"
 
-    async def end(self, *, kill: bool = False) -> None:
+    async def shut_down(self, *, kill: bool = False) -> None:
         """Close the pipe, which ends the rank. Kill the process if it does not end in time.
 
         If `kill` is true, kill the process immediately.
@@ -512,7 +525,7 @@ class _Process:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), FAREWELL_S)
+            await asyncio.wait_for(process.wait(), SHUTDOWN_TIMEOUT_S)
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -521,8 +534,12 @@ class _Process:
 def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None) -> dict[str, str]:
     """Return the environment variables of a rank's process. The rank sees only its own GPU."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    places = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0 if gpu is not None else rank}
-    own = {
+    rank_variables = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": 0 if gpu is not None else rank,
+    }
+    variables = {
         "PYTHONPATH": paths,
         "DS_ACCELERATOR": settings.device,
         # All ranks run on this machine.
@@ -530,16 +547,20 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
         "OMP_NUM_THREADS": str(settings.threads),
     }
     if gpu is not None:
-        own["CUDA_VISIBLE_DEVICES"] = gpu
+        variables["CUDA_VISIBLE_DEVICES"] = gpu
     if settings.deterministic:
-        own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return {**os.environ, **own, **{name: str(value) for name, value in places.items()}}
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return {
+        **os.environ,
+        **variables,
+        **{name: str(value) for name, value in rank_variables.items()},
+    }
 
 
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Minibatch]]:
+def split_minibatches(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Minibatch]]:
     """Split each minibatch among the ranks. Return a list of minibatches for each rank.
 
     The ranks get about equal numbers of tokens. The weights of the samples and `total_tokens` still
@@ -547,9 +568,9 @@ def shared_out(minibatches: Sequence[Minibatch], ranks: int) -> list[list[Miniba
     """
     shares: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for minibatch in minibatches:
-        dealt = rank_shares([len(s.trace.ids) for s in minibatch.samples], ranks)
-        probed = rank_shares([len(trace.ids) for trace in minibatch.probe], ranks)
-        for share, indices, probe in zip(shares, dealt, probed, strict=True):
+        sample_shares = rank_shares([len(s.trace.ids) for s in minibatch.samples], ranks)
+        probe_shares = rank_shares([len(trace.ids) for trace in minibatch.probe], ranks)
+        for share, indices, probe in zip(shares, sample_shares, probe_shares, strict=True):
             samples, traces = (
                 (minibatch.samples[i] for i in indices),
                 (minibatch.probe[i] for i in probe),
@@ -566,7 +587,7 @@ def frame(message: object) -> bytes:
 
 def read_frame(stream: BinaryIO) -> Any:
     """Read one message from the stream. Raise `EOFError` at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
         raise EOFError
-    return pickle.loads(stream.read(*_LENGTH.unpack(head)))
+    return pickle.loads(stream.read(*_LENGTH.unpack(header)))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OPTIMIZER = "optimizer.pt"
-"""File name of the optimizer and schedule state beside a saved model."""
+OPTIMIZER_FILE = "optimizer.pt"
+"""File name of the optimizer and schedule state in the directory of a saved model."""
 
 
 class LocalLearner:
@@ -47,12 +47,12 @@ class LocalLearner:
         self.version = 0
         """Number of steps that changed the weights."""
         self._masters = None if model.dtype == torch.float32 else MasterWeights(model)
-        trained = self._masters.parameters if self._masters else model.parameters()
+        parameters = self._masters.parameters if self._masters else model.parameters()
         cuda = model.device.type == "cuda"
         # The fused update needs no temporary memory of the size of the weights.
-        optim, schedule = adamw(trained, optimizer, fused=cuda)
+        optim, schedule = adamw(parameters, optimizer, fused=cuda)
         if self._masters:
-            self._masters.follow(optim)
+            self._masters.attach(optim)
         self._trainer = Trainer(model, optim, schedule, loss, settings)
         self._thread = ThreadPoolExecutor(
             1, "learner", initializer=torch.set_num_threads, initargs=(threads,)
@@ -99,16 +99,19 @@ class LocalLearner:
         }
         if self._masters:
             state["masters"] = [master.detach() for master in self._masters.parameters]
-        torch.save(state, directory / OPTIMIZER)
+        torch.save(state, directory / OPTIMIZER_FILE)
 
     def _load(self, directory: Path) -> None:
         loaded = load_model(directory, self.model.device, self.model.dtype)
-        if not (directory / OPTIMIZER).is_file():
+        if not (directory / OPTIMIZER_FILE).is_file():
             raise LearnerError(
-                f"{directory} holds no {OPTIMIZER}: another kind of learner saved it"
+                f"{directory} contains no {OPTIMIZER_FILE}: another kind of learner saved it. "
+                "Use the learner.kind with which the checkpoint was saved"
             )
         self.model.load_state_dict(loaded.state_dict())
-        saved = torch.load(directory / OPTIMIZER, map_location=self.model.device, weights_only=True)
+        saved = torch.load(
+            directory / OPTIMIZER_FILE, map_location=self.model.device, weights_only=True
+        )
         self._trainer.optimizer.load_state_dict(saved["optimizer"])
         self._trainer.schedule.load_state_dict(saved["schedule"])
         if self._masters:

@@ -27,27 +27,27 @@ class MasterWeights:
         self.parameters = [p.detach().float().clone().requires_grad_() for p in self._model]
         """Master weights, which are the parameters of the optimizer."""
         for parameter, master in zip(self._model, self.parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the model's weights after every step of `optimizer`."""
-        optimizer.register_step_post_hook(lambda *_: self._round())
+        optimizer.register_step_post_hook(lambda *_: self._copy_rounded())
 
     def load(self, saved: list[torch.Tensor]) -> None:
         """Load saved master weights and update the model's weights."""
         with torch.no_grad():
             for master, tensor in zip(self.parameters, saved, strict=True):
                 master.copy_(tensor)
-        self._round()
+        self._copy_rounded()
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _copy_rounded(self) -> None:
         """Copy the rounded master weights to the model."""
         for parameter, master in zip(self._model, self.parameters, strict=True):
             parameter.copy_(master)
 
 
-def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
+def _move_gradient(master: torch.Tensor, parameter: torch.Tensor) -> None:
     """Add the gradient of a model parameter to that of its master weight, then delete it."""
     assert parameter.grad is not None
     master.grad = (

@@ -18,8 +18,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from crl.algo import micro_batches, truncated_importance_weights
-from crl.modeling import TokenFigures, checkpoint_activations, token_logprobs
-from crl.packing import pack_sequences
+from crl.modeling import TokenStats, checkpoint_activations, token_logprobs
+from crl.packing import enable_packing
 from crl.protocols import Loss
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from crl.config.schema import OptimizerSection
 
 
-MOMENT = "moment_"
+MOMENT_PREFIX = "moment_"
 """Name prefix of intermediate metrics, from which `mismatch` computes the final metrics."""
 
-ROUNDING = 1e-10
+VARIANCE_TOLERANCE = 1e-10
 """Variance relative to the mean square, at or below which a quantity counts as constant."""
 
 
@@ -83,7 +83,7 @@ def adamw(
 
 
 @dataclass(frozen=True)
-class Tensors:
+class MicroBatch:
     """Micro-batch as tensors, right-padded to [b, t]. Only `weights` has the shape [b]."""
 
     ids: torch.Tensor
@@ -97,7 +97,7 @@ class Tensors:
     weights: torch.Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[TrainSample], device: torch.device) -> Tensors:
+    def of(cls, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
         """Return the tensors of `samples`."""
         width = max(len(s.trace.ids) for s in samples)
 
@@ -178,7 +178,7 @@ def mismatch_moments(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, t
         "ee": engine.square(),
         "ge": gap * engine,
     }
-    return {MOMENT + name: term.mean() for name, term in terms.items()}
+    return {MOMENT_PREFIX + name: term.mean() for name, term in terms.items()}
 
 
 def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
@@ -190,22 +190,25 @@ def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
     * `mismatch_explained`: share of the variance of g that a linear function of the engine's
       log-prob explains; 0 if the engine's log-prob or g is constant.
     """
-    kl, g, e, gg, ee, ge = (moments[MOMENT + name] for name in ("kl", "g", "e", "gg", "ee", "ge"))
-    of_gap, of_engine, common = gg - g * g, ee - e * e, ge - g * e
-    of_trainer = of_engine + of_gap + 2 * common
-    vary = of_engine > ROUNDING * ee
-    correlated = vary and of_trainer > ROUNDING * (ee + gg + 2 * ge)
-    explained = common**2 / (of_gap * of_engine) if vary and of_gap > ROUNDING * gg else 0.0
+    kl, g, e, gg, ee, ge = (
+        moments[MOMENT_PREFIX + name] for name in ("kl", "g", "e", "gg", "ee", "ge")
+    )
+    var_gap, var_engine, covariance = gg - g * g, ee - e * e, ge - g * e
+    var_trainer = var_engine + var_gap + 2 * covariance
+    engine_varies = var_engine > VARIANCE_TOLERANCE * ee
+    both_vary = engine_varies and var_trainer > VARIANCE_TOLERANCE * (ee + gg + 2 * ge)
+    gap_varies = engine_varies and var_gap > VARIANCE_TOLERANCE * gg
+    explained = covariance**2 / (var_gap * var_engine) if gap_varies else 0.0
     return {
         "mismatch_kl": kl,
-        "mismatch_correlation": (of_engine + common) / math.sqrt(of_engine * of_trainer)
-        if correlated
+        "mismatch_correlation": (var_engine + covariance) / math.sqrt(var_engine * var_trainer)
+        if both_vary
         else 1.0,
         "mismatch_explained": explained,
     }
 
 
-def untrained(probe: Sequence[TokenTrace]) -> Minibatch:
+def probe_minibatch(probe: Sequence[TokenTrace]) -> Minibatch:
     """Return the traces as a minibatch that can be split into micro-batches.
 
     All weights, all advantages and `total_tokens` are 0.
@@ -227,7 +230,7 @@ class Trainer:
         schedule: torch.optim.lr_scheduler.LRScheduler,
         loss: Loss, settings: TrainSettings,
     ) -> None:  # fmt: skip
-        pack_sequences(model)
+        enable_packing(model)
         if settings.activation_checkpointing:
             checkpoint_activations(model)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
@@ -241,21 +244,23 @@ class Trainer:
         gradient is not finite is skipped.
         """
         accumulator = MetricAccumulator()
-        measured = [MetricAccumulator() for _ in minibatches]
+        accumulators = [MetricAccumulator() for _ in minibatches]
         if self.settings.recompute:
             minibatches = [
-                self._recomputed(m, own, version)
-                for m, own in zip(minibatches, measured, strict=True)
+                self._recompute_logprobs(m, own, version)
+                for m, own in zip(minibatches, accumulators, strict=True)
             ]
         updates = skipped = 0
         grad_norms = []
         learning_rate = float(self.schedule.get_last_lr()[0])
-        for minibatch, own in zip(minibatches, measured, strict=True):
+        for minibatch, own in zip(minibatches, accumulators, strict=True):
             # The trainer has the weights of `version` until the first update. Only until then can
             # its log-probs be compared with the engine's.
             if updates == 0:
-                self._probe(minibatch, own, version)
-            total = self._gradient(minibatch, own, probe=version if updates == 0 else None)
+                self._measure_probe(minibatch, own, version)
+            total = self._gradient(
+                minibatch, own, mismatch_version=version if updates == 0 else None
+            )
             grad_norm = self._update(total)
             if grad_norm is None:
                 skipped += 1  # its metrics are dropped too, because they may not be finite
@@ -266,8 +271,8 @@ class Trainer:
             grad_norms.append(grad_norm)
             own.add({"loss": total}, 1)
             accumulator.merge(own)
-        means = self._pooled(accumulator).result()
-        moments = {name: value for name, value in means.items() if name.startswith(MOMENT)}
+        means = self._gather_metrics(accumulator).result()
+        moments = {name: value for name, value in means.items() if name.startswith(MOMENT_PREFIX)}
         metrics = {name: value for name, value in means.items() if name not in moments} | (
             mismatch(moments) if moments else {}
         )
@@ -278,30 +283,34 @@ class Trainer:
         return StepStats(updates, skipped, metrics)
 
     def _gradient(
-        self, minibatch: Minibatch, accumulator: MetricAccumulator, probe: int | None
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, mismatch_version: int | None
     ) -> float:
         """Compute the minibatch's gradient, store it in the parameters and return the loss.
 
-        Add the metrics to `accumulator`. `probe` is the trainer's version if its log-probs can be
-        compared with the engine's, else None.
+        Add the metrics to `accumulator`. `mismatch_version` is the trainer's version if its
+        log-probs can be compared with the engine's, else None.
         """
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for _, batch in self._micro_batches(minibatch):
-            loss = self._loss(batch, minibatch.total_tokens, accumulator, probe)
+            loss = self._loss(batch, minibatch.total_tokens, accumulator, mismatch_version)
             loss.backward()
             total += loss.item()
         return total
 
     def _loss(
-        self, batch: Tensors, total_tokens: int, accumulator: MetricAccumulator, probe: int | None
+        self,
+        batch: MicroBatch,
+        total_tokens: int,
+        accumulator: MetricAccumulator,
+        mismatch_version: int | None,
     ) -> torch.Tensor:
         """Return the part of the minibatch's loss that belongs to one micro-batch.
 
-        Add the metrics of the micro-batch to `accumulator`. `probe` is the trainer's version if its
-        log-probs can be compared with the engine's, else None.
+        Add the metrics of the micro-batch to `accumulator`. `mismatch_version` is the trainer's
+        version if its log-probs can be compared with the engine's, else None.
         """
-        logp, entropy, kl = self._tokens(batch)
+        logp, entropy, kl = self._token_stats(batch)
         old_logp = batch.old_logps(logp)
         loss, metrics = self.loss(
             logp,
@@ -317,11 +326,11 @@ class Trainer:
         accumulator.add({"entropy": entropy.sum() / max(tokens, 1)}, tokens)
         if self._reference is not None:
             accumulator.add({"reference_kl": kl.detach().sum() / max(tokens, 1)}, tokens)
-        if probe is not None and not self.settings.recompute:
-            self._add_mismatch(accumulator, logp.detach(), batch, probe)
+        if mismatch_version is not None and not self.settings.recompute:
+            self._add_mismatch(accumulator, logp.detach(), batch, mismatch_version)
         return loss
 
-    def _tokens(self, batch: Tensors) -> TokenFigures:
+    def _token_stats(self, batch: MicroBatch) -> TokenStats:
         """Return log-prob, entropy and KL of the trained tokens of a micro-batch."""
         return token_logprobs(
             self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference
@@ -332,22 +341,22 @@ class Trainer:
 
         If the loss `total` or the norm is not finite, make no update and return None.
         """
-        trained = [
+        parameters = [
             parameter for group in self.optimizer.param_groups for parameter in group["params"]
         ]
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, self.settings.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm))
         if not (math.isfinite(total) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return None
         self.optimizer.step()
         return norm
 
-    def _pooled(self, accumulator: MetricAccumulator) -> MetricAccumulator:
+    def _gather_metrics(self, accumulator: MetricAccumulator) -> MetricAccumulator:
         """Return the metrics of all processes that train on the same minibatches."""
         return accumulator
 
     def _add_mismatch(
-        self, accumulator: MetricAccumulator, logp: torch.Tensor, batch: Tensors, version: int
+        self, accumulator: MetricAccumulator, logp: torch.Tensor, batch: MicroBatch, version: int
     ) -> None:
         """Add the mismatch between trainer and engine on tokens sampled by policy `version`."""
         same = batch.mask & (batch.versions == version)
@@ -356,22 +365,24 @@ class Trainer:
             accumulator.add(mismatch_moments(logp[same], batch.old_logp[same]), tokens)
 
     @torch.no_grad()
-    def _probe(self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int) -> None:
+    def _measure_probe(
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
+    ) -> None:
         """Add the mismatch between trainer and engine on the minibatch's probe traces."""
-        for _, batch in self._micro_batches(untrained(minibatch.probe)):
-            self._add_mismatch(accumulator, self._tokens(batch).logp, batch, version)
+        for _, batch in self._micro_batches(probe_minibatch(minibatch.probe)):
+            self._add_mismatch(accumulator, self._token_stats(batch).logp, batch, version)
 
     def _micro_batches(
         self, minibatch: Minibatch
-    ) -> Iterator[tuple[Sequence[TrainSample], Tensors]]:
+    ) -> Iterator[tuple[Sequence[TrainSample], MicroBatch]]:
         for indices in micro_batches(
             [len(s.trace.ids) for s in minibatch.samples], self.settings.micro_batch_tokens
         ):
             samples = [minibatch.samples[i] for i in indices]
-            yield samples, Tensors.of(samples, self.model.device)
+            yield samples, MicroBatch.of(samples, self.model.device)
 
     @torch.no_grad()
-    def _recomputed(
+    def _recompute_logprobs(
         self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
     ) -> Minibatch:
         """Return the minibatch with the trainer's log-probs as old log-probs.
@@ -380,7 +391,7 @@ class Trainer:
         """
         recomputed = []
         for samples, batch in self._micro_batches(minibatch):
-            logp = self._tokens(batch).logp
+            logp = self._token_stats(batch).logp
             self._add_mismatch(accumulator, logp, batch, version)
             advantage = batch.advantage
             if self.settings.importance_cap is not None:

@@ -1,7 +1,7 @@
 """Rank of a DeepSpeed learner: a process that `crl.learners.deepspeed` starts and controls.
 
-* `ParentPipe` is the pipe to the parent process. It receives commands, and sends answers and a heartbeat
-  every second. The heartbeat contains the progress of the rank.
+* `ParentPipe` is the pipe to the parent process. It receives commands, and sends answers and a
+  heartbeat every second. The heartbeat contains the progress of the rank.
 * `ZeroTrainer` is the shared training step on a model whose optimizer state, gradients and weights
   ZeRO partitions among the ranks.
 * `Rank` executes the commands. All ranks receive the same commands in the same order, because each
@@ -50,19 +50,19 @@ from safetensors import safe_open
 
 from crl.errors import CrlError, LearnerError
 from crl.learners.deepspeed import (
-    BEAT_S,
-    LOADING_S,
-    OPTIMIZER,
+    HEARTBEAT_S,
+    LOAD_TIMEOUT_S,
+    OPTIMIZER_FILE,
+    RankAssignment,
     RankSettings,
-    Seat,
     frame,
     read_frame,
 )
-from crl.learners.step import MetricAccumulator, Tensors, Trainer, adamw, untrained
-from crl.modeling import TokenFigures, checksum, load_model, require_packing, token_logprobs
+from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, adamw, probe_minibatch
+from crl.modeling import TokenStats, checksum, load_model, require_packing, token_logprobs
 from crl.protocols import WeightManifest
-from crl.scratch import sweep_all
-from crl.sync import MEETING, write_tensors
+from crl.scratch import remove_all_stale_folders
+from crl.sync import LOOPBACK_ADDRESS, write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the optimizer state that AdamW stores for every weight."""
 
-IDLE = TrainSample(TokenTrace((0, 0), (0, 1), (0.0, 0.0), (-1, 0)), 0.0, 0.0)
+DUMMY_SAMPLE = TrainSample(TokenTrace((0, 0), (0, 1), (0.0, 0.0), (-1, 0)), 0.0, 0.0)
 """Dummy sample for a rank that has fewer micro-batches than another rank.
 
 The rank computes the sample and drops the result, because all ranks must take part in every pass.
@@ -92,12 +92,12 @@ class ParentPipe:
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         os.dup2(2, 1)
 
-    def seat(self) -> Seat:
+    def read_assignment(self) -> RankAssignment:
         """Read and return the first message. Start the listener and heartbeat threads."""
-        seat = read_frame(self._in)
-        threading.Thread(target=self._listen, args=(seat.folder,), daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
-        return seat
+        assignment = read_frame(self._in)
+        threading.Thread(target=self._listen, args=(assignment.folder,), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        return assignment
 
     def command(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the next command and return its name and arguments."""
@@ -114,7 +114,7 @@ class ParentPipe:
         begun, done = self._progress
         self._progress = (begun, done + 1)
 
-    def say(self, kind: str, value: object = None) -> None:
+    def send(self, kind: str, value: object = None) -> None:
         """Send a message to the parent."""
         with self._lock:
             self._out.write(frame((kind, value)))
@@ -128,31 +128,31 @@ class ParentPipe:
         except (EOFError, OSError):
             # The parent has closed the pipe, or has ended without cleaning up.
             shutil.rmtree(folder, ignore_errors=True)
-            sweep_all()
+            remove_all_stale_folders()
         finally:
             os._exit(0)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
-            time.sleep(BEAT_S)
-            self.say("beat", self._progress)
+            time.sleep(HEARTBEAT_S)
+            self.send("beat", self._progress)
 
 
 def main() -> None:
     """Run a rank: execute commands until the parent closes the pipe."""
     faulthandler.register(signal.SIGUSR1)  # the parent requests stack dumps of a stuck rank
-    link = ParentPipe()
+    pipe = ParentPipe()
     try:
-        rank = Rank(link.seat(), link.tick)
-        link.say("done")
+        rank = Rank(pipe.read_assignment(), pipe.tick)
+        pipe.send("done")
         while True:
-            name, arguments = link.command()
-            link.say("done", getattr(rank, name)(*arguments))
+            name, arguments = pipe.command()
+            pipe.send("done", getattr(rank, name)(*arguments))
     except BaseException as error:
-        told = error if isinstance(error, CrlError) else None
-        link.say(
+        crl_error = error if isinstance(error, CrlError) else None
+        pipe.send(
             "failed",
-            (f"{type(error).__name__}: {error}", traceback.format_exc(), pickle.dumps(told)),
+            (f"{type(error).__name__}: {error}", traceback.format_exc(), pickle.dumps(crl_error)),
         )
         # Do not end here: that would break the connections of the other ranks. The parent must
         # receive this error before their errors.
@@ -179,7 +179,7 @@ class Scorer(torch.nn.Module):
         temperature: float,
         reference: PreTrainedModel | None,
     ) -> torch.Tensor:
-        """Return `TokenFigures` as one tensor [3, b, t].
+        """Return `TokenStats` as one tensor [3, b, t].
 
         With a single output, the backward pass is the same in all ranks, whichever parts a loss
         uses. The collective operations of the ranks then match.
@@ -214,10 +214,10 @@ class ZeroTrainer(Trainer):
         self.engine: Any = deepspeed.initialize(
             model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks)
         )[0]
-        self._allocate()
+        self._create_optimizer_state()
 
     def _gradient(
-        self, minibatch: Minibatch, accumulator: MetricAccumulator, probe: int | None
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, mismatch_version: int | None
     ) -> float:
         """Compute the gradient of the whole minibatch and return its loss, summed over the ranks.
 
@@ -226,19 +226,19 @@ class ZeroTrainer(Trainer):
         if self.stage == 0:
             self.optimizer.zero_grad(set_to_none=True)
         own = [batch for _, batch in self._micro_batches(minibatch)]
-        count = max(self._most(len(own)), 1)
+        count = max(self._max_over_ranks(len(own)), 1)
         total = 0.0
         for i in range(count):
             last = i == count - 1
             self.engine.set_gradient_accumulation_boundary(last)
             if i < len(own):
-                loss = self._loss(own[i], minibatch.total_tokens, accumulator, probe)
+                loss = self._loss(own[i], minibatch.total_tokens, accumulator, mismatch_version)
                 total += loss.item()
             else:
-                loss = self._idle_loss()
+                loss = self._dummy_loss()
             self._tick()
             if last:
-                total = self._sum(total)
+                total = self._sum_over_ranks(total)
                 # A loss that is not finite may have a finite gradient. A gradient of NaN makes all
                 # ranks skip the update.
                 loss = loss if math.isfinite(total) else loss * math.nan
@@ -252,13 +252,13 @@ class ZeroTrainer(Trainer):
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else None
 
-    def _tokens(self, batch: Tensors) -> TokenFigures:
+    def _token_stats(self, batch: MicroBatch) -> TokenStats:
         self._tick()
-        return TokenFigures(
+        return TokenStats(
             *self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference)
         )
 
-    def _pooled(self, accumulator: MetricAccumulator) -> MetricAccumulator:
+    def _gather_metrics(self, accumulator: MetricAccumulator) -> MetricAccumulator:
         shares: list[Any] = [None] * self._ranks
         rows = [
             ({name: float(value) for name, value in metrics.items()}, tokens)
@@ -268,54 +268,56 @@ class ZeroTrainer(Trainer):
         return MetricAccumulator([row for share in shares for row in share])
 
     @torch.no_grad()
-    def _recomputed(
+    def _recompute_logprobs(
         self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
     ) -> Minibatch:
-        behind = self._behind(minibatch)
-        recomputed = super()._recomputed(minibatch, accumulator, version)
-        self._catch_up(behind)
+        missing = self._missing_passes(minibatch)
+        recomputed = super()._recompute_logprobs(minibatch, accumulator, version)
+        self._run_dummy_passes(missing)
         return recomputed
 
     @torch.no_grad()
-    def _probe(self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int) -> None:
-        behind = self._behind(untrained(minibatch.probe))
-        super()._probe(minibatch, accumulator, version)
-        self._catch_up(behind)
+    def _measure_probe(
+        self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
+    ) -> None:
+        missing = self._missing_passes(probe_minibatch(minibatch.probe))
+        super()._measure_probe(minibatch, accumulator, version)
+        self._run_dummy_passes(missing)
 
-    def _behind(self, minibatch: Minibatch) -> int:
+    def _missing_passes(self, minibatch: Minibatch) -> int:
         """Return how many micro-batches this rank has fewer than the rank with the most.
 
         Call this method before the first micro-batch, because all ranks take part in this
         exchange and in every pass.
         """
         own = sum(1 for _ in self._micro_batches(minibatch))
-        return self._most(own) - own
+        return self._max_over_ranks(own) - own
 
-    def _catch_up(self, passes: int) -> None:
+    def _run_dummy_passes(self, passes: int) -> None:
         """Run `passes` forward passes on the dummy sample."""
         for _ in range(passes):
-            self._tokens(self._idle())
+            self._token_stats(self._dummy_batch())
 
-    def _idle(self) -> Tensors:
-        return Tensors.of([IDLE], self._device)
+    def _dummy_batch(self) -> MicroBatch:
+        return MicroBatch.of([DUMMY_SAMPLE], self._device)
 
-    def _idle_loss(self) -> torch.Tensor:
+    def _dummy_loss(self) -> torch.Tensor:
         """Return a loss of 0 whose backward pass is that of a micro-batch."""
-        return self._tokens(self._idle()).logp.sum() * 0.0
+        return self._token_stats(self._dummy_batch()).logp.sum() * 0.0
 
-    def _most(self, count: int) -> int:
+    def _max_over_ranks(self, count: int) -> int:
         """Return the maximum of `count` over all ranks."""
         largest = torch.tensor(count, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def _sum(self, value: float) -> float:
+    def _sum_over_ranks(self, value: float) -> float:
         """Return the sum of `value` over all ranks."""
         total = torch.tensor(value, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return float(total)
 
-    def _allocate(self) -> None:
+    def _create_optimizer_state(self) -> None:
         """Create the optimizer state with an update at learning rate 0.
 
         `save` and `load` need an existing state.
@@ -324,7 +326,7 @@ class ZeroTrainer(Trainer):
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.backward(self._idle_loss())
+        self.engine.backward(self._dummy_loss())
         self.engine.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -376,30 +378,30 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
 class Rank:
     """Commands of the parent. The parent uses the answer of rank 0."""
 
-    def __init__(self, seat: Seat, tick: Callable[[], None]) -> None:
+    def __init__(self, assignment: RankAssignment, tick: Callable[[], None]) -> None:
         """Join the process group and load the model. `tick` is called when the work progresses."""
-        settings = seat.settings
+        settings = assignment.settings
         torch.set_num_threads(settings.threads)
         if settings.deterministic:
             torch.use_deterministic_algorithms(True)
         self._device = torch.device(settings.device)
-        self._first = seat.rank == 0
-        self._settings, self._rank, self._ranks = settings, seat.rank, seat.ranks
+        self._is_rank0 = assignment.rank == 0
+        self._settings, self._rank, self._ranks = settings, assignment.rank, assignment.ranks
         # Do not compile DeepSpeed's ops: an interrupted compilation would hang every later run.
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
         dist.init_process_group(
             "nccl" if settings.device == "cuda" else "gloo",
-            init_method=f"file://{seat.folder / 'ranks'}",
-            rank=seat.rank,
-            world_size=seat.ranks,
+            init_method=f"file://{assignment.folder / 'ranks'}",
+            rank=assignment.rank,
+            world_size=assignment.ranks,
             # The shorter timeouts of the parent must expire first, because the parent then collects
             # the stacks of all ranks.
-            timeout=timedelta(seconds=2 * max(settings.deadline, LOADING_S)),
+            timeout=timedelta(seconds=2 * max(settings.deadline, LOAD_TIMEOUT_S)),
         )
         self._tick = tick
-        self._trainer = ZeroTrainer(settings, seat.ranks, self._device, tick)
+        self._trainer = ZeroTrainer(settings, assignment.ranks, self._device, tick)
         self._model = self._trainer.model
-        self._receivers: Any = None
+        self._nccl_group: Any = None
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
         return self._trainer.step(minibatches, version)
@@ -418,11 +420,11 @@ class Rank:
             crc = self._write(path, manifest, self._weights())
         else:
             crc = functools.reduce(
-                lambda crc, named: checksum(dict([named]), crc) if self._first else 0,
+                lambda crc, named: checksum(dict([named]), crc) if self._is_rank0 else 0,
                 self._weights(),
                 0,
             )
-        return (crc, manifest) if self._first else None
+        return (crc, manifest) if self._is_rank0 else None
 
     def broadcast(self, port: int, world_size: int) -> None:
         """Send the weights from rank 0 to vLLM's workers over NCCL.
@@ -433,50 +435,55 @@ class Rank:
         This method has not been run, because no GPUs were available when it was written. It was
         checked against the source of vLLM 0.32.0.
         """
-        if not self._first:
+        if not self._is_rank0:
             for _ in self._weights():
                 pass
             return
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        if self._receivers is None:  # the workers join the group before the first transfer
-            self._receivers = trainer_init(
-                {"master_address": MEETING, "master_port": port, "world_size": world_size}
+        if self._nccl_group is None:  # the workers join the group before the first transfer
+            self._nccl_group = trainer_init(
+                {"master_address": LOOPBACK_ADDRESS, "master_port": port, "world_size": world_size}
             )
         packed_nccl_broadcast_producer(
-            self._weights(), self._receivers, src=0, post_iter_func=lambda named: named[1]
+            self._weights(), self._nccl_group, src=0, post_iter_func=lambda named: named[1]
         )
 
     def save(self, directory: Path) -> None:
-        """Write the model in Hugging Face format, and the optimizer state beside it.
+        """Write the model in Hugging Face format and the optimizer state to `directory`.
 
         The optimizer state is stored as whole tensors that do not depend on the number of ranks.
         """
-        whole = {name: tensor.cpu().clone() for name, tensor in self._weights() if self._first}
-        if self._first:
-            kept = self._model.state_dict().keys()
-            whole |= {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        whole = {name: tensor.cpu().clone() for name, tensor in self._weights() if self._is_rank0}
+        if self._is_rank0:
+            saved_names = self._model.state_dict().keys()
+            whole |= {
+                name: buffer for name, buffer in self._model.named_buffers() if name in saved_names
+            }
             self._model.save_pretrained(directory, state_dict=whole)
         del whole
         names = {
             f"{kind}.{name}": "torch.float32"
-            for kind in self._kinds
+            for kind in self._state_kinds
             for name, _ in self._model.named_parameters()
         }
         schedule = json.dumps(self._trainer.schedule.state_dict())
         metadata = {"updates": str(self._trainer.updates), "schedule": schedule}
-        self._write(directory / OPTIMIZER, self._manifest(names), self._states(), metadata)
+        self._write(
+            directory / OPTIMIZER_FILE, self._manifest(names), self._optimizer_tensors(), metadata
+        )
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint of `save`, which may have used another number of ranks or ZeRO stage.
 
         Raise `LearnerError` if the directory holds no optimizer state of this kind of learner.
         """
-        saved = directory / OPTIMIZER
+        saved = directory / OPTIMIZER_FILE
         if not saved.is_file():
             raise LearnerError(
-                f"{directory} holds no {OPTIMIZER}: another kind of learner saved it"
+                f"{directory} contains no {OPTIMIZER_FILE}: another kind of learner saved it. "
+                "Use the learner.kind with which the checkpoint was saved"
             )
         loaded = load_model(
             directory,
@@ -486,18 +493,18 @@ class Rank:
         )
         weights = dict(loaded.named_parameters())
         with safe_open(saved, "pt") as file:
-            present = set(file.keys())
+            saved_names = set(file.keys())
             for name, parameter in self._model.named_parameters():
                 self._set_weight(parameter, weights[name].detach())
                 for kind in MOMENTS:
-                    self._set_state(parameter, kind, file.get_tensor(f"{kind}.{name}"))
+                    self._set_optimizer_tensor(parameter, kind, file.get_tensor(f"{kind}.{name}"))
                 if self._trainer.stage:
-                    exact = (
+                    master = (
                         file.get_tensor(f"weight.{name}")
-                        if f"weight.{name}" in present
+                        if f"weight.{name}" in saved_names
                         else weights[name].detach().float()
                     )
-                    self._set_state(parameter, "weight", exact)
+                    self._set_optimizer_tensor(parameter, "weight", master)
             metadata = file.metadata()
         self._trainer.updates = int(metadata["updates"])
         self._trainer.schedule.load_state_dict(json.loads(metadata["schedule"]))
@@ -511,7 +518,7 @@ class Rank:
     # ranks visit the tensors in the same order.
 
     @property
-    def _kinds(self) -> tuple[str, ...]:
+    def _state_kinds(self) -> tuple[str, ...]:
         """Names of the tensors saved for each weight, in addition to the model.
 
         "weight" is the float32 value; it is saved if the model's own weight is rounded.
@@ -525,24 +532,24 @@ class Rank:
                 yield name, parameter.detach()
 
     def _gathered(
-        self, parameter: torch.nn.Parameter, *, change: bool = False
+        self, parameter: torch.nn.Parameter, *, modify: bool = False
     ) -> AbstractContextManager[Any]:
         """Return a context in which the parameter is whole.
 
-        With `change`, the value on rank 0 is distributed to all ranks at the end.
+        With `modify`, the value on rank 0 is distributed to all ranks at the end.
         """
         self._tick()
         if self._trainer.stage < 3:
             return nullcontext()
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if change else None)
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if modify else None)
 
-    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and whole tensor of each part of the optimizer state."""
-        for kind in self._kinds:
+        for kind in self._state_kinds:
             for name, parameter in self._model.named_parameters():
-                yield f"{kind}.{name}", self._state(parameter, kind)
+                yield f"{kind}.{name}", self._optimizer_tensor(parameter, kind)
 
-    def _state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+    def _optimizer_tensor(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
         """Return a whole tensor of the optimizer state. `kind` is "weight" or one of `MOMENTS`."""
         self._tick()
         if not self._trainer.stage:
@@ -557,11 +564,13 @@ class Rank:
 
     def _set_weight(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Set the parameter to the whole tensor `value`."""
-        with self._gathered(parameter, change=True), torch.no_grad():
-            if self._first or self._trainer.stage < 3:
+        with self._gathered(parameter, modify=True), torch.no_grad():
+            if self._is_rank0 or self._trainer.stage < 3:
                 parameter.copy_(value)
 
-    def _set_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+    def _set_optimizer_tensor(
+        self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor
+    ) -> None:
         """Set a part of the optimizer state to the whole tensor `value`."""
         self._tick()
         value = value.to(self._device)
@@ -607,7 +616,7 @@ class Rank:
         The other ranks only take part in gathering the tensors and return 0.
         """
         tensors = (tensor for _, tensor in named)
-        if self._first:
+        if self._is_rank0:
             return write_tensors(path, manifest, tensors, metadata)
         for _ in tensors:
             pass

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from crl.manager.index import Index, Neighbour
 from crl.manager.records import Entry, UnitKey
-from crl.manager.retrieval import Candidate, RetrievalSettings, is_trial, pick
+from crl.manager.retrieval import Candidate, RetrievalSettings, choose_entry, is_trial
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
 from crl.types import ExperienceUse, Lift, UseKind
@@ -25,8 +25,8 @@ Scope = Literal["task", "shared"]
 
 Vector = NDArray[np.float32]
 
-GROUPS = 4096
-"""Number of groups whose shared entry is remembered for members that search later.
+MAX_STORED_CHOICES = 4096
+"""Maximum number of groups whose choice of a shared entry is stored for later members.
 
 This is far more than the number of groups in flight.
 """
@@ -45,39 +45,39 @@ class Bank:
         self.entries: dict[str, Entry] = {}  # in the order in which they were last written
         self._indexes: dict[str, Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
-        self._picks: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
-        self._counts: dict[UnitKey, tuple[int, int | None]] = {}
+        self._group_choices: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
+        self._unsaved_counts: dict[UnitKey, tuple[int, int | None]] = {}
 
     def put(self, entry: Entry, vector: Vector) -> None:
         """Add an entry or a newer version of it. Ignore a version that is not newer."""
-        known = self.entries.get(entry.uid)
-        if known is None or known.version < entry.version:
+        current = self.entries.get(entry.uid)
+        if current is None or current.version < entry.version:
             self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
             self._indexes.setdefault(
-                self._room(entry.task), Index(self._dim, exact=self._settings.exact)
+                self._index_key(entry.task), Index(self._dim, exact=self._settings.exact)
             ).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
         """Remove an entry, so that no search returns it. Do nothing if it is not in the bank."""
         entry = self.entries.pop(uid, None)
         if entry is not None:
-            self._indexes[self._room(entry.task)].remove(uid)
+            self._indexes[self._index_key(entry.task)].remove(uid)
 
-    def credit(self, unit: UnitKey, reward: float) -> None:
+    def add_credit(self, unit: UnitKey, reward: float) -> None:
         """Add a credited episode to the unit if it is the current version of an entry."""
-        if entry := self._current(unit):
+        if entry := self._current_entry(unit):
             entry.credited += 1
             entry.credit += reward
 
-    def lift(self, unit: UnitKey, lift: Lift) -> None:
+    def add_lift(self, unit: UnitKey, lift: Lift) -> None:
         """Add a group's lift to the unit's lift if it is the current version of an entry."""
-        if entry := self._current(unit):
+        if entry := self._current_entry(unit):
             entry.lift = entry.lift + lift if entry.lift else lift
 
-    def vote(self, unit: UnitKey, value: int) -> None:
+    def add_vote(self, unit: UnitKey, value: int) -> None:
         """Add a vote to the unit if it is the current version of an entry."""
-        if entry := self._current(unit):
+        if entry := self._current_entry(unit):
             entry.votes += value
 
     def nearest(self, task: str, query: Vector) -> list[Neighbour]:
@@ -85,30 +85,34 @@ class Bank:
 
         At most `RetrievalSettings.candidates` entries are returned.
         """
-        index = self._indexes.get(self._room(task))
+        index = self._indexes.get(self._index_key(task))
         return index.nearest(query, self._settings.candidates) if index else []
 
     def size(self, task: str) -> int:
         """Return the number of entries that may guide `task`."""
-        return len(self._indexes.get(self._room(task), ()))
+        return len(self._indexes.get(self._index_key(task), ()))
 
-    def due(self) -> list[Index]:
+    def indexes_to_rebuild(self) -> list[Index]:
         """Return the indexes whose next snapshot should be built now."""
-        return [index for index in self._indexes.values() if index.due]
+        return [index for index in self._indexes.values() if index.needs_rebuild]
 
-    def decided(self, request: SearchRequest, *, counted: bool) -> bool:
+    def has_group_choice(self, request: SearchRequest, *, counted: bool) -> bool:
         """Return whether an earlier member of the group has already chosen the shared entry."""
-        return counted and not request.asked and (request.task.name, request.group) in self._picks
+        return (
+            counted
+            and not request.question
+            and (request.task.name, request.group) in self._group_choices
+        )
 
-    def remembered(self, requests: Sequence[SearchRequest]) -> list[Hit | None] | None:
+    def group_choices(self, requests: Sequence[SearchRequest]) -> list[Hit | None] | None:
         """Return the shared entries that earlier members of the requests' groups have chosen.
 
         Return None if at least one entry is still to be chosen.
         """
-        if any(request.asked for request in requests):
+        if any(request.question for request in requests):
             return None
         try:
-            return [self._picks[request.task.name, request.group] for request in requests]
+            return [self._group_choices[request.task.name, request.group] for request in requests]
         except KeyError:
             return None
 
@@ -129,31 +133,36 @@ class Bank:
         that the first of them got. It is counted once. A question is answered for its member alone.
 
         * step: completed actor steps.
-        * counted: if False, the search is neither counted nor remembered.
+        * counted: if False, the search is neither counted nor stored as the group's choice.
         * near: result of `nearest`, if it has been computed before.
         """
         group = (request.task.name, request.group)
-        if self.decided(request, counted=counted):
-            return self._picks[group]
-        shared = self._shared(request)
+        if self.has_group_choice(request, counted=counted):
+            return self._group_choices[group]
+        shared = self._is_shared(request)
         address = (
             (step, request.group)
             if shared
-            else (step, request.group, request.member, *([request.asked] if request.asked else []))
+            else (
+                step,
+                request.group,
+                request.member,
+                *([request.question] if request.question else []),
+            )
         )
         near = self.nearest(request.task.name, query) if near is None else near
         candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
         rng = partial(generator, self._seed, "retrieval", *address)
-        trial = counted and not request.asked and self._is_trial(request)
-        entry = pick(candidates, step, rng, self._settings, trial=trial)
-        hit = _hit(entry, "ask_unrefined" if request.asked else "start") if entry else None
+        trial = counted and not request.question and self._is_trial(request)
+        entry = choose_entry(candidates, step, rng, self._settings, trial=trial)
+        hit = _hit(entry, "ask_unrefined" if request.question else "start") if entry else None
         if counted:
             if entry:
                 entry.retrieved += 1
                 entry.last_returned_step = step
-                self._counts[entry.unit] = (entry.retrieved, step)
+                self._unsaved_counts[entry.unit] = (entry.retrieved, step)
             if shared:
-                self._remember(group, hit)
+                self._store_choice(group, hit)
         return hit
 
     def _is_trial(self, request: SearchRequest) -> bool:
@@ -165,29 +174,29 @@ class Bank:
         if not share:
             return False
         phase = generator(self._seed, "trials", request.task.name, request.group).random()
-        return is_trial(0 if self._shared(request) else request.member, share, phase)
+        return is_trial(0 if self._is_shared(request) else request.member, share, phase)
 
     def take_counts(self) -> dict[UnitKey, tuple[int, int | None]]:
         """Return the counts of the units that were retrieved since the last call.
 
         The counts are (retrieved, last_returned_step) by unit.
         """
-        counts, self._counts = self._counts, {}
+        counts, self._unsaved_counts = self._unsaved_counts, {}
         return counts
 
-    def _current(self, unit: UnitKey) -> Entry | None:
+    def _current_entry(self, unit: UnitKey) -> Entry | None:
         entry = self.entries.get(unit.uid)
         return entry if entry is not None and entry.version == unit.version else None
 
-    def _remember(self, group: tuple[str, int], hit: Hit | None) -> None:
-        self._picks[group] = hit
-        if len(self._picks) > GROUPS:
-            del self._picks[next(iter(self._picks))]
+    def _store_choice(self, group: tuple[str, int], hit: Hit | None) -> None:
+        self._group_choices[group] = hit
+        if len(self._group_choices) > MAX_STORED_CHOICES:
+            del self._group_choices[next(iter(self._group_choices))]
 
-    def _shared(self, request: SearchRequest) -> bool:
-        return self._settings.per == "group" and not request.asked
+    def _is_shared(self, request: SearchRequest) -> bool:
+        return self._settings.per == "group" and not request.question
 
-    def _room(self, task: str) -> str:
+    def _index_key(self, task: str) -> str:
         return task if self._scope == "task" else ""
 
 

@@ -61,7 +61,7 @@ class ExtractorSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyUnit:
     """Unit with pending rewards, with the counters of its generation."""
 
     pending: PendingUnit
@@ -78,14 +78,14 @@ class Ready:
 
 
 def choose_batch(
-    ready: Sequence[Ready], n: int, step: int, settings: CreditSettings
-) -> list[Ready] | None:
+    ready: Sequence[ReadyUnit], n: int, step: int, settings: CreditSettings
+) -> list[ReadyUnit] | None:
     """Return a batch of the first `n` suitable units of `ready`; None if there are fewer.
 
     `ready` is in the order of preference. Units in cooldown are skipped. At most n // 4 units of a
     batch are generations without a usable op. `step` is the number of completed actor steps.
     """
-    batch: list[Ready] = []
+    batch: list[ReadyUnit] = []
     malformed = 0
     for unit in ready:
         if unit.pending.malformed and malformed == n // 4:
@@ -100,7 +100,7 @@ def choose_batch(
 
 
 def batch_samples(
-    batch: Sequence[Ready],
+    batch: Sequence[ReadyUnit],
     generations: Mapping[str, Generation],
     step: int,
     settings: CreditSettings,
@@ -131,7 +131,7 @@ def batch_samples(
             w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)
         ) / sum(weights)
     samples = []
-    by_generation: dict[str, list[Ready]] = {}
+    by_generation: dict[str, list[ReadyUnit]] = {}
     for unit, weight in zip(batch, weights, strict=True):
         pending = unit.pending
         by_generation.setdefault(pending.generation, []).append(unit)
@@ -141,9 +141,9 @@ def batch_samples(
         )
     for name, units in by_generation.items():
         generation = generations[name]
-        if generation.head and not units[0].pending.malformed:
+        if generation.head_tokens and not units[0].pending.malformed:
             reward = fmean(unit.pending.reward for unit in units)
-            trace = masked_trace(generation, (0, generation.head))
+            trace = masked_trace(generation, (0, generation.head_tokens))
             samples.append(
                 _sample(
                     f"{name}@head", name, trace, reward, units[0].weight(step, settings), baseline

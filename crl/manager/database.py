@@ -23,15 +23,21 @@ from sqlite3 import Connection
 from typing import Any, TypeVar
 
 from crl.errors import ConfigError, StoreError
-from crl.manager.schema import APPLICATION_ID, DAMAGED, RESTORE, SCHEMA_VERSION, prepare
-from crl.manager.writer import WriterClaim, beside, several_names
+from crl.manager.schema import (
+    APPLICATION_ID,
+    DAMAGED_REMEDY,
+    RESTORE_REMEDY,
+    SCHEMA_VERSION,
+    prepare,
+)
+from crl.manager.writer import WriterLock, hard_link_problem, sibling_path
 
 T = TypeVar("T")
 Work = Callable[[Connection], T]
-"""Statements that belong together. They are called on the database's thread."""
+"""Unit of work: a function that runs statements. It is called on the database's thread."""
 
-GROUP = 64
-"""Maximum number of works that share one commit."""
+MAX_WORKS_PER_COMMIT = 64
+"""Maximum number of units of work that share one commit."""
 
 
 class Database:
@@ -41,14 +47,14 @@ class Database:
     """
 
     def __init__(
-        self, path: Path, connection: Connection, closing: ExitStack, thread: ThreadPoolExecutor
+        self, path: Path, connection: Connection, exit_stack: ExitStack, thread: ThreadPoolExecutor
     ) -> None:
         self.path, self.connection = path, connection
-        self._closing, self._thread = closing, thread
+        self._exit_stack, self._thread = exit_stack, thread
         self._waiting: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
         self._committing: asyncio.Future[list[Any]] | None = None
         self._closed = False
-        self._ending: asyncio.Task[None] | None = None
+        self._closing_task: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, path: Path) -> Database:
@@ -62,7 +68,7 @@ class Database:
         thread = ThreadPoolExecutor(1, thread_name_prefix="bank")
         opening = asyncio.get_running_loop().run_in_executor(thread, _open, path)
         try:
-            return cls(path, *await to_its_end(opening), thread)
+            return cls(path, *await finish_then_cancel(opening), thread)
         except BaseException:
             if not opening.exception():  # the file was opened, but the caller was cancelled
                 opening.result()[1].close()
@@ -73,17 +79,17 @@ class Database:
         """Run `work` in a transaction and return its result.
 
         When this method returns, all changes of `work` are durable. If `work` or its commit fails,
-        none of them is made. Works begin in the order of their calls. Works that wait at the same
-        time share one commit, because a durable commit takes longer than the works. Each work can
-        fail alone. A caller that is cancelled does not interrupt its work.
+        none of them is made. Units of work begin in the order of their calls. Units that wait at
+        the same time share one commit, because a durable commit takes longer than their statements.
+        Each unit can fail alone. A caller that is cancelled does not interrupt its work.
         """
         self._require_open()
         loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self._waiting.append((work, done))
+        result = loop.create_future()
+        self._waiting.append((work, result))
         if len(self._waiting) == 1:
             loop.call_soon(self._commit_waiting)
-        return await asyncio.shield(done)
+        return await asyncio.shield(result)
 
     async def transaction_after_copy(self, work: Work[T], target: Work[Path | None]) -> T:
         """Copy the committed state to a file, then run `work` in a transaction.
@@ -94,17 +100,17 @@ class Database:
 
         self._require_open()
 
-        def both() -> T:
-            with store_errors(self.path):
+        def copy_and_commit() -> T:
+            with as_store_errors(self.path):
                 if copy := target(self.connection):
-                    _back_up(self.connection, draft := copy.with_name(f"{copy.name}.part"))
+                    _backup(self.connection, draft := copy.with_name(f"{copy.name}.part"))
                     draft.replace(copy)
             (outcome,) = self._commit([work])
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
 
-        return await asyncio.shield(self._on_thread(both))
+        return await asyncio.shield(self._on_thread(copy_and_commit))
 
     async def read(self, work: Work[T]) -> T:
         """Return the result of `work`, which reads the bank outside any transaction.
@@ -114,11 +120,11 @@ class Database:
 
         self._require_open()
 
-        def reading() -> T:
-            with store_errors(self.path):
+        def read() -> T:
+            with as_store_errors(self.path):
                 return work(self.connection)
 
-        return await self._on_thread(reading)
+        return await self._on_thread(read)
 
     async def rows(self, sql: str, parameters: Iterable[Any] = ()) -> list[sqlite3.Row]:
         """Return all rows of one query, which runs outside any transaction."""
@@ -130,13 +136,13 @@ class Database:
         Raise `StoreError` if the copy fails or `target` exists.
         """
         self._require_open()
-        _refuse_existing(target)
+        _require_absent(target)
 
-        def copying() -> None:
-            with store_errors(target):
-                _back_up(self.connection, target)
+        def copy() -> None:
+            with as_store_errors(target):
+                _backup(self.connection, target)
 
-        await _whole_or_none(target, self._on_thread(copying))
+        await _copy_or_remove(target, self._on_thread(copy))
 
     async def compact(self) -> None:
         """Compact the bank into one file without unused pages, so that the file can be moved.
@@ -146,27 +152,27 @@ class Database:
         """
         self._require_open()
 
-        def compacting() -> None:
-            with store_errors(self.path):
+        def compact() -> None:
+            with as_store_errors(self.path):
                 self.connection.execute("VACUUM")
                 if self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()["busy"]:
                     raise StoreError(
-                        f"{self.path}: somebody reads it, so it cannot be made one file. "
-                        "End that reader first."
+                        f"{self.path}: another connection is reading the bank, so it cannot be "
+                        "compacted into one file. Close that connection and try again."
                     )
 
-        await to_its_end(self._on_thread(compacting))
+        await finish_then_cancel(self._on_thread(compact))
 
     async def aclose(self) -> None:
         """Close the file after the transactions that have begun or wait.
 
         Further calls have no effect.
         """
-        if not self._ending:
-            self._ending = asyncio.create_task(self._end())
-        await to_its_end(self._ending)
+        if not self._closing_task:
+            self._closing_task = asyncio.create_task(self._close())
+        await finish_then_cancel(self._closing_task)
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         while self._waiting or self._committing:
             self._commit_waiting()
             if self._committing:
@@ -174,63 +180,63 @@ class Database:
         self._closed = True
 
         def close() -> None:
-            with store_errors(self.path):
-                self._closing.close()
+            with as_store_errors(self.path):
+                self._exit_stack.close()
 
         await self._on_thread(close)
         self._thread.shutdown(wait=False)
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError(
-                f"{self.path}: the bank is closed. What was acknowledged before is safe."
-            )
+            raise StoreError(f"{self.path}: the bank is closed. {SAFE}")
 
     def _on_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _commit_waiting(self) -> None:
         if self._waiting and not self._committing:
-            group = [self._waiting.popleft() for _ in range(min(GROUP, len(self._waiting)))]
-            self._committing = self._on_thread(partial(self._commit, [work for work, _ in group]))
-            self._committing.add_done_callback(partial(self._settle, [done for _, done in group]))
+            count = min(MAX_WORKS_PER_COMMIT, len(self._waiting))
+            batch = [self._waiting.popleft() for _ in range(count)]
+            results = [result for _, result in batch]
+            self._committing = self._on_thread(partial(self._commit, [work for work, _ in batch]))
+            self._committing.add_done_callback(partial(self._finish_commit, results))
 
-    def _settle(
-        self, group: Sequence[asyncio.Future[Any]], committing: asyncio.Future[list[Any]]
+    def _finish_commit(
+        self, results: Sequence[asyncio.Future[Any]], committing: asyncio.Future[list[Any]]
     ) -> None:
         self._committing = None
-        # After an error the whole group is rolled back, and each of its callers gets the error.
+        # After an error the whole batch is rolled back, and each of its callers gets the error.
         error = committing.exception()
-        for done, outcome in zip(
-            group, [error] * len(group) if error else committing.result(), strict=True
+        for result, outcome in zip(
+            results, [error] * len(results) if error else committing.result(), strict=True
         ):
             if isinstance(outcome, BaseException):
-                done.set_exception(outcome)
-                done.exception()  # marks the error as retrieved if the caller was cancelled
+                result.set_exception(outcome)
+                result.exception()  # marks the error as retrieved if the caller was cancelled
             else:
-                done.set_result(outcome)
+                result.set_result(outcome)
         self._commit_waiting()
 
     def _commit(self, works: Sequence[Work[Any]]) -> list[Any]:
-        """Run the works in one transaction. Return the result or the exception of each work."""
-        with store_errors(self.path):
+        """Run the units of work in one transaction. Return the result or exception of each unit."""
+        with as_store_errors(self.path):
             try:
                 self.connection.execute("BEGIN IMMEDIATE")
-                outcomes = [self._attempt(work) for work in works]
+                outcomes = [self._run_work(work) for work in works]
                 self.connection.execute("COMMIT")
             except BaseException:
                 self.connection.rollback()  # does nothing if no transaction is open
                 raise
         return outcomes
 
-    def _attempt(self, work: Work[Any]) -> Any:
-        """Run one work. Return its result or its exception; if it failed, undo its changes.
+    def _run_work(self, work: Work[Any]) -> Any:
+        """Run one unit of work. Return its result or its exception; if it failed, undo its changes.
 
         Re-raise the exception if SQLite has rolled back the whole transaction.
         """
         self.connection.execute("SAVEPOINT work")
         try:
-            with store_errors(self.path):
+            with as_store_errors(self.path):
                 outcome = work(self.connection)
         except Exception as error:
             # SQLite has rolled back the whole transaction, for example because the disk is full.
@@ -242,38 +248,39 @@ class Database:
         return outcome
 
 
-def check_bank(path: Path, key: str, remedy: str, *, guiding: bool = False) -> None:
+def check_bank(path: Path, key: str, remedy: str, *, require_entries: bool = False) -> None:
     """Raise `ConfigError` if the file at `path` is not a bank that this crl can read.
 
     The file is only read. `key` is the setting that names the file, and `remedy` is the advice in
-    the error message. If `guiding` is set, the bank must also have an active entry.
+    the error message. If `require_entries` is set, the bank must also have an active entry.
     """
-    if reason := _out_of_reach(path) or several_names(path):
+    if reason := _file_problem(path) or hard_link_problem(path):
         raise ConfigError(key, str(path), reason, remedy)
     try:
         with closing(connect_to_read(path)) as db:
-            reason = _unreadable(db) or (_unguiding(db) if guiding else "")
+            reason = _schema_problem(db) or (_entries_problem(db) if require_entries else "")
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if (
-            _code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
-            and (log := beside(path, "wal")).exists()
+            _sqlite_code(error).startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
+            and (wal := sibling_path(path, "wal")).exists()
         ):
             reason = (
-                f"it was not closed, and what is in {log.name} beside it "
-                "can only be read where both and their directory are writable"
+                f"the bank was not closed, so its last changes are only in {wal.name}; they can be "
+                "read only if both files and their directory are writable"
             )
             raise ConfigError(
-                key, str(path), reason, "Copy both files to such a directory and use that copy"
+                key, str(path), reason, "Copy both files to a writable directory and use the copy"
             ) from error
-        if _code(error).startswith("SQLITE_CORRUPT"):
-            remedy = f"{RESTORE[0].upper()}{RESTORE[1:]}, or {remedy[0].lower()}{remedy[1:]}"
-            raise ConfigError(key, str(path), f"it is damaged ({error})", remedy) from error
+        if _sqlite_code(error).startswith("SQLITE_CORRUPT"):
+            restore = f"{RESTORE_REMEDY[0].upper()}{RESTORE_REMEDY[1:]}"
+            remedy = f"{restore}, or {remedy[0].lower()}{remedy[1:]}"
+            raise ConfigError(key, str(path), f"the file is damaged ({error})", remedy) from error
         raise ConfigError(key, str(path), f"it is not a bank of crl ({error})", remedy) from error
     if reason:
         raise ConfigError(key, str(path), reason, remedy)
 
 
-def _out_of_reach(path: Path) -> str:
+def _file_problem(path: Path) -> str:
     """Return why the file cannot be read, or "" if it can.
 
     The file is not opened for this check: closing it again would end SQLite's locks on it.
@@ -285,11 +292,11 @@ def _out_of_reach(path: Path) -> str:
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     if not regular:
-        return "it is no file"
+        return "it is not a regular file"
     return "" if os.access(path, os.R_OK) else f"it cannot be read ({os.strerror(errno.EACCES)})"
 
 
-def _unreadable(db: Connection) -> str:
+def _schema_problem(db: Connection) -> str:
     """Return why this crl cannot read the bank, or "" if it can."""
     ((application,),), ((version,),) = (
         db.execute("PRAGMA application_id"),
@@ -300,20 +307,18 @@ def _unreadable(db: Connection) -> str:
     if version > SCHEMA_VERSION:
         return f"its schema version {version} is newer than this crl's {SCHEMA_VERSION}"
     return (
-        ""
-        if version > 0
-        else f"its schema version {version} is one that no crl writes: the file is damaged"
+        "" if version > 0 else f"its schema version {version} is not valid, so the file is damaged"
     )
 
 
-def _unguiding(bank: Connection) -> str:
+def _entries_problem(bank: Connection) -> str:
     """Return why the bank cannot guide episodes, or "" if it can."""
     try:
         if bank.execute("SELECT 1 FROM entries WHERE status = 'active' LIMIT 1").fetchall():
             return ""
     except sqlite3.Error as error:
-        return f"it is damaged ({error})"
-    return "it holds no experience, and a frozen one that is empty guides nobody"
+        return f"the file is damaged ({error})"
+    return "it holds no experiences, so as a frozen bank it could not guide any episode"
 
 
 async def copy_database(source: Path, target: Path) -> None:
@@ -321,48 +326,48 @@ async def copy_database(source: Path, target: Path) -> None:
 
     Raise `StoreError` if the copy fails or `target` exists.
     """
-    _refuse_existing(target)
+    _require_absent(target)
     with ThreadPoolExecutor(1) as thread:
-        await _whole_or_none(
+        await _copy_or_remove(
             target, asyncio.get_running_loop().run_in_executor(thread, _copy, source, target)
         )
 
 
-async def _whole_or_none(target: Path, copying: asyncio.Future[None]) -> None:
+async def _copy_or_remove(target: Path, copying: asyncio.Future[None]) -> None:
     """Await a copy, and remove the copy if the caller is cancelled.
 
     After a cancellation no caller knows that the copy is complete.
     """
     try:
-        await to_its_end(copying)
+        await finish_then_cancel(copying)
     except asyncio.CancelledError:
-        remove(target)
+        delete_bank(target)
         raise
 
 
 def _copy(source: Path, target: Path) -> None:
-    with store_errors(source), closing(connect_to_read(source)) as original:
-        _back_up(original, target)
+    with as_store_errors(source), closing(connect_to_read(source)) as original:
+        _backup(original, target)
 
 
-def _back_up(original: Connection, target: Path) -> None:
+def _backup(original: Connection, target: Path) -> None:
     """Copy a database to `target`, replacing files that an interrupted copy left there.
 
     The copy is removed if it fails.
     """
-    remove(target)
+    delete_bank(target)
     try:
         with closing(sqlite3.connect(target)) as copy:
             original.backup(copy)
     except BaseException:
-        remove(target)
+        delete_bank(target)
         raise
 
 
 def _open(path: Path) -> tuple[Connection, ExitStack]:
-    """Return the open connection, and the stack that closes it and releases the writer's claim."""
-    with store_errors(path), ExitStack() as stack:
-        stack.callback(WriterClaim(path).release)
+    """Return the open connection, and the stack that closes it and releases the writer's lock."""
+    with as_store_errors(path), ExitStack() as stack:
+        stack.callback(WriterLock(path).release)
         connection = stack.enter_context(
             closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
         )
@@ -370,7 +375,7 @@ def _open(path: Path) -> tuple[Connection, ExitStack]:
         return connection, stack.pop_all()
 
 
-async def to_its_end(work: asyncio.Future[T]) -> T:
+async def finish_then_cancel(work: asyncio.Future[T]) -> T:
     """Await `work` even if the caller is cancelled, then re-raise the cancellation.
 
     Before `work` ends, no caller could release the resources that its thread holds.
@@ -399,28 +404,28 @@ def connect_to_read(path: Path) -> Connection:
     * SQLite cannot create the files, for example in a read-only directory or on a full disk, and
       there is no log: mode ro with immutable. Then no process can write to the bank either.
     """
-    logged = log_bytes(path) > 0
+    has_wal = wal_bytes(path) > 0
     if os.access(path, os.W_OK):
-        db = _connect(path, "ro" if logged else "rw")
+        db = _connect(path, "ro" if has_wal else "rw")
     else:
-        db = _connect(path, "ro&readonly_shm=1" if logged else "ro&immutable=1")
+        db = _connect(path, "ro&readonly_shm=1" if has_wal else "ro&immutable=1")
     try:
         db.execute("PRAGMA application_id")
     except BaseException as error:
         db.close()
-        if isinstance(error, sqlite3.OperationalError) and not logged:
+        if isinstance(error, sqlite3.OperationalError) and not has_wal:
             return _connect(path, "ro&immutable=1")
         raise
     return db
 
 
-def log_bytes(path: Path) -> int:
+def wal_bytes(path: Path) -> int:
     """Return the size of the write-ahead log beside the bank, in bytes; 0 if there is none.
 
     A log with data means that the bank is open, or that its writer did not close it.
     """
     try:
-        return beside(path, "wal").stat().st_size
+        return sibling_path(path, "wal").stat().st_size
     except FileNotFoundError:
         return 0
 
@@ -431,20 +436,20 @@ def _connect(path: Path, mode: str) -> Connection:
     return db
 
 
-def _refuse_existing(path: Path) -> None:
+def _require_absent(path: Path) -> None:
     if path.exists():
         raise StoreError(
-            f"{path}: it exists, and a bank is not copied over it. Choose another path."
+            f"{path}: the file already exists and is not overwritten. Choose another path."
         )
 
 
-def remove(path: Path) -> None:
+def delete_bank(path: Path) -> None:
     """Delete a bank's files. A missing file is not an error."""
-    for file in files_of(path):
+    for file in bank_files(path):
         file.unlink(missing_ok=True)
 
 
-def files_of(path: Path) -> tuple[Path, ...]:
+def bank_files(path: Path) -> tuple[Path, ...]:
     """Return the paths of the bank's file and of the files that SQLite may leave beside it.
 
     SQLite leaves these files if a process ends without closing the bank.
@@ -452,7 +457,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
     return path, *(path.with_name(f"{path.name}-{suffix}") for suffix in ("wal", "shm"))
 
 
-class store_errors:
+class as_store_errors:
     """Context manager that converts low-level errors to a `StoreError` that names the file.
 
     These errors come from SQLite, from the operating system, or from data that is not valid text or
@@ -471,7 +476,7 @@ class store_errors:
 
 
 @contextmanager
-def readable_rows(path: Path) -> Iterator[None]:
+def check_rows(path: Path) -> Iterator[None]:
     """Convert errors caused by malformed rows to a `StoreError` that names the file.
 
     crl never writes malformed rows.
@@ -482,20 +487,21 @@ def readable_rows(path: Path) -> Iterator[None]:
         raise
     except (ValueError, TypeError, LookupError) as error:
         raise StoreError(
-            f"{path}: it cannot be read ({type(error).__name__}: {error}). {DAMAGED}"
+            f"{path}: the bank has unreadable rows ({type(error).__name__}: {error}). "
+            f"{DAMAGED_REMEDY}"
         ) from error
 
 
 def _remedy(error: Exception) -> str:
     """Return advice for the error message."""
-    name = _code(error)
+    name = _sqlite_code(error)
     for prefix, remedy in REMEDIES.items():
         if name.startswith(prefix):
             return remedy
-    return "What was acknowledged before is safe."
+    return SAFE
 
 
-def _code(error: Exception) -> str:
+def _sqlite_code(error: Exception) -> str:
     """Return SQLite's name of the error.
 
     Return "" for an error of the operating system. Return "SQLITE_CORRUPT", the name for a damaged
@@ -508,15 +514,19 @@ def _code(error: Exception) -> str:
     )
 
 
+SAFE = "All acknowledged changes are saved."
+"""Sentence for messages about failed writes."""
+
 REMEDIES = {
-    "SQLITE_NOTADB": f"It is not a bank, or it is damaged: {RESTORE} or choose another path.",
-    "SQLITE_CORRUPT": DAMAGED,
-    "SQLITE_ERROR": DAMAGED,  # the statements are fixed, so the tables are wrong
+    "SQLITE_NOTADB": (
+        f"The file is not a bank, or it is damaged: {RESTORE_REMEDY} or choose another path."
+    ),
+    "SQLITE_CORRUPT": DAMAGED_REMEDY,
+    "SQLITE_ERROR": DAMAGED_REMEDY,  # the statements are fixed, so the tables are wrong
     "SQLITE_READONLY": "Make the file and its directory writable.",
     "SQLITE_CANTOPEN": "Its directory must exist and be writable.",
-    "SQLITE_FULL": "Free some disk space; what was acknowledged before is safe.",
-    "SQLITE_IOERR": "See whether its disk is full, over a quota or gone; "
-    "what was acknowledged before is safe.",
-    "SQLITE_BUSY": "Another process is writing to it: end that one first.",
+    "SQLITE_FULL": f"Free some disk space. {SAFE}",
+    "SQLITE_IOERR": f"Check whether the disk is full, over its quota or disconnected. {SAFE}",
+    "SQLITE_BUSY": "Another process is writing to the bank. End that process first.",
 }
 """Advice for the user, by the beginning of SQLite's name of the error."""

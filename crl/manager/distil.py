@@ -78,24 +78,26 @@ class Distiller:
                 votes=self._votes,
                 limits=self._limits,
             )
-            return _one_word_each(completion, parsed, [hit.use for hit in request.shown])
+            return _one_op_per_experience(completion, parsed, [hit.use for hit in request.shown])
 
-        segments = await self._extractor.aside(partial(self._prompt, request))
+        segments = await self._extractor.run_blocking(partial(self._prompt, request))
         answer = await self._extractor.answer("distil", request.id, segments, parse)
         writes, votes = await self._writes(request, answer), tuple(_votes(request, answer))
-        returned = sum(op.kind == "return" for op in answer.ops)
-        return Distilled(request, answer.generation, writes, returned, answer.dropped, votes)
+        returns = sum(op.kind == "return" for op in answer.ops)
+        return Distilled(request, answer.generation, writes, returns, answer.dropped, votes)
 
     async def _writes(self, request: DistilRequest, answer: Answer) -> tuple[Write, ...]:
-        writing = [(i, op) for i, op in enumerate(answer.ops) if op.kind in ("add", "update")]
-        vectors = await self._keys.embed([(request.task.goal, op.text) for _, op in writing])
+        writing_ops = [(i, op) for i, op in enumerate(answer.ops) if op.kind in ("add", "update")]
+        vectors = await self._keys.embed([(request.task.goal, op.text) for _, op in writing_ops])
         return tuple(
             Write(i, op.text, answer.spans[i], vector, _targets(request, op))
-            for (i, op), vector in zip(writing, vectors, strict=True)
+            for (i, op), vector in zip(writing_ops, vectors, strict=True)
         )
 
 
-def _one_word_each(completion: str, parsed: ParsedOps, uses: Sequence[ExperienceUse]) -> ParsedOps:
+def _one_op_per_experience(
+    completion: str, parsed: ParsedOps, uses: Sequence[ExperienceUse]
+) -> ParsedOps:
     """Keep at most one update or vote per experience and refuse the others.
 
     The first update of an experience is kept, even if the experience has several numbers in the
@@ -103,24 +105,27 @@ def _one_word_each(completion: str, parsed: ParsedOps, uses: Sequence[Experience
     the new version starts without votes. A vote is also refused if the agent read a text that
     differs from the entry's.
     """
-    named: set[UnitKey] = set()
+    used_targets: set[UnitKey] = set()
     refused: dict[Op, str] = {}
     for op in sorted(parsed.ops, key=lambda op: op.is_vote):  # updates first
         for use in (uses[target] for target in op.targets):
             if op.is_vote and use.reworded:
                 refused[op] = "vote on other words"
-            elif _source(use) in named:
+            elif _source_unit(use) in used_targets:
                 refused[op] = "target named before"
             else:
-                named.add(_source(use))
+                used_targets.add(_source_unit(use))
     ops = tuple(op for op in parsed.ops if op not in refused)
-    head, closed = parsed.head, parsed.closed and not (refused and parsed.ops[-1] in refused)
+    head_chars = parsed.head_chars
+    ends_cleanly = parsed.ends_cleanly and not (refused and parsed.ops[-1] in refused)
     if parsed.ops and not ops:
         first = parsed.ops[0].span
         target = target_span(completion, first)
-        head = (target or first)[1] - 1
+        head_chars = (target or first)[1] - 1
     dropped = Counter(parsed.dropped) + Counter(refused.values())
-    return replace(parsed, ops=ops, dropped=dropped, head=head, closed=closed)
+    return replace(
+        parsed, ops=ops, dropped=dropped, head_chars=head_chars, ends_cleanly=ends_cleanly
+    )
 
 
 def _votes(request: DistilRequest, answer: Answer) -> Iterable[Vote]:
@@ -131,8 +136,8 @@ def _votes(request: DistilRequest, answer: Answer) -> Iterable[Vote]:
 
 
 def _targets(request: DistilRequest, op: Op) -> tuple[UnitKey, ...]:
-    return tuple(_source(request.shown[target].use) for target in op.targets)
+    return tuple(_source_unit(request.shown[target].use) for target in op.targets)
 
 
-def _source(use: ExperienceUse) -> UnitKey:
+def _source_unit(use: ExperienceUse) -> UnitKey:
     return UnitKey(use.uid, use.version)

@@ -53,12 +53,12 @@ class CachedEmbedder:
 
     def __init__(self, embedder: Embedder, size: int) -> None:
         if size < 1:
-            raise ValueError(f"a cache holds at least one text, not {size}")
+            raise ValueError(f"the size of the cache must be at least one text, not {size}")
         self.name, self.dim = embedder.name, embedder.dim
         self.hits = self.misses = 0
         self._embedder, self._size = embedder, size
         self._vectors: dict[str, NDArray[np.float32]] = {}  # the most recently used last
-        self._coming: dict[str, asyncio.Task[dict[str, NDArray[np.float32]]]] = {}
+        self._pending: dict[str, asyncio.Task[dict[str, NDArray[np.float32]]]] = {}
 
     @property
     def hit_rate(self) -> float:
@@ -73,16 +73,16 @@ class CachedEmbedder:
         """
         found = {text: self._vectors[text] for text in texts if text in self._vectors}
         missing = dict.fromkeys(text for text in texts if text not in found)
-        unknown = [text for text in missing if text not in self._coming]
-        self.misses += len(unknown)
-        self.hits += len(texts) - len(unknown)
-        if unknown:
+        to_fetch = [text for text in missing if text not in self._pending]
+        self.misses += len(to_fetch)
+        self.hits += len(texts) - len(to_fetch)
+        if to_fetch:
             # In a separate task: others may wait for these texts after this caller is cancelled.
-            self._coming |= dict.fromkeys(unknown, asyncio.create_task(self._fetch(unknown)))
-        for coming in [self._coming[text] for text in missing]:
-            fetched = await asyncio.shield(coming)
+            self._pending |= dict.fromkeys(to_fetch, asyncio.create_task(self._fetch(to_fetch)))
+        for pending in [self._pending[text] for text in missing]:
+            fetched = await asyncio.shield(pending)
             found |= {text: fetched[text] for text in missing if text in fetched}
-        self._remember(found)
+        self._store(found)
         return (
             np.stack([found[text] for text in texts])
             if texts
@@ -91,20 +91,20 @@ class CachedEmbedder:
 
     async def _fetch(self, texts: list[str]) -> dict[str, NDArray[np.float32]]:
         try:
-            made = await self._embedder.embed(texts)
+            vectors = await self._embedder.embed(texts)
         finally:
             for text in texts:
-                del self._coming[text]
-        if made.shape != (len(texts), self.dim) or not np.isfinite(made).all():
+                del self._pending[text]
+        if vectors.shape != (len(texts), self.dim) or not np.isfinite(vectors).all():
             raise EngineError(
-                f"embedder {self.name}: its vectors of {len(texts)} texts are not each of "
+                f"embedder {self.name}: the vectors of {len(texts)} texts do not all consist of "
                 f"{self.dim} finite numbers"
             )
-        vectors = dict(zip(texts, map(np.array, made), strict=True))
-        self._remember(vectors)
-        return vectors
+        by_text = dict(zip(texts, map(np.array, vectors), strict=True))
+        self._store(by_text)
+        return by_text
 
-    def _remember(self, vectors: Mapping[str, NDArray[np.float32]]) -> None:
+    def _store(self, vectors: Mapping[str, NDArray[np.float32]]) -> None:
         for text, vector in vectors.items():
             self._vectors.pop(text, None)
             self._vectors[text] = vector

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from crl.manager.ops import THINKING_OPENS, Op, ParsedOps, Span, token_spans
+from crl.manager.ops import THINK_START, Op, ParsedOps, Span, token_spans
 from crl.manager.records import Generation
 from crl.protocols import Engine
 from crl.seeds import derive_seed
@@ -56,14 +56,14 @@ class Extractor:
         threaded: bool = False,
     ) -> None:
         self._engine, self._renderer, self._seed, self._threaded = engine, renderer, seed, threaded
-        self._desk = asyncio.Lock()
+        self._blocking_lock = asyncio.Lock()
         self._sampling = Sampling(max_tokens, renderer.stop_ids, temperature)
 
     def tokens(self, segments: Sequence[Segment]) -> int:
         """Return the number of tokens of the prompt that `segments` form."""
         return len(self._renderer.encode(self._renderer.text(segments)))
 
-    async def aside(self, work: Callable[[], T]) -> T:
+    async def run_blocking(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which writes a prompt or parses an answer.
 
         With `threaded`, `work` runs on a thread, because tokenising a long episode takes
@@ -72,7 +72,7 @@ class Extractor:
         if not self._threaded:
             return work()
         async with (
-            self._desk
+            self._blocking_lock
         ):  # one at a time: several threads would take the interpreter lock from the event loop
             return await asyncio.to_thread(work)
 
@@ -84,42 +84,49 @@ class Extractor:
         `name` becomes the id of the generation and must be unique within the bank. Raise
         `RolloutError` if the engine cannot serve the request, and `EngineError` if it has failed.
         """
-        text, prompt = await self.aside(partial(self._rendered, segments))
+        text, prompt = await self.run_blocking(partial(self._render, segments))
         version = self._engine.version
         completion = await self._engine.generate(
             prompt, self._sampling, rng=derive_seed(self._seed, purpose, name)
         )
-        thinking = text.rstrip().endswith(THINKING_OPENS)
-        parsed, head, spans = await self.aside(partial(self._read, completion, parse, thinking))
+        thinking = text.rstrip().endswith(THINK_START)
+        parsed, head_tokens, spans = await self.run_blocking(
+            partial(self._parse, completion, parse, thinking)
+        )
         return Answer(
-            Generation(name, version, prompt, completion, head), parsed.ops, spans, parsed.dropped
+            Generation(name, version, prompt, completion, head_tokens),
+            parsed.ops,
+            spans,
+            parsed.dropped,
         )
 
-    def _rendered(self, segments: Sequence[Segment]) -> tuple[str, tuple[int, ...]]:
+    def _render(self, segments: Sequence[Segment]) -> tuple[str, tuple[int, ...]]:
         text = self._renderer.text(segments)
         return text, self._renderer.encode(text)
 
-    def _read(
+    def _parse(
         self, completion: Completion, parse: Parser, thinking: bool
     ) -> tuple[ParsedOps, int, tuple[Span, ...]]:
-        """Return the parsed ops, the number of tokens for `Generation.head`, and each op's tokens.
+        """Return the parsed ops, the number for `Generation.head_tokens`, and each op's tokens.
 
         The tokens of the last op include the rest of the answer and its stop token, because no
         other sample trains the extractor to end an answer. They are not included if a refused op
         follows or if the answer was cut off at the token limit.
         """
-        decode, ended = self._renderer.decode, completion.finish == "stop"
-        sampled = completion.ids[:-1] if ended else completion.ids
+        decode, stopped = self._renderer.decode, completion.finish == "stop"
+        sampled = completion.ids[:-1] if stopped else completion.ids
         text = decode(sampled)
         parsed = parse(text, thinking)
         # Computed separately from the ops' spans: the head ends before the first token of the first
         # op, so the two ranges would overlap.
-        ((head, _),) = token_spans(decode, sampled, [(parsed.head, parsed.head + 1)])
+        ((head_tokens, _),) = token_spans(
+            decode, sampled, [(parsed.head_chars, parsed.head_chars + 1)]
+        )
         # If the head is the whole text, the answer is incomplete. If the token limit cut it off,
-        # its last token is punished (`head` ends before it); otherwise its stop token is.
-        if ended and parsed.head == len(text):
-            head = len(sampled)  # ends before the stop token
+        # its last token is punished (`head_tokens` ends before it); otherwise its stop token is.
+        if stopped and parsed.head_chars == len(text):
+            head_tokens = len(sampled)  # ends before the stop token
         spans = token_spans(decode, sampled, [op.span for op in parsed.ops])
-        if ended and parsed.closed and spans:
+        if stopped and parsed.ends_cleanly and spans:
             spans[-1] = (spans[-1][0], len(completion.ids))
-        return parsed, head, tuple(spans)
+        return parsed, head_tokens, tuple(spans)

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float32]
 
-TAIL = 256
+MIN_TAIL_ROWS = 256
 """Minimum number of rows that fit into the tail before it becomes part of a new snapshot."""
 
-GRAPH_FROM = 8192
-"""Number of rows above which a graph is faster than an exact search.
+MAX_EXACT_ROWS = 8192
+"""Maximum number of rows for which an exact search is faster than a graph.
 
 Measured with 384 dimensions on one core (0.3 ms).
 """
 
-LINKS, EF_CONSTRUCTION, EF = 16, 200, 256
+LINKS, EF_CONSTRUCTION, MIN_EF = 16, 200, 256
 """M, ef_construction and minimum ef of HNSW (Malkov & Yashunin 2018).
 
 They give recall@1 ≥ 0.99 and recall@10 ≥ 0.98 on clustered text embeddings.
@@ -38,7 +38,7 @@ With 100,000 rows, ef = 256 finds 0.96 of the nearest rows. ef = 1,024 finds 0.9
 fifth of the time of an exact search.
 """
 
-CHUNK = 500
+BUILD_CHUNK_ROWS = 500
 """Rows that are added to a graph between two checks of the stop event."""
 
 
@@ -93,11 +93,11 @@ class Build:
         vectors = np.concatenate(self._parts)[self.live]
         graph = hnswlib.Index("ip", vectors.shape[1])
         graph.init_index(len(vectors), ef_construction=EF_CONSTRUCTION, M=LINKS)
-        graph.set_ef(EF)
-        for start in range(0, len(vectors), CHUNK):
+        graph.set_ef(MIN_EF)
+        for start in range(0, len(vectors), BUILD_CHUNK_ROWS):
             if stop.is_set():
                 return False
-            graph.add_items(vectors[start : start + CHUNK], num_threads=1)
+            graph.add_items(vectors[start : start + BUILD_CHUNK_ROWS], num_threads=1)
         self.snapshot = IndexSnapshot(vectors, graph)
         self.uids = [self._old_uids[row] for row in self.live]
         self.rows = {uid: row for row, uid in enumerate(self.uids)}
@@ -111,33 +111,33 @@ class Index:
 
     Rows are never changed in place. A new vector of an entry becomes a new row of the tail, and
     searches ignore the old row until the next snapshot removes it. The snapshot of a small index is
-    made at once. For a large index, the caller starts a `Build` with `begin` when the index is
-    `due`, and the tail grows until the `swap`.
+    made at once. When a large index `needs_rebuild`, the caller starts a `Build` with
+    `begin_build`. The tail grows until the `swap`.
     """
 
     def __init__(self, dim: int, *, exact: bool = False) -> None:
         self.dim = dim
         self._exact, self._building = exact, False
         self._snapshot = IndexSnapshot(np.zeros((0, dim), np.float32))
-        self._tail = np.empty((TAIL, dim), np.float32)
+        self._tail = np.empty((MIN_TAIL_ROWS, dim), np.float32)
         self._uids: list[str] = []  # of every row: first the snapshot's rows, then the tail's
-        self._alive = np.zeros(TAIL, bool)
+        self._alive = np.zeros(MIN_TAIL_ROWS, bool)
         self._rows: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
-    def due(self) -> bool:
+    def needs_rebuild(self) -> bool:
         """Whether the next snapshot of a large index should be built now.
 
         This is so if searching the tail takes about as long as searching the graph and no build is
         in progress.
         """
-        long = len(self._uids) - len(self._snapshot) >= max(
-            GRAPH_FROM // 4, len(self._snapshot) // 16
+        tail_is_long = len(self._uids) - len(self._snapshot) >= max(
+            MAX_EXACT_ROWS // 4, len(self._snapshot) // 16
         )
-        return long and self._large and not self._building
+        return tail_is_long and self._is_large and not self._building
 
     def put(self, uid: str, vector: Vector) -> None:
         """Add `uid` or replace its vector. Raise `ValueError` if the vector has the wrong shape."""
@@ -147,7 +147,7 @@ class Index:
             )
         self.remove(uid)
         if len(self._uids) == len(self._alive):
-            self._make_room()
+            self._grow()
         row = len(self._uids)
         self._tail[row - len(self._snapshot)] = vector
         self._uids.append(uid)
@@ -166,33 +166,33 @@ class Index:
         Equally similar entries are in the order in which they were put.
         """
         n, used = len(self._snapshot), len(self._uids)
-        near = self._by_graph(query, k)
+        near = self._search_graph(query, k)
         # One matrix-vector product per query: in a product over several queries, the last bits
         # would depend on the other queries.
-        old = (
+        snapshot_scores = (
             self._snapshot.vectors @ query if near is None else self._snapshot.vectors[near] @ query
         )
         rows = np.arange(used) if near is None else np.concatenate([near, np.arange(n, used)])
-        scores = np.concatenate([old, self._tail[: used - n] @ query])
+        scores = np.concatenate([snapshot_scores, self._tail[: used - n] @ query])
         scores[~self._alive[rows]] = -np.inf
         # Sort all rows that are as similar as the k-th best, so that ties at the cut are resolved
         # by age and not by chance.
-        bound = (
+        min_score = (
             np.partition(scores, len(scores) - k)[len(scores) - k] if len(scores) > k else -np.inf
         )
-        good = np.flatnonzero((scores >= bound) & (scores > -np.inf))
-        best = good[np.argsort(-scores[good], kind="stable")][:k]
+        candidates = np.flatnonzero((scores >= min_score) & (scores > -np.inf))
+        best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
         return [
             Neighbour(self._uids[row], score)
             for row, score in zip(rows[best].tolist(), scores[best].tolist(), strict=True)
         ]
 
-    def _by_graph(self, query: Vector, k: int) -> NDArray[np.intp] | None:
+    def _search_graph(self, query: Vector, k: int) -> NDArray[np.intp] | None:
         """Return the `k` nearest live rows of the snapshot, the oldest first.
 
         Return None if the snapshot must be searched exactly.
         """
-        width = max(EF, len(self._snapshot) // ROWS_PER_EF, k)
+        width = max(MIN_EF, len(self._snapshot) // ROWS_PER_EF, k)
         while self._snapshot.graph is not None and width <= len(self._snapshot) // 4:
             try:
                 labels, _ = self._snapshot.graph.knn_query(query, width, num_threads=1)
@@ -207,7 +207,7 @@ class Index:
 
     # ── next snapshot ─────────────────────────────────────────────────────────────────────────────
 
-    def begin(self) -> Build:
+    def begin_build(self) -> Build:
         """Return a build of the next snapshot from the rows that are alive now."""
         self._building = True
         used = len(self._uids)
@@ -219,11 +219,18 @@ class Index:
         )
 
     def swap(self, build: Build) -> None:
-        """Replace the snapshot by the built one. Rows that were put since `begin` form the tail."""
-        n, begun = len(build.snapshot), build.rows_before
-        young = self._tail[begun - len(self._snapshot) : len(self._uids) - len(self._snapshot)]
-        alive = np.concatenate([self._alive[build.live], self._alive[begun : len(self._uids)]])
-        uids = [*build.uids, *self._uids[begun:]]
+        """Replace the snapshot by the built one.
+
+        Rows that were put since `begin_build` form the tail.
+        """
+        n, rows_before = len(build.snapshot), build.rows_before
+        new_rows = self._tail[
+            rows_before - len(self._snapshot) : len(self._uids) - len(self._snapshot)
+        ]
+        alive = np.concatenate(
+            [self._alive[build.live], self._alive[rows_before : len(self._uids)]]
+        )
+        uids = [*build.uids, *self._uids[rows_before:]]
         for row in np.flatnonzero(~alive[:n]):
             del build.rows[uids[row]]
         build.rows.update((uids[row], int(row)) for row in n + np.flatnonzero(alive[n:]))
@@ -233,27 +240,27 @@ class Index:
             build.rows,
             False,
         )
-        self._set_tail(young, alive, max(TAIL, n // 4, 2 * len(young)))
+        self._set_tail(new_rows, alive, max(MIN_TAIL_ROWS, n // 4, 2 * len(new_rows)))
 
     @property
-    def _large(self) -> bool:
-        return not self._exact and len(self._rows) > GRAPH_FROM
+    def _is_large(self) -> bool:
+        return not self._exact and len(self._rows) > MAX_EXACT_ROWS
 
-    def _make_room(self) -> None:
+    def _grow(self) -> None:
         """Make space for another row.
 
         A small index without a build in progress gets a new snapshot by copying. Otherwise the tail
         gets longer. The new capacity is proportional to the size, so that a `put` has a constant
         average cost.
         """
-        if self._large or self._building:
+        if self._is_large or self._building:
             self._set_tail(self._tail, self._alive, 2 * len(self._tail))
             return
         live = np.flatnonzero(self._alive)
         self._snapshot = IndexSnapshot(np.concatenate([self._snapshot.vectors, self._tail])[live])
         self._uids = [self._uids[row] for row in live]
         self._rows = {uid: row for row, uid in enumerate(self._uids)}
-        self._set_tail(self._tail[:0], np.ones(len(live), bool), max(TAIL, len(live) // 4))
+        self._set_tail(self._tail[:0], np.ones(len(live), bool), max(MIN_TAIL_ROWS, len(live) // 4))
 
     def _set_tail(self, rows: NDArray[np.float32], alive: NDArray[np.bool_], capacity: int) -> None:
         """Set the rows of the tail and its capacity. `alive` covers all rows of the index."""

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.bank import Bank, Vector
-from crl.manager.credit import ExtractorSample, batch_samples, choose_batch
-from crl.manager.database import copy_database, remove, to_its_end
+from crl.manager.credit import ExtractorSample, ReadyUnit, batch_samples, choose_batch
+from crl.manager.database import copy_database, delete_bank, finish_then_cancel
 from crl.manager.distil import Distiller
 from crl.manager.duplicates import DuplicateFilter
 from crl.manager.embed import KeyEmbedder
@@ -52,7 +52,7 @@ from crl.manager.records import (
 )
 from crl.manager.refine import Refiner
 from crl.manager.searching import Searcher
-from crl.manager.settings import ManagerSettings, Progress, Prompts, unseen
+from crl.manager.settings import ManagerSettings, Progress, Prompts, no_progress
 from crl.manager.store import Store
 from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest
 from crl.seeds import derive_seed
@@ -61,10 +61,10 @@ from crl.types import Experience, ExperienceUse, lift_order
 
 T = TypeVar("T")
 
-EMBEDDED = 1024
+EMBED_BATCH = 1024
 """Maximum number of entries per embedder call when a whole bank is embedded again."""
 
-TIMES = 4096
+MAX_DURATIONS = 4096
 """Maximum number of stored durations of each kind. Older durations are dropped."""
 
 
@@ -89,7 +89,7 @@ class ExperienceManager:
         self._distiller = Distiller(
             extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes
         )
-        self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._apply)
+        self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._settle)
         self._merger = Merger(extractor, self._keys, prompts.merge, settings.distil.limits)
         self._merging = False
         self._merges_skipped = 0
@@ -98,7 +98,7 @@ class ExperienceManager:
         )
         self._refines_failed = 0
         self._sampled_tokens = 0
-        self._begin_empty()
+        self._create_empty_bank()
         self._step = 0
         self._rules = ApplyRules(
             settings.credit.malformed_reward,
@@ -107,22 +107,24 @@ class ExperienceManager:
             settings.evict,
             settings.vote_out,
         )
-        self._places = asyncio.Semaphore(settings.concurrency)
-        self._comparing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._duplicate_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._ending: asyncio.Task[None] | None = None
-        self._offered: dict[str, PendingUnit] = {}
-        self._offered_by: dict[str, str] = {}
-        self._put_off: dict[UnitKey, tuple[int, int]] = {}
+        self._closing_task: asyncio.Task[None] | None = None
+        self._batch_units: dict[str, PendingUnit] = {}
+        """Units of the last batch that are not trained on yet, by sample id."""
+        self._batch_generations: dict[str, str] = {}
+        """Generations of the last batch that are not trained on yet, by sample id."""
+        self._postponed: dict[UnitKey, tuple[int, int]] = {}
         """Postponed units: number of postponements, and step of the last one."""
-        self._search_times: deque[float] = deque(maxlen=TIMES)
-        self._refine_times: deque[float] = deque(maxlen=TIMES)
+        self._search_times: deque[float] = deque(maxlen=MAX_DURATIONS)
+        self._refine_times: deque[float] = deque(maxlen=MAX_DURATIONS)
 
     @classmethod
     async def open(
         cls, path: Path, engine: Engine, embedder: Embedder, renderer: ChatRenderer,
         prompts: Prompts, settings: ManagerSettings, *, seed: int,
-        on_distilled: Callable[[Distilled], None] | None = None, progress: Progress = unseen,
+        on_distilled: Callable[[Distilled], None] | None = None, progress: Progress = no_progress,
     ) -> ExperienceManager:  # fmt: skip
         """Open or create the bank at `path`. Episodes that are not distilled yet are queued again.
 
@@ -158,18 +160,16 @@ class ExperienceManager:
             raise
         return manager
 
-    def _begin_empty(self) -> None:
+    def _create_empty_bank(self) -> None:
         retrieval = self._settings.retrieval
         self._bank = Bank(self._embedder.dim, self._settings.scope, retrieval, self._seed)
         self._searcher = Searcher(self._bank, self._embedder, retrieval)
-        least, with_goals = (
-            self._settings.duplicate,
-            self._settings.distil.key_text_weight is not None,
-        )
+        min_cosine = self._settings.duplicate
+        with_goals = self._settings.distil.key_text_weight is not None
         self._duplicates = (
             None
-            if least is None
-            else DuplicateFilter(self._bank, self._embedder, least, with_goals=with_goals)
+            if min_cosine is None
+            else DuplicateFilter(self._bank, self._embedder, min_cosine, with_goals=with_goals)
         )
 
     async def _load(self) -> None:
@@ -178,24 +178,24 @@ class ExperienceManager:
         The entries are embedded again if the stored vectors were made with other keys or have
         another dimension.
         """
-        await self._store.fit(self._rules)
+        await self._store.evict_to_bounds(self._rules)
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
         if await self._store.embedder() != self._keys.name or (
             vectors and len(vectors[0]) != self._embedder.dim
         ):
-            vectors = await self._embed_again([entry for entry, _ in entries])
+            vectors = await self._reembed([entry for entry, _ in entries])
         await self._searcher.change(
             [(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)]
         )
 
-    async def _embed_again(self, entries: Sequence[Entry]) -> list[Vector]:
+    async def _reembed(self, entries: Sequence[Entry]) -> list[Vector]:
         """Embed the entries again, store the vectors, and return them in the same order."""
         vectors: list[Vector] = []
         if entries:
             with self._progress(len(entries)) as advance:
-                for start in range(0, len(entries), EMBEDDED):
-                    part = entries[start : start + EMBEDDED]
+                for start in range(0, len(entries), EMBED_BATCH):
+                    part = entries[start : start + EMBED_BATCH]
                     vectors += list(
                         await self._keys.embed([(entry.goal, entry.text) for entry in part])
                     )
@@ -211,11 +211,11 @@ class ExperienceManager:
 
         The engine and the embedder stay open. Further calls have no effect.
         """
-        if not self._ending:
-            self._ending = asyncio.create_task(self._end())
-        await to_its_end(self._ending)
+        if not self._closing_task:
+            self._closing_task = asyncio.create_task(self._close())
+        await finish_then_cancel(self._closing_task)
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         # The stack runs all callbacks, the last one first, even if one of them raises.
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._store.aclose)
@@ -234,7 +234,9 @@ class ExperienceManager:
     def advance(self, step: int) -> None:
         """Set the number of completed actor steps. Raise `ValueError` if the number decreases."""
         if step < self._step:
-            raise ValueError(f"{self._step} steps were completed already, not {step}")
+            raise ValueError(
+                f"the number of completed actor steps cannot decrease from {self._step} to {step}"
+            )
         self._step = step
 
     def _stamp(self) -> Stamp:
@@ -260,8 +262,8 @@ class ExperienceManager:
     def take_search_times(self) -> list[float]:
         """Return the seconds that each counted `search` took, and clear them.
 
-        A duration includes the embedder's time. The last `TIMES` durations since the previous call
-        are returned.
+        A duration includes the embedder's time. At most `MAX_DURATIONS` durations, the last ones
+        since the previous call, are returned.
         """
         times = list(self._search_times)
         self._search_times.clear()
@@ -289,17 +291,17 @@ class ExperienceManager:
         try:
             # `concurrency` does not limit these calls: an agent is waiting, and the number of
             # episodes in flight bounds them.
-            refined = await self._served(
+            refined = await self._with_timeout(
                 partial(self._refiner.refine, question, hit),
                 self._settings.ask_deadline,
-                "deadline",
+                "ask.deadline",
             )
         except RolloutError:
             self._refines_failed += counted
             refined = None
         if refined and counted:
             self._sampled_tokens += len(refined.generation.completion.ids)
-            await self._whole(
+            await self._run_shielded(
                 self._store.refine(
                     refined, Stamp(self._step, refined.generation.extractor), self._rules
                 )
@@ -317,7 +319,7 @@ class ExperienceManager:
     def take_refine_times(self) -> list[float]:
         """Return the seconds that each counted `refine` took, and clear them.
 
-        The last `TIMES` durations since the previous call are returned.
+        At most `MAX_DURATIONS` durations, the last ones since the previous call, are returned.
         """
         times = list(self._refine_times)
         self._refine_times.clear()
@@ -358,19 +360,19 @@ class ExperienceManager:
         This method does not wait for distillation. Searches do not wait for the disk, so a crash
         loses the counts since the last flush. Raise the error of an index build that failed.
         """
-        before = self._step - self._settings.keep_steps
-        spent = await self._store.spent(before)
+        before = self._step - self._settings.credit_window_steps
+        spent = await self._store.spent_generations(before)
         # Until these changes are done, searches still find entries that the changes evict or
         # update. The counts of these retrievals must be written too.
         if self._changes:
             await asyncio.wait(set(self._changes))
         await self._write_counts()
-        await self._store.prune(spent, before)
+        await self._store.delete_generations(spent, before)
         self._searcher.check()
 
     async def _write_counts(self) -> None:
         if counts := self._bank.take_counts():
-            await self._store.retrieved(counts, self._stamp())
+            await self._store.set_retrieval_counts(counts, self._stamp())
 
     async def _distil(self, request: DistilRequest) -> Distilled:
         async def ask() -> Distilled:
@@ -383,81 +385,83 @@ class ExperienceManager:
         return await self._attempt(ask)
 
     async def _attempt(self, ask: Callable[[], Awaitable[T]]) -> T:
-        async with self._places:
-            return await self._served(ask, self._settings.lease, "lease")
+        async with self._slots:
+            return await self._with_timeout(ask, self._settings.lease, "extractor.lease")
 
-    async def _served(
-        self, ask: Callable[[], Awaitable[T]], seconds: float | None, bound: str
+    async def _with_timeout(
+        self, ask: Callable[[], Awaitable[T]], seconds: float | None, setting: str
     ) -> T:
         """Return the result of `ask`. The time limit is `seconds` (None: no limit).
 
-        `bound` names the limit in the error message. Raise `TransientError` if the limit expires,
-        if the engine reports a timeout, or if the engine failed and is healthy again. Raise
-        `EngineError` if the engine can no longer serve.
+        `setting` is the config key of the limit, for the error message. Raise `TransientError` if
+        the limit expires, if the engine reports a timeout, or if the engine failed and is healthy
+        again. Raise `EngineError` if the engine can no longer serve.
         """
-        deadline = asyncio.timeout(seconds)
+        timeout = asyncio.timeout(seconds)
         try:
-            async with deadline:
+            async with timeout:
                 try:
                     return await ask()
                 except EngineError as error:
                     await self._engine.health()
                     raise TransientError("engine", str(error)) from error
-        except TimeoutError as error:  # raised by the deadline or by the engine
-            said = (
-                f"no answer within the {bound} of {seconds:g} s"
-                if deadline.expired()
-                else f"it timed out ({error})"
+        except TimeoutError as error:  # raised by `timeout` or by the engine
+            reason = (
+                f"no answer within {seconds:g} s ({setting})"
+                if timeout.expired()
+                else f"timed out ({error})"
             )
-            raise TransientError("engine", said) from error
+            raise TransientError("engine", reason) from error
 
-    async def _apply(self, request: DistilRequest, outcome: Outcome) -> None:
+    async def _settle(self, request: DistilRequest, outcome: Outcome) -> None:
         async def change() -> None:
             if isinstance(outcome, str):
-                await self._store.bury(request, outcome, self._stamp())
+                await self._store.mark_dead(request, outcome, self._stamp())
                 await self._queue.count_settled()
                 return
-            written = await self._write(outcome)
+            written = await self._apply(outcome)
             await self._queue.count_settled()
             if self._on_distilled:
                 self._on_distilled(written)
 
-        await self._whole(change())
+        await self._run_shielded(change())
 
-    async def _write(self, distilled: Distilled) -> Distilled:
+    async def _apply(self, distilled: Distilled) -> Distilled:
         """Apply an answer without its near-duplicate adds. Return the answer as applied.
 
         Only one answer at a time is checked for duplicates. Otherwise two similar answers that
         arrive at the same time would both be added.
         """
-        async with self._comparing if self._duplicates else nullcontext():
-            distilled = self._duplicates.novel(distilled) if self._duplicates else distilled
+        async with self._duplicate_lock if self._duplicates else nullcontext():
+            distilled = (
+                self._duplicates.without_duplicates(distilled) if self._duplicates else distilled
+            )
             applied = await self._store.apply(
                 distilled, Stamp(self._step, distilled.generation.extractor), self._rules
             )
-            await self._show(applied)
+            await self._update_index(applied)
         for vote in applied.votes:
-            self._bank.vote(vote.unit, vote.value)
+            self._bank.add_vote(vote.unit, vote.value)
         return distilled
 
-    async def _show(self, applied: Applied) -> None:
+    async def _update_index(self, applied: Applied) -> None:
         """Make the written entries searchable, and remove the evicted entries from searches."""
         await self._searcher.change(
             [(entry, write.vector) for entry, write in applied.changed], applied.evicted
         )
 
-    async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
+    async def _run_shielded(self, change: Coroutine[Any, Any, None]) -> None:
         """Run a change of store and memory to completion, even if the caller is cancelled."""
-        await asyncio.shield(self._begun(change))
+        await asyncio.shield(self._start_change(change))
 
-    def _begun(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start_change(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a change as a task that `aclose` and `flush` wait for."""
         task = asyncio.create_task(change)
         self._changes.add(task)
-        task.add_done_callback(self._changed)
+        task.add_done_callback(self._change_done)
         return task
 
-    def _changed(self, task: asyncio.Task[Any]) -> None:
+    def _change_done(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
             task.exception()  # marks the error as retrieved if the caller was cancelled
@@ -481,19 +485,19 @@ class ExperienceManager:
         self._merging = True
         try:
             stats = MergeStats()
-            places: dict[tuple[str, str], list[Entry]] = {}
+            partitions: dict[tuple[str, str], list[Entry]] = {}
             for entry in self._bank.entries.values():
                 task = "" if self._settings.scope == "shared" else entry.task
                 goal = "" if self._settings.distil.key_text_weight is None else entry.goal
-                places.setdefault((task, goal), []).append(entry)
-            for entries in places.values():
+                partitions.setdefault((task, goal), []).append(entry)
+            for entries in partitions.values():
                 if len(entries) > 1:
-                    await self._merge_place(entries, stats)
+                    await self._merge_partition(entries, stats)
         finally:
             self._merging = False
         return stats
 
-    async def _merge_place(self, entries: Sequence[Entry], stats: MergeStats) -> None:
+    async def _merge_partition(self, entries: Sequence[Entry], stats: MergeStats) -> None:
         costs: dict[UnitKey, int] = {}
         for entry in entries:
             costs[entry.unit] = self._merger.cost(entry)
@@ -523,26 +527,26 @@ class ExperienceManager:
             # The name seeds the sampling: a chunk that was not written samples the same answer
             # again. The hash keeps the name distinct from names in an imported bank.
             units = derive_seed(0, "chunk", *(str(entry.unit) for entry in chunk))
-            name = f"merge/{await self._store.merges()}-{units % 2**32:08x}"
+            name = f"merge/{await self._store.chunk_count()}-{units % 2**32:08x}"
             merged = await self._attempt(partial(self._merger.merge, name, chunk))
         except RolloutError:
             stats.failed += 1
             return []
         self._sampled_tokens += len(merged.generation.completion.ids)
         stats.failed += merged.malformed
-        made: list[Entry] = []
+        new_entries: list[Entry] = []
 
         async def change() -> None:
             applied = await self._store.merge(
                 merged, Stamp(self._step, merged.generation.extractor), self._rules
             )
-            await self._show(applied)
-            made.extend(entry for entry, _ in applied.changed)
+            await self._update_index(applied)
+            new_entries.extend(entry for entry, _ in applied.changed)
             stats.removed += len(applied.evicted)
 
-        await self._whole(change())
-        stats.made += len(made)
-        return made + list(chunk)
+        await self._run_shielded(change())
+        stats.made += len(new_entries)
+        return new_entries + list(chunk)
 
     # ── credit and training ───────────────────────────────────────────────────────────────────────
 
@@ -569,28 +573,28 @@ class ExperienceManager:
         record of an entry (episodes won and credited). The caller must not credit episodes that
         ended with an error.
         """
-        given = [Credit.of(use, success, expected) for use in uses]
+        credits = [Credit.from_use(use, success, expected) for use in uses]
 
         async def change() -> None:
-            for credit in await self._store.credit(episode, given, self._stamp()):
+            for credit in await self._store.credit(episode, credits, self._stamp()):
                 if credit.outcome is not None:
-                    self._bank.credit(credit.unit, credit.outcome)
+                    self._bank.add_credit(credit.unit, credit.outcome)
 
-        await self._whole(change())
+        await self._run_shielded(change())
 
-    async def record_lifts(self, found: Mapping[str, Sequence[GroupSuccess]]) -> None:
+    async def record_lifts(self, results: Mapping[str, Sequence[GroupSuccess]]) -> None:
         """Add the results of groups to the lifts of their units. Lifts are not used for training.
 
-        `found` maps the id of a group to the success of its members with each unit and without any.
-        A second call for a group changes nothing.
+        `results` maps the id of a group to the success of its members with each unit and without
+        any. A second call for a group changes nothing.
         """
 
         async def change() -> None:
-            for one in await self._store.record_lifts(found, self._stamp()):
-                self._bank.lift(one.unit, one.lift)
+            for result in await self._store.record_lifts(results, self._stamp()):
+                self._bank.add_lift(result.unit, result.lift)
 
-        if found:
-            await self._whole(change())
+        if results:
+            await self._run_shielded(change())
 
     async def take_batch(self, n: int, step: int) -> list[ExtractorSample] | None:
         """Return the samples of the first `n` ready units, or None if there are fewer than `n`.
@@ -599,7 +603,7 @@ class ExperienceManager:
         `step` is the number of completed actor steps, t of eq. 7. The units stay pending until
         `mark_trained`, so a batch that was not marked is offered again.
 
-        Units that were postponed (`put_off`) at this step are skipped. At later steps they come
+        Units that were postponed (`postpone`) at this step are skipped. At later steps they come
         last. A batch takes at most n // 4 generations without an op. Only the last `n` ready
         generations without an op stay pending. Older ones are dropped and counted as `dropped/too
         many malformed`.
@@ -607,21 +611,25 @@ class ExperienceManager:
         Raise `ValueError` if n < 1.
         """
         if n < 1:
-            raise ValueError(f"a batch holds at least one unit, not {n}")
-        ready = await self._store.ready()
+            raise ValueError(f"a batch must hold at least one unit, not {n}")
+        ready = await self._store.ready_units()
         if surplus := [unit.pending for unit in ready if unit.pending.malformed][:-n]:
             await self._store.drop_malformed(surplus, self._stamp())
-            ready = await self._store.ready()
-        never = (0, -1)
-        ready = [unit for unit in ready if self._put_off.get(unit.pending.unit, never)[1] < step]
-        ready.sort(key=lambda unit: self._put_off.get(unit.pending.unit, never)[0])
+            ready = await self._store.ready_units()
+        never_postponed = (0, -1)
+
+        def postponed(unit: ReadyUnit) -> tuple[int, int]:
+            return self._postponed.get(unit.pending.unit, never_postponed)
+
+        ready = [unit for unit in ready if postponed(unit)[1] < step]
+        ready.sort(key=lambda unit: postponed(unit)[0])
         batch = choose_batch(ready, n, step, self._settings.credit)
         if batch is None:
             return None
         generations = await self._store.generations(unit.pending.generation for unit in batch)
         samples = batch_samples(batch, generations, step, self._settings.credit)
-        self._offered = {str(unit.pending.unit): unit.pending for unit in batch}
-        self._offered_by = {sample.id: sample.generation for sample in samples}
+        self._batch_units = {str(unit.pending.unit): unit.pending for unit in batch}
+        self._batch_generations = {sample.id: sample.generation for sample in samples}
         return samples
 
     async def mark_trained(self, ids: Sequence[str], step: int) -> None:
@@ -632,17 +640,17 @@ class ExperienceManager:
         last batch.
         """
         ids = list(dict.fromkeys(ids))
-        if unknown := [name for name in ids if name not in self._offered_by]:
-            raise ValueError(f"the last batch holds no {unknown}")
+        if unknown := [name for name in ids if name not in self._batch_generations]:
+            raise ValueError(f"these samples are not in the last batch: {unknown}")
         # Withdraw the samples before the write. After a cancellation, or in a second call, the
         # rewards must not be spent again.
-        trained = [self._offered.pop(name) for name in ids if name in self._offered]
-        generations = [self._offered_by.pop(name) for name in ids]
+        trained = [self._batch_units.pop(name) for name in ids if name in self._batch_units]
+        generations = [self._batch_generations.pop(name) for name in ids]
         for pending in trained:
-            self._put_off.pop(pending.unit, None)
+            self._postponed.pop(pending.unit, None)
         await self._store.mark_trained(trained, generations, step, self._stamp())
 
-    def put_off(self, step: int) -> None:
+    def postpone(self, step: int) -> None:
         """Postpone the units of the last batch, which could not be trained on at `step`.
 
         Their rewards stay pending, and no counter changes. At later steps, units that were
@@ -650,11 +658,11 @@ class ExperienceManager:
         its batch. Postponements are stored only in memory, so a process that opens the bank again
         starts without them.
         """
-        for pending in self._offered.values():
-            times, _ = self._put_off.get(pending.unit, (0, -1))
-            self._put_off[pending.unit] = (times + 1, step)
-        self._offered.clear()
-        self._offered_by.clear()
+        for pending in self._batch_units.values():
+            times, _ = self._postponed.get(pending.unit, (0, -1))
+            self._postponed[pending.unit] = (times + 1, step)
+        self._batch_units.clear()
+        self._batch_generations.clear()
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────
 
@@ -677,24 +685,27 @@ class ExperienceManager:
         progress. Raise `StoreError` if there is no snapshot `seq`.
         """
         if self._queue.busy or self._merging or self._changes:
-            raise RuntimeError("a bank is not rolled back while requests or a merge are in work")
-        return await to_its_end(self._begun(self._go_back(seq)))
+            raise RuntimeError(
+                "the bank cannot be rolled back while requests, a merge or another change are in "
+                "progress"
+            )
+        return await finish_then_cancel(self._start_change(self._rollback(seq)))
 
-    async def _go_back(self, seq: int) -> RolledBack:
+    async def _rollback(self, seq: int) -> RolledBack:
         await self._write_counts()
-        done = await self._store.rollback(seq)
-        before = self._searcher
-        self._step = done.step
-        self._begin_empty()
-        self._offered.clear()
-        self._offered_by.clear()
-        self._put_off.clear()
+        rolled_back = await self._store.rollback(seq)
+        old_searcher = self._searcher
+        self._step = rolled_back.step
+        self._create_empty_bank()
+        self._batch_units.clear()
+        self._batch_generations.clear()
+        self._postponed.clear()
         try:
             await self._load()
-            self._queue.wake()
+            self._queue.notify_pending()
         finally:
-            await before.aclose()
-        return done
+            await old_searcher.aclose()
+        return rolled_back
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
@@ -739,8 +750,8 @@ class ExperienceManager:
 
         Among equals, the highest Σ r comes first, then the last written entry.
         """
-        guiding = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
-        entries = sorted(guiding, key=lambda entry: (lift_order(entry.lift), -entry.credit))
+        credited = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
+        entries = sorted(credited, key=lambda entry: (lift_order(entry.lift), -entry.credit))
         return [entry.experience for entry in entries[:n]]
 
     async def export_copy(self, path: Path) -> None:
@@ -752,7 +763,7 @@ class ExperienceManager:
         """
         await self._write_counts()
         await self._store.backup(path)
-        await _begin_anew(path)
+        await _reset_for_new_run(path)
 
     @staticmethod
     async def start_from(source: Path, path: Path) -> None:
@@ -762,10 +773,10 @@ class ExperienceManager:
         exists or if the copy fails.
         """
         await copy_database(source, path)
-        await _begin_anew(path)
+        await _reset_for_new_run(path)
 
 
-async def _begin_anew(path: Path) -> None:
+async def _reset_for_new_run(path: Path) -> None:
     """Reset a fresh copy for a new run, and remove the copy if this fails.
 
     A copy that was not reset could be mistaken for the original bank.
@@ -773,9 +784,9 @@ async def _begin_anew(path: Path) -> None:
     try:
         store = await Store.open(path)
         try:
-            await store.begin_anew()
+            await store.reset_for_new_run()
         finally:
             await store.aclose()
     except BaseException:
-        remove(path)
+        delete_bank(path)
         raise

@@ -47,7 +47,7 @@ class Chunker:
     """
 
     def __init__(self, entries: Iterable[Entry], budget: int, cost: Callable[[Entry], int]) -> None:
-        self._rest, self._budget, self._cost = list(entries), budget, cost
+        self._remaining, self._budget, self._cost = list(entries), budget, cost
 
     def next(self, carried: Sequence[Entry]) -> list[Entry]:
         """Return the next chunk, or an empty list if no new entry is left.
@@ -55,20 +55,19 @@ class Chunker:
         The chunk starts with the entries of `carried` that fit into half of the budget. At least
         one new entry follows.
         """
-        if not self._rest:
+        if not self._remaining:
             return []
-        chunk = self._fitting(carried, self._budget // 2)
-        fresh = (
-            self._fitting(self._rest, self._budget - sum(map(self._cost, chunk))) or self._rest[:1]
-        )
-        self._rest = self._rest[len(fresh) :]
-        return chunk + fresh
+        chunk = self._take_fitting(carried, self._budget // 2)
+        budget = self._budget - sum(map(self._cost, chunk))
+        added = self._take_fitting(self._remaining, budget) or self._remaining[:1]
+        self._remaining = self._remaining[len(added) :]
+        return chunk + added
 
-    def _fitting(self, entries: Sequence[Entry], room: int) -> list[Entry]:
+    def _take_fitting(self, entries: Sequence[Entry], budget: int) -> list[Entry]:
         fitting: list[Entry] = []
         for entry in entries:
-            room -= self._cost(entry)
-            if room < 0:
+            budget -= self._cost(entry)
+            if budget < 0:
                 break
             fitting.append(entry)
         return fitting
@@ -83,12 +82,12 @@ class Merger:
         self._extractor, self._keys, self._prompt, self._limits = extractor, keys, prompt, limits
 
     @cached_property
-    def _frame(self) -> int:
+    def _base_tokens(self) -> int:
         return self._extractor.tokens(self._prompt([]))
 
     def cost(self, entry: Entry) -> int:
         """Return approximately how many tokens the entry adds to the prompt of a chunk."""
-        return self._extractor.tokens(self._prompt([entry])) - self._frame
+        return self._extractor.tokens(self._prompt([entry])) - self._base_tokens
 
     async def merge(self, name: str, chunk: Sequence[Entry]) -> Merged:
         """Ask the extractor about a chunk and return its answer.

@@ -44,17 +44,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from crl.manager.faults import DECODER, Span, broken_at, wrong_at
+from crl.manager.faults import DECODER, Span, json_departure, op_departure
 
 OpKind = Literal["add", "update", "return", "up", "down", "merge", "discard", "keep", "refine"]
 
-THINKING_OPENS, THINKING_ENDS = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 
-ATTEMPTS = 256
+MAX_ATTEMPTS = 256
 """Maximum number of opening braces without an op that are tried in one answer."""
 
-_LOOKS_LIKE_AN_OP = re.compile(r'\{\s*["\']?op\b')
-_NOTHING = re.compile(r"\[\s*\]")
+_OP_START = re.compile(r'\{\s*["\']?op\b')
+_EMPTY_LIST = re.compile(r"\[\s*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,13 @@ class ParsedOps:
     """Usable ops, in order."""
     dropped: Mapping[str, int]
     """Number of refused ops, by reason."""
-    head: int
+    head_chars: int
     """Number of characters before the first op, whether that op is usable or refused.
 
     For a malformed answer: number of leading characters that it shares with usable answers
     (`crl.manager.faults`). This is the whole length if the answer ended too early.
     """
-    closed: bool = True
+    ends_cleanly: bool = True
     """Whether no refused op follows the last usable op. The text after it then ends the answer."""
 
     @property
@@ -111,16 +111,16 @@ class ParsedOps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AnswerRules:
     """Allowed content of an answer."""
 
     kinds: tuple[OpKind, ...]
     """Allowed kinds of ops. An update or a vote needs an experience in the prompt."""
-    nothing: OpKind
+    empty_list_op: OpKind
     """Op that an empty list means."""
-    most: int
+    max_ops: int
     """Maximum number of ops in one answer."""
-    shown: int
+    num_shown: int
     """Number of experiences in the prompt."""
     max_chars: int
     """Maximum number of characters of one text."""
@@ -128,7 +128,7 @@ class _Asked:
 
 def parse_ops(
     completion: str,
-    shown: int,
+    num_shown: int,
     *,
     thinking: bool = False,
     votes: bool = False,
@@ -138,47 +138,49 @@ def parse_ops(
 
     The kinds are add, update and return, and with `votes` also up and down.
 
-    * shown: number of experiences in the prompt.
+    * num_shown: number of experiences in the prompt.
     * thinking: whether the prompt opened the thinking. The answer then starts after its end.
 
     Any text can be parsed: no error is raised and nothing is evaluated.
     """
     limits = limits or OpLimits()
     kinds: tuple[OpKind, ...] = ("add", "return")
-    if shown:
+    if num_shown:
         kinds += ("update", "up", "down") if votes else ("update",)
 
-    def read(value: Any, span: Span) -> Op | str:
+    def parse_op(value: Any, span: Span) -> Op | str:
         return (
-            _vote(value, span, shown)
+            _vote(value, span, num_shown)
             if votes and value["op"] in ("up", "down")
-            else _distil_op(value, span, shown, limits)
+            else _distil_op(value, span, num_shown, limits)
         )
 
-    asked = _Asked(kinds, "return", limits.max_ops, shown, limits.max_chars)
-    return _parse(completion, asked, read, thinking)
+    rules = _AnswerRules(kinds, "return", limits.max_ops, num_shown, limits.max_chars)
+    return _parse(completion, rules, parse_op, thinking)
 
 
 def parse_merge(
-    completion: str, shown: int, *, thinking: bool = False, limits: OpLimits | None = None
+    completion: str, num_shown: int, *, thinking: bool = False, limits: OpLimits | None = None
 ) -> ParsedOps:
-    """Parse an answer about a chunk of `shown` experiences. The ops keep their order.
+    """Parse an answer about a chunk of `num_shown` experiences. The ops keep their order.
 
     The kinds are merge, discard and keep. An op that names an experience a second time is refused.
     """
     limits = limits or OpLimits()
-    named: set[int] = set()
+    used_targets: set[int] = set()
 
-    def read(value: Any, span: Span) -> Op | str:
-        op = _merge_op(value, span, shown, limits)
+    def parse_op(value: Any, span: Span) -> Op | str:
+        op = _merge_op(value, span, num_shown, limits)
         if isinstance(op, Op):
-            if named.intersection(op.targets):
+            if used_targets.intersection(op.targets):
                 return "target named before"
-            named.update(op.targets)
+            used_targets.update(op.targets)
         return op
 
-    asked = _Asked(("merge", "discard", "keep"), "keep", shown, shown, limits.max_chars)
-    return _parse(completion, asked, read, thinking)
+    rules = _AnswerRules(
+        ("merge", "discard", "keep"), "keep", num_shown, num_shown, limits.max_chars
+    )
+    return _parse(completion, rules, parse_op, thinking)
 
 
 def parse_refine(
@@ -186,85 +188,90 @@ def parse_refine(
 ) -> ParsedOps:
     """Parse an answer to a question: one refine or one return."""
     limits = limits or OpLimits()
-    asked = _Asked(("refine", "return"), "return", 1, 0, limits.max_chars)
-    return _parse(completion, asked, lambda value, span: _refine_op(value, span, limits), thinking)
+    rules = _AnswerRules(("refine", "return"), "return", 1, 0, limits.max_chars)
+    return _parse(completion, rules, lambda value, span: _refine_op(value, span, limits), thinking)
 
 
 def _parse(
-    completion: str, asked: _Asked, read: Callable[[Any, Span], Op | str], thinking: bool
+    completion: str, rules: _AnswerRules, parse_op: Callable[[Any, Span], Op | str], thinking: bool
 ) -> ParsedOps:
-    """Parse the ops of an answer. `read` returns the op of an object or the reason for refusal."""
-    start = _answer(completion, thinking)
+    """Parse the ops of an answer.
+
+    `parse_op` returns the op of an object or the reason for refusal.
+    """
+    start = _answer_start(completion, thinking)
     if start is None:
         return ParsedOps((), {"the thinking did not end": 1}, len(completion))
     ops: list[Op] = []
     dropped: Counter[str] = Counter()
     refused: list[tuple[str, Span]] = []
-    head: int | None = None
-    closed = True
+    head_chars: int | None = None
+    ends_cleanly = True
     for value, span in _objects(completion, start):
-        head = span[0] if head is None else head
+        head_chars = span[0] if head_chars is None else head_chars
         found = (
             "too many ops"
-            if len(ops) >= asked.most
+            if len(ops) >= rules.max_ops
             else "not JSON"
             if value is None
-            else read(value, span)
+            else parse_op(value, span)
         )
-        closed = isinstance(found, Op)
+        ends_cleanly = isinstance(found, Op)
         if isinstance(found, Op):
             ops.append(found)
         else:
             dropped[found] += 1
             refused.append((found, span))
-    if head is None and (empty := _NOTHING.search(completion, start)):
-        head = empty.start()
-        ops.append(Op(asked.nothing, empty.span()))
+    if head_chars is None and (empty := _EMPTY_LIST.search(completion, start)):
+        head_chars = empty.start()
+        ops.append(Op(rules.empty_list_op, empty.span()))
     if not ops:
         dropped = dropped or Counter({"no op in the answer": 1})
-        head = _departure(completion, asked, start, refused)
-    assert head is not None
-    return ParsedOps(tuple(ops), dict(dropped), head, closed)
+        head_chars = _departure(completion, rules, start, refused)
+    assert head_chars is not None
+    return ParsedOps(tuple(ops), dict(dropped), head_chars, ends_cleanly)
 
 
 def _departure(
-    completion: str, asked: _Asked, answer: int, refused: Sequence[tuple[str, Span]]
+    completion: str, rules: _AnswerRules, answer: int, refused: Sequence[tuple[str, Span]]
 ) -> int:
     """Return the position at which a completion without a usable op departs from usable ones."""
     if not refused:
-        return broken_at(completion, answer, None)
+        return json_departure(completion, answer, None)
     reason, span = refused[0]
     if reason == "not JSON":
-        return broken_at(completion, answer, span[0])
-    about = "text" if "text" in reason else "target"
-    return wrong_at(completion, span, asked.kinds, asked.shown, asked.max_chars, about)
+        return json_departure(completion, answer, span[0])
+    refused_key = "text" if "text" in reason else "target"
+    return op_departure(
+        completion, span, rules.kinds, rules.num_shown, rules.max_chars, refused_key
+    )
 
 
-def _answer(completion: str, thinking: bool) -> int | None:
+def _answer_start(completion: str, thinking: bool) -> int | None:
     """Return the position at which the answer starts; None if the thinking did not end."""
-    end = completion.rfind(THINKING_ENDS)
+    end = completion.rfind(THINK_END)
     if end >= 0:
-        return end + len(THINKING_ENDS)
-    return None if thinking or THINKING_OPENS in completion else 0
+        return end + len(THINK_END)
+    return None if thinking or THINK_START in completion else 0
 
 
 def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
     """Yield the JSON objects with an "op" key, each with its span.
 
-    Yield None in place of an object that looks like an op but is not valid JSON. After `ATTEMPTS`
-    braces that open no op, yield a single None for the rest of the text, because every attempt may
-    read the text to its end.
+    Yield None in place of an object that looks like an op but is not valid JSON. After
+    `MAX_ATTEMPTS` braces that open no op, yield a single None for the rest of the text, because
+    every attempt may read the text to its end.
     """
     attempts = 0
     while (position := text.find("{", position)) >= 0:
-        if attempts == ATTEMPTS:
+        if attempts == MAX_ATTEMPTS:
             yield None, (position, len(text))
             return
         attempts += 1
         try:
             value, end = DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
-            broken = _LOOKS_LIKE_AN_OP.match(text, position)
+            broken = _OP_START.match(text, position)
             if broken:
                 yield None, (position, broken.end())
             position = broken.end() if broken else position + 1
@@ -277,7 +284,7 @@ def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:
             position += 1
 
 
-def _distil_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
+def _distil_op(value: Any, span: Span, num_shown: int, limits: OpLimits) -> Op | str:
     kind = value["op"]
     if kind == "return":
         return Op("return", span)
@@ -288,21 +295,23 @@ def _distil_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str
         return reason
     if kind == "add":
         return Op("add", span, text)
-    target = _target(value.get("target"), shown)
+    target = _target(value.get("target"), num_shown)
     return target if isinstance(target, str) else Op("update", span, text, (target,))
 
 
-def _vote(value: Any, span: Span, shown: int) -> Op | str:
-    target = _target(value.get("target"), shown)
+def _vote(value: Any, span: Span, num_shown: int) -> Op | str:
+    target = _target(value.get("target"), num_shown)
     return target if isinstance(target, str) else Op(value["op"], span, targets=(target,))
 
 
-def _merge_op(value: Any, span: Span, shown: int, limits: OpLimits) -> Op | str:
+def _merge_op(value: Any, span: Span, num_shown: int, limits: OpLimits) -> Op | str:
     kind = value["op"]
     if kind not in ("merge", "discard", "keep"):
         return "unknown op"
     listed = value.get("targets", value.get("target"))
-    found = [_target(one, shown) for one in (listed if isinstance(listed, list) else [listed])]
+    found = [
+        _target(number, num_shown) for number in (listed if isinstance(listed, list) else [listed])
+    ]
     for target in found:
         if isinstance(target, str):
             return target
@@ -327,7 +336,7 @@ def _refine_op(value: Any, span: Span, limits: OpLimits) -> Op | str:
 def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
     """Return the op's text and the reason for refusal; the reason is empty for a usable text."""
     text = value.get("text")
-    if not isinstance(text, str) or not is_unicode(text):
+    if not isinstance(text, str) or not is_encodable(text):
         return "", "no text"
     text = text.strip()
     if not text:
@@ -335,12 +344,12 @@ def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
     return text, "text too long" if len(text) > limits.max_chars else ""
 
 
-def _target(value: Any, shown: int) -> int | str:
+def _target(value: Any, num_shown: int) -> int | str:
     """Return the experience (from 0) of a number in the prompt, or the reason for refusal."""
     number = _number(value)
     if number is None:
         return "no target"
-    return number - 1 if 1 <= number <= shown else "target out of range"
+    return number - 1 if 1 <= number <= num_shown else "target out of range"
 
 
 def _number(value: Any) -> int | None:
@@ -353,7 +362,7 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def is_unicode(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Return whether the text has no lone surrogates.
 
     JSON's \\u escapes can produce lone surrogates, but such a text cannot be encoded for storage.
@@ -373,12 +382,12 @@ def token_spans(
     `spans` are in order. The ranges do not overlap. A token across the border of a span belongs to
     the span. A token that lies in two spans belongs to the earlier one.
     """
-    taken = 0
+    stop = 0
     ranges = []
     for first, end in spans:
-        start = max(taken, _tokens_until(decode, ids, first + 1) - 1)
-        taken = max(start, _tokens_until(decode, ids, end))
-        ranges.append((start, taken))
+        start = max(stop, _tokens_until(decode, ids, first + 1) - 1)
+        stop = max(start, _tokens_until(decode, ids, end))
+        ranges.append((start, stop))
     return ranges
 
 

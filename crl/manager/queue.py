@@ -43,20 +43,20 @@ class DistilQueue:
         )
         self.refused = self.retried = 0
         self._settled = 0
-        self._held: set[str] = set()  # ids of the requests that `run` has in progress
+        self._in_progress: set[str] = set()  # ids of the requests that `run` has leased
         self._leasing = False
-        self._draining = asyncio.Lock()
+        self._drain_lock = asyncio.Lock()
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
 
     @property
     def busy(self) -> bool:
         """True while `run` or `drain` has requests in progress."""
-        return self._running or self._draining.locked()
+        return self._running or self._drain_lock.locked()
 
     @property
     def _running(self) -> bool:
-        return self._leasing or bool(self._held)
+        return self._leasing or bool(self._in_progress)
 
     async def submit(self, request: DistilRequest) -> bool:
         """Queue a request (see `ExperienceManager.submit`)."""
@@ -76,11 +76,11 @@ class DistilQueue:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    for request in await self._next():
-                        tasks.create_task(self._consume(request), name=f"distil {request.id}")
+                    for request in await self._lease_next():
+                        tasks.create_task(self._process(request), name=f"distil {request.id}")
         finally:
-            held, self._held = self._held, set()
-            await self._store.release(held)
+            in_progress, self._in_progress = self._in_progress, set()
+            await self._store.release(in_progress)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -89,7 +89,7 @@ class DistilQueue:
 
         The requests that this call leases are settled in request order.
         """
-        async with self._draining:  # another call may have leased some of the requests
+        async with self._drain_lock:  # another call may have leased some of the requests
             requests = await self._store.lease()
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -108,25 +108,28 @@ class DistilQueue:
             await self._changed.wait_for(lambda: not self._running)
 
     async def count_settled(self) -> None:
-        """Record that a request was applied or buried. The queue has space for another one."""
+        """Record that a request was applied or marked as dead, so that the queue has space."""
         async with self._changed:
             self._settled += 1
             self._changed.notify_all()
 
-    def wake(self) -> None:
+    def notify_pending(self) -> None:
         """Let `run` check for pending requests that did not arrive through `submit`."""
         self._arrived.set()
 
-    async def _next(self) -> list[DistilRequest]:
+    async def _lease_next(self) -> list[DistilRequest]:
         """Lease pending requests up to `concurrency`. Wait until there is at least one."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: len(self._held) < self._settings.concurrency)
+                await self._changed.wait_for(
+                    lambda: len(self._in_progress) < self._settings.concurrency
+                )
             self._arrived.clear()
-            self._leasing = True  # `drain` must wait for requests that are leased but not yet held
+            self._leasing = True  # so that `drain` waits for requests that are being leased
             try:
-                leased = await self._store.lease(self._settings.concurrency - len(self._held))
-                self._held.update(request.id for request in leased)
+                free_slots = self._settings.concurrency - len(self._in_progress)
+                leased = await self._store.lease(free_slots)
+                self._in_progress.update(request.id for request in leased)
             finally:
                 self._leasing = False
             if leased:
@@ -135,10 +138,10 @@ class DistilQueue:
                 self._changed.notify_all()
             await self._arrived.wait()
 
-    async def _consume(self, request: DistilRequest) -> None:
+    async def _process(self, request: DistilRequest) -> None:
         await self._settle(request, await self._outcome(request))
         async with self._changed:
-            self._held.discard(request.id)
+            self._in_progress.discard(request.id)
             self._changed.notify_all()
 
     async def _outcome(self, request: DistilRequest) -> Outcome:
@@ -153,7 +156,7 @@ class DistilQueue:
             except RolloutError as error:
                 # The message may quote invalid Unicode.
                 reason = str(error).encode(errors="replace").decode()
-                failed = await self._store.failed(request, reason)
+                failed = await self._store.record_failure(request, reason)
                 if not isinstance(error, TransientError) or failed >= self._settings.attempts:
                     return reason
             self.retried += 1

@@ -26,23 +26,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError
-from crl.manager.database import check_bank, connect_to_read, log_bytes, readable_rows, store_errors
+from crl.manager.database import as_store_errors, check_bank, check_rows, connect_to_read, wal_bytes
 from crl.manager.records import DistilRequest, UnitKey
-from crl.manager.tables import BEGUN, read_lift, read_vectors
+from crl.manager.tables import RESET_SEQ, read_lift, read_vectors
 from crl.types import ExperienceStatus, Lift, lift_order
 
 QueueState = Literal["pending", "leased", "done", "dead"]
 
-WROTE = "kind IN ('add', 'update', 'merge', 'import')"
+WRITES_VERSION = "kind IN ('add', 'update', 'merge', 'import')"
 """SQL condition: the operation wrote a version of an entry."""
 
-STEP = f"IIF(seq > {BEGUN} AND kind != 'import', step, NULL)"
+STEP_SQL = f"IIF(seq > {RESET_SEQ} AND kind != 'import', step, NULL)"
 """SQL expression: completed actor steps at an operation; NULL for imports and other runs."""
 
-_UID_AT = "rtrim(value, '0123456789')"
+_UID_PART = "rtrim(value, '0123456789')"
 """SQL expression: the part `uid@` of the `uid@version` in a `value` of `json_each`."""
 
-BINS = 5
+WIN_RATE_BINS = 5
 """Number of equal bins of [0, 1] in the distribution of win rates."""
 
 
@@ -205,8 +205,8 @@ class Eviction:
 class KeyVectors:
     """Embeddings of the keys of active entries."""
 
-    made_by: str | None
-    """Name of the keys (`crl.manager.embed.KeyVectors.name`).
+    name: str | None
+    """Name of the keys (`crl.manager.embed.KeyEmbedder.name`).
 
     None if there are no vectors yet, as in an imported bank that no run has opened.
     """
@@ -215,7 +215,7 @@ class KeyVectors:
 
     def comparable(self, embedder: str, dim: int) -> bool:
         """Return whether the keys can be compared with vectors of `embedder` of size `dim`."""
-        by = self.made_by or ""
+        by = self.name or ""
         return (by == embedder or by.startswith(f"{embedder}: goal + ")) and all(
             len(vector) == dim for vector in self.vectors.values()
         )
@@ -282,27 +282,30 @@ def require_bank(path: Path) -> None:
     check_bank(
         path,
         "bank",
-        "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl",
+        "Give a run directory or a bank.sqlite file of this version of crl",
     )
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[BankReader]:
+def open_reader(path: Path) -> Iterator[BankReader]:
     """Open a reader of the bank at `path` and close it when the block ends.
 
     Raise `ConfigError` if there is no bank that this version of crl can read, and `StoreError` if
     the file is damaged.
     """
     require_bank(path)
-    with store_errors(path), closing(connect_to_read(path)) as db:
+    with as_store_errors(path), closing(connect_to_read(path)) as db:
         db.row_factory = sqlite3.Row
         db.execute("BEGIN")  # all following reads see the same state
-        with readable_rows(path):
+        with check_rows(path):
             yield BankReader(path, db)
 
 
 class BankReader:
-    """Reader of one snapshot of a bank. Created by `reading`. Every call queries the file again."""
+    """Reader of one snapshot of a bank, created by `open_reader`.
+
+    Every call queries the file again.
+    """
 
     def __init__(self, path: Path, db: sqlite3.Connection) -> None:
         self.path, self._db = path, db
@@ -310,7 +313,7 @@ class BankReader:
     def _rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         return self._db.execute(sql, parameters).fetchall()
 
-    def _pairs(self, sql: str) -> dict[str, int]:
+    def _counts(self, sql: str) -> dict[str, int]:
         return {name: number for name, number in self._rows(sql)}
 
     # ── entries ───────────────────────────────────────────────────────────────────────────────────
@@ -338,45 +341,48 @@ class BankReader:
         uids = self.uids()
         short = short_uids(uids)
         names = dict.fromkeys((name, re.sub(r"@[0-9]+$", "", name)))  # a uid may have this ending
-        exact = [[uid for uid in uids if wanted in (uid, _tail(uid))] for wanted in names]
-        begun = [
+        exact = [[uid for uid in uids if text in (uid, _without_run(uid))] for text in names]
+        prefixed = [
             [
                 uid
                 for uid in uids
-                if wanted and (uid.startswith(wanted) or _tail(uid).startswith(wanted))
+                if text and (uid.startswith(text) or _without_run(uid).startswith(text))
             ]
-            for wanted in names
+            for text in names
         ]
-        fits = next(filter(None, exact + begun), None)
-        if not fits:
+        matches = next(filter(None, exact + prefixed), None)
+        if not matches:
             raise ConfigError(
                 "uid",
                 name,
-                "no experience of this bank has it",
-                "crl bank ls lists them; --status all the evicted ones too",
+                "no experience of this bank has this uid",
+                "Run crl bank ls to list the uids; add --status all to include evicted experiences",
             )
-        if len(fits) > 1:
-            some = ", ".join(short[uid] for uid in sorted(fits)[:4]) + (
-                ", …" if len(fits) > 4 else ""
+        if len(matches) > 1:
+            listed = ", ".join(short[uid] for uid in sorted(matches)[:4]) + (
+                ", …" if len(matches) > 4 else ""
             )
             raise ConfigError(
-                "uid", name, f"{len(fits)} experiences begin with it: {some!r}", "Give more of it"
+                "uid",
+                name,
+                f"the uids of {len(matches)} experiences start with it: {listed!r}",
+                "Give a longer part of the uid",
             )
-        entry = self._entries("uid = ?", fits[0])[0]
-        if not (entry.uid.startswith(name) or _tail(entry.uid).startswith(name)):
+        entry = self._entries("uid = ?", matches[0])[0]
+        if not (entry.uid.startswith(name) or _without_run(entry.uid).startswith(name)):
             version = name.rpartition("@")[2]
             if len(version) > 9 or not 1 <= int(version) <= entry.version:
                 raise ConfigError(
                     "uid",
                     name,
-                    f"the newest version of that experience is {entry.version}",
-                    "Leave the version out",
+                    f"the newest version of this experience is {entry.version}",
+                    "Omit the version",
                 )
         return entry
 
     def _entries(self, where: str, *parameters: Any) -> list[EntryView]:
         written = self._rows(
-            f"SELECT data ->> 'uid', data ->> 'version', {STEP} FROM log WHERE {WROTE}"
+            f"SELECT data ->> 'uid', data ->> 'version', {STEP_SQL} FROM log WHERE {WRITES_VERSION}"
         )
         steps = {(uid, version): step for uid, version, step in written}
         ((version,),) = self._rows("PRAGMA user_version")
@@ -407,18 +413,18 @@ class BankReader:
             key = waiting.pop()
             if key in versions and key not in found:
                 found[key] = versions[key]
-                waiting += [_unit(parent) for parent in versions[key].parents]
+                waiting += [_parse_unit(parent) for parent in versions[key].parents]
         return sorted(found.values(), key=lambda version: -version.seq)
 
     def offspring(self, uid: str) -> list[VersionView]:
         """Return the versions of other entries that have a version of this entry as a parent."""
-        inherits = f"EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE {_UID_AT} = ?)"
+        inherits = f"EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE {_UID_PART} = ?)"
         return [version for version in self._versions(inherits, f"{uid}@") if version.uid != uid]
 
     def _versions(self, where: str = "TRUE", *parameters: Any) -> list[VersionView]:
         rows = self._rows(
-            f"SELECT seq, {STEP} AS step, kind, origin, data FROM log "
-            f"WHERE {WROTE} AND {where} ORDER BY seq",
+            f"SELECT seq, {STEP_SQL} AS step, kind, origin, data FROM log "
+            f"WHERE {WRITES_VERSION} AND {where} ORDER BY seq",
             *parameters,
         )
         return [_version(row, json.loads(row["data"])) for row in rows]
@@ -428,14 +434,14 @@ class BankReader:
 
         Episodes that rejected the entry are not included.
         """
-        columns = f"{STEP}, origin, data ->> 'version', data ->> 'reward'"
+        columns = f"{STEP_SQL}, origin, data ->> 'version', data ->> 'reward'"
         where = "kind = 'credit' AND data ->> 'uid' = ? AND data ->> 'reward' IS NOT NULL"
         rows = self._rows(f"SELECT {columns} FROM log WHERE {where} ORDER BY seq", uid)
         return [UseView(*row) for row in rows]
 
     def lifts(self, uid: str) -> list[LiftView]:
         """Return the success rates that were recorded for all versions of an entry, in order."""
-        columns = f"{STEP}, origin, data ->> 'version', data ->> 'guided', data ->> 'free'"
+        columns = f"{STEP_SQL}, origin, data ->> 'version', data ->> 'guided', data ->> 'free'"
         rows = self._rows(
             f"SELECT {columns} FROM log WHERE kind = 'lift' AND data ->> 'uid' = ? ORDER BY seq",
             uid,
@@ -451,7 +457,7 @@ class BankReader:
         return self._refinements("data ->> 'uid' = ?", uid)
 
     def _refinements(self, where: str, *parameters: Any) -> list[RefinementView]:
-        columns = f"origin, {STEP}, data ->> 'uid', data ->> 'version', data ->> 'text'"
+        columns = f"origin, {STEP_SQL}, data ->> 'uid', data ->> 'version', data ->> 'text'"
         rows = self._rows(
             f"SELECT {columns} FROM log WHERE kind = 'refine' AND {where} ORDER BY seq", *parameters
         )
@@ -460,15 +466,15 @@ class BankReader:
     def eviction(self, uid: str) -> Eviction | None:
         """Return the eviction of an entry; None if it was not evicted."""
         columns = (
-            f"{STEP}, data ->> 'for', "
+            f"{STEP_SQL}, data ->> 'for', "
             "IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
         )
         for row in self._rows(
             f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid
         ):
             return Eviction(row[0], row[1], row[2])
-        discards = f"log, json_each(data, '$.targets') WHERE kind = 'discard' AND {_UID_AT} = ?"
-        for row in self._rows(f"SELECT {STEP}, origin FROM {discards}", f"{uid}@"):
+        discards = f"log, json_each(data, '$.targets') WHERE kind = 'discard' AND {_UID_PART} = ?"
+        for row in self._rows(f"SELECT {STEP_SQL}, origin FROM {discards}", f"{uid}@"):
             return Eviction(row[0], row[1], "discarded")
         return None
 
@@ -498,15 +504,13 @@ class BankReader:
 
     def keys(self) -> KeyVectors:
         """Return the keys of the active entries."""
-        made_by = next(
+        name = next(
             (row["value"] for row in self._rows("SELECT value FROM facts WHERE name = 'embedder'")),
             None,
         )
-        rows = (
-            self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if made_by else []
-        )
+        rows = self._rows("SELECT uid, vector FROM entries WHERE status = 'active'") if name else []
         return KeyVectors(
-            made_by,
+            name,
             dict(
                 zip(
                     (row["uid"] for row in rows),
@@ -520,9 +524,9 @@ class BankReader:
 
     def requests(self, *states: QueueState) -> list[RequestView]:
         """Return the requests in one of `states`, in queue order; done requests are left out."""
-        marks = ", ".join("?" * len(states))
+        placeholders = ", ".join("?" * len(states))
         sql = (
-            f"SELECT * FROM requests WHERE state IN ({marks}) AND payload IS NOT NULL "
+            f"SELECT * FROM requests WHERE state IN ({placeholders}) AND payload IS NOT NULL "
             "ORDER BY step, team, member, id"
         )
         return [_request(row) for row in self._rows(sql, *states)]
@@ -530,7 +534,7 @@ class BankReader:
     def queue(self) -> dict[str, int]:
         """Return the number of requests by state."""
         states: dict[str, int] = dict.fromkeys(("pending", "leased", "done", "dead"), 0)
-        return states | self._pairs("SELECT state, COUNT(*) FROM requests GROUP BY state")
+        return states | self._counts("SELECT state, COUNT(*) FROM requests GROUP BY state")
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
@@ -541,7 +545,7 @@ class BankReader:
 
         * bank: path of the file.
         * bytes: size of the file and of SQLite's write-ahead log beside it.
-        * keys: name of the keys, see `KeyVectors.made_by`.
+        * keys: name of the keys, see `KeyVectors.name`.
         * log: number of operations.
         * step: completed actor steps at the last operation; None if no run made it or if it was
           made by another run.
@@ -552,7 +556,8 @@ class BankReader:
           credited, and have a nonzero sum of votes (`voted`).
         * lift: number of active entries whose 95 % interval of the lift is above 0, is below 0 or
           contains 0 (`around`), and number of active entries without a lift (`unknown`).
-        * won: number of credited active entries by success rate, in `BINS` equal bins of [0, 1].
+        * won: number of credited active entries by success rate, in `WIN_RATE_BINS` equal bins of
+          [0, 1].
         * ops: number of operations by kind.
         * dropped: number of dropped ops by reason.
         * queue: number of requests by state.
@@ -561,27 +566,29 @@ class BankReader:
         """
         entries = self.entries(None)
         active = [entry for entry in entries if entry.status == "active"]
-        ((kept,),) = self._rows("SELECT COUNT(*) FROM generations")
+        ((generations,),) = self._rows("SELECT COUNT(*) FROM generations")
         ((ready,),) = self._rows("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL")
-        ((step,),) = self._rows(f"SELECT {STEP} FROM log ORDER BY seq DESC LIMIT 1") or [(None,)]
-        ops = self._pairs(
-            f"SELECT kind, COUNT(*) FROM log WHERE seq > {BEGUN} GROUP BY kind ORDER BY kind"
+        ((step,),) = self._rows(f"SELECT {STEP_SQL} FROM log ORDER BY seq DESC LIMIT 1") or [
+            (None,)
+        ]
+        ops = self._counts(
+            f"SELECT kind, COUNT(*) FROM log WHERE seq > {RESET_SEQ} GROUP BY kind ORDER BY kind"
         )
-        ((earlier,),) = self._rows(f"SELECT COUNT(*) FROM log WHERE seq <= {BEGUN}")
+        ((earlier,),) = self._rows(f"SELECT COUNT(*) FROM log WHERE seq <= {RESET_SEQ}")
         bins = Counter(
-            min(BINS - 1, int(BINS * entry.won / entry.credited))
+            min(WIN_RATE_BINS - 1, int(WIN_RATE_BINS * entry.won / entry.credited))
             for entry in active
             if entry.credited
         )
         return {
             "bank": str(self.path),
-            "bytes": self.path.stat().st_size + log_bytes(self.path),
-            "keys": self.keys().made_by,
+            "bytes": self.path.stat().st_size + wal_bytes(self.path),
+            "keys": self.keys().name,
             "log": sum(ops.values()),
             "step": step,
             "earlier": earlier,
             "entries": {
-                task: _sizes([entry for entry in entries if entry.task == task])
+                task: _entry_counts([entry for entry in entries if entry.task == task])
                 for task in sorted({e.task for e in entries})
             },
             "used": {
@@ -590,15 +597,15 @@ class BankReader:
                 "credited": sum(entry.credited > 0 for entry in active),
                 "voted": sum(entry.votes != 0 for entry in active),
             },
-            "lift": _lifts(active),
-            "won": [bins[i] for i in range(BINS)],
+            "lift": _lift_counts(active),
+            "won": [bins[i] for i in range(WIN_RATE_BINS)],
             "ops": ops,
-            "dropped": self._pairs(
+            "dropped": self._counts(
                 "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log "
-                f"WHERE kind = 'drop' AND seq > {BEGUN} GROUP BY 1"
+                f"WHERE kind = 'drop' AND seq > {RESET_SEQ} GROUP BY 1"
             ),
             "queue": self.queue(),
-            "generations": kept,
+            "generations": generations,
             "ready": ready,
         }
 
@@ -610,7 +617,7 @@ def compare(a: Sequence[EntryView], b: Sequence[EntryView]) -> Comparison:
     """
     of_a, of_b = _lessons(a), _lessons(b)
     both = [(lesson, of_b[key]) for key, lesson in of_a.items() if key in of_b]
-    both.sort(key=lambda pair: _difference(*pair), reverse=True)
+    both.sort(key=lambda pair: _difference_key(*pair), reverse=True)
     return Comparison(
         tuple(lesson for key, lesson in of_a.items() if key not in of_b),
         tuple(lesson for key, lesson in of_b.items() if key not in of_a),
@@ -632,7 +639,7 @@ def _lessons(entries: Sequence[EntryView]) -> dict[tuple[str, str, str], Lesson]
 
 
 def _lesson(task: str, goal: str, text: str, same: Sequence[EntryView]) -> Lesson:
-    lift = pooled(entry.lift for entry in same)
+    lift = pooled_lift(entry.lift for entry in same)
     return Lesson(
         task,
         goal,
@@ -643,27 +650,27 @@ def _lesson(task: str, goal: str, text: str, same: Sequence[EntryView]) -> Lesso
     )
 
 
-def pooled(lifts: Iterable[Lift | None]) -> Lift | None:
+def pooled_lift(lifts: Iterable[Lift | None]) -> Lift | None:
     """Return the lift over the groups of all `lifts`; None if no lift is known."""
     known = [lift for lift in lifts if lift]
     return reduce(add, known) if known else None
 
 
-def _difference(a: Lesson, b: Lesson) -> tuple[float, float]:
+def _difference_key(a: Lesson, b: Lesson) -> tuple[float, float]:
     """Return a sort key: the difference of two lessons in lift, then in rate.
 
     The difference in lift is reduced by the half width of its interval. It is −∞ if a lift is
     unknown. The difference in rate is −1 if a rate is unknown.
     """
     lift = (
-        abs(a.lift.mean - b.lift.mean) - math.hypot(a.lift.half, b.lift.half)
+        abs(a.lift.mean - b.lift.mean) - math.hypot(a.lift.half_width, b.lift.half_width)
         if a.lift and b.lift
         else -math.inf
     )
     return lift, abs(a.rate - b.rate) if a.credited and b.credited else -1.0
 
 
-def _lifts(entries: Sequence[EntryView]) -> dict[str, int]:
+def _lift_counts(entries: Sequence[EntryView]) -> dict[str, int]:
     counts: dict[str, int] = dict.fromkeys(("above", "below", "around", "unknown"), 0)
     for entry in entries:
         counts[("around", "above", "below")[entry.lift.sign] if entry.lift else "unknown"] += 1
@@ -675,15 +682,15 @@ def short_uids(uids: Sequence[str]) -> dict[str, str]:
 
     A short form omits the run's name. If two short forms are equal, all uids stay unchanged.
     """
-    tails = {uid: _tail(uid) for uid in uids}
+    tails = {uid: _without_run(uid) for uid in uids}
     return tails if len(set(tails.values())) == len(tails) else {uid: uid for uid in tails}
 
 
-def _tail(uid: str) -> str:
+def _without_run(uid: str) -> str:
     return uid.partition("/")[2] or uid
 
 
-def _unit(text: str) -> UnitKey:
+def _parse_unit(text: str) -> UnitKey:
     uid, _, version = text.rpartition("@")
     return UnitKey(uid, int(version))
 
@@ -717,7 +724,7 @@ def _request(row: sqlite3.Row) -> RequestView:
     )
 
 
-def _sizes(entries: Sequence[EntryView]) -> dict[str, int]:
+def _entry_counts(entries: Sequence[EntryView]) -> dict[str, int]:
     statuses = Counter(entry.status for entry in entries)
     goals = {entry.goal for entry in entries if entry.status == "active"}
     return {

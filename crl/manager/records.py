@@ -27,13 +27,13 @@ from crl.types import (
     Verdict,
 )
 
-Evict = Literal["fifo", "lru", "credit"]
+EvictionOrder = Literal["fifo", "lru", "credit"]
 """Eviction order when there are too many entries.
 
 * fifo: the entry that was written first.
 * lru: the least recently retrieved entry. An entry that was never retrieved counts from the step
   at which it was written.
-* credit: the half with the highest `known_score` is kept. In the other half, entries with credit
+* credit: the half with the highest `success_score` is kept. In the other half, entries with credit
   are evicted first, the lowest score first; then entries without credit, the oldest first.
 """
 
@@ -52,7 +52,7 @@ class UnitKey(NamedTuple):
         return f"{self.uid}@{self.version}"
 
     @classmethod
-    def earning(cls, use: ExperienceUse) -> UnitKey:
+    def credited_by(cls, use: ExperienceUse) -> UnitKey:
         """Return the unit that earns the credit of a use.
 
         This is the refinement if there is one, otherwise the entry.
@@ -109,14 +109,14 @@ class DistilRequest:
     def __post_init__(self) -> None:
         if not self.run or "/" in self.run:
             raise ValueError(
-                f"a run's name in a request must not be empty nor hold a slash, not {self.run!r}"
+                f"the run's name must not be empty or contain a slash, not {self.run!r}"
             )
 
     @classmethod
-    def of(cls, run: str, trajectory: Trajectory) -> DistilRequest:
+    def from_trajectory(cls, run: str, trajectory: Trajectory) -> DistilRequest:
         """Return the request for a trajectory. Raise `ValueError` if it has an error."""
         if trajectory.error is not None:
-            raise ValueError(f"a trajectory that failed is not distilled: {trajectory.error}")
+            raise ValueError(f"a failed trajectory cannot be distilled: {trajectory.error}")
         shown = tuple(map(Hit, trajectory.shown, trajectory.used))
         address = (trajectory.step, trajectory.group, trajectory.member)
         return cls(
@@ -172,7 +172,7 @@ class Generation:
     """Token ids of the prompt."""
     completion: Completion
     """Sampled tokens with their behaviour log-probs."""
-    head: int
+    head_tokens: int
     """Number of sampled tokens before the first op.
 
     For a malformed answer: number of tokens before its departure (`crl.manager.faults`).
@@ -224,7 +224,7 @@ class Distilled:
     request: DistilRequest
     generation: Generation
     writes: tuple[Write, ...]
-    returned: int
+    returns: int
     """Number of `return` ops."""
     dropped: Mapping[str, int]
     """Number of refused ops, by reason."""
@@ -235,7 +235,7 @@ class Distilled:
     @property
     def malformed(self) -> bool:
         """Whether the answer has no usable op."""
-        return not (self.writes or self.returned or self.votes or self.duplicates)
+        return not (self.writes or self.returns or self.votes or self.duplicates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class ApplyRules:
     """Maximum number of active entries of one goal; None for no limit."""
     size: int | None = None
     """Maximum number of active entries of the bank; None for no limit."""
-    evict: Evict = "fifo"
+    evict: EvictionOrder = "fifo"
     """Eviction order when `cap` or `size` is exceeded."""
     vote_out: int | None = None
     """Net down votes at which an entry is evicted; None: votes never evict."""
@@ -373,7 +373,7 @@ class Credit(NamedTuple):
     """
 
     @classmethod
-    def of(cls, use: ExperienceUse, success: bool, expected: float | None = 0.0) -> Credit:
+    def from_use(cls, use: ExperienceUse, success: bool, expected: float | None = 0.0) -> Credit:
         """Return the credit that a use earns from its episode.
 
         `expected` is the expected r of the episode without experience. It is subtracted from the
@@ -384,7 +384,7 @@ class Credit(NamedTuple):
         if guided:
             reward = None if expected is None else reward - expected
         return cls(
-            UnitKey.earning(use),
+            UnitKey.credited_by(use),
             use.verdict,
             (1.0 if success else -1.0) if guided else None,
             reward,

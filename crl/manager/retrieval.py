@@ -16,11 +16,11 @@ from crl.manager.records import Entry
 
 Choice = Literal["diverse", "credit"]
 
-EQUAL = 1e-6
+SIMILARITY_TOLERANCE = 1e-6
 """Tolerance for equal similarities, because float32 products differ in their last bits."""
 
-KNOWN_PRIOR = 0.3
-"""Prior success rate in `known_score`, with the weight of one episode."""
+PRIOR_SUCCESS_RATE = 0.3
+"""Prior success rate in `success_score`, with the weight of one episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RetrievalSettings:
     """Settings of retrieval. Raise `ValueError` if a value is out of range."""
 
     choice: Choice = "diverse"
-    """Rule of choice: `diverse` is CRL eq. 6, `credit` is the highest `known_score`."""
+    """Rule of choice: `diverse` is CRL eq. 6, `credit` is the highest `success_score`."""
     per: Literal["group", "rollout"] = "group"
     """Whether the members of a group share one retrieval or each rollout has its own."""
     trials: float = 0.0
@@ -56,13 +56,13 @@ class RetrievalSettings:
     """
 
     def __post_init__(self) -> None:
-        least = min(self.margin, self.lam, self.recent_steps, self.max_wait)
+        smallest = min(self.margin, self.lam, self.recent_steps, self.max_wait)
         if (
             min(self.candidates, self.batch, self.workers) < 1
-            or least < 0
+            or smallest < 0
             or not 0 <= self.trials <= 1
         ):
-            raise ValueError(f"bad retrieval settings: {self}")
+            raise ValueError(f"invalid retrieval settings: {self}")
 
 
 class Candidate(NamedTuple):
@@ -72,7 +72,7 @@ class Candidate(NamedTuple):
     similarity: float
 
 
-def pick(
+def choose_entry(
     candidates: Sequence[Candidate],
     step: int,
     rng: Callable[[], random.Random],
@@ -86,22 +86,24 @@ def pick(
     * step: completed actor steps.
     * rng: function that creates the random generator for breaking ties.
     * trial: with `choice = "credit"`, return the least retrieved entry instead of the one with the
-      highest `known_score`.
+      highest `success_score`.
     """
     if not candidates or candidates[0].similarity < settings.min_similarity:
         return None
-    floor = max(candidates[0].similarity - settings.margin - EQUAL, settings.min_similarity)
-    equals = [candidate for candidate in candidates if candidate.similarity >= floor]
+    threshold = max(
+        candidates[0].similarity - settings.margin - SIMILARITY_TOLERANCE, settings.min_similarity
+    )
+    eligible = [candidate for candidate in candidates if candidate.similarity >= threshold]
     scores: list[float]
     if settings.choice == "diverse":
-        scores = list(diverse_scores(equals, step, settings))
+        scores = list(diverse_scores(eligible, step, settings))
     elif trial:
-        scores = [-float(entry.retrieved) for entry, _ in equals]
+        scores = [-float(entry.retrieved) for entry, _ in eligible]
     else:
-        scores = [known_score(entry.credited, entry.credit) for entry, _ in equals]
+        scores = [success_score(entry.credited, entry.credit) for entry, _ in eligible]
     best = max(scores)
     # `diverse_scores` omits candidates that cannot have the highest score.
-    tied = [entry for (entry, _), score in zip(equals, scores, strict=False) if score == best]
+    tied = [entry for (entry, _), score in zip(eligible, scores, strict=False) if score == best]
     return rng().choice(tied) if len(tied) > 1 else tied[0]
 
 
@@ -128,7 +130,7 @@ def diverse_scores(
     """
     rank, best = 0, -math.inf
     for entry, similarity in candidates:
-        while candidates[rank].similarity > similarity + EQUAL:
+        while candidates[rank].similarity > similarity + SIMILARITY_TOLERANCE:
             rank += 1
         if -rank < best:
             return
@@ -153,10 +155,10 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
     )
 
 
-def known_score(credited: int, credit: float) -> float:
+def success_score(credited: int, credit: float) -> float:
     """Return (won + 0.3) / (n + 1). **Ours**.
 
     `choice = "credit"` and `bank.evict = "credit"` rank entries by this score. `credited` is n, the
     number of credited episodes that the entry's version guided. `credit` is Σ r over them, r = ±1.
     """
-    return ((credit + credited) / 2 + KNOWN_PRIOR) / (credited + 1)
+    return ((credit + credited) / 2 + PRIOR_SUCCESS_RATE) / (credited + 1)

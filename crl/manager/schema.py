@@ -9,15 +9,16 @@ from sqlite3 import Connection
 from typing import Any
 
 from crl.errors import StoreError
-from crl.manager.retrieval import known_score
-from crl.manager.snapshots import keep_images
+from crl.manager.retrieval import success_score
+from crl.manager.snapshots import create_image_tables
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x63726C42  # "crlB", distinguishes a bank from other SQLite files
-RESTORE = (
-    "restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+RESTORE_REMEDY = (
+    "restore a copy (first delete the -wal and -shm files next to it; "
+    "they are not part of the copy)"
 )
-DAMAGED = f"The file is damaged: {RESTORE} or choose another path."
+DAMAGED_REMEDY = f"The file is damaged: {RESTORE_REMEDY} or choose another path."
 
 
 def prepare(db: Connection, path: Path) -> None:
@@ -29,23 +30,23 @@ def prepare(db: Connection, path: Path) -> None:
     """
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA busy_timeout = 5000")
-    db.create_function("known_score", 2, known_score, deterministic=True)
+    db.create_function("success_score", 2, success_score, deterministic=True)
     version = _pragma(db, "user_version")
     if version > SCHEMA_VERSION:
         raise StoreError(
-            f"{path}: the bank has schema version {version}, "
+            f"{path}: the bank's schema version {version} is "
             f"newer than this crl's {SCHEMA_VERSION}. Upgrade crl."
         )
     tables = db.execute("SELECT name FROM sqlite_master").fetchall()
     if tables and _pragma(db, "application_id") != APPLICATION_ID:
-        raise StoreError(f"{path}: a SQLite file, but not a bank of crl. Choose another path.")
+        raise StoreError(f"{path}: this SQLite file is not a bank of crl. Choose another path.")
     if tables and version < 1:
         raise StoreError(
-            f"{path}: the bank has schema version {version}, which no crl writes. {DAMAGED}"
+            f"{path}: the bank's schema version {version} is not valid. {DAMAGED_REMEDY}"
         )
     if _pragma(db, "journal_mode = WAL") != "wal":
         raise StoreError(
-            f"{path}: its file system does not support SQLite's write-ahead log. "
+            f"{path}: the file system does not support SQLite's write-ahead log. "
             "Keep the bank on a local disk."
         )
     db.execute("PRAGMA synchronous = FULL")
@@ -57,8 +58,8 @@ def prepare(db: Connection, path: Path) -> None:
         if tables
         else ["schema.sql"]
     ):
-        _run(db, script)
-        keep_images(db)
+        _run_script(db, script)
+        create_image_tables(db)
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     db.execute("COMMIT")
@@ -68,7 +69,7 @@ def _pragma(db: Connection, pragma: str) -> Any:
     return db.execute(f"PRAGMA {pragma}").fetchone()[0]
 
 
-def _run(db: Connection, script: str) -> None:
+def _run_script(db: Connection, script: str) -> None:
     for statement in _statements(Path(__file__).with_name(script).read_text("utf-8")):
         db.execute(statement)
 

@@ -33,13 +33,13 @@ A smaller bank takes at most 0.14 ms per query, as long as passing the query to 
 Vectors = dict[str, Vector | BaseException]
 """Map from a query to its embedding, or to the error of the embedder."""
 
-Near = dict[tuple[str, str], list[Neighbour] | BaseException]
+Nearest = dict[tuple[str, str], list[Neighbour] | BaseException]
 """Map from (task, query) to the nearest entries, or to the error of the comparison."""
 
 T = TypeVar("T")
 
 
-class Asked(NamedTuple):
+class PendingSearch(NamedTuple):
     """Call of `Searcher.search` that waits for its hits."""
 
     requests: Sequence[SearchRequest]
@@ -67,11 +67,11 @@ class Searcher:
         self._bank, self._embedder, self._settings = bank, embedder, settings
         self._lock = ReadWriteLock()
         self._workers = ThreadPoolExecutor(settings.workers, thread_name_prefix="search")
-        self._waiting: list[Asked] = []
-        self._gathered = 0  # number of requests in `_waiting`
+        self._waiting: list[PendingSearch] = []
+        self._waiting_requests = 0  # number of requests in `_waiting`
         self._timer: asyncio.TimerHandle | None = None
         self._batches: set[asyncio.Future[None]] = set()  # in progress
-        self._last: asyncio.Future[None] | None = None
+        self._last_batch: asyncio.Future[None] | None = None
         self._builds: set[asyncio.Task[None]] = set()
         self._stop = threading.Event()
         threadpool_limits(1, user_api="blas")
@@ -84,18 +84,20 @@ class Searcher:
         A caller that is cancelled before its experiences are chosen changes no counters. Errors of
         the embedder are raised.
         """
-        if counted and (remembered := self._bank.remembered(requests)) is not None:
-            return remembered
+        if counted and (group_choices := self._bank.group_choices(requests)) is not None:
+            return group_choices
         if not self._batches and not any(map(self._is_large, requests)):
-            return await self._alone(requests, step, counted)
-        asked = Asked(requests, step, counted, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
-        self._gathered += len(requests)
-        if not self._batches or self._gathered >= self._settings.batch:
-            self._send()
+            return await self._search_alone(requests, step, counted)
+        pending = PendingSearch(requests, step, counted, asyncio.get_running_loop().create_future())
+        self._waiting.append(pending)
+        self._waiting_requests += len(requests)
+        if not self._batches or self._waiting_requests >= self._settings.batch:
+            self._start_batch()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._settings.max_wait, self._send)
-        return await asked.hits
+            self._timer = asyncio.get_running_loop().call_later(
+                self._settings.max_wait, self._start_batch
+            )
+        return await pending.hits
 
     async def change(self, put: Iterable[tuple[Entry, Vector]], remove: Iterable[str] = ()) -> None:
         """Add or replace the entries `put` and remove the entries `remove` between two searches."""
@@ -104,8 +106,8 @@ class Searcher:
                 self._bank.put(entry, vector)
             for uid in remove:
                 self._bank.remove(uid)
-        for index in self._bank.due():
-            self._builds.add(asyncio.create_task(self._build(index, index.begin())))
+        for index in self._bank.indexes_to_rebuild():
+            self._builds.add(asyncio.create_task(self._build(index, index.begin_build())))
 
     def check(self) -> None:
         """Raise the error of a failed index build, once per build.
@@ -126,53 +128,57 @@ class Searcher:
 
     # ── one search ────────────────────────────────────────────────────────────────────────────────
 
-    async def _alone(
+    async def _search_alone(
         self, requests: Sequence[SearchRequest], step: int, counted: bool
     ) -> list[Hit | None]:
         """Answer a search in the caller's task.
 
         The task yields to the event loop only if it must wait for the embedder or for a change.
         """
-        self._last = batch = asyncio.get_running_loop().create_future()
+        self._last_batch = batch = asyncio.get_running_loop().create_future()
         self._batches.add(batch)
         try:
             vectors = await self._embed(requests)
             async with self._lock.read():
-                return self._pick(requests, step, counted, vectors, {})
+                return self._choose(requests, step, counted, vectors, {})
         finally:
             batch.set_result(None)
-            self._answered(batch)
+            self._batch_done(batch)
 
     # ── batches ───────────────────────────────────────────────────────────────────────────────────
 
-    def _send(self) -> None:
+    def _start_batch(self) -> None:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        batch, self._waiting, self._gathered = self._waiting, [], 0
-        self._last = asyncio.create_task(self._answer(batch, self._last))
-        self._batches.add(self._last)
-        self._last.add_done_callback(self._answered)
+        batch, self._waiting, self._waiting_requests = self._waiting, [], 0
+        self._last_batch = asyncio.create_task(self._answer_batch(batch, self._last_batch))
+        self._batches.add(self._last_batch)
+        self._last_batch.add_done_callback(self._batch_done)
 
-    def _answered(self, batch: asyncio.Future[None]) -> None:
+    def _batch_done(self, batch: asyncio.Future[None]) -> None:
         self._batches.discard(batch)
         if self._waiting and not self._batches:
-            self._send()
+            self._start_batch()
 
-    async def _answer(self, batch: Sequence[Asked], before: asyncio.Future[None] | None) -> None:
+    async def _answer_batch(
+        self, batch: Sequence[PendingSearch], previous: asyncio.Future[None] | None
+    ) -> None:
         try:
-            vectors = await self._embed([request for asked in batch for request in asked.requests])
-            if before and not before.done():
-                await asyncio.wait([before])
+            vectors = await self._embed(
+                [request for pending in batch for request in pending.requests]
+            )
+            if previous and not previous.done():
+                await asyncio.wait([previous])
             async with self._lock.read():
-                near = await self._near(batch, vectors)
-                for asked in batch:
-                    if not asked.hits.done():
-                        self._settle(asked, vectors, near)
+                near = await self._nearest(batch, vectors)
+                for pending in batch:
+                    if not pending.hits.done():
+                        self._set_hits(pending, vectors, near)
         except Exception as error:  # not of a single search: fail all, or they would wait forever
-            for asked in batch:
-                if not asked.hits.done():
-                    asked.hits.set_exception(error)
+            for pending in batch:
+                if not pending.hits.done():
+                    pending.hits.set_exception(error)
 
     async def _embed(self, requests: Sequence[SearchRequest]) -> Vectors:
         queries = list(dict.fromkeys(request.query for request in requests))
@@ -186,61 +192,68 @@ class Searcher:
             if len(queries) == 1:
                 return {queries[0]: error}
         # A single text may have caused the failure, so embed each one alone.
-        alone = await asyncio.gather(
+        results = await asyncio.gather(
             *(
                 self._embed([request])
                 for request in {request.query: request for request in requests}.values()
             )
         )
-        return {query: vector for vectors in alone for query, vector in vectors.items()}
+        return {query: vector for vectors in results for query, vector in vectors.items()}
 
-    async def _near(self, batch: Sequence[Asked], vectors: Vectors) -> Near:
+    async def _nearest(self, batch: Sequence[PendingSearch], vectors: Vectors) -> Nearest:
         """Return the nearest entries of the queries to a large bank, found by the worker threads.
 
         `Bank.search` compares the other queries itself. Return only when all workers have finished,
         even if one fails, because the following steps change the data that the workers read.
         """
         loop = asyncio.get_running_loop()
-        asking = {
+        vectors_by_query = {
             (request.task.name, request.query): vector
-            for asked in batch
-            for request in asked.requests
-            if self._is_large(request) and not self._bank.decided(request, counted=asked.counted)
+            for pending in batch
+            for request in pending.requests
+            if self._is_large(request)
+            and not self._bank.has_group_choice(request, counted=pending.counted)
             if not isinstance(vector := vectors[request.query], BaseException)
         }
         jobs = [
             loop.run_in_executor(self._workers, self._bank.nearest, task, vector)
-            for (task, _), vector in asking.items()
+            for (task, _), vector in vectors_by_query.items()
         ]
-        return dict(zip(asking, await asyncio.gather(*jobs, return_exceptions=True), strict=True))
+        return dict(
+            zip(vectors_by_query, await asyncio.gather(*jobs, return_exceptions=True), strict=True)
+        )
 
-    def _settle(self, asked: Asked, vectors: Vectors, near: Near) -> None:
+    def _set_hits(self, pending: PendingSearch, vectors: Vectors, near: Nearest) -> None:
         try:
-            asked.hits.set_result(
-                self._pick(asked.requests, asked.step, asked.counted, vectors, near)
+            pending.hits.set_result(
+                self._choose(pending.requests, pending.step, pending.counted, vectors, near)
             )
         except Exception as error:
-            asked.hits.set_exception(error)
+            pending.hits.set_exception(error)
 
-    def _pick(
+    def _choose(
         self,
         requests: Sequence[SearchRequest],
         step: int,
         counted: bool,
         vectors: Vectors,
-        near: Near,
+        near: Nearest,
     ) -> list[Hit | None]:
         """Return the experiences of one search.
 
         If a request has an error, raise it before any request is counted.
         """
-        found = [
-            (r, _value(vectors[r.query]), _value(near.get((r.task.name, r.query))))
+        inputs = [
+            (
+                r,
+                _value_or_raise(vectors[r.query]),
+                _value_or_raise(near.get((r.task.name, r.query))),
+            )
             for r in requests
         ]
         return [
             self._bank.search(r, vector, step, counted=counted, near=nearest)
-            for r, vector, nearest in found
+            for r, vector, nearest in inputs
         ]
 
     def _is_large(self, request: SearchRequest) -> bool:
@@ -258,7 +271,7 @@ class Searcher:
                 index.swap(build)
 
 
-def _value(found: T | BaseException) -> T:
-    if isinstance(found, BaseException):
-        raise found
-    return found
+def _value_or_raise(value: T | BaseException) -> T:
+    if isinstance(value, BaseException):
+        raise value
+    return value

@@ -11,7 +11,7 @@ from crl.manager.bank import Scope
 from crl.manager.credit import CreditSettings
 from crl.manager.distil import DistilSettings, PromptWriter
 from crl.manager.merge import MergePromptWriter
-from crl.manager.records import Evict
+from crl.manager.records import EvictionOrder
 from crl.manager.refine import RefinePromptWriter
 from crl.manager.retrieval import RetrievalSettings
 
@@ -24,7 +24,7 @@ completed.
 
 
 @contextmanager
-def unseen(total: int) -> Iterator[Callable[[int], object]]:
+def no_progress(total: int) -> Iterator[Callable[[int], object]]:
     """Provide a `Progress` that displays nothing."""
     yield lambda done: None
 
@@ -67,7 +67,7 @@ class ManagerSettings:
     """Failed attempts at a distillation after which its request is dead."""
     backoff: float = 1.0
     """Seconds of pause after the first failed attempt. Each further failure doubles the pause."""
-    keep_steps: int = 8
+    credit_window_steps: int = 8
     """Actor steps for which a superseded experience may still earn credit after its last retrieval.
 
     The value must be at least the maximum staleness of an episode.
@@ -76,7 +76,7 @@ class ManagerSettings:
     """Maximum number of active entries with the same task and goal. None: no limit."""
     size: int | None = None
     """Maximum number of active entries in the bank. None: no limit."""
-    evict: Evict = "fifo"
+    evict: EvictionOrder = "fifo"
     """Eviction policy for entries over `cap` or `size`."""
     vote_out: int | None = None
     """Net down votes at which an entry is evicted. None: the extractor is not asked for votes."""
@@ -105,8 +105,11 @@ class ManagerSettings:
         seconds = [n for n in (self.lease, self.ask_deadline) if n is not None]
         if (
             min(counts) < 1
-            or self.keep_steps < 0
+            or self.credit_window_steps < 0
             or min(seconds, default=1) <= 0
             or self.backoff < 0
         ):
-            raise ValueError(f"bad manager settings: {self}")
+            raise ValueError(
+                "invalid manager settings: counts must be at least 1, time limits above 0, and "
+                f"backoff and credit_window_steps at least 0: {self}"
+            )

@@ -15,7 +15,7 @@ TABLES = ("requests", "generations", "entries", "units", "facts")
 """Tables that a snapshot holds, in addition to the log."""
 
 
-def keep_images(db: Connection) -> None:
+def create_image_tables(db: Connection) -> None:
     """Create the image tables and the triggers that fill them, if they do not exist."""
     for table in TABLES:
         columns, key = _columns(db, table)
@@ -35,12 +35,12 @@ def keep_images(db: Connection) -> None:
 FROM (SELECT MAX(seq) AS last FROM snapshots)
                     WHERE last IS NOT NULL AND NOT EXISTS (
                         SELECT 1 FROM {table}_before \
-WHERE snapshot = last AND {_both(key, f"{table}_before", row)});
+WHERE snapshot = last AND {_same_key(key, f"{table}_before", row)});
                 END
             """)
 
 
-def go_back(db: Connection, seq: int) -> None:
+def restore_snapshot(db: Connection, seq: int) -> None:
     """Restore the log and the tables to the snapshot `seq`. Later snapshots are deleted.
 
     Requests that were leased at the snapshot become pending. Call this function within a
@@ -58,7 +58,7 @@ def go_back(db: Connection, seq: int) -> None:
         )
         first = (
             f"SELECT MIN(snapshot) FROM {table}_before AS other "
-            f"WHERE snapshot >= ? AND {_both(key, 'other', 'image')}"
+            f"WHERE snapshot >= ? AND {_same_key(key, 'other', 'image')}"
         )
         db.execute(
             f"INSERT INTO {table} ({names}) SELECT {names} FROM {table}_before AS image "
@@ -71,15 +71,15 @@ def go_back(db: Connection, seq: int) -> None:
     db.executemany("INSERT INTO snapshots VALUES (?)", kept)
 
 
-def forget_all_but(db: Connection, kept: Collection[int]) -> None:
+def delete_snapshots_except(db: Connection, kept: Collection[int]) -> None:
     """Delete all snapshots except those in `kept`. Call this function within a transaction."""
     seqs = [seq for (seq,) in db.execute("SELECT seq FROM snapshots ORDER BY seq")]
     for i in reversed(range(len(seqs))):
         if seqs[i] not in kept:
-            _forget(db, seqs[i], seqs[i - 1] if i else None)
+            _delete_snapshot(db, seqs[i], seqs[i - 1] if i else None)
 
 
-def _forget(db: Connection, seq: int, before: int | None) -> None:
+def _delete_snapshot(db: Connection, seq: int, before: int | None) -> None:
     """Delete the snapshot `seq`. The snapshot `before` takes over the images that it lacks.
 
     `before` is the previous snapshot; None if there is none.
@@ -94,7 +94,7 @@ def _forget(db: Connection, seq: int, before: int | None) -> None:
     db.execute("DELETE FROM snapshots WHERE seq = ?", (seq,))
 
 
-def forget_all(db: Connection) -> None:
+def delete_all_snapshots(db: Connection) -> None:
     """Delete all snapshots and all row images."""
     for table in ("snapshots", *(f"{table}_before" for table in TABLES)):
         db.execute(f"DELETE FROM {table}")
@@ -106,6 +106,6 @@ def _columns(db: Connection, table: str) -> tuple[list[str], list[str]]:
     return [name for name, _ in rows], [name for name, pk in rows if pk]
 
 
-def _both(key: Iterable[str], one: str, other: str) -> str:
-    """Return the SQL condition that rows of `one` and `other` have the same key."""
-    return " AND ".join(f"{one}.{column} = {other}.{column}" for column in key)
+def _same_key(key: Iterable[str], left: str, right: str) -> str:
+    """Return the SQL condition that rows of `left` and `right` have the same key."""
+    return " AND ".join(f"{left}.{column} = {right}.{column}" for column in key)

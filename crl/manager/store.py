@@ -20,8 +20,8 @@ from sqlite3 import Connection
 import numpy as np
 
 from crl.errors import StoreError
-from crl.manager.credit import Ready
-from crl.manager.database import Database, readable_rows
+from crl.manager.credit import ReadyUnit
+from crl.manager.database import Database, check_rows
 from crl.manager.records import (
     Applied,
     ApplyRules,
@@ -39,29 +39,29 @@ from crl.manager.records import (
     UnitKey,
     Write,
 )
-from crl.manager.snapshots import forget_all, forget_all_but, go_back
+from crl.manager.snapshots import delete_all_snapshots, delete_snapshots_except, restore_snapshot
 from crl.manager.tables import (
-    ENTRIES,
+    ACTIVE_ENTRIES,
     count_vote,
-    credit,
-    current,
+    current_rows,
+    evict_by_votes,
+    evict_for_request,
+    evict_to_bounds,
     fact,
-    fit,
+    import_entry,
     last_seq,
     last_stamp,
-    learn_from,
     log,
     log_dropped,
-    make_room,
     read_entry,
     read_generation,
     read_vectors,
+    record_credit,
     record_lift,
     retire,
     set_fact,
-    take_in,
+    store_if_trainable,
     vector_bytes,
-    vote_out,
     write_entry,
     write_merge,
     write_refinement,
@@ -77,7 +77,7 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._tally = LogCounter()
+        self._counter = LogCounter()
 
     @classmethod
     async def open(cls, path: Path) -> Store:
@@ -104,7 +104,7 @@ class Store:
         """
         await self._database.backup(path)
 
-    async def begin_anew(self) -> None:
+    async def reset_for_new_run(self) -> None:
         """Delete the data that belongs to the run that wrote the bank.
 
         This data is the run's requests, its snapshots, its clock, and everything that its extractor
@@ -113,7 +113,7 @@ class Store:
         """
 
         def work(db: Connection) -> None:
-            forget_all(db)
+            delete_all_snapshots(db)
             db.execute("DELETE FROM requests")
             db.execute("DELETE FROM generations")
             db.execute(
@@ -121,7 +121,7 @@ class Store:
                 "last_returned_step = NULL"
             )
             set_fact(db, "begun", str(last_seq(db)))
-            self._tally.reset()
+            self._counter.reset()
 
         await self._database.transaction(work)
         await self.compact()
@@ -145,7 +145,7 @@ class Store:
 
         def work(db: Connection) -> int:
             if kept is not None:
-                forget_all_but(db, kept)
+                delete_snapshots_except(db, kept)
             seq = log(db, stamp, "snapshot", "", 0, {})
             assert seq is not None, "snapshots may repeat"
             db.execute("INSERT INTO snapshots VALUES (?)", (seq,))
@@ -165,8 +165,8 @@ class Store:
         def archive(db: Connection) -> Path | None:
             if not db.execute("SELECT 1 FROM snapshots WHERE seq = ?", (seq,)).fetchone():
                 raise StoreError(
-                    f"{path}: it has no snapshot {seq} to go back to. "
-                    "Keep the bank as it is, or restore a copy."
+                    f"{path}: the bank has no snapshot {seq}, so it cannot be rolled back. "
+                    "Use the bank in its current state, or restore a copy of it."
                 )
             (last,) = db.execute("SELECT MAX(seq) FROM log").fetchone()
             return (
@@ -176,27 +176,29 @@ class Store:
             )
 
         def work(db: Connection) -> RolledBack:
-            done = RolledBack(
+            rolled_back = RolledBack(
                 db.execute("SELECT step FROM log WHERE seq = ?", (seq,)).fetchone()["step"],
                 archive(db),
             )
-            go_back(db, seq)
-            self._tally.reset()
-            return done
+            restore_snapshot(db, seq)
+            self._counter.reset()
+            return rolled_back
 
         return await self._database.transaction_after_copy(work, archive)
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────
 
-    async def submit(self, request: DistilRequest, stamp: Stamp, bound: int | None = None) -> bool:
+    async def submit(
+        self, request: DistilRequest, stamp: Stamp, max_open: int | None = None
+    ) -> bool:
         """Store a request, unless it is stored already. Return whether it is stored.
 
         A repeated id changes nothing. Return False, and store nothing, if the id is new and at
-        least `bound` requests are open (pending or leased).
+        least `max_open` requests are open (pending or leased).
         """
 
         def work(db: Connection) -> bool:
-            if bound is not None and _open_requests(db, bound) == bound:
+            if max_open is not None and _open_requests(db, max_open) == max_open:
                 return (
                     db.execute("SELECT 1 FROM requests WHERE id = ?", (request.id,)).fetchone()
                     is not None
@@ -234,7 +236,7 @@ class Store:
         opened again. There is only one writer, and its leases end with it. A caller that is
         cancelled holds no lease.
         """
-        taken: list[str] = []
+        leased: list[str] = []
 
         def work(db: Connection) -> list[DistilRequest]:
             sql = (
@@ -242,20 +244,20 @@ class Store:
                 "ORDER BY step, team, member, id LIMIT ?"
             )
             rows = db.execute(sql, (-1 if limit is None else limit,)).fetchall()
-            taken.extend(row["id"] for row in rows)
+            leased.extend(row["id"] for row in rows)
             db.executemany(
-                "UPDATE requests SET state = 'leased' WHERE id = ?", [(name,) for name in taken]
+                "UPDATE requests SET state = 'leased' WHERE id = ?", [(name,) for name in leased]
             )
-            with readable_rows(self._database.path):
+            with check_rows(self._database.path):
                 return [DistilRequest.from_json(row["payload"]) for row in rows]
 
         try:
             return await self._database.transaction(work)
         except asyncio.CancelledError:
-            await self.release(taken)  # runs after `work`, which was not interrupted
+            await self.release(leased)  # runs after `work`, which was not interrupted
             raise
 
-    async def failed(self, request: DistilRequest, reason: str) -> int:
+    async def record_failure(self, request: DistilRequest, reason: str) -> int:
         """Record a failed attempt at a request. Return the number of failed attempts so far.
 
         The lease is kept. The number includes attempts in earlier processes.
@@ -270,7 +272,7 @@ class Store:
 
         return await self._database.transaction(work)
 
-    async def bury(self, request: DistilRequest, reason: str, stamp: Stamp) -> None:
+    async def mark_dead(self, request: DistilRequest, reason: str, stamp: Stamp) -> None:
         """Mark a pending or leased request as dead, because it cannot be distilled.
 
         The request keeps its payload, so that `retry_dead` can make it pending again.
@@ -304,8 +306,8 @@ class Store:
             if unknown := sorted(wanted.difference(dead)):
                 names = ", ".join(unknown)
                 raise StoreError(
-                    f"{self._database.path}: no dead episodes: {names}. "
-                    "Nothing was changed; crl bank dead lists them."
+                    f"{self._database.path}: no dead episodes have these ids: {names}. "
+                    "Nothing was changed. List the dead episodes with crl bank dead."
                 )
             revived = [name for name in dead if name in wanted]
             for name in revived:
@@ -337,26 +339,28 @@ class Store:
             changed = [
                 (write_entry(db, request, write, stamp), write) for write in distilled.writes
             ]
-            if distilled.returned:
-                log(db, stamp, "return", request.id, 0, {"count": distilled.returned})
+            if distilled.returns:
+                log(db, stamp, "return", request.id, 0, {"count": distilled.returns})
             votes = [vote for vote in distilled.votes if count_vote(db, request, vote, stamp)]
-            more = {
+            other_drops = {
                 "near duplicate": distilled.duplicates,
                 "stale target": len(distilled.votes) - len(votes),
             }
             log_dropped(
                 db,
                 request.id,
-                {**distilled.dropped, **{reason: n for reason, n in more.items() if n}},
+                {**distilled.dropped, **{reason: n for reason, n in other_drops.items() if n}},
                 stamp,
             )
-            learn_from(db, distilled.generation, bool(changed), distilled.malformed, rules, stamp)
+            store_if_trainable(
+                db, distilled.generation, bool(changed), distilled.malformed, rules, stamp
+            )
             evicted = (
-                vote_out(db, request, votes, rules.vote_out, stamp)
+                evict_by_votes(db, request, votes, rules.vote_out, stamp)
                 if rules.vote_out is not None
                 else []
             )
-            evicted += make_room(db, request, rules, stamp) if changed else []
+            evicted += evict_for_request(db, request, rules, stamp) if changed else []
             return Applied(tuple(changed), tuple(evicted), tuple(votes))
 
         return await self._database.transaction(work)
@@ -374,23 +378,23 @@ class Store:
             if log(db, stamp, "chunk", name, 0, {}) is None:
                 return Applied()
             changed: list[tuple[Entry, Write]] = []
-            gone: list[str] = []
+            removed: list[str] = []
             dropped = Counter(merged.dropped)
             for write in merged.merges:
-                if parents := current(db, write.targets):
+                if parents := current_rows(db, write.targets):
                     changed.append((write_merge(db, name, write, parents[0], stamp), write))
-                    gone += retire(db, write.targets, "merged")
+                    removed += retire(db, write.targets, "merged")
                 else:
                     dropped["stale target"] += 1
             for op, targets in merged.discards:
-                if current(db, targets):
+                if current_rows(db, targets):
                     log(db, stamp, "discard", name, op, {"targets": list(map(str, targets))})
-                    gone += retire(db, targets, "evicted")
+                    removed += retire(db, targets, "evicted")
                 else:
                     dropped["stale target"] += 1
             log_dropped(db, name, dropped, stamp)
-            learn_from(db, merged.generation, bool(changed), merged.malformed, rules, stamp)
-            return Applied(tuple(changed), tuple(gone))
+            store_if_trainable(db, merged.generation, bool(changed), merged.malformed, rules, stamp)
+            return Applied(tuple(changed), tuple(removed))
 
         return await self._database.transaction(work)
 
@@ -403,7 +407,7 @@ class Store:
         def work(db: Connection) -> None:
             if write_refinement(db, refined, stamp):
                 log_dropped(db, refined.generation.id, refined.dropped, stamp)
-                learn_from(
+                store_if_trainable(
                     db,
                     refined.generation,
                     refined.text is not None,
@@ -414,7 +418,7 @@ class Store:
 
         await self._database.transaction(work)
 
-    async def merges(self) -> int:
+    async def chunk_count(self) -> int:
         """Return the number of merge chunks in the log."""
         return (await self._database.rows("SELECT COUNT(*) FROM log WHERE kind = 'chunk'"))[0][0]
 
@@ -422,8 +426,8 @@ class Store:
 
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
         """Return the active entries with their vectors (float32 [dim]), the last written last."""
-        rows = await self._database.rows(f"{ENTRIES} ORDER BY written")
-        with readable_rows(self._database.path):
+        rows = await self._database.rows(f"{ACTIVE_ENTRIES} ORDER BY written")
+        with check_rows(self._database.path):
             return list(
                 zip(map(read_entry, rows), read_vectors(row["vector"] for row in rows), strict=True)
             )
@@ -446,7 +450,7 @@ class Store:
         """
 
         def work(db: Connection) -> int:
-            gone = 0
+            evicted = 0
             for unit in units:
                 sql = (
                     "UPDATE entries SET status = 'evicted' "
@@ -454,16 +458,16 @@ class Store:
                 )
                 if db.execute(sql, unit).rowcount:
                     log(db, last_stamp(db), "evict", unit.uid, unit.version, {})
-                    gone += 1
-            return gone
+                    evicted += 1
+            return evicted
 
         return await self._database.transaction(work)
 
-    async def fit(self, rules: ApplyRules) -> None:
+    async def evict_to_bounds(self, rules: ApplyRules) -> None:
         """Evict entries over the bounds of `rules`, in a bank that was made with other bounds."""
-        await self._database.transaction(lambda db: fit(db, rules, last_stamp(db)))
+        await self._database.transaction(lambda db: evict_to_bounds(db, rules, last_stamp(db)))
 
-    async def take_in(self, entries: Sequence[Entry], stamp: Stamp) -> None:
+    async def import_entries(self, entries: Sequence[Entry], stamp: Stamp) -> None:
         """Add imported entries with their counters.
 
         The generations that wrote the entries are not imported, and neither are the vectors. The
@@ -472,7 +476,7 @@ class Store:
 
         def work(db: Connection) -> None:
             for entry in entries:
-                take_in(db, entry, stamp)
+                import_entry(db, entry, stamp)
 
         await self._database.transaction(work)
 
@@ -480,7 +484,7 @@ class Store:
         """Return the name of the embedder and keys that made the vectors. None: no vectors yet."""
         return await self._database.read(lambda db: fact(db, "embedder"))
 
-    async def retrieved(
+    async def set_retrieval_counts(
         self, counts: Mapping[UnitKey, tuple[int, int | None]], stamp: Stamp
     ) -> None:
         """Set the number of retrievals and the step of the last one, by unit."""
@@ -505,7 +509,7 @@ class Store:
 
     # ── credit ────────────────────────────────────────────────────────────────────────────────────
 
-    async def credit(self, episode: str, given: Sequence[Credit], stamp: Stamp) -> list[Credit]:
+    async def credit(self, episode: str, credits: Sequence[Credit], stamp: Stamp) -> list[Credit]:
         """Credit the units of an episode. Return the credits that this call recorded.
 
         A repeated call for an episode is a no-op. If a unit was found more than once, its first
@@ -515,37 +519,43 @@ class Store:
 
         def work(db: Connection) -> list[Credit]:
             units: dict[UnitKey, Credit] = {}
-            for one in given:
-                units.setdefault(one.unit, one)
+            for credit in credits:
+                units.setdefault(credit.unit, credit)
             return [
-                one for op, one in enumerate(units.values()) if credit(db, stamp, episode, op, one)
+                credit
+                for op, credit in enumerate(units.values())
+                if record_credit(db, stamp, episode, op, credit)
             ]
 
         return await self._database.transaction(work)
 
     async def record_lifts(
-        self, found: Mapping[str, Sequence[GroupSuccess]], stamp: Stamp
+        self, results: Mapping[str, Sequence[GroupSuccess]], stamp: Stamp
     ) -> list[GroupSuccess]:
         """Record the results of groups for units. Return the recorded results, in order.
 
-        `found` maps the id of a group to its results. A repeated call for a group is a no-op. A
+        `results` maps the id of a group to its results. A repeated call for a group is a no-op. A
         unit that the bank does not know is skipped.
         """
 
         def work(db: Connection) -> list[GroupSuccess]:
-            ops = [(group, op, one) for group, ones in found.items() for op, one in enumerate(ones)]
-            return [one for group, op, one in ops if record_lift(db, stamp, group, op, one)]
+            return [
+                result
+                for group, group_results in results.items()
+                for op, result in enumerate(group_results)
+                if record_lift(db, stamp, group, op, result)
+            ]
 
         return await self._database.transaction(work)
 
-    async def ready(self) -> list[Ready]:
+    async def ready_units(self) -> list[ReadyUnit]:
         """Return the units with pending reward, in the order in which they became ready."""
         sql = (
             "SELECT units.*, c_train, t_last FROM units JOIN generations ON id = generation "
             "WHERE ready IS NOT NULL ORDER BY ready"
         )
         return [
-            Ready(
+            ReadyUnit(
                 PendingUnit(
                     UnitKey(row["uid"], row["version"]), row["generation"],
                     (row["start"], row["stop"]), row["pending_count"], row["pending_sum"],
@@ -560,7 +570,7 @@ class Store:
         """Return the stored generations among `ids`, by id."""
         sql = "SELECT * FROM generations WHERE id IN (SELECT value FROM json_each(?))"
         rows = await self._database.rows(sql, (json.dumps(list(ids)),))
-        with readable_rows(self._database.path):
+        with check_rows(self._database.path):
             return {row["id"]: read_generation(row) for row in rows}
 
     async def mark_trained(
@@ -617,7 +627,7 @@ WHERE uid = :uid AND version = :version
 
         await self._database.transaction(work)
 
-    async def spent(self, before: int) -> list[str]:
+    async def spent_generations(self, before: int) -> list[str]:
         """Return the ids of generations that can no longer earn credit.
 
         A generation is spent if none of its units meets one of these conditions:
@@ -634,10 +644,10 @@ WHERE uid = :uid AND version = :version
             )
         ]
 
-    async def prune(self, names: Iterable[str], before: int) -> None:
-        """Delete the generations in `names` that are still spent (see `spent`)."""
+    async def delete_generations(self, ids: Iterable[str], before: int) -> None:
+        """Delete the generations in `ids` that are still spent (see `spent_generations`)."""
         sql = f"DELETE FROM generations WHERE id IN (SELECT value FROM json_each(?)) AND {_SPENT}"
-        values = (json.dumps(list(names)), before)
+        values = (json.dumps(list(ids)), before)
         await self._database.transaction(lambda db: db.execute(sql, values))
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────
@@ -646,9 +656,9 @@ WHERE uid = :uid AND version = :version
         """Return metrics by name.
 
         The names are queue/STATE, ops/KIND, dropped/REASON, buffer/ready, generations and log/seq.
-        Operations are counted since the bank was created or last reset by `begin_anew`.
+        Operations are counted since the bank was created or last reset by `reset_for_new_run`.
         """
-        return await self._database.read(self._tally.read)
+        return await self._database.read(self._counter.read)
 
 
 _SPENT = """
@@ -658,12 +668,15 @@ ON entries.uid = units.uid AND entries.version = units.version
         WHERE generation = generations.id AND \
 (pending_count > 0 OR entries.status = 'active' OR last_returned_step >= ?))
 """
-"""SQL condition for a spent generation (see `Store.spent`). Its parameter is `before`."""
+"""SQL condition for a spent generation (see `Store.spent_generations`).
+
+Its parameter is `before`.
+"""
 
 
-def _open_requests(db: Connection, most: int) -> int:
-    """Return the number of pending and leased requests, limited to `most`."""
+def _open_requests(db: Connection, limit: int) -> int:
+    """Return the number of pending and leased requests, limited to `limit`."""
     sql = (
         "SELECT COUNT(*) FROM (SELECT 1 FROM requests WHERE state IN ('pending', 'leased') LIMIT ?)"
     )
-    return db.execute(sql, (most,)).fetchone()[0]
+    return db.execute(sql, (limit,)).fetchone()[0]

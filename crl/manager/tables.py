@@ -19,7 +19,7 @@ from crl.manager.records import (
     Credit,
     DistilRequest,
     Entry,
-    Evict,
+    EvictionOrder,
     Generation,
     GroupSuccess,
     Refined,
@@ -30,28 +30,28 @@ from crl.manager.records import (
 )
 from crl.types import Completion, ExperienceStatus, Lift
 
-ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
+ACTIVE_ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 """Query for the active entries with the counters of their units."""
 
-BEGUN = "IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
+RESET_SEQ = "IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
 """SQL for the sequence number of the last operation of earlier runs, whose clocks differ.
 
-The value is 0 if the bank was never reset by `Store.begin_anew`.
+The value is 0 if the bank was never reset by `Store.reset_for_new_run`.
 """
 
-_WRITTEN_AT = f"(SELECT step FROM log WHERE seq = written AND seq > {BEGUN})"
+_WRITTEN_AT = f"(SELECT step FROM log WHERE seq = written AND seq > {RESET_SEQ})"
 """SQL for the completed actor steps when an entry was written; NULL if another run wrote it."""
 
-FIRST_TO_GO: dict[Evict, str] = {
+EVICTION_ORDER: dict[EvictionOrder, str] = {
     "fifo": "written",
     # An entry that was never retrieved counts as retrieved when it was written.
     "lru": f"IFNULL(last_returned_step, {_WRITTEN_AT}), written",
     # The half with the highest scores stays. Of the other half, entries that were tried are evicted
     # first, because an untried entry may be better.
     "credit": """
-        ROW_NUMBER() OVER (ORDER BY known_score(credited, credit) DESC, written DESC) \
-<= (:most + 1) / 2,
-        credited = 0, known_score(credited, credit), written
+        ROW_NUMBER() OVER (ORDER BY success_score(credited, credit) DESC, written DESC) \
+<= (:keep + 1) / 2,
+        credited = 0, success_score(credited, credit), written
     """,
 }
 """ORDER BY of active entries, by eviction policy. The first entry is evicted first.
@@ -59,11 +59,11 @@ FIRST_TO_GO: dict[Evict, str] = {
 Retrievals since the last flush are not in the tables yet.
 """
 
-SPARE = 100
+EXTRA_EVICTION_DIVISOR = 100
 """Divisor for additional evictions.
 
-If the bank is over its size, size // SPARE entries are evicted in addition to the surplus.
-Evictions are then less frequent: the choice of the entries reads all active entries.
+If the bank is over its size, size // EXTRA_EVICTION_DIVISOR entries are evicted in addition to the
+surplus. Evictions are then less frequent: the choice of the entries reads all active entries.
 """
 
 
@@ -93,7 +93,7 @@ def last_stamp(db: Connection) -> Stamp:
     Changes that are made outside a run use this stamp.
     """
     row = db.execute(
-        f"SELECT step, extractor FROM log WHERE seq > {BEGUN} ORDER BY seq DESC LIMIT 1"
+        f"SELECT step, extractor FROM log WHERE seq > {RESET_SEQ} ORDER BY seq DESC LIMIT 1"
     ).fetchone()
     return Stamp(*row) if row else Stamp(0, 0)
 
@@ -115,7 +115,7 @@ def set_fact(db: Connection, name: str, value: str) -> None:
 
 def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Stamp) -> Entry:
     """Apply one add or update. Return the resulting entry."""
-    if write.targets and current(db, write.targets):
+    if write.targets and current_rows(db, write.targets):
         (target,) = write.targets
         kind, unit = "update", UnitKey(target.uid, target.version + 1)
     else:
@@ -124,14 +124,14 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
     entry = Entry(
         *unit, write.text, request.task.name, request.task.goal, request.id, write.span, parents
     )
-    _put(db, kind, entry, write, stamp)
+    _write_version(db, kind, entry, write, stamp)
     return entry
 
 
 def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stamp) -> Entry:
     """Write and return the entry that replaces the write's targets.
 
-    `first` is the row of the first target.
+    `name` is the id of the generation. `first` is the row of the first target.
     """
     entry = Entry(
         f"{name}#{write.op}",
@@ -143,11 +143,11 @@ def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stam
         write.span,
         tuple(map(str, write.targets)),
     )
-    _put(db, "merge", entry, write, stamp)
+    _write_version(db, "merge", entry, write, stamp)
     return entry
 
 
-def _put(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) -> None:
+def _write_version(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) -> None:
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task,
             "goal": entry.goal, "span": entry.span, "parents": entry.parents}  # fmt: skip
     seq = log(db, stamp, kind, entry.generation, write.op, data)
@@ -180,7 +180,7 @@ def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
     return True
 
 
-def take_in(db: Connection, entry: Entry, stamp: Stamp) -> None:
+def import_entry(db: Connection, entry: Entry, stamp: Stamp) -> None:
     """Add an imported entry without a vector."""
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task,
             "goal": entry.goal, "parents": entry.parents}  # fmt: skip
@@ -216,7 +216,7 @@ def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) 
     db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
-def current(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
+def current_rows(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
     """Return the rows of the active entries whose current versions are `units`, in order.
 
     Return an empty list if one of the units is not the current version of an active entry.
@@ -239,7 +239,7 @@ def log_dropped(db: Connection, origin: str, dropped: Mapping[str, int], stamp: 
         log(db, stamp, "drop", origin, op, {"reason": reason, "count": count})
 
 
-def learn_from(
+def store_if_trainable(
     db: Connection,
     generation: Generation,
     wrote: bool,
@@ -251,14 +251,16 @@ def learn_from(
 
     It can earn credit if it wrote something, or if it is malformed and `malformed_reward` is set.
     """
-    punished = malformed and rules.malformed_reward is not None
-    if punished:
-        _punish(db, generation, rules.malformed_reward, stamp)
-    if wrote or punished:
-        _keep_generation(db, generation)
+    penalized = malformed and rules.malformed_reward is not None
+    if penalized:
+        _add_malformed_unit(db, generation, rules.malformed_reward, stamp)
+    if wrote or penalized:
+        _store_generation(db, generation)
 
 
-def _punish(db: Connection, generation: Generation, reward: float | None, stamp: Stamp) -> None:
+def _add_malformed_unit(
+    db: Connection, generation: Generation, reward: float | None, stamp: Stamp
+) -> None:
     """Turn a generation without any op into a credit unit with version 0 that is ready at once.
 
     The unit's span is a single token, the first one after the generation's head. This is the first
@@ -266,7 +268,7 @@ def _punish(db: Connection, generation: Generation, reward: float | None, stamp:
     answers, and the tokens after it often look like a usable answer.
     """
     seq = log(db, stamp, "malformed", generation.id, 0, {"reward": reward})
-    start = generation.head
+    start = generation.head_tokens
     unit = (generation.id, 0, generation.id, start, start + 1, 1, reward, seq)
     columns = "uid, version, generation, start, stop, pending_count, pending_sum, ready"
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", unit)
@@ -277,7 +279,7 @@ def count_vote(db: Connection, request: DistilRequest, vote: Vote, stamp: Stamp)
 
     A unit is current if it is the current version of an active entry.
     """
-    if not current(db, [vote.unit]):
+    if not current_rows(db, [vote.unit]):
         return False
     log(
         db,
@@ -293,78 +295,85 @@ def count_vote(db: Connection, request: DistilRequest, vote: Vote, stamp: Stamp)
     return True
 
 
-def vote_out(
-    db: Connection, request: DistilRequest, votes: Sequence[Vote], least: int, stamp: Stamp
+def evict_by_votes(
+    db: Connection, request: DistilRequest, votes: Sequence[Vote], min_down_votes: int, stamp: Stamp
 ) -> list[str]:
-    """Evict the entries in `votes` that have at least `least` net down votes. Return their uids."""
+    """Evict the entries in `votes` with at least `min_down_votes` net down votes. Return uids."""
     sql = "SELECT 1 FROM units WHERE uid = ? AND version = ? AND votes <= ?"
-    units = [vote.unit for vote in votes if db.execute(sql, (*vote.unit, -least)).fetchone()]
+    units = [
+        vote.unit for vote in votes if db.execute(sql, (*vote.unit, -min_down_votes)).fetchone()
+    ]
     return _evict(db, units, {"for": request.id, "reason": "votes"}, stamp)
 
 
-def make_room(db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp) -> list[str]:
+def evict_for_request(
+    db: Connection, request: DistilRequest, rules: ApplyRules, stamp: Stamp
+) -> list[str]:
     """Evict the entries over the bounds of the request's goal and of the bank.
 
     Return their uids.
     """
-    return _bound(db, [(request.task.name, request.task.goal)], rules, {"for": request.id}, stamp)
+    return _evict_over_bounds(
+        db, [(request.task.name, request.task.goal)], rules, {"for": request.id}, stamp
+    )
 
 
-def fit(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
+def evict_to_bounds(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
     """Evict the entries over the bounds of each goal and of the bank. Return their uids.
 
     The bank was made with other bounds.
     """
-    crowded = (
+    over_cap = (
         "SELECT task, goal FROM entries WHERE status = 'active' "
         "GROUP BY task, goal HAVING COUNT(*) > ?"
     )
     goals = (
         []
         if rules.cap is None
-        else [(task, goal) for task, goal in db.execute(crowded, (rules.cap,))]
+        else [(task, goal) for task, goal in db.execute(over_cap, (rules.cap,))]
     )
-    return _bound(db, goals, rules, {"reason": "room"}, stamp)
+    return _evict_over_bounds(db, goals, rules, {"reason": "room"}, stamp)
 
 
-def _bound(
+def _evict_over_bounds(
     db: Connection,
     goals: Iterable[tuple[str, str]],
     rules: ApplyRules,
     data: Mapping[str, object],
     stamp: Stamp,
 ) -> list[str]:
-    gone = []
+    evicted = []
     if rules.cap is not None:
         for task, goal in goals:
             of_goal = "AND task = :task AND goal = :goal"
             surplus = _surplus(db, rules.evict, rules.cap, 0, of_goal, task=task, goal=goal)
-            gone += _evict(db, surplus, data, stamp)
+            evicted += _evict(db, surplus, data, stamp)
     if rules.size is not None:
-        gone += _evict(db, _surplus(db, rules.evict, rules.size, rules.size // SPARE), data, stamp)
-    return gone
+        extra = rules.size // EXTRA_EVICTION_DIVISOR
+        evicted += _evict(db, _surplus(db, rules.evict, rules.size, extra), data, stamp)
+    return evicted
 
 
 def _surplus(
-    db: Connection, evict: Evict, most: int, spare: int, where: str = "", **values: str
+    db: Connection, evict: EvictionOrder, keep: int, extra: int, where: str = "", **values: str
 ) -> list[UnitKey]:
-    """Return the active entries to evict so that `most` remain.
+    """Return the active entries to evict so that `keep` remain.
 
-    If at least one entry must be evicted, `spare` additional entries are returned. `where` and
+    If at least one entry must be evicted, `extra` additional entries are returned. `where` and
     `values` restrict the entries.
     """
     (active,) = db.execute(
         f"SELECT COUNT(*) FROM entries WHERE status = 'active' {where}", values
     ).fetchone()
-    if active <= most:
+    if active <= keep:
         return []
     sql = (
         "SELECT uid, version FROM entries JOIN units USING (uid, version) "
         f"WHERE status = 'active' {where}"
     )
     rows = db.execute(
-        f"{sql} ORDER BY {FIRST_TO_GO[evict]} LIMIT :gone",
-        {**values, "most": most, "gone": active - most + spare},
+        f"{sql} ORDER BY {EVICTION_ORDER[evict]} LIMIT :count",
+        {**values, "keep": keep, "count": active - keep + extra},
     )
     return [UnitKey(*row) for row in rows]
 
@@ -381,7 +390,7 @@ def _evict(
     return retire(db, units, "evicted")
 
 
-def _keep_generation(db: Connection, generation: Generation) -> None:
+def _store_generation(db: Connection, generation: Generation) -> None:
     completion = generation.completion
     columns = (
         np.asarray(generation.prompt, "<i4").tobytes(),
@@ -395,24 +404,25 @@ def _keep_generation(db: Connection, generation: Generation) -> None:
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
     )
     db.execute(
-        sql, (generation.id, generation.extractor, *columns, completion.finish, generation.head)
+        sql,
+        (generation.id, generation.extractor, *columns, completion.finish, generation.head_tokens),
     )
 
 
 # ── credit ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -> bool:
+def record_credit(db: Connection, stamp: Stamp, episode: str, op: int, credit: Credit) -> bool:
     """Credit one use in an episode. Return whether the use was credited.
 
     Return False if the bank does not know the unit, or if this use was credited before. In the log,
     `reward` is r = ±1. A rejected use has no `reward`. A use of an unknown unit is logged as stray.
     """
-    unit, outcome = given.unit, given.outcome
+    unit, outcome = credit.unit, credit.outcome
     data = {"uid": unit.uid, "version": unit.version} | (
         {"reward": outcome} if outcome is not None else {}
     )
-    data |= {"verdict": given.verdict} if given.verdict else {}
+    data |= {"verdict": credit.verdict} if credit.verdict else {}
     known = db.execute("SELECT 1 FROM units WHERE uid = ? AND version = ?", unit).fetchone()
     seq = log(db, stamp, "credit" if known else "stray", episode, op, data)
     if seq is None or not known:
@@ -423,34 +433,34 @@ def credit(db: Connection, stamp: Stamp, episode: str, op: int, given: Credit) -
             "WHERE uid = ? AND version = ?",
             (outcome, *unit),
         )
-    if given.reward is None:
+    if credit.reward is None:
         return True
     sql = """
         UPDATE units SET pending_count = pending_count + 1, pending_sum = pending_sum + ?, \
 ready = IFNULL(ready, ?)
         WHERE uid = ? AND version = ? AND generation IN (SELECT id FROM generations)
     """
-    db.execute(sql, (given.reward, seq, *unit))
+    db.execute(sql, (credit.reward, seq, *unit))
     return True
 
 
-def record_lift(db: Connection, stamp: Stamp, group: str, op: int, found: GroupSuccess) -> bool:
+def record_lift(db: Connection, stamp: Stamp, group: str, op: int, result: GroupSuccess) -> bool:
     """Add the result of one group for one unit to the unit's lift.
 
     Return False if the bank does not know the unit, or if this op of the group was recorded before.
     """
     sql = "SELECT lift_groups, lift_mean, lift_m2 FROM units WHERE uid = ? AND version = ?"
-    row = db.execute(sql, found.unit).fetchone()
+    row = db.execute(sql, result.unit).fetchone()
     data = {
-        "uid": found.unit.uid,
-        "version": found.unit.version,
-        "guided": found.guided,
-        "free": found.free,
+        "uid": result.unit.uid,
+        "version": result.unit.version,
+        "guided": result.guided,
+        "free": result.free,
     }
     if row is None or log(db, stamp, "lift", group, op, data) is None:
         return False
     before = read_lift(row)
-    _set_lift(db, found.unit, before + found.lift if before else found.lift)
+    _set_lift(db, result.unit, before + result.lift if before else result.lift)
     return True
 
 
@@ -503,5 +513,7 @@ def read_vectors(blobs: Iterable[bytes]) -> list[NDArray[np.float32]]:
     """
     vectors = [np.frombuffer(blob, "<f4") for blob in blobs]
     if len(lengths := {len(vector) for vector in vectors}) > 1:
-        raise ValueError(f"vectors of {' and '.join(map(str, sorted(lengths)))} numbers")
+        raise ValueError(
+            f"vectors with different dimensions: {', '.join(map(str, sorted(lengths)))}"
+        )
     return vectors

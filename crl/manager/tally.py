@@ -31,28 +31,30 @@ class LogCounter:
     def read(self, db: Connection) -> dict[str, int]:
         """Return metrics by name (see `Store.counts`)."""
         self._count_new(db)
-        found: Counter[str] = Counter(
+        metrics: Counter[str] = Counter(
             {f"queue/{state}": 0 for state in ("pending", "leased", "done", "dead")}
         )
-        found.update(
+        metrics.update(
             {
                 f"ops/{kind}": 0
                 for kind in ("add", "update", "return", "up", "down", "drop", "merge", "discard")
             }
         )
-        found.update(self._counts)
+        metrics.update(self._counts)
         sql = (
             "SELECT state, COUNT(*) FROM requests "
             "WHERE state IN ('pending', 'leased', 'dead') GROUP BY state"
         )
-        undone = {f"queue/{state}": number for state, number in db.execute(sql)}
-        found.update(undone)
-        found["queue/done"] = found["ops/submit"] - found["ops/forget"] - sum(undone.values())
-        (found["buffer/ready"],) = db.execute(
+        unfinished = {f"queue/{state}": number for state, number in db.execute(sql)}
+        metrics.update(unfinished)
+        metrics["queue/done"] = (
+            metrics["ops/submit"] - metrics["ops/forget"] - sum(unfinished.values())
+        )
+        (metrics["buffer/ready"],) = db.execute(
             "SELECT COUNT(*) FROM units WHERE ready IS NOT NULL"
         ).fetchone()
-        (found["generations"],) = db.execute("SELECT COUNT(*) FROM generations").fetchone()
-        return {**found, "log/seq": last_seq(db)}
+        (metrics["generations"],) = db.execute("SELECT COUNT(*) FROM generations").fetchone()
+        return {**metrics, "log/seq": last_seq(db)}
 
     def _count_new(self, db: Connection) -> None:
         """Count the log rows that were added since the last call."""

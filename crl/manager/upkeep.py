@@ -27,15 +27,15 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crl.errors import ConfigError
-from crl.manager.database import files_of
+from crl.manager.database import bank_files
 from crl.manager.ops import OpLimits
 from crl.manager.reading import EntryView, require_bank
 from crl.manager.records import Entry, Stamp, UnitKey
 from crl.manager.store import Store
-from crl.manager.writer import WriterClaim
+from crl.manager.writer import WriterLock
 from crl.types import Lift
 
-FORMAT = 3
+FORMAT_VERSION = 3
 """Version of the exported lines. Version 1 had no votes, version 2 no lift."""
 
 ROUNDING = 1e-6
@@ -72,7 +72,7 @@ async def evict(path: Path, units: Sequence[UnitKey]) -> int:
     Raise `ConfigError` if there is no readable bank at `path`. Raise `StoreError` if this fails,
     also while a run has the bank open.
     """
-    async with _opened(path) as store:
+    async with _open_store(path) as store:
         return await store.evict(units)
 
 
@@ -82,7 +82,7 @@ async def retry_dead(path: Path, ids: Sequence[str] | None = None) -> int:
     Raise `ConfigError` if there is no readable bank at `path`. Raise `StoreError` if this fails,
     also while a run has the bank open.
     """
-    async with _opened(path) as store:
+    async with _open_store(path) as store:
         return len(await store.retry_dead(ids))
 
 
@@ -91,11 +91,11 @@ def require_closed(path: Path) -> None:
 
     A run keeps the entries in memory, so it would not see a change.
     """
-    WriterClaim(path).release()
+    WriterLock(path).release()
 
 
 @asynccontextmanager
-async def _opened(path: Path) -> AsyncIterator[Store]:
+async def _open_store(path: Path) -> AsyncIterator[Store]:
     require_bank(path)  # without this check, `Store.open` would create a missing bank
     store = await Store.open(path)
     try:
@@ -107,33 +107,33 @@ async def _opened(path: Path) -> AsyncIterator[Store]:
 # ── export ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def exported(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
+def export_lines(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
     """Yield the lines of an exported bank."""
-    yield {"crl_bank": FORMAT, "entries": len(entries)}
+    yield {"crl_bank": FORMAT_VERSION, "entries": len(entries)}
     for entry in entries:
-        line = {name: getattr(entry, name) for name in _Line.model_fields}
+        line = {name: getattr(entry, name) for name in _ExportedEntry.model_fields}
         yield line | {"lift": entry.lift and asdict(entry.lift)}
 
 
 # ── import ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _said(text: str) -> str:
+def _not_blank(text: str) -> str:
     """Return `text`. Raise `ValueError` if it is empty or blank."""
     if not text.strip():
-        raise ValueError("is empty")
+        raise ValueError("must not be empty")
     return text
 
 
-def _of_a_version(parent: str) -> str:
+def _version_reference(parent: str) -> str:
     """Return `parent`. Raise `ValueError` if it does not have the form uid@version."""
     uid, _, version = parent.rpartition("@")
     if not (uid and version.isascii() and version.isdigit() and len(version) < 10):
-        raise ValueError("is no uid@version")
+        raise ValueError("must have the form uid@version")
     return parent
 
 
-class _Lift(BaseModel):
+class _ExportedLift(BaseModel):
     """Lift in an exported bank."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -143,43 +143,43 @@ class _Lift(BaseModel):
     m2: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     @model_validator(mode="after")
-    def _adds_up(self) -> _Lift:
+    def _check_totals(self) -> _ExportedLift:
         if self.m2 > self.groups * (1 - self.mean**2) + ROUNDING:
             raise ValueError(
-                f"{self.groups} differences in [−1, 1] of this mean "
-                f"cannot spread by an m2 of {self.m2:g}"
+                f"an m2 of {self.m2:g} is too large for {self.groups} differences in [−1, 1] "
+                "with this mean"
             )
         return self
 
 
-class _Line(BaseModel):
+class _ExportedEntry(BaseModel):
     """Entry in an exported bank."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    task: Annotated[str, AfterValidator(_said)]
+    task: Annotated[str, AfterValidator(_not_blank)]
     goal: str
-    text: Annotated[str, Field(max_length=OpLimits().max_chars), AfterValidator(_said)]
+    text: Annotated[str, Field(max_length=OpLimits().max_chars), AfterValidator(_not_blank)]
     uid: str = ""
     version: Annotated[int, Field(ge=1, lt=2**31)] = 1
-    parents: tuple[Annotated[str, AfterValidator(_of_a_version)], ...] = ()
+    parents: tuple[Annotated[str, AfterValidator(_version_reference)], ...] = ()
     retrieved: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credited: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credit: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     votes: Annotated[int, Field(gt=-(2**31), lt=2**31)] = 0
-    lift: _Lift | None = None
+    lift: _ExportedLift | None = None
 
     @model_validator(mode="after")
-    def _adds_up(self) -> _Line:
+    def _check_totals(self) -> _ExportedEntry:
         if abs(self.credit) > self.credited:
             raise ValueError(
-                f"{self.credited} credited episodes, each of them 1 or −1, "
-                f"cannot sum to a credit of {self.credit:g}"
+                f"a credit of {self.credit:g} is not possible with {self.credited} credited "
+                "episodes of 1 or −1 each"
             )
         return self
 
 
-def parse_exported(path: Path) -> list[Entry]:
+def parse_export(path: Path) -> list[Entry]:
     """Return the entries of an exported bank.
 
     Raise `ConfigError`, which names the file and the line, for the first line that is wrong.
@@ -191,98 +191,101 @@ def parse_exported(path: Path) -> list[Entry]:
             "file",
             str(path),
             f"cannot be read ({error.strerror})",
-            "Give what crl bank export wrote",
+            "Give a file that crl bank export wrote",
         ) from error
     expected = _read_header(path, lines[0])
     entries: dict[str, Entry] = {}
-    places: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():
             continue
-        entry = _entry(path, number, line)
+        entry = _parse_entry(path, number, line)
         if entry.uid in entries:
-            raise _refused(
+            raise _line_error(
                 path,
                 number,
                 ".uid",
                 entry.uid,
-                f"line {places[entry.uid]} has it too",
-                "Give each experience a uid of its own",
+                f"line {line_numbers[entry.uid]} has the same uid",
+                "Give each experience a different uid",
             )
-        entries[entry.uid], places[entry.uid] = entry, number
+        entries[entry.uid], line_numbers[entry.uid] = entry, number
     if expected not in (None, len(entries)):
         remedy = (
-            "Export it again; where lines were taken out or added on purpose, "
-            "write their number here or nothing"
+            "Export the bank again. If you added or removed lines on purpose, correct this "
+            "number or remove it"
         )
-        raise _refused(
-            path, 1, ".entries", expected, f"{len(entries)} follow, so it may be cut off", remedy
-        )
+        reason = f"the file holds {len(entries)}, so it may be cut off"
+        raise _line_error(path, 1, ".entries", expected, reason, remedy)
     return list(entries.values())
 
 
 def _read_header(path: Path, line: bytes) -> int | None:
     """Return the number of entries that the header announces, or None if it announces none."""
-    wanted = f'Its first line must be {{"crl_bank": {FORMAT}}}, as crl bank export writes it'
+    remedy = (
+        f'The first line must be {{"crl_bank": {FORMAT_VERSION}}}, as crl bank export writes it'
+    )
     try:
         header = json.loads(line)
         version, entries = header["crl_bank"], header.get("entries")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _refused(path, 1, "", line, "this is no exported bank", wanted) from error
+        raise _line_error(path, 1, "", line, "this is not an exported bank", remedy) from error
     if type(version) is not int or version < 1:  # bool is a subclass of int
-        raise _refused(path, 1, ".crl_bank", version, "is no version of the format", wanted)
-    if version > FORMAT:
-        raise _refused(
-            path, 1, ".crl_bank", version, f"is newer than this crl's {FORMAT}", "Upgrade crl"
-        )
+        raise _line_error(path, 1, ".crl_bank", version, "is not a version of the format", remedy)
+    if version > FORMAT_VERSION:
+        reason = f"is newer than this crl's {FORMAT_VERSION}"
+        raise _line_error(path, 1, ".crl_bank", version, reason, "Upgrade crl")
     if not (entries is None or (type(entries) is int and entries >= 0)):
-        raise _refused(path, 1, ".entries", entries, "is no number of experiences", wanted)
+        raise _line_error(path, 1, ".entries", entries, "is not a number of experiences", remedy)
     return entries
 
 
-def _entry(path: Path, number: int, line: bytes) -> Entry:
+def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
     try:
-        read = _Line.model_validate_json(line)
+        parsed = _ExportedEntry.model_validate_json(line)
     except ValidationError as error:
-        found = sorted(
+        first = sorted(
             error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden"
         )[0]
-        key = "".join(f".{part}" for part in found["loc"])
-        reason = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        key = "".join(f".{part}" for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         remedy = (
-            f"Each line after the first is a JSON object of {', '.join(_Line.model_fields)}; "
-            "only task, goal and text must be there"
+            "Each line after the first must be a JSON object with the keys "
+            f"{', '.join(_ExportedEntry.model_fields)}. Only task, goal and text are required"
         )
-        value = None if found["type"] == "missing" else found["input"] if found["loc"] else line
-        raise _refused(path, number, key, value, reason[0].lower() + reason[1:], remedy) from None
-    uid = read.uid or f"import/0/0/{number}#0"
+        value = None if first["type"] == "missing" else first["input"] if first["loc"] else line
+        reason = reason[0].lower() + reason[1:]
+        raise _line_error(path, number, key, value, reason, remedy) from None
+    uid = parsed.uid or f"import/0/0/{number}#0"
     return Entry(
-        uid, read.version, read.text, read.task, read.goal, "import", (0, 0), read.parents,
-        retrieved=read.retrieved, credited=read.credited, credit=read.credit, votes=read.votes,
-        lift=Lift(**read.lift.model_dump()) if read.lift else None,
+        uid, parsed.version, parsed.text, parsed.task, parsed.goal, "import", (0, 0),
+        parsed.parents, retrieved=parsed.retrieved, credited=parsed.credited,
+        credit=parsed.credit, votes=parsed.votes,
+        lift=Lift(**parsed.lift.model_dump()) if parsed.lift else None,
     )  # fmt: skip
 
 
-def _refused(
+def _line_error(
     path: Path, number: int, key: str, value: object, reason: str, remedy: str
 ) -> ConfigError:
     value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-    shown = f"{value[:60]}…" if isinstance(value, str) and len(value) > 60 else value
-    return ConfigError(f"{path}:{number}{key}", shown, reason, remedy)
+    value = f"{value[:60]}…" if isinstance(value, str) and len(value) > 60 else value
+    return ConfigError(f"{path}:{number}{key}", value, reason, remedy)
 
 
-def make_bank(path: Path, entries: Sequence[Entry]) -> None:
+def create_bank(path: Path, entries: Sequence[Entry]) -> None:
     """Create a new bank at `path` with these entries, completely or not at all.
 
-    Raise `ConfigError` if the bank cannot be created there.
+    Raise `ConfigError` if the file cannot be created there. Raise `StoreError` if the entries
+    cannot be written.
     """
     try:
-        for file in files_of(path):
+        for file in bank_files(path):
             if file.exists():
                 raise ConfigError(
                     "bank",
                     str(file),
-                    "it exists, and is not written over",
+                    "the file already exists and is not overwritten",
                     "Choose another path for the new bank",
                 )
         with TemporaryDirectory(prefix=".crl-import-", dir=path.parent) as folder:
@@ -292,14 +295,14 @@ def make_bank(path: Path, entries: Sequence[Entry]) -> None:
     except OSError as error:
         remedy = "Choose a directory that exists and is writable"
         raise ConfigError(
-            "bank", str(path), f"cannot be made ({error.strerror})", remedy
+            "bank", str(path), f"cannot be created ({error.strerror})", remedy
         ) from error
 
 
 async def _fill(path: Path, entries: Sequence[Entry]) -> None:
     store = await Store.open(path)
     try:
-        await store.take_in(entries, Stamp(0, 0))
+        await store.import_entries(entries, Stamp(0, 0))
         await store.compact()  # the caller renames only this file, not the log beside it
     finally:
         await store.aclose()

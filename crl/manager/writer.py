@@ -1,6 +1,6 @@
-"""Exclusive claim of a process to write to a bank.
+"""Exclusive lock of the process that writes to a bank.
 
-A second writer fails immediately, not after a timeout. Readers need no claim.
+A second writer fails immediately, not after a timeout. Readers need no lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TextIO
 from crl.errors import StoreError
 
 
-def beside(bank: Path, suffix: str) -> Path:
+def sibling_path(bank: Path, suffix: str) -> Path:
     """Return the path of a file beside the bank's file, named as SQLite names it.
 
     Symbolic links are followed.
@@ -24,22 +24,22 @@ def beside(bank: Path, suffix: str) -> Path:
     return real.with_name(f"{real.name}-{suffix}")
 
 
-def several_names(bank: Path) -> str:
+def hard_link_problem(bank: Path) -> str:
     """Return why the bank cannot be used because of hard links, or "" if it can.
 
-    A bank with several hard links cannot be used: a file beside one of its names is not beside the
+    A bank with several hard links cannot be used: a file beside one of the links is not beside the
     others.
     """
-    names = bank.stat().st_nlink if bank.exists() else 1
+    links = bank.stat().st_nlink if bank.exists() else 1
     return (
-        f"it has {names} names (hard links), and its log lies beside one of them. "
-        "Copy the file, and use the copy"
-        if names > 1
+        f"the file has {links} hard links, but its write-ahead log lies beside only one of them. "
+        "Copy the file and use the copy"
+        if links > 1
         else ""
     )
 
 
-class WriterClaim:
+class WriterLock:
     """Lock on a file beside the bank. The file names the process that holds the lock.
 
     The kernel releases the lock when the process ends, even after a crash. Raise `StoreError` if
@@ -49,11 +49,11 @@ class WriterClaim:
     """
 
     def __init__(self, bank: Path) -> None:
-        if reason := several_names(bank):
+        if reason := hard_link_problem(bank):
             raise StoreError(f"{bank}: {reason}.")
-        self._path = beside(bank, "writer")
+        self._path = sibling_path(bank, "writer")
         try:
-            self._file = self._locked(bank)
+            self._file = self._acquire(bank)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "Free some disk space" if full else "Its directory must exist and be writable"
@@ -64,27 +64,28 @@ class WriterClaim:
         self._path.unlink(missing_ok=True)
         self._file.close()
 
-    def _locked(self, bank: Path) -> TextIO:
+    def _acquire(self, bank: Path) -> TextIO:
         """Return the open lock file. Raise `StoreError` if the lock is already held."""
         while True:
             file = self._path.open("a+", encoding="utf-8")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there(file):
-                    self._sign(file)
+                if self._still_linked(file):
+                    self._write_holder(file)
                     return file
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read() or "another process"
                 raise StoreError(
-                    f"{bank}: {holder} is writing to it. End that one first, or work on a copy."
+                    f"{bank}: {holder} is writing to the bank. "
+                    "End that process first, or use a copy of the bank."
                 ) from None
             except BaseException:
                 file.close()
                 raise
             file.close()
 
-    def _sign(self, file: TextIO) -> None:
+    def _write_holder(self, file: TextIO) -> None:
         """Write the name of this process into the lock file."""
         try:
             file.truncate(0)
@@ -94,7 +95,7 @@ class WriterClaim:
             self._path.unlink(missing_ok=True)
             raise
 
-    def _is_there(self, file: TextIO) -> bool:
+    def _still_linked(self, file: TextIO) -> bool:
         """Return whether the locked file is still the file at the path.
 
         The previous holder may have removed the file between the opening and the lock.

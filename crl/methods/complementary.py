@@ -25,14 +25,14 @@ from crl.protocols import AdvantageTerm, ContextProvider, ExtractorRole, Method
 def build(config: RunConfig, context: ContextProvider) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
     extractor, switches = config.extractor, config.complementary
-    compared = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
-    terms: list[AdvantageTerm] = [compared(config.actor.advantage_scale)]
+    group_advantage = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
+    terms: list[AdvantageTerm] = [group_advantage(config.actor.advantage_scale)]
     if switches.listening:
         terms.append(ListeningAdvantage(switches.listening))
     distillation = (
         SelfDistillation(switches.self_distillation) if switches.self_distillation else None
     )
-    trained = extractor.train and not config.bank.frozen
+    train_extractor = extractor.train and not config.bank.frozen
     return Method(
         planner=GuidedShare(switches.guided),
         context=context,
@@ -40,6 +40,6 @@ def build(config: RunConfig, context: ContextProvider) -> Method:
         actor=actor_role(config.actor, *terms, distillation=distillation),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
         extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch)
-        if trained
+        if train_extractor
         else None,
     )

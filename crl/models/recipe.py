@@ -20,12 +20,12 @@ from crl.errors import ConfigError
 from crl.models.drills import ACTOR_DRILLS, EXTRACTOR_DRILLS, Drill, webshop
 from crl.models.warm_start import (
     END,
-    Schooling,
     Shape,
+    SupervisedSettings,
     demonstrated_trace,
-    epoch,
+    epoch_batches,
     new_model,
-    school,
+    train_supervised,
     train_tokenizer,
 )
 from crl.seeds import derive_seed, generator
@@ -39,40 +39,40 @@ SHAPE = Shape()
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """Training plan of a model: the drills of `first` alone, then all drills."""
+    """Training plan of a model: the drills of `first_drills` alone, then all drills."""
 
     drills: tuple[Drill, ...]
-    """All drills, including those of `first`."""
+    """All drills, including those of `first_drills`."""
     epochs: int
     """Epochs over all drills."""
-    schooling: Schooling
-    first: tuple[Drill, ...] = ()
+    settings: SupervisedSettings
+    first_drills: tuple[Drill, ...] = ()
     """Drills at the start of the training."""
     first_epochs: int = 0
-    """Epochs over the drills of `first`."""
+    """Epochs over the drills of `first_drills`."""
 
 
-MODELS = {
+RECIPES = {
     # Copying of words must be learnt first. In a mixture with all other drills, the actor does not
     # learn to combine advice with its observation.
     "tiny-actor": TrainingRecipe(
-        ACTOR_DRILLS, 2, Schooling(), first=webshop.COPYING, first_epochs=3
+        ACTOR_DRILLS, 2, SupervisedSettings(), first_drills=webshop.COPY_DRILLS, first_epochs=3
     ),
     # Larger batches cause more spelling errors. The context weight is low because chunks of a bank
     # are random: learning to predict them is useless.
     "tiny-extractor": TrainingRecipe(
-        EXTRACTOR_DRILLS, 4, Schooling(batch_tokens=2048, context_weight=0.3)
+        EXTRACTOR_DRILLS, 4, SupervisedSettings(batch_tokens=2048, context_weight=0.3)
     ),
 }
 
 
-def make(out: Path, seed: int) -> None:
+def make_all_models(out: Path, seed: int) -> None:
     """Make every bundled model in a subdirectory of `out`. This takes an hour on one core.
 
     Raise `ConfigError` if one of the subdirectories exists or cannot be made.
     """
-    _make_directories([out / name for name in MODELS])
-    for name, recipe in MODELS.items():
+    _make_directories([out / name for name in RECIPES])
+    for name, recipe in RECIPES.items():
         make_model(out / name, recipe, seed)
 
 
@@ -83,8 +83,8 @@ def _make_directories(directories: Sequence[Path]) -> None:
             raise ConfigError(
                 "--out",
                 str(directory),
-                "it exists already",
-                "give another directory, or remove it first",
+                "already exists",
+                "Give another directory, or remove this one first",
             )
     for directory in directories:
         try:
@@ -93,8 +93,8 @@ def _make_directories(directories: Sequence[Path]) -> None:
             raise ConfigError(
                 "--out",
                 str(directory),
-                f"cannot be made ({error.strerror})",
-                "give another directory",
+                f"cannot be created ({error.strerror})",
+                "Give another directory",
             ) from error
 
 
@@ -106,34 +106,34 @@ def make_model(directory: Path, recipe: TrainingRecipe, seed: int) -> None:
     begin = time.monotonic()
     # Two threads are slower on such small matrices. One thread gives the same result everywhere.
     torch.set_num_threads(1)
-    print(f"{directory.name}: demonstrations")
-    drilled = {
+    print(f"{directory.name}: making demonstrations")
+    by_drill = {
         drill.name: list(drill.make(generator(seed, "drill", drill.name), drill.count))
         for drill in recipe.drills
     }
     tokenizer = train_tokenizer(
-        [x for demonstrations in drilled.values() for x in demonstrations[:TOKENIZER_SAMPLE]],
+        [x for demonstrations in by_drill.values() for x in demonstrations[:TOKENIZER_SAMPLE]],
         SHAPE.vocabulary,
     )
     renderer = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
     traces = {
         name: [demonstrated_trace(x, renderer) for x in demonstrations]
-        for name, demonstrations in drilled.items()
+        for name, demonstrations in by_drill.items()
     }
     model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
-    everything = [trace for some in traces.values() for trace in some]
-    tokens, parameters = sum(len(t.ids) for t in everything), model.num_parameters()
+    all_traces = [trace for drill_traces in traces.values() for trace in drill_traces]
+    tokens, parameters = sum(len(t.ids) for t in all_traces), model.num_parameters()
     print(
-        f"{directory.name}: {len(everything):,} demonstrations, {tokens:,} tokens, "
+        f"{directory.name}: {len(all_traces):,} demonstrations, {tokens:,} tokens, "
         f"{parameters:,} parameters, {time.monotonic() - begin:.0f} s"
     )
-    first = [trace for drill in recipe.first for trace in traces[drill.name]]
-    draw, size = generator(seed, "school"), recipe.schooling.batch_tokens
-    courses = [first] * recipe.first_epochs + [everything] * recipe.epochs
-    loss = school(
+    first_traces = [trace for drill in recipe.first_drills for trace in traces[drill.name]]
+    rng, batch_tokens = generator(seed, "school"), recipe.settings.batch_tokens
+    epochs = [first_traces] * recipe.first_epochs + [all_traces] * recipe.epochs
+    loss = train_supervised(
         model,
-        [batch for course in courses for batch in epoch(course, size, draw)],
-        recipe.schooling,
+        [batch for epoch in epochs for batch in epoch_batches(epoch, batch_tokens, rng)],
+        recipe.settings,
         print,
     )
     model.save_pretrained(directory)
@@ -150,8 +150,11 @@ def _record(recipe: TrainingRecipe, seed: int, loss: float) -> dict[str, Any]:
     return {
         "command": f"crl make-models --seed {seed}",
         "shape": asdict(SHAPE),
-        "schooling": asdict(recipe.schooling),
-        "first": {"drills": [drill.name for drill in recipe.first], "epochs": recipe.first_epochs},
+        "schooling": asdict(recipe.settings),
+        "first": {
+            "drills": [drill.name for drill in recipe.first_drills],
+            "epochs": recipe.first_epochs,
+        },
         "drills": {drill.name: drill.count for drill in recipe.drills},
         "epochs": recipe.epochs,
         "nats_a_token": round(loss, 4),

@@ -53,7 +53,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Schooling:
+class SupervisedSettings:
     """Settings of supervised training: AdamW with linear warm-up and linear decay."""
 
     learning_rate: float = 3e-3
@@ -123,15 +123,15 @@ def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> 
             continue
         conversation.prompt()
         ids = (*renderer.encode(segment.text), renderer.stop_ids[0])
-        conversation.sampled(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"))
+        conversation.add_completion(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"))
     (trace,) = conversation.traces
     return trace
 
 
-def school(
+def train_supervised(
     model: Qwen2ForCausalLM,
     batches: Sequence[Sequence[TokenTrace]],
-    schooling: Schooling,
+    settings: SupervisedSettings,
     report: Callable[[str], None],
 ) -> float:
     """Train the model with one update per batch.
@@ -140,26 +140,26 @@ def school(
     """
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=schooling.learning_rate,
-        weight_decay=schooling.weight_decay,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
         betas=(0.9, 0.98),
     )
 
-    def rate(update: int) -> float:
-        return min(1.0, (update + 1) / schooling.warmup_updates) * max(
-            schooling.floor, 1 - update / len(batches)
+    def rate_factor(update: int) -> float:
+        return min(1.0, (update + 1) / settings.warmup_updates) * max(
+            settings.floor, 1 - update / len(batches)
         )
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
     model.train()
     losses: list[float] = []
     for update, batch in enumerate(batches, start=1):
-        losses.append(_update(model, batch, optimizer, schooling.context_weight))
+        losses.append(_update(model, batch, optimizer, settings.context_weight))
         schedule.step()
         if update % 50 == 0 or update == len(batches):
             report(
                 f"  update {update}/{len(batches)}: "
-                f"{sum(losses[-50:]) / len(losses[-50:]):.3f} nats a token"
+                f"{sum(losses[-50:]) / len(losses[-50:]):.3f} nats per token"
             )
     model.eval()
     last = losses[-max(len(losses) // 10, 1) :]
@@ -178,37 +178,40 @@ def _update(
     """
     width = max(len(t.ids) for t in traces)
     ids = torch.tensor([[*t.ids, *[0] * (width - len(t.ids))] for t in traces])
-    said = torch.tensor([[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool)
-    told = torch.tensor(
+    answer_mask = torch.tensor(
+        [[*t.mask, *[0] * (width - len(t.ids))] for t in traces], dtype=torch.bool
+    )
+    context_mask = torch.tensor(
         [[0, *(1 - m for m in t.mask[1:]), *[0] * (width - len(t.ids))] for t in traces],
         dtype=torch.bool,
     )
-    logp = token_logprobs(model, ids, said | told).logp
+    logp = token_logprobs(model, ids, answer_mask | context_mask).logp
     # Both losses are means over tokens.
-    saying, hearing = (
-        nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0] for mask in (said, told)
+    answer_loss, context_loss = (
+        nll(logp, mask, weights=mask.sum(-1) / mask.sum())[0]
+        for mask in (answer_mask, context_mask)
     )
     optimizer.zero_grad(set_to_none=True)
-    (saying + context_weight * hearing).backward()
+    (answer_loss + context_weight * context_loss).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return saying.item()
+    return answer_loss.item()
 
 
-def epoch(
-    traces: Sequence[TokenTrace], batch_tokens: int, draw: random.Random
+def epoch_batches(
+    traces: Sequence[TokenTrace], batch_tokens: int, rng: random.Random
 ) -> list[list[TokenTrace]]:
     """Return batches of samples with similar length, in random order.
 
     The samples that share a batch differ between epochs.
     """
     order = list(range(len(traces)))
-    draw.shuffle(order)
+    rng.shuffle(order)
     # Random offsets mix samples of neighbouring lengths.
-    blurred = [len(traces[i].ids) + draw.randrange(16) for i in order]
+    noisy_lengths = [len(traces[i].ids) + rng.randrange(16) for i in order]
     batches = [
         [traces[order[i]] for i in batch]
-        for batch in micro_batches(blurred, batch_tokens, padded=True)
+        for batch in micro_batches(noisy_lengths, batch_tokens, padded=True)
     ]
-    draw.shuffle(batches)
+    rng.shuffle(batches)
     return batches

@@ -17,10 +17,9 @@ from typing import Any, TextIO
 from crl.monitor.run_dir import RunDir
 from crl.types import Experience, TokenTrace, Trajectory
 
-Figure = float | int | str | None
+MetricValue = float | int | str | None
 
-RESERVED = frozenset({"step", "kind", "time"})
-
+RESERVED_FIELDS = frozenset({"step", "kind", "time"})
 """Fields of a line of metrics.jsonl that are not metrics."""
 
 
@@ -38,18 +37,18 @@ class FileMonitor:
         self._trajectories = run.trajectories.open("a", encoding="utf-8")
         self._log = run.log.open("a", encoding="utf-8")
 
-    def log(self, step: int, kind: str, metrics: Mapping[str, Figure]) -> None:
+    def log(self, step: int, kind: str, metrics: Mapping[str, MetricValue]) -> None:
         """Write a line of metrics.
 
         Raise `ValueError` if a metric has the name of a reserved field.
         """
-        if clash := RESERVED & metrics.keys():
-            raise ValueError(f"figures may not be named {sorted(clash)}")
+        if clash := RESERVED_FIELDS & metrics.keys():
+            raise ValueError(f"metrics may not have the names of reserved fields: {sorted(clash)}")
         seconds = None if self._deterministic else round(time.monotonic() - self._start, 3)
         _write(
             self._metrics,
             {"step": step, "kind": kind, "time": seconds}
-            | {name: plain(value) for name, value in metrics.items()},
+            | {name: to_json_value(value) for name, value in metrics.items()},
         )
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
@@ -74,15 +73,15 @@ def _write(stream: TextIO, record: Mapping[str, Any]) -> None:
     stream.flush()
 
 
-def plain(value: Any) -> Figure:
+def to_json_value(value: Any) -> MetricValue:
     """Return a metric as a JSON value.
 
     Numbers of numpy and torch become Python numbers. NaN and infinity become None.
     """
     if value is None or isinstance(value, str | int):
         return value
-    number = float(value)
-    return number if math.isfinite(number) else None
+    converted = float(value)
+    return converted if math.isfinite(converted) else None
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -130,6 +129,6 @@ def _trace_columns(trace: TokenTrace) -> dict[str, list[Any]]:
     return {
         "ids": list(trace.ids),
         "mask": list(trace.mask),
-        "logprobs": [plain(value) for value in trace.logprobs],
+        "logprobs": [to_json_value(value) for value in trace.logprobs],
         "versions": list(trace.versions),
     }

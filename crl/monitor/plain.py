@@ -36,10 +36,10 @@ TRAIN_COLUMNS: Columns = (
     ("malformed", "critic/malformed", ".2f"),
 )
 
-UNLESS_ZERO = frozenset({"critic/malformed"})
+HIDDEN_IF_ZERO = frozenset({"critic/malformed"})
 """Metrics that are only shown if they are not 0."""
 
-CONDITIONS = frozenset({"rollout/success/guided", "rollout/success/free"})
+CONDITION_METRICS = frozenset({"rollout/success/guided", "rollout/success/free"})
 """Metrics that are only shown if both are present. A single one equals the overall success rate."""
 
 EXTRACTOR_COLUMNS: Columns = (
@@ -70,9 +70,9 @@ COLUMNS: Mapping[str, Columns] = {
     "extractor": EXTRACTOR_COLUMNS,
     "bank": BANK_COLUMNS,
 }
-
 """Cells of a line, by its kind."""
-SECONDS = {
+
+DURATION_METRICS = {
     "train": ("time/wait", "time/submit", "time/train", "time/sync", "time/bank"),
     "eval": ("time/eval",),
     "extractor": ("time/train", "time/sync"),
@@ -100,11 +100,16 @@ Table = Mapping[str, Mapping[str, str]]
 
 
 def render_line(step: int, kind: str, metrics: Metrics, *, steps: int | None = None) -> str:
-    """Return a metrics line for readers. `steps`: length of the run, shown beside the step."""
-    of = f"/{steps}" if steps is not None else ""
-    head = f"{kind:<5} {step:>{len(str(steps or 0))}}{of}"
-    parts = [float(metrics[name] or 0) for name in SECONDS.get(kind, ()) if name in metrics]
-    seconds = [f"{sum(parts):.1f} s"] if parts else []
+    """Return a readable line for a line of metrics.
+
+    `steps`: length of the run, shown beside the step.
+    """
+    total = f"/{steps}" if steps is not None else ""
+    head = f"{kind:<5} {step:>{len(str(steps or 0))}}{total}"
+    durations = [
+        float(metrics[name] or 0) for name in DURATION_METRICS.get(kind, ()) if name in metrics
+    ]
+    seconds = [f"{sum(durations):.1f} s"] if durations else []
     if kind in TABLES:
         table = TABLES[kind](metrics)
         if len(table) > 1:
@@ -113,56 +118,56 @@ def render_line(step: int, kind: str, metrics: Metrics, *, steps: int | None = N
             f"{task}/{column} {cell}" for task, row in table.items() for column, cell in row.items()
         ]
     elif kind in COLUMNS:
-        left_out = {name for name in UNLESS_ZERO if not metrics.get(name)} | (
-            set() if metrics.keys() >= CONDITIONS else CONDITIONS
+        hidden = {name for name in HIDDEN_IF_ZERO if not metrics.get(name)} | (
+            set() if metrics.keys() >= CONDITION_METRICS else CONDITION_METRICS
         )
         cells = [
-            f"{label} {_cell(metrics, name, form)}"
-            for label, name, form in COLUMNS[kind]
-            if name in metrics.keys() - left_out
+            f"{label} {_cell(metrics, name, spec)}"
+            for label, name, spec in COLUMNS[kind]
+            if name in metrics.keys() - hidden
         ]
         cells += [f"errors {metrics['rollout/errors']}"] if metrics.get("rollout/errors") else []
     else:
         cells = [
-            f"{name.removeprefix(f'{kind}/')} {_number(value, '.4g')}"
+            f"{name.removeprefix(f'{kind}/')} {_format_value(value, '.4g')}"
             for name, value in metrics.items()
         ]
     return "  ".join([head, *cells, *seconds])
 
 
-def _cell(metrics: Metrics, name: str, form: str) -> str:
+def _cell(metrics: Metrics, name: str, spec: str) -> str:
     """Return a metric as text.
 
     The success rate is followed by the rates of the single tasks, if there are several.
     """
-    cell = _number(metrics[name], form)
+    cell = _format_value(metrics[name], spec)
     if name != "rollout/success":
         return cell
     tasks = [
-        f"{match[1]} {_number(metrics[other], form)}"
+        f"{match[1]} {_format_value(metrics[other], spec)}"
         for other in metrics
         if (match := TRAIN_SUCCESS.fullmatch(other))
     ]
     return f"{cell} ({', '.join(tasks)})" if tasks else cell
 
 
-def _evaluated(metrics: Metrics) -> Table:
+def _eval_table(metrics: Metrics) -> Table:
     """Return the success rates of an evaluation, with their intervals if there are any."""
     table: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for name in metrics:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
-            cell = _number(metrics[name], ".3f")
+            cell = _format_value(metrics[name], ".3f")
             if f"{name}/low" in metrics:
                 cell += (
-                    f" [{_number(metrics[f'{name}/low'], '.3f')}, "
-                    f"{_number(metrics[f'{name}/high'], '.3f')}]"
+                    f" [{_format_value(metrics[f'{name}/low'], '.3f')}, "
+                    f"{_format_value(metrics[f'{name}/high'], '.3f')}]"
                 )
             table[task][split if condition == "free" else f"{split} {condition}"] = cell
     return table
 
 
-def _probed(metrics: Metrics) -> Table:
+def _probe_table(metrics: Metrics) -> Table:
     """Return the success rates of an advice probe.
 
     The gain by right advice has ± half a 95 % interval.
@@ -172,14 +177,14 @@ def _probed(metrics: Metrics) -> Table:
         if match := PROBE.fullmatch(name):
             task, advice = match.groups()
             if advice == "right_minus_none":
-                half = _number(metrics.get(f"{name}/half_width"), ".3f")
-                table[task]["right − none"] = f"{_number(value, '+.3f')} ± {half}"
+                half = _format_value(metrics.get(f"{name}/half_width"), ".3f")
+                table[task]["right − none"] = f"{_format_value(value, '+.3f')} ± {half}"
             else:
-                table[task][advice] = _number(value, ".3f")
+                table[task][advice] = _format_value(value, ".3f")
     return table
 
 
-TABLES: Mapping[str, Callable[[Metrics], Table]] = {"eval": _evaluated, "probe": _probed}
+TABLES: Mapping[str, Callable[[Metrics], Table]] = {"eval": _eval_table, "probe": _probe_table}
 
 
 def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
@@ -200,9 +205,9 @@ def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _number(value: float | int | str | None, form: str) -> str:
+def _format_value(value: float | int | str | None, spec: str) -> str:
     """Return a value as text, or "–" for None."""
-    return "–" if value is None else value if isinstance(value, str) else format(value, form)
+    return "–" if value is None else value if isinstance(value, str) else format(value, spec)
 
 
 class PlainMonitor:

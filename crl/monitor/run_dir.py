@@ -32,7 +32,7 @@ class RunDir:
             raise ConfigError(
                 "run_dir",
                 str(path),
-                f"cannot be made ({error.strerror})",
+                f"cannot be created ({error.strerror})",
                 "Choose another --run-dir",
             ) from error
         return cls(path)
@@ -79,7 +79,7 @@ def require_free(path: Path) -> None:
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists():
-        what = "it exists and is not empty" if path.is_dir() else "it exists and is no directory"
+        reason = "exists and is not empty" if path.is_dir() else "exists and is not a directory"
         raise ConfigError(
-            "run_dir", str(path), what, "Choose another --run-dir, or remove it first"
+            "run_dir", str(path), reason, "Choose another --run-dir, or remove it first"
         )

@@ -50,7 +50,7 @@ class Series:
         """Newest value. None if there is none."""
         return self.values[-1] if self.values else None
 
-    def then(self, value: float | None) -> Series:
+    def appended(self, value: float | None) -> Series:
         """Return the series with one more value."""
         return Series((*self.values, value)[-HISTORY:])
 
@@ -142,7 +142,7 @@ class BankMetrics:
     """Number of credit units that are ready for training."""
     hit_rate: Annotated[Series, "retrieval/hit_rate"] = EMPTY
     """Share of searches that returned an experience."""
-    right_place: Annotated[Series, "retrieval/right_place"] = EMPTY
+    same_goal: Annotated[Series, "retrieval/right_place"] = EMPTY
     """Share of returned experiences whose goal is the goal of the episode."""
     correct: Annotated[Series, "lessons/correct"] = EMPTY
     """Share of answers of the extractor with a correct lesson."""
@@ -199,7 +199,7 @@ class Snapshot:
     """Number of completed steps."""
     elapsed: float = 0.0
     """Seconds since the start."""
-    left: float | None = None
+    remaining: float | None = None
     """Estimated seconds until the end. None before there is an estimate."""
     rollout: Rollout = Rollout()
     tasks: Mapping[str, TaskRollout] = field(default_factory=dict)
@@ -229,11 +229,11 @@ def fold(snapshot: Snapshot, step: int, kind: str, metrics: Metrics) -> Snapshot
 
     A line of a kind that is not shown changes nothing.
     """
-    follow = _FOLDS.get(kind)
-    return follow(snapshot, step, metrics) if follow else snapshot
+    fold_line = _FOLD_BY_KIND.get(kind)
+    return fold_line(snapshot, step, metrics) if fold_line else snapshot
 
 
-def number(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     """Return a metric as a finite float, or None if it is not a finite number."""
     try:
         converted = float(value)
@@ -242,12 +242,12 @@ def number(value: Any) -> float | None:
     return converted if math.isfinite(converted) else None
 
 
-def _train(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
+def _fold_train(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an actor step."""
     # The line contains the updates of its own step only.
-    total = (s.actor.updates.last or 0.0) + (number(metrics.get("actor/updates")) or 0.0)
+    total = (s.actor.updates.last or 0.0) + (to_float(metrics.get("actor/updates")) or 0.0)
     seconds = {
-        name.removeprefix("time/"): number(value) or 0.0
+        name.removeprefix("time/"): to_float(value) or 0.0
         for name, value in metrics.items()
         if name.startswith("time/")
     }
@@ -262,45 +262,45 @@ def _train(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     )
 
 
-def _extractor(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
+def _fold_extractor(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an update of the extractor."""
     return replace(s, extractor=_extend(s.extractor or Model(), metrics, "extractor"))
 
 
-def _bank(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
+def _fold_bank(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about the bank."""
     sizes = {
-        m.group(1): number(metrics[name]) for name in metrics if (m := _BANK_TASK.fullmatch(name))
+        m.group(1): to_float(metrics[name]) for name in metrics if (m := _BANK_TASK.fullmatch(name))
     }
     bank = _extend(s.bank or BankMetrics(), metrics)
     by_task = {**bank.by_task, **{task: size for task, size in sizes.items() if size is not None}}
     return replace(s, bank=replace(bank, by_task=by_task))
 
 
-def _eval(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
+def _fold_eval(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an evaluation."""
     evals = dict(s.evals)
     for name in metrics:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
-            known = evals.get(f"{task}/{split}", EvalSet(step, {}))
+            previous = evals.get(f"{task}/{split}", EvalSet(step, {}))
             value, low, high = (
-                number(metrics.get(f"{name}{end}")) for end in ("", "/low", "/high")
+                to_float(metrics.get(f"{name}{end}")) for end in ("", "/low", "/high")
             )
-            first = known.rates[condition].first if condition in known.rates else value
+            first = previous.rates[condition].first if condition in previous.rates else value
             evals[f"{task}/{split}"] = EvalSet(
-                step, {**known.rates, condition: RateView(value, low, high, first)}
+                step, {**previous.rates, condition: RateView(value, low, high, first)}
             )
     return replace(s, evals=evals, seconds=_with_seconds(s, step, metrics, "eval"))
 
 
-def _probe(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
+def _fold_probe(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an advice probe."""
     probes = dict(s.probes)
     for name, value in metrics.items():
         if match := _PROBE.fullmatch(name):
             task, advice = match.groups()
-            probes[task] = replace(probes.get(task, Probe()), **{advice: number(value)})
+            probes[task] = replace(probes.get(task, Probe()), **{advice: to_float(value)})
     return replace(s, probes=probes, seconds=_with_seconds(s, step, metrics, "probe"))
 
 
@@ -309,16 +309,16 @@ def _with_seconds(s: Snapshot, step: int, metrics: Metrics, part: str) -> Mappin
 
     `part` is added if the line is about that step.
     """
-    took = number(metrics.get(f"time/{part}"))
-    return {**s.seconds, part: took} if took is not None and step == s.step else s.seconds
+    seconds = to_float(metrics.get(f"time/{part}"))
+    return {**s.seconds, part: seconds} if seconds is not None and step == s.step else s.seconds
 
 
-_FOLDS: Mapping[str, Callable[[Snapshot, int, Metrics], Snapshot]] = {
-    "train": _train,
-    "extractor": _extractor,
-    "bank": _bank,
-    "eval": _eval,
-    "probe": _probe,
+_FOLD_BY_KIND: Mapping[str, Callable[[Snapshot, int, Metrics], Snapshot]] = {
+    "train": _fold_train,
+    "extractor": _fold_extractor,
+    "bank": _fold_bank,
+    "eval": _fold_eval,
+    "probe": _fold_probe,
 }
 
 
@@ -327,18 +327,18 @@ def _extend(record: R, metrics: Metrics, subject: str = "") -> R:
 
     `subject`: replaces {} in the names of metrics.
     """
-    there = {}
-    for name, template in _followed(type(record)).items():
+    updated = {}
+    for name, template in _metric_names(type(record)).items():
         if (metric := template.format(subject)) in metrics:
-            there[name] = getattr(record, name).then(number(metrics[metric]))
+            updated[name] = getattr(record, name).appended(to_float(metrics[metric]))
     return replace(
         record,  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
-        **there,
+        **updated,
     )
 
 
 @cache
-def _followed(record: type) -> dict[str, str]:
+def _metric_names(record: type) -> dict[str, str]:
     """Return the name of the metric of each series in a record."""
     hints = get_type_hints(record, include_extras=True)
     return {
@@ -359,45 +359,47 @@ class SnapshotMonitor:
 
     def __init__(self, run: RunInfo, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._begin = clock()
+        self._start = clock()
         # Times at which the last steps were trained.
-        self._trained: deque[float] = deque(maxlen=HISTORY)
+        self._train_times: deque[float] = deque(maxlen=HISTORY)
         self._snapshot = Snapshot(run)
-        self._writing = threading.RLock()
+        self._lock = threading.RLock()
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot with the elapsed and the remaining time."""
-        return replace(self._snapshot, elapsed=self._clock() - self._begin, left=self._left())
+        return replace(
+            self._snapshot, elapsed=self._clock() - self._start, remaining=self._remaining()
+        )
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
-        with self._writing:
+        with self._lock:
             if kind == "train":
-                self._trained.append(self._clock())
+                self._train_times.append(self._clock())
             self._snapshot = fold(self._snapshot, step, kind, metrics)
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 
     def experiences(self, experiences: Sequence[Experience]) -> None:
-        with self._writing:
+        with self._lock:
             self._snapshot = replace(self._snapshot, experiences=tuple(experiences[:EXPERIENCES]))
 
     def note(self, text: str) -> None:
         lines = [line for line in text.splitlines() if line.strip()]
-        with self._writing:
+        with self._lock:
             self._snapshot = replace(self._snapshot, notes=(*self._snapshot.notes, *lines)[-NOTES:])
 
     def close(self) -> None:
         pass
 
-    def _left(self) -> float | None:
+    def _remaining(self) -> float | None:
         """Return the estimated seconds until the end, at the mean pace of the last steps.
 
         Return None before two steps are trained.
         """
-        trained = tuple(self._trained)
-        if len(trained) < 2:
+        times = tuple(self._train_times)
+        if len(times) < 2:
             return None
-        pace = (trained[-1] - trained[0]) / (len(trained) - 1)
+        pace = (times[-1] - times[0]) / (len(times) - 1)
         steps = self._snapshot.run.steps - self._snapshot.step
-        return max(0.0, trained[-1] + pace * steps - self._clock()) if steps > 0 else 0.0
+        return max(0.0, times[-1] + pace * steps - self._clock()) if steps > 0 else 0.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crl.errors import ConfigError
-from crl.monitor.files import plain
+from crl.monitor.files import to_json_value
 from crl.types import Experience, Trajectory
 
 
@@ -39,7 +39,7 @@ class TensorBoardMonitor:
         self._writer = EventFileWriter(str(folder))
 
     def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
-        numbers = {name: plain(value) for name, value in metrics.items()}
+        numbers = {name: to_json_value(value) for name, value in metrics.items()}
         scalars = [
             self._summary.Value(tag=n, simple_value=v)
             for n, v in numbers.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crl.errors import ConfigError
-from crl.monitor.files import plain
+from crl.monitor.files import to_json_value
 from crl.types import Experience, Trajectory
 
 
@@ -34,7 +34,9 @@ class WandbMonitor:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
-        self._run.log({"step": step} | {name: plain(value) for name, value in metrics.items()})
+        self._run.log(
+            {"step": step} | {name: to_json_value(value) for name, value in metrics.items()}
+        )
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         pass

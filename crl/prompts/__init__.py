@@ -37,23 +37,25 @@ _SLOT = re.compile(r"\{\{([a-z_]+)\}\}|\{([a-z_]+)\}")
 Overrides = Mapping[str, Path]
 """Files of the user, by the name of the prompt that they replace."""
 
-BUNDLED: Overrides = MappingProxyType({})
+NO_OVERRIDES: Overrides = MappingProxyType({})
 
 
-def prompt(name: str, overrides: Overrides = BUNDLED) -> str:
+def prompt(name: str, overrides: Overrides = NO_OVERRIDES) -> str:
     """Return the text of the prompt `name`, without the last newline of the file.
 
     Raise `ConfigError` if the file cannot be read or does not have the slots of the prompt.
     """
-    return _read(name, overrides).removesuffix("\n")
+    return _read_template(name, overrides).removesuffix("\n")
 
 
-def hashes(overrides: Overrides = BUNDLED) -> dict[str, str]:
+def hashes(overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
     """Return the SHA-256 of every prompt, by name.
 
     All prompts are checked. Raise `ConfigError` like `prompt`.
     """
-    return {name: hashlib.sha256(_read(name, overrides).encode()).hexdigest() for name in SLOTS}
+    return {
+        name: hashlib.sha256(_read_template(name, overrides).encode()).hexdigest() for name in SLOTS
+    }
 
 
 def fill(template: str, **values: object) -> str:
@@ -64,7 +66,7 @@ def fill(template: str, **values: object) -> str:
     return _SLOT.sub(lambda slot: f"{{{slot[1]}}}" if slot[1] else str(values[slot[2]]), template)
 
 
-def _read(name: str, overrides: Overrides) -> str:
+def _read_template(name: str, overrides: Overrides) -> str:
     """Return the text of a prompt's file. Raise `ConfigError` like `prompt`."""
     path = overrides.get(name, FOLDER / f"{name}.txt")
     remedy = f"Start from a copy of {FOLDER / f'{name}.txt'}"
@@ -80,22 +82,23 @@ def _read(name: str, overrides: Overrides) -> str:
         raise ConfigError(
             f"prompts.{name}",
             str(path),
-            f"has no {_listed(missing)}, so the model would not be told",
+            f"lacks {_list_slots(missing)}, so the model would not receive this information",
             remedy,
         )
     if unknown := slots - SLOTS[name]:
         reason = (
-            f"has {_listed(unknown)}, which nothing fills; its slots are {_listed(SLOTS[name])}"
+            f"has the unknown slots {_list_slots(unknown)}; "
+            f"its slots are {_list_slots(SLOTS[name])}"
         )
         raise ConfigError(
             f"prompts.{name}",
             str(path),
             reason,
-            f"Write {{{{name}}}} where braces are meant, or: {remedy}",
+            f"Write {{{{name}}}} for literal braces, or: {remedy}",
         )
     return text
 
 
-def _listed(slots: frozenset[str] | set[str]) -> str:
+def _list_slots(slots: frozenset[str] | set[str]) -> str:
     """Return the slots as a sorted list for error messages."""
     return ", ".join(f"{{{slot}}}" for slot in sorted(slots))

@@ -52,9 +52,9 @@ class Collector:
                         lambda first=step * size: self._gate.may_start(first)
                     )
                 self._source_states[step] = self._source.state()
-                drawn = list(enumerate(self._source.draw(size), start=step * size))
-                keys = {group: self._join(step, group) for group, _ in drawn}
-                for group, task in drawn:
+                groups = list(enumerate(self._source.draw(size), start=step * size))
+                keys = {group: self._join(step, group) for group, _ in groups}
+                for group, task in groups:
                     tasks.create_task(self._play(group, task, keys[group]), name=f"group {group}")
                     # Many first prompts in one round of the event loop would delay other work.
                     await asyncio.sleep(0)
@@ -103,5 +103,5 @@ class Collector:
 
         This is the state before the first step that is not completed was drawn.
         """
-        drawn = self._source_states.get(self._gate.completed_steps)
-        return self._source.state() if drawn is None else drawn
+        state = self._source_states.get(self._gate.completed_steps)
+        return self._source.state() if state is None else state

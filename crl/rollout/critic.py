@@ -20,7 +20,7 @@ from typing import Any, get_args
 from crl.envs.actions import tagged_answers
 from crl.errors import RolloutError
 from crl.manager import OpLimits
-from crl.manager.ops import THINKING_ENDS, THINKING_OPENS
+from crl.manager.ops import THINK_END, THINK_START
 from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import SuccessRates
@@ -39,14 +39,14 @@ if unknown.
 MAX_CHARS = OpLimits().max_chars
 """Maximal characters of a refined experience; the same limit as for the extractor's experiences."""
 
-TIMES = 4096
-"""Maximal number of stored critique times between two calls of `Critic.take`."""
+MAX_TIMES = 4096
+"""Maximum number of stored critique times between two calls of `Critic.take_metrics`."""
 
 _VERDICT = re.compile(
     r"\W*(?:\w+\s*:\W*)?(accept|refine|reject)(?:e?d)?\b[\s:*]*(.*)", re.IGNORECASE | re.DOTALL
 )
-_VERDICTS = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
-_AROUND = " \t\r\n.,;:!?\"'`*"
+_ANY_VERDICT = re.compile(r"\b(accept|refine|reject)", re.IGNORECASE)
+_PUNCTUATION = " \t\r\n.,;:!?\"'`*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Critique:
     malformed: bool = False
     """Whether no verdict could be read; the verdict is then accept."""
 
-    def applied(self, hit: Hit) -> Hit:
+    def apply_to(self, hit: Hit) -> Hit:
         """Return `hit` with this verdict and, after refine, with the refined text."""
         text = self.text if self.verdict == "refine" else hit.text
         return replace(hit, text=text, use=replace(hit.use, verdict=self.verdict))
@@ -78,26 +78,30 @@ def parse_critique(completion: str, *, thinking: bool = False) -> Critique:
     reject is a reason and is ignored. A refinement that is empty or longer than MAX_CHARS
     characters is malformed.
     """
-    _, ended, answer = completion.rpartition(THINKING_ENDS)
-    if not ended and (thinking or THINKING_OPENS in completion):
+    _, think_end, answer = completion.rpartition(THINK_END)
+    if not think_end and (thinking or THINK_START in completion):
         return MALFORMED  # the completion ended during the thinking
     tagged = tagged_answers(answer)
-    places = (
+    parts = (
         list(reversed(tagged))
         if tagged is not None
         else [*answer.strip().splitlines()[-1:], answer]
     )
-    return next((critique for critique in map(_critique, places) if critique), MALFORMED)
+    return next((critique for critique in map(_parse_text, parts) if critique), MALFORMED)
 
 
-def _critique(text: str) -> Critique | None:
+def _parse_text(text: str) -> Critique | None:
     match = _VERDICT.fullmatch(text)
     if not match:
         return None
     verdict, rest = match[1].lower(), match[2].strip()
     if verdict == "refine":
-        return Critique("refine", rest) if rest.strip(_AROUND) and len(rest) <= MAX_CHARS else None
-    if _VERDICTS.search(rest):
+        return (
+            Critique("refine", rest)
+            if rest.strip(_PUNCTUATION) and len(rest) <= MAX_CHARS
+            else None
+        )
+    if _ANY_VERDICT.search(rest):
         return None  # two verdicts contradict each other
     return Critique("accept" if verdict == "accept" else "reject")
 
@@ -105,40 +109,40 @@ def _critique(text: str) -> Critique | None:
 class SharedVerdict:
     """Verdict that several episodes may await. A separate sampler session requests it.
 
-    An episode that waits leaves the sampler. It joins again before the case's session leaves. In
+    An episode that waits leaves the sampler. It joins again before the request's session leaves. In
     deterministic mode, therefore, no wave waits for these episodes, no wave is released without
     them, and the time of their arrival does not matter. The cancellation of one episode does not
     cancel the verdict for the others.
     """
 
     def __init__(
-        self, sampler: Sampler, session: str, asking: Coroutine[Any, Any, Critique]
+        self, sampler: Sampler, session: str, request: Coroutine[Any, Any, Critique]
     ) -> None:
         self._sampler, self._session = sampler, session
         self._waiting: set[str] = set()
         sampler.join(session)
-        self._asking = asyncio.create_task(asking, name=session)
+        self._request = asyncio.create_task(request, name=session)
         # This callback is the first one. It runs before waiting episodes wake up.
-        self._asking.add_done_callback(self._over)
+        self._request.add_done_callback(self._request_done)
 
     def close(self) -> None:
         """Cancel the request: no episode needs the verdict any more."""
-        self._asking.cancel()
+        self._request.cancel()
 
     async def verdict(self, session: str) -> Critique:
         """Return the verdict, or raise the exception of the request.
 
         `session`: the session of the episode that waits.
         """
-        if not self._asking.done():
+        if not self._request.done():
             self._waiting.add(session)
             self._sampler.leave(session)
         try:
-            return await asyncio.shield(self._asking)
+            return await asyncio.shield(self._request)
         finally:
             self._waiting.discard(session)
 
-    def _over(self, asking: asyncio.Task[Critique]) -> None:
+    def _request_done(self, request: asyncio.Task[Critique]) -> None:
         for session in self._waiting:
             self._sampler.join(session)
         self._sampler.leave(self._session)
@@ -150,7 +154,7 @@ class _Group:
 
     members: set[int] = field(default_factory=set)
     """Members that have not left yet."""
-    cases: dict[tuple[str, int], SharedVerdict] = field(default_factory=dict)
+    verdicts: dict[tuple[str, int], SharedVerdict] = field(default_factory=dict)
     """Verdicts by uid and version of the experience."""
 
 
@@ -182,7 +186,7 @@ class Critic:
         self._temperature, self._seed = temperature, seed
         self._groups: dict[str, _Group] = {}
         self._counts: Counter[str] = Counter()
-        self._seconds: deque[float] = deque(maxlen=TIMES)
+        self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
 
     def join(self, key: EpisodeKey) -> None:
         self._groups.setdefault(key.group_session, _Group()).members.add(key.member)
@@ -192,22 +196,24 @@ class Critic:
         if group := self._groups.get(key.group_session):
             group.members.discard(key.member)
             if not group.members:
-                for case in self._groups.pop(key.group_session).cases.values():
-                    case.close()
+                for shared_verdict in self._groups.pop(key.group_session).verdicts.values():
+                    shared_verdict.close()
 
     async def judge(self, key: EpisodeKey, task: Task, hit: Hit) -> Hit:
         """Return `hit` with the actor's verdict.
 
         If the engine cannot serve the request, the critique is malformed and accepts.
         """
-        cases = self._groups.setdefault(key.group_session, _Group()).cases
+        verdicts = self._groups.setdefault(key.group_session, _Group()).verdicts
         unit = hit.use.uid, hit.use.version
-        if unit not in cases:
+        if unit not in verdicts:
             session = f"{key.group_session}/critic/{hit.use.uid}@{hit.use.version}"
-            cases[unit] = SharedVerdict(self._sampler, session, self._ask(session, task, hit))
-        return (await cases[unit].verdict(key.session)).applied(hit)
+            verdicts[unit] = SharedVerdict(
+                self._sampler, session, self._critique(session, task, hit)
+            )
+        return (await verdicts[unit].verdict(key.session)).apply_to(hit)
 
-    def take(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return metrics of the critiques since the last call; empty without any.
 
         The metrics are the number of critiques, the share of each verdict, the share of malformed
@@ -231,33 +237,33 @@ class Critic:
         self._seconds.clear()
         return metrics
 
-    async def _ask(self, session: str, task: Task, hit: Hit) -> Critique:
-        begin = time.perf_counter()
+    async def _critique(self, session: str, task: Task, hit: Hit) -> Critique:
+        start = time.perf_counter()
         try:
-            critique = await self._answer(session, task, hit)
+            critique = await self._sample_critique(session, task, hit)
         except RolloutError:
             critique = MALFORMED
-        self._seconds.append(time.perf_counter() - begin)
+        self._seconds.append(time.perf_counter() - start)
         self._counts.update(
             ["critiques", critique.verdict, *(["malformed"] if critique.malformed else [])]
         )
         return critique
 
-    async def _answer(self, session: str, task: Task, hit: Hit) -> Critique:
+    async def _sample_critique(self, session: str, task: Task, hit: Hit) -> Critique:
         text = self._renderer.text(self._prompt(task, hit, self._rates.rate(task)))
         prompt = self._renderer.encode(text)
-        room = self._max_context - len(prompt)
-        if room < 1:
+        remaining_tokens = self._max_context - len(prompt)
+        if remaining_tokens < 1:
             return MALFORMED
         sampling = Sampling(
-            min(self._max_response_tokens[task.name], room),
+            min(self._max_response_tokens[task.name], remaining_tokens),
             self._renderer.stop_ids,
             self._temperature,
         )
-        draw = derive_seed(self._seed, "critic", session)
-        completion = await self._sampler.generate(prompt, sampling, session=session, rng=draw)
+        seed = derive_seed(self._seed, "critic", session)
+        completion = await self._sampler.generate(prompt, sampling, session=session, rng=seed)
         self._counts["sampled_tokens"] += len(completion.ids)
-        cut = completion.finish == "length"
-        said = self._renderer.decode(completion.ids if cut else completion.ids[:-1])
-        critique = parse_critique(said, thinking=text.rstrip().endswith(THINKING_OPENS))
-        return MALFORMED if cut and critique.verdict == "refine" else critique
+        truncated = completion.finish == "length"
+        answer = self._renderer.decode(completion.ids if truncated else completion.ids[:-1])
+        critique = parse_critique(answer, thinking=text.rstrip().endswith(THINK_START))
+        return MALFORMED if truncated and critique.verdict == "refine" else critique

@@ -48,7 +48,7 @@ class Limits:
 
     They are only recorded: they change neither reward nor success, and are not trained on.
     """
-    asks: int = 0
+    max_questions: int = 0
     """Questions that a guided episode may ask before the turn limit; with 0 it has no tool."""
 
 
@@ -75,7 +75,7 @@ class EpisodeKey:
         return f"{self.group_session}/{self.member:04d}"
 
     @property
-    def draws(self) -> str:
+    def draw_name(self) -> str:
         """Name of the random draws: the session without the arm."""
         return replace(self, arm="").session
 
@@ -167,7 +167,7 @@ class EpisodeRunner:
             try:
                 conversation, record = await self._attempt(key, task, plan)
             except TransientError:
-                conversation, record = await self._attempt(key, task, plan, last=True)
+                conversation, record = await self._attempt(key, task, plan, last_attempt=True)
         finally:
             self.sampler.leave(key.session)
             self.judge.leave(key)
@@ -176,7 +176,7 @@ class EpisodeRunner:
             conversation.segments, conversation.traces,
             rewards={"outcome": record.reward}, reward=record.reward,
             success=record.success, score=record.score,
-            turns=record.turns, overtime_turns=record.played - record.turns,
+            turns=record.turns, overtime_turns=record.total_turns - record.turns,
             invalid_actions=record.invalid, sampled_tokens=record.sampled_tokens,
             used=tuple(hit.use for hit in record.hits),
             shown=tuple(hit.text for hit in record.hits),
@@ -190,7 +190,7 @@ class EpisodeRunner:
         )
 
     async def _attempt(
-        self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last: bool = False
+        self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last_attempt: bool = False
     ) -> tuple[Conversation, EpisodeRecord]:
         """Return the episode as far as it was played.
 
@@ -202,10 +202,10 @@ class EpisodeRunner:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
             # In overtime the episode is already finished. Only its record ends here.
-            late = record.played >= limits.turns
-            if isinstance(error, TransientError) and not (last or late):
+            in_overtime = record.total_turns >= limits.turns
+            if isinstance(error, TransientError) and not (last_attempt or in_overtime):
                 raise
-            record.error = None if late else str(error)
+            record.error = None if in_overtime else str(error)
         return conversation, record
 
     async def _play(
@@ -218,19 +218,21 @@ class EpisodeRunner:
     ) -> None:
         environment = await self.pool.acquire(task)
         try:
-            observation, hit = await self._begin(key, task, plan, environment, record)
-            await self.turnstile.passed()
+            observation, hit = await self._start(key, task, plan, environment, record)
+            await self.turnstile.pass_through()
             limits = (
                 self.limits[task.name]
                 if plan.condition == "guided"
-                else replace(self.limits[task.name], asks=0)
+                else replace(self.limits[task.name], max_questions=0)
             )
-            conversation.add(self.context.opening(task, observation, hit, asks=limits.asks))
-            await self._converse(key, task, limits, environment, conversation, record)
+            conversation.add(
+                self.context.opening(task, observation, hit, max_questions=limits.max_questions)
+            )
+            await self._play_turns(key, task, limits, environment, conversation, record)
         finally:
             await self.pool.release(environment)
 
-    async def _begin(
+    async def _start(
         self,
         key: EpisodeKey,
         task: Task,
@@ -244,16 +246,17 @@ class EpisodeRunner:
         """
         if plan.condition == "free":
             return await environment.reset(task), None
-        if self.context.query_observes(task):
+        if self.context.query_needs_observation(task):
             observation = await environment.reset(task)
-            return observation, await self._guide(
+            return observation, await self._choose_experience(
                 key, task, self.context.query(task, observation), record
             )
-        return await _both(
-            environment.reset(task), self._guide(key, task, self.context.query(task, None), record)
+        return await _await_both(
+            environment.reset(task),
+            self._choose_experience(key, task, self.context.query(task, None), record),
         )
 
-    async def _guide(
+    async def _choose_experience(
         self, key: EpisodeKey, task: Task, query: str, record: EpisodeRecord
     ) -> Hit | None:
         """Return the experience that guides the episode, or None if none is found or accepted."""
@@ -268,15 +271,15 @@ class EpisodeRunner:
         return judged
 
     async def _retrieve(
-        self, key: EpisodeKey, task: Task, query: str, *, asked: int = 0
+        self, key: EpisodeKey, task: Task, query: str, *, question: int = 0
     ) -> Hit | None:
-        await self.sampler.turn(key.session)
+        await self.sampler.wait_turn(key.session)
         (hit,) = await self.retriever.search(
-            [SearchRequest(query, task, key.group, key.member, asked)]
+            [SearchRequest(query, task, key.group, key.member, question)]
         )
         return hit
 
-    async def _converse(
+    async def _play_turns(
         self,
         key: EpisodeKey,
         task: Task,
@@ -285,33 +288,42 @@ class EpisodeRunner:
         conversation: Conversation,
         record: EpisodeRecord,
     ) -> None:
-        while not record.over:
-            late = record.played >= limits.turns
-            record.truncated |= late
-            if record.played == limits.turns + limits.overtime:
+        while not record.done:
+            in_overtime = record.total_turns >= limits.turns
+            record.truncated |= in_overtime
+            if record.total_turns == limits.turns + limits.overtime:
                 return
             prompt = conversation.prompt()
-            room = self.max_context - len(prompt)
-            if room < 1:
+            remaining_tokens = self.max_context - len(prompt)
+            if remaining_tokens < 1:
                 record.truncated = True
                 return
             sampling = Sampling(
-                min(limits.max_response_tokens, room), self.renderer.stop_ids, self.temperature
+                min(limits.max_response_tokens, remaining_tokens),
+                self.renderer.stop_ids,
+                self.temperature,
             )
-            draw = derive_seed(self.seed, "sampling", key.draws, record.played + record.asked)
+            seed = derive_seed(
+                self.seed, "sampling", key.draw_name, record.total_turns + record.questions
+            )
             completion = await self.sampler.generate(
-                prompt, sampling, session=key.session, rng=draw
+                prompt, sampling, session=key.session, rng=seed
             )
-            await self.turnstile.passed()
+            await self.turnstile.pass_through()
             record.sampled_tokens += len(completion.ids)
             record.truncated |= completion.finish == "length"
-            response = self.context.parse(task, conversation.sampled(completion, trained=not late))
-            if response.query is not None and record.asked < limits.asks and not late:
+            text = conversation.add_completion(completion, trained=not in_overtime)
+            response = self.context.parse(task, text)
+            if (
+                response.query is not None
+                and record.questions < limits.max_questions
+                and not in_overtime
+            ):
                 await self._ask(key, task, response.query, conversation, record)
                 continue
             result = await environment.step(response.action)
-            record.add(result, late=late)
-            conversation.add(self.context.following(result))
+            record.add(result, in_overtime=in_overtime)
+            conversation.add(self.context.feedback(result))
 
     async def _ask(
         self,
@@ -325,13 +337,15 @@ class EpisodeRunner:
 
         The retrieved experience is refined for the situation. A question takes no environment turn.
         """
-        conversation.asked()
-        record.asked += 1
-        hit = await self._retrieve(key, task, self.context.asked(task, query), asked=record.asked)
+        conversation.mark_tool_call()
+        record.questions += 1
+        hit = await self._retrieve(
+            key, task, self.context.question_query(task, query), question=record.questions
+        )
         if hit:
-            await self.sampler.turn(key.session)  # requests to the extractor are ordered too
+            await self.sampler.wait_turn(key.session)  # requests to the extractor are ordered too
             hit = await self.retriever.refine(
-                Question(f"{key}/{record.asked}", task, query, conversation.segments), hit
+                Question(f"{key}/{record.questions}", task, query, conversation.segments), hit
             )
         if hit:
             record.hits.append(
@@ -348,14 +362,14 @@ class EpisodeRecord:
     """Experience that guided the episode."""
     rejected: list[Hit] = field(default_factory=list)
     """Experience that the actor rejected."""
-    asked: int = 0
-    """Questions asked."""
-    played: int = 0
+    questions: int = 0
+    """Number of questions that the agent has asked."""
+    total_turns: int = 0
     """Environment turns, overtime included."""
     reward: float = 0.0
     success: bool = False
     score: float | None = None
-    over: bool = False
+    done: bool = False
     """Whether the environment has ended the episode."""
     turns: int = 0
     """Environment turns that count, without overtime."""
@@ -365,11 +379,11 @@ class EpisodeRecord:
     truncated: bool = False
     error: str | None = None
 
-    def add(self, result: StepResult, *, late: bool) -> None:
-        """Record a result. `late`: the turn is in overtime and does not count."""
-        self.played += 1
-        self.over = result.done
-        if late:
+    def add(self, result: StepResult, *, in_overtime: bool) -> None:
+        """Record a result. `in_overtime`: the turn is in overtime and does not count."""
+        self.total_turns += 1
+        self.done = result.done
+        if in_overtime:
             return
         self.turns += 1
         self.reward += result.reward
@@ -378,7 +392,7 @@ class EpisodeRecord:
         self.invalid += not result.valid
 
 
-async def _both(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
+async def _await_both(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:
     """Await two coroutines at the same time and return their results.
 
     If one fails, the other still runs to its end: side effects of a search must not depend on

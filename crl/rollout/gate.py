@@ -20,12 +20,12 @@ class StalenessGate:
     def __init__(self, groups_per_step: int, max_staleness: int, completed_steps: int = 0) -> None:
         if groups_per_step < 1 or max_staleness < 0 or completed_steps < 0:
             raise ValueError(
-                f"bad gate: G={groups_per_step}, max_staleness={max_staleness}, "
-                f"completed_steps={completed_steps}"
+                "groups_per_step must be at least 1, max_staleness and completed_steps at least 0, "
+                f"not {groups_per_step}, {max_staleness} and {completed_steps}"
             )
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.completed_steps = completed_steps
-        self._next = completed_steps * groups_per_step
+        self._next_group = completed_steps * groups_per_step
         self._running: set[int] = set()
 
     def may_start(self, group: int) -> bool:
@@ -36,12 +36,12 @@ class StalenessGate:
 
         Raise `ValueError` if the group may not start now.
         """
-        if group != self._next or not self.may_start(group):
+        if group != self._next_group or not self.may_start(group):
             raise ValueError(
-                f"group {group} may not start: next is {self._next}, "
-                f"completed steps {self.completed_steps}"
+                f"group {group} may not start: the next group is {self._next_group}, and "
+                f"{self.completed_steps} steps are completed"
             )
-        self._next += 1
+        self._next_group += 1
         self._running.add(group)
 
     def finish(self, group: int) -> None:
@@ -51,7 +51,7 @@ class StalenessGate:
     def ready(self, step: int) -> bool:
         """Return whether all groups of `step` have started and finished."""
         groups = range(step * self.groups_per_step, (step + 1) * self.groups_per_step)
-        return self._next >= groups.stop and self._running.isdisjoint(groups)
+        return self._next_group >= groups.stop and self._running.isdisjoint(groups)
 
     def complete(self, step: int) -> None:
         """Record that the trainer has processed `step`.
@@ -60,7 +60,7 @@ class StalenessGate:
         """
         if step != self.completed_steps or not self.ready(step):
             raise ValueError(
-                f"step {step} cannot complete: {self.completed_steps} completed, "
-                f"ready: {self.ready(step)}"
+                f"step {step} cannot complete: {self.completed_steps} steps are completed, "
+                f"and ready({step}) is {self.ready(step)}"
             )
         self.completed_steps += 1

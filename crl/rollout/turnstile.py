@@ -18,7 +18,7 @@ class Turnstile:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    async def passed(self) -> None:
+    async def pass_through(self) -> None:
         """Wait for the caller's turn."""
         async with self._lock:
             await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from crl.rollout.episode import Limits
 from crl.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
 from crl.types import GUIDANCE_ORIGINS, Completion, TokenTrace, Trajectory
 
-UNSAMPLED = -1
+NOT_SAMPLED_VERSION = -1
 """Policy version of tokens that no policy sampled after the prompt that precedes them."""
 
 
@@ -19,8 +19,9 @@ def unguided_traces(
     """Return the trajectory's trained answers after the prompts of an unguided episode.
 
     Experience, the offer of the tool, questions and their answers are left out. The trained tokens
-    are those that were sampled, with log-prob 0 and version `UNSAMPLED`. A learner takes the
-    gradient of their log-likelihood. `limits`: limits by task name; their context window is used.
+    are those that were sampled, with log-prob 0 and version `NOT_SAMPLED_VERSION`. A learner takes
+    the gradient of their log-likelihood. `limits`: limits by task name; their context window is
+    used.
     """
     conversation = Conversation(renderer, limits[trajectory.task.name].window)
     answers = _answers(trajectory)
@@ -32,7 +33,7 @@ def unguided_traces(
             conversation.add([segment])
         elif answer:
             conversation.prompt()
-            conversation.sampled(_completion(answer, renderer))
+            conversation.add_completion(_completion(answer, renderer))
         else:  # an overtime answer, which is not trained
             break
     return conversation.traces
@@ -50,5 +51,5 @@ def _answers(trajectory: Trajectory) -> Iterator[tuple[int, ...]]:
 def _completion(ids: tuple[int, ...], renderer: ChatRenderer) -> Completion:
     stopped = ids[-1] in renderer.stop_ids
     return Completion(
-        ids, (0.0,) * len(ids), (UNSAMPLED,) * len(ids), "stop" if stopped else "length"
+        ids, (0.0,) * len(ids), (NOT_SAMPLED_VERSION,) * len(ids), "stop" if stopped else "length"
     )

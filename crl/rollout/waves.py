@@ -1,8 +1,9 @@
 """Samplers: the layer between episodes and their engine.
 
-`DirectSampler` forwards requests immediately. `LockstepSampler` determines which requests share a forward pass, and
-is used in deterministic mode. It holds requests until every live episode waits for one. Then it
-forwards them in the order of the episodes' names, so that timing does not influence batching.
+`DirectSampler` forwards requests immediately. `LockstepSampler` determines which requests share a
+forward pass, and is used in deterministic mode. It holds requests until every live episode waits
+for one. Then it forwards them in the order of the episodes' names, so that timing does not
+influence batching.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Sampler(Protocol):
 
     def join(self, session: str) -> None: ...
     def leave(self, session: str) -> None: ...
-    async def turn(self, session: str) -> None:
+    async def wait_turn(self, session: str) -> None:
         """Return when this episode may perform an ordered operation, for example a search."""
         ...
 
@@ -44,7 +45,7 @@ class DirectSampler:
     def leave(self, session: str) -> None:
         """Do nothing: episodes do not wait for each other."""
 
-    async def turn(self, session: str) -> None:
+    async def wait_turn(self, session: str) -> None:
         """Do nothing: episodes do not wait for each other."""
 
     async def generate(
@@ -62,25 +63,25 @@ class LockstepSampler:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._live: set[str] = set()
-        self._held: dict[str, asyncio.Future[None]] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
 
     def join(self, session: str) -> None:
         self._live.add(session)
 
     def leave(self, session: str) -> None:
         self._live.discard(session)
-        self._held.pop(session, None)
+        self._waiting.pop(session, None)
         self._release_soon()
 
-    async def turn(self, session: str) -> None:
-        turn = self._held[session] = asyncio.get_running_loop().create_future()
+    async def wait_turn(self, session: str) -> None:
+        turn = self._waiting[session] = asyncio.get_running_loop().create_future()
         self._release_soon()
         await turn
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
     ) -> Completion:
-        await self.turn(session)
+        await self.wait_turn(session)
         return await self._engine.generate(ids, sampling, session=session, rng=rng)
 
     def _release_soon(self) -> None:
@@ -91,9 +92,9 @@ class LockstepSampler:
         asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        if set(self._held) != self._live:
+        if set(self._waiting) != self._live:
             return
-        wave, self._held = sorted(self._held.items()), {}
+        wave, self._waiting = sorted(self._waiting.items()), {}
         for _, turn in wave:
             if not turn.cancelled():
                 turn.set_result(None)  # episodes wake up in this order

@@ -45,7 +45,7 @@ from crl.manager import (
 from crl.manager.database import copy_database
 from crl.manager.embed import CachedEmbedder
 from crl.methods.parts.asking import CompactRefinePrompt, FullRefinePrompt
-from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, whole_text
+from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, turns_text
 from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.modeling import (
@@ -78,43 +78,43 @@ from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.run import tasks
 from crl.run.checkpoint import read_state
 from crl.run.context import chat_context
-from crl.run.critic import CriticSide, Warmup
+from crl.run.critic import CriticParts, Warmup
 from crl.run.diagnostics import Diagnostics
 from crl.run.evaluate import Evaluator
-from crl.run.experience import ExperienceSide, ExtractorTrainer, ReadOnlyRetriever
-from crl.run.gpu_plan import Assigned, assigned_gpus
-from crl.run.loop import Loop, Schedule
-from crl.run.online import OnlineBank
+from crl.run.experience import ExperiencePipeline, ExtractorTrainer, ReadOnlyRetriever
+from crl.run.gpu_plan import GpuAssignment, assigned_gpus
+from crl.run.loop import Schedule, TrainingLoop
+from crl.run.online import OnlineEvaluator
 from crl.run.playing import EpisodeScheduler
 from crl.run.probe import AdviceProbe
 from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
 from crl.tokens import ChatRenderer
 
-NO_GPU = Assigned()
+NO_GPU = GpuAssignment()
 
-CACHE_BYTES = 96 << 20
+EMBEDDING_CACHE_BYTES = 96 << 20
 """Bytes of float32 vectors that the embedding cache holds: 65,536 texts at 384 dimensions."""
 
 
 @asynccontextmanager
-async def training(
+async def open_training_loop(
     config: RunConfig,
     run: RunDir,
     monitor: Monitor,
     *,
-    adviser: Retriever | None = None,
-    bar: bool = False,
-) -> AsyncIterator[Loop]:
+    retriever_override: Retriever | None = None,
+    progress_bar: bool = False,
+) -> AsyncIterator[TrainingLoop]:
     """Yield the training loop of a run, ready to start. Close its parts on exit.
 
-    `adviser` is a retriever that replaces the bank. Nothing is distilled then (a control
-    experiment). `bar` allows a progress bar in the terminal.
+    `retriever_override` is a retriever that replaces the bank. Nothing is distilled then (a control
+    experiment). `progress_bar` allows a progress bar in the terminal.
     """
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config)
         method, actor = _method(config, specs), _actor(config)
-        if adviser:
+        if retriever_override:
             method = replace(method, distiller=None, extractor=None)
         learner = await _learner(config, gpus, actor, method.actor.loss, stack)
         engine, pool = (
@@ -122,20 +122,19 @@ async def training(
             tasks.environment_pool(config, specs, stack, monitor.note),
         )
         experience, bank = await _experience(
-            config, specs, gpus, method, run, monitor, stack, bar=bar
+            config, specs, gpus, method, run, monitor, stack, progress_bar=progress_bar
         )
-        retriever = experience.retriever if experience else adviser or NullRetriever()
+        retriever = experience.retriever if experience else retriever_override or NullRetriever()
         runner = _runner(config, specs, actor, method, engine, pool, retriever)
-        critic = _critic_side(config, specs, runner) if config.critic.enabled else None
+        critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
         if critic:
             runner = replace(runner, judge=critic.critic)
         source = tasks.train_stream(config, specs)
         gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
-        size = config.rollout.group_size
-        evaluator, probe = _measures(
-            config, specs, runner, engine, bank, critic.rates if critic else None
+        evaluator, probe = _evaluation_parts(
+            config, specs, runner, engine, bank, critic.success_rates if critic else None
         )
-        yield Loop(
+        yield TrainingLoop(
             method=method,
             schedule=Schedule(
                 steps=config.run.steps,
@@ -147,25 +146,34 @@ async def training(
             ),
             source=source,
             collector=Collector(
-                runner, source, method.planner, gate, group_size=size, steps=config.run.steps
+                runner,
+                source,
+                method.planner,
+                gate,
+                group_size=config.rollout.group_size,
+                steps=config.run.steps,
             ),
             environments=pool,
             engine=engine,
             learner=learner,
-            unguided=partial(unguided_traces, renderer=runner.renderer, limits=runner.limits),
+            unguided_traces=partial(
+                unguided_traces, renderer=runner.renderer, limits=runner.limits
+            ),
             evaluator=evaluator,
             probe=probe,
             experience=experience,
             critic=critic,
             monitor=monitor,
             checkpoints=run.checkpoints,
-            companions={"actor": actor.path}
+            model_dirs={"actor": actor.path}
             | ({"extractor": resolve_model(config.extractor.model)} if experience else {}),
         )
 
 
 @asynccontextmanager
-async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncIterator[Evaluator]:
+async def open_evaluator(
+    config: RunConfig, checkpoint: Path, run: RunDir
+) -> AsyncIterator[Evaluator]:
     """Yield the evaluator of a finished run: models of `checkpoint` and a copy of the run's bank.
 
     No learner and no train stream are built. Raise `ConfigError` if the run's bank file is missing.
@@ -186,26 +194,28 @@ async def evaluation(config: RunConfig, checkpoint: Path, run: RunDir) -> AsyncI
                 else _extractor(config)
             )
             progress = embedding_progress(partial(print, file=sys.stderr))
-            parts = await _bank_parts(config, specs, gpus, progress, stack)
-            folder = Path(stack.enter_context(TemporaryDirectory()))
+            factory = await _bank_factory(config, specs, gpus, progress, stack)
+            directory = Path(stack.enter_context(TemporaryDirectory()))
             if not run.bank.is_file():
                 raise ConfigError(
                     "run",
                     str(run.path),
-                    f"its bank is gone: there is no {run.bank.name}",
+                    f"its bank file {run.bank.name} is missing",
                     "Restore the file",
                 )
-            await copy_database(run.bank, folder / run.bank.name)
-            distilling = await _engine(config, gpus, extractor, stack)
-            manager = await parts.open(folder / run.bank.name, distilling, stack)
+            await copy_database(run.bank, directory / run.bank.name)
+            extractor_engine = await _engine(config, gpus, extractor, stack)
+            manager = await factory.open(directory / run.bank.name, extractor_engine, stack)
             manager.advance(int(checkpoint.name))
-            bank = RunBank(manager, distilling, parts, partial(_untrained_engine, config, gpus))
+            bank = RunBank(
+                manager, extractor_engine, factory, partial(_untrained_engine, config, gpus)
+            )
         runner = _runner(config, specs, actor, method, engine, pool, NullRetriever())
         rates = None
         if config.critic.enabled:
-            rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
+            rates = SuccessRates(min_episodes=config.critic.enough, window=RATE_WINDOW)
             rates.load_state(read_state(checkpoint)["success_rates"])
-        yield _measures(config, specs, runner, engine, bank, rates)[0]
+        yield _evaluation_parts(config, specs, runner, engine, bank, rates)[0]
 
 
 # ── the models ────────────────────────────────────────────────────────────────────────────────────
@@ -244,14 +254,15 @@ def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     module = importlib.import_module(f"crl.methods.{config.method}")
     context = chat_context(
         config.tasks, specs, config.prompts.files,
-        asks=config.ask.enabled, goal_keys=config.bank.key_text_weight is not None, records=config.complementary.show_record,
+        can_ask=config.ask.enabled, retrieve_by_goal=config.bank.key_text_weight is not None,
+        show_record=config.complementary.show_record,
     )  # fmt: skip
     return module.build(config, context)
 
 
 async def _learner(
     config: RunConfig,
-    gpus: Mapping[str, Assigned],
+    gpus: Mapping[str, GpuAssignment],
     role: ModelRole,
     loss: Loss,
     stack: AsyncExitStack,
@@ -274,23 +285,23 @@ async def _learner(
 
 
 async def _deepspeed_learner(
-    config: RunConfig, assigned: Assigned, role: ModelRole, loss: Loss, settings: TrainSettings
+    config: RunConfig, assigned: GpuAssignment, role: ModelRole, loss: Loss, settings: TrainSettings
 ) -> DeepSpeedLearner:  # fmt: skip
     learner, cuda = config.learner, _learner_device(config).type == "cuda"
-    half = _precision(config, role) == torch.bfloat16
-    if half and not learner.zero:
-        reason = "keeps no float32 weights, which training in bfloat16 needs"
+    bfloat16 = _precision(config, role) == torch.bfloat16
+    if bfloat16 and not learner.zero:
+        reason = "keeps no float32 weights, but training in bfloat16 needs them"
         raise ConfigError(
             "learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32"
         )
     if cuda:
-        _require_assigned("learner.device", learner.device, assigned, "learner.device=cpu")
+        _require_gpu("learner.device", learner.device, assigned, "learner.device=cpu")
     nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
     if nccl and not cuda:
         raise ConfigError(
             "engine.transfer",
             "nccl",
-            "NCCL sends from GPU to GPU, and the learner has none",
+            "NCCL sends from GPU to GPU, but the learner runs on the CPU",
             "Use engine.transfer=file",
         )
     ranks = RankSettings(
@@ -300,7 +311,7 @@ async def _deepspeed_learner(
         optimizer=role.section.optimizer,
         train=settings,
         device="cuda" if cuda else "cpu",
-        precision="bfloat16" if half else "float32",
+        precision="bfloat16" if bfloat16 else "float32",
         threads=learner.threads,
         zero=learner.zero,
         offload=learner.offload,
@@ -314,7 +325,7 @@ async def _deepspeed_learner(
     )
 
 
-def _require_assigned(key: str, value: str, assigned: Assigned, remedy: str) -> None:
+def _require_gpu(key: str, value: str, assigned: GpuAssignment, remedy: str) -> None:
     """Raise `ConfigError` if torch finds a GPU, but the GPU plan assigned none to this role.
 
     The plan is empty if nvidia-smi lists no GPU with its memory. `key` and `value` name the setting
@@ -322,10 +333,10 @@ def _require_assigned(key: str, value: str, assigned: Assigned, remedy: str) -> 
     """
     if torch.cuda.is_available() and not assigned.gpus:
         reason = (
-            "torch finds a GPU, but nvidia-smi lists none with its memory, "
-            "so nothing says who gets it"
+            "torch finds a GPU, but nvidia-smi reports no GPU with its memory size, "
+            "so crl cannot assign GPUs to engines and learners"
         )
-        raise ConfigError(key, value, reason, f"Mend nvidia-smi (see crl doctor), or use {remedy}")
+        raise ConfigError(key, value, reason, f"Fix nvidia-smi (see crl doctor), or use {remedy}")
 
 
 def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:
@@ -342,14 +353,14 @@ def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection)
 
 
 async def _engine(
-    config: RunConfig, gpus: Mapping[str, Assigned], role: ModelRole, stack: AsyncExitStack
+    config: RunConfig, gpus: Mapping[str, GpuAssignment], role: ModelRole, stack: AsyncExitStack
 ) -> Engine:
     assigned = gpus.get(f"{role.name} engine", NO_GPU)
     return await _open_engine(config, assigned, role, config.engine.replicas, stack)
 
 
 async def _untrained_engine(
-    config: RunConfig, gpus: Mapping[str, Assigned], stack: AsyncExitStack
+    config: RunConfig, gpus: Mapping[str, GpuAssignment], stack: AsyncExitStack
 ) -> Engine:
     """Open an engine with one replica of the extractor that the run started with.
 
@@ -361,7 +372,11 @@ async def _untrained_engine(
 
 
 async def _open_engine(
-    config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int, stack: AsyncExitStack
+    config: RunConfig,
+    assigned: GpuAssignment,
+    role: ModelRole,
+    replicas: int,
+    stack: AsyncExitStack,
 ) -> Engine:
     engine = (
         await _vllm_engine(config, assigned, role, replicas)
@@ -373,18 +388,20 @@ async def _open_engine(
 
 
 async def _vllm_engine(
-    config: RunConfig, assigned: Assigned, role: ModelRole, replicas: int
+    config: RunConfig, assigned: GpuAssignment, role: ModelRole, replicas: int
 ) -> Engine:
     prepare_vllm("engine.kind", "vllm")
-    _require_assigned("engine.kind", "vllm", assigned, "engine.kind=torch")
+    _require_gpu("engine.kind", "vllm", assigned, "engine.kind=torch")
     from crl.engines.vllm import VllmEngine, VllmSettings
 
     section = config.engine
-    width = section.tensor_parallel
+    tensor_parallel = section.tensor_parallel
     settings = VllmSettings(
-        placements=tuple(assigned.gpus[width * i : width * (i + 1)] for i in range(replicas)),
+        placements=tuple(
+            assigned.gpus[tensor_parallel * i : tensor_parallel * (i + 1)] for i in range(replicas)
+        ),
         dtype="bfloat16" if _precision(config, role) == torch.bfloat16 else "float32",
-        tensor_parallel=width,
+        tensor_parallel=tensor_parallel,
         memory_fraction=assigned.fraction,
         load_format=section.load_format,
         transfer=section.transfer,
@@ -440,7 +457,7 @@ def _runner(
         limits=_limits(
             config,
             overtime=config.distils and method.distiller is not None,
-            asks=config.ask.questions,
+            max_questions=config.ask.questions,
         ),
         max_context=config.actor.max_context_tokens,
         temperature=config.actor.temperature,
@@ -448,11 +465,11 @@ def _runner(
     )
 
 
-def _limits(config: RunConfig, *, overtime: bool, asks: int) -> dict[str, Limits]:
+def _limits(config: RunConfig, *, overtime: bool, max_questions: int) -> dict[str, Limits]:
     """Return the limits of each task's episodes, by task name.
 
     Without `overtime` no episode is played past its turn limit: overtime is useful only for
-    distillation. `asks` is the number of questions that a guided episode may ask.
+    distillation. `max_questions` is the number of questions that a guided episode may ask.
     """
     return {
         name: Limits(
@@ -460,7 +477,7 @@ def _limits(config: RunConfig, *, overtime: bool, asks: int) -> dict[str, Limits
             task.max_response_tokens,
             task.window,
             task.overtime if overtime else 0,
-            asks,
+            max_questions,
         )
         for name, task in config.tasks.items()
     }
@@ -487,26 +504,30 @@ def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Cr
     )  # fmt: skip
 
 
-def _critic_side(
+def _critic_parts(
     config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner
-) -> CriticSide:
-    rates = SuccessRates(enough=config.critic.enough, window=RATE_WINDOW)
-    playing = replace(
-        runner, retriever=NullRetriever(), limits=_limits(config, overtime=False, asks=0)
+) -> CriticParts:
+    rates = SuccessRates(min_episodes=config.critic.enough, window=RATE_WINDOW)
+    warmup_runner = replace(
+        runner, retriever=NullRetriever(), limits=_limits(config, overtime=False, max_questions=0)
     )
     source = tasks.train_stream(config, specs)
     warmup = Warmup(
-        playing, source, config.critic.warmup, config.rollout.groups, config.rollout.group_size
+        warmup_runner,
+        source,
+        config.critic.warmup,
+        config.rollout.groups,
+        config.rollout.group_size,
     )
-    return CriticSide(_critic(config, runner, rates), rates, warmup)
+    return CriticParts(_critic(config, runner, rates), rates, warmup)
 
 
 # ── extractor and bank ────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
-class BankParts:
-    """Everything that a bank needs apart from its file and its extractor's engine."""
+class BankFactory:
+    """Factory of banks: everything that a bank needs except its file and its extractor's engine."""
 
     embedder: CachedEmbedder
     renderer: ChatRenderer
@@ -516,10 +537,10 @@ class BankParts:
     progress: Progress
 
     @property
-    def without_trials(self) -> BankParts:
-        """These parts with `retrieval.trials` = 0: no search tries a rarely retrieved experience.
+    def without_trials(self) -> BankFactory:
+        """This factory with `retrieval.trials` = 0: no search tries a rarely retrieved experience.
 
-        Evaluations use them, so that a trial never replaces the best-known experience.
+        Evaluations use it, so that a trial never replaces the best-known experience.
         """
         retrieval = replace(self.settings.retrieval, trials=0.0)
         return replace(self, settings=replace(self.settings, retrieval=retrieval))
@@ -549,38 +570,38 @@ class RunBank:
 
     manager: ExperienceManager
     engine: Engine
-    parts: BankParts
+    factory: BankFactory
     untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]]
     """Function that opens an engine with the extractor that the run started with."""
 
     @asynccontextmanager
-    async def scratch(
+    async def open_scratch(
         self, on_distilled: Callable[[Distilled], None]
     ) -> AsyncIterator[ExperienceManager]:
         """Yield a temporary copy of the bank, at the bank's step and without trials."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
             await self.manager.export_copy(path)
-            manager = await self.parts.without_trials.open(path, self.engine, stack, on_distilled)
+            manager = await self.factory.without_trials.open(path, self.engine, stack, on_distilled)
             manager.advance(self.manager.step)
             yield manager
 
     @asynccontextmanager
-    async def untrained(
+    async def open_untrained(
         self, on_distilled: Callable[[Distilled], None]
     ) -> AsyncIterator[ExperienceManager]:
         """Yield an empty temporary bank with the extractor that the run started with."""
         async with AsyncExitStack() as stack:
             path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
-            yield await self.parts.open(
+            yield await self.factory.open(
                 path, await self.untrained_engine(stack), stack, on_distilled
             )
 
 
-async def _bank_parts(
-    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned],
+async def _bank_factory(
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     progress: Progress, stack: AsyncExitStack,
-) -> BankParts:  # fmt: skip
+) -> BankFactory:  # fmt: skip
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     # Without training, malformed answers must not be stored for a training step that never happens.
     trained = extractor.train and not bank.frozen
@@ -591,7 +612,7 @@ async def _bank_parts(
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
         lease=None if config.run.deterministic else extractor.lease,
         ask_deadline=None if config.run.deterministic else config.ask.deadline,
-        keep_steps=config.rollout.max_staleness + 8,
+        credit_window_steps=config.rollout.max_staleness + 8,
         cap=None if bank.frozen else bank.cap,
         size=None if bank.frozen else bank.size,
         evict=bank.evict,
@@ -613,15 +634,15 @@ async def _bank_parts(
         ),
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
-    cached = CachedEmbedder(embedder, max(1, CACHE_BYTES // (4 * embedder.dim)))
+    cached = CachedEmbedder(embedder, max(1, EMBEDDING_CACHE_BYTES // (4 * embedder.dim)))
     seed, renderer = derive_seed(config.run.seed, "bank"), _extractor(config).renderer
     prompts = _prompts(config, specs, renderer)
-    return BankParts(cached, renderer, prompts, settings, seed, progress)
+    return BankFactory(cached, renderer, prompts, settings, seed, progress)
 
 
-def _embedder(config: RunConfig, assigned: Assigned) -> AbstractAsyncContextManager[Embedder]:
+def _embedder(config: RunConfig, assigned: GpuAssignment) -> AbstractAsyncContextManager[Embedder]:
     if config.embedder.kind == "vllm":
-        _require_assigned("embedder.kind", "vllm", assigned, "embedder.kind=local")
+        _require_gpu("embedder.kind", "vllm", assigned, "embedder.kind=local")
     return open_embedder(
         config.embedder,
         deterministic=config.run.deterministic,
@@ -637,48 +658,50 @@ def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRend
     extractor reads whole episodes. Raise `ConfigError` if the extractor cannot read the run's
     episodes.
     """
-    tasks.require_readable(config)
+    tasks.require_compatible_extractor(config)
     extractor, ask = config.extractor, config.ask.enabled
     if model_profile(_extractor(config).path, "extractor.model") == "compact":
-        digests = {name: spec.digest or whole_text for name, spec in specs.items()}
+        digests = {name: spec.digest or turns_text for name, spec in specs.items()}
         return Prompts(
             CompactDistilPrompt(digests),
             CompactMergePrompt(),
             CompactRefinePrompt(digests) if ask else None,
         )
     text = partial(prompt, overrides=config.prompts.files)
-    room = extractor.max_context_tokens - extractor.max_response_tokens
+    max_prompt_tokens = extractor.max_context_tokens - extractor.max_response_tokens
     return Prompts(
         FullDistilPrompt(
             text("distil"),
             renderer,
-            room,
+            max_prompt_tokens,
             text("vote") if config.bank.vote_out is not None else None,
         ),
         FullMergePrompt(text("merge")),
-        FullRefinePrompt(text("refine"), renderer, room) if ask else None,
+        FullRefinePrompt(text("refine"), renderer, max_prompt_tokens) if ask else None,
     )
 
 
 async def _experience(
-    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, Assigned], method: Method,
-    run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, bar: bool,
-) -> tuple[ExperienceSide, RunBank] | tuple[None, None]:  # fmt: skip
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
+    method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, progress_bar: bool,
+) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
     if method.distiller is None:
         return None, None
     role = _extractor(config)
     engine = await _engine(config, gpus, role, stack)
-    parts = await _bank_parts(config, specs, gpus, embedding_progress(monitor.note, bar=bar), stack)
+    factory = await _bank_factory(
+        config, specs, gpus, embedding_progress(monitor.note, progress_bar=progress_bar), stack
+    )
     diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
-    mark = "run"
+    run_name = "run"
     if config.bank.init:
         await ExperienceManager.start_from(Path(config.bank.init), run.bank)
         # The ids of this run must differ from those already in the bank.
-        mark += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
+        run_name += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
     background = not config.run.deterministic
     queue_size = config.bank.queue_size if background else None
-    manager = await parts.open(
-        run.bank, engine, stack, diagnostics.distilled, queue_size=queue_size
+    manager = await factory.open(
+        run.bank, engine, stack, diagnostics.record_distilled, queue_size=queue_size
     )
     trainer = None
     if method.extractor:
@@ -686,19 +709,19 @@ async def _experience(
         trainer = ExtractorTrainer(
             manager, method.extractor, learner, engine, monitor, diagnostics.answers
         )
-    side = ExperienceSide(
-        manager, engine, method.distiller, trainer, diagnostics, parts.embedder, monitor,
-        run=mark, background=background,
+    experience = ExperiencePipeline(
+        manager, engine, method.distiller, trainer, diagnostics, factory.embedder, monitor,
+        run_name=run_name, background=background,
         merge_every=0 if config.bank.frozen else config.extractor.merge_every,
-        against_free=config.extractor.baseline == "group",
+        group_baseline=config.extractor.baseline == "group",
     )  # fmt: skip
-    return side, RunBank(manager, engine, parts, partial(_untrained_engine, config, gpus))
+    return experience, RunBank(manager, engine, factory, partial(_untrained_engine, config, gpus))
 
 
 # ── measurements ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _measures(
+def _evaluation_parts(
     config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine,
     bank: RunBank | None, rates: SuccessRates | None,
 ) -> tuple[Evaluator, AdviceProbe]:  # fmt: skip
@@ -711,7 +734,7 @@ def _measures(
     sets = tasks.eval_sets(config, specs)
     seed = derive_seed(config.run.seed, "eval")
     sampler, temperature = _sampler(config, engine), config.eval.temperature
-    watched = replace(
+    eval_runner = replace(
         runner,
         sampler=sampler,
         temperature=temperature,
@@ -719,21 +742,25 @@ def _measures(
         retriever=NullRetriever(),
         judge=AcceptAll(),
     )
-    probed = replace(watched, limits=_limits(config, overtime=False, asks=0))
+    probe_runner = replace(eval_runner, limits=_limits(config, overtime=False, max_questions=0))
     if rates:
-        watched = replace(watched, judge=_critic(config, watched, rates))
-    own = replace(watched, limits=_limits(config, overtime=False, asks=config.ask.questions))
-    scheduler = EpisodeScheduler(_in_flight(config), in_order=config.run.deterministic)
+        eval_runner = replace(eval_runner, judge=_critic(config, eval_runner, rates))
+    set_runner = replace(
+        eval_runner, limits=_limits(config, overtime=False, max_questions=config.ask.questions)
+    )
+    scheduler = EpisodeScheduler(_max_in_flight(config), in_order=config.run.deterministic)
     online = None
     if bank and not config.bank.frozen:  # a frozen bank learns nothing about unseen places
         places = tasks.online_tasks(config, specs)
-        online = OnlineBank(watched, places, bank.scratch, bank.untrained, scheduler)
+        online = OnlineEvaluator(
+            eval_runner, places, bank.open_scratch, bank.open_untrained, scheduler
+        )
     retriever = ReadOnlyRetriever(bank.manager) if bank else None
-    evaluator = Evaluator(own, sets, scheduler, bank=retriever, online=online)
-    return evaluator, AdviceProbe(probed, tasks.probe_tasks(config, specs), scheduler)
+    evaluator = Evaluator(set_runner, sets, scheduler, bank=retriever, online=online)
+    return evaluator, AdviceProbe(probe_runner, tasks.probe_tasks(config, specs), scheduler)
 
 
-def _in_flight(config: RunConfig) -> int:
+def _max_in_flight(config: RunConfig) -> int:
     """Return the number of episodes that training keeps in flight at most.
 
     Engine and environments are sized for this number.

@@ -12,31 +12,36 @@ from crl.envs.base import EnvSpec
 from crl.methods.parts.asking import COMPACT_TOOL, full_tool
 from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext
-from crl.prompts import BUNDLED, Overrides, fill, prompt
+from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
 
 
 def chat_context(
-    tasks: Mapping[str, TaskConfig], specs: Mapping[str, EnvSpec], files: Overrides = BUNDLED, *,
-    asks: bool = False, goal_keys: bool = False, records: bool = False,
+    tasks: Mapping[str, TaskConfig], specs: Mapping[str, EnvSpec],
+    overrides: Overrides = NO_OVERRIDES, *,
+    can_ask: bool = False, retrieve_by_goal: bool = False, show_record: bool = False,
 ) -> ChatContext:  # fmt: skip
     """Return the context provider for `tasks`, according to each task's rendering.
 
-    `files` replace bundled prompts. `asks`: guided agents may ask questions (search_and_ask).
-    `goal_keys`: experiences are retrieved by their goal. `records`: guided agents are shown the
-    record of their experience.
+    * `overrides`: prompt files that replace bundled prompts
+    * `can_ask`: guided agents may ask questions (search_and_ask)
+    * `retrieve_by_goal`: experiences are retrieved by their goal
+    * `show_record`: guided agents are shown the track record of their experience
     """
     full = [name for name, task in tasks.items() if task.rendering == "full"]
     tools = {
-        name: full_tool(prompt("ask", files)) if name in full else COMPACT_TOOL for name in tasks
+        name: full_tool(prompt("ask", overrides)) if name in full else COMPACT_TOOL
+        for name in tasks
     }
     return ChatContext(
-        {name: _instructions(task, specs[name], files) for name, task in tasks.items()},
-        introductions=dict.fromkeys(full, prompt("experience", files)),
-        tools=tools if asks else {},
-        observed=frozenset(name for name, spec in specs.items() if spec.query_with_observation),
-        goal_keys=goal_keys,
+        {name: _instructions(task, specs[name], overrides) for name, task in tasks.items()},
+        introductions=dict.fromkeys(full, prompt("experience", overrides)),
+        tools=tools if can_ask else {},
+        observation_in_query=frozenset(
+            name for name, spec in specs.items() if spec.query_with_observation
+        ),
+        retrieve_by_goal=retrieve_by_goal,
         records={name: full_record if name in full else compact_record for name in tasks}
-        if records
+        if show_record
         else {},
     )
 

@@ -32,28 +32,28 @@ class Warmup:
 
     async def play(self) -> list[Trajectory]:
         """Play all batches and return their trajectories, including those with an error."""
-        played: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for batch in range(self.batches):
-            played += await self._play(batch, self.source.draw(self.groups))
-        return played
+            trajectories += await self._play(batch, self.source.draw(self.groups))
+        return trajectories
 
-    async def _play(self, batch: int, drawn: Sequence[Task]) -> list[Trajectory]:
-        first = batch * self.groups
+    async def _play(self, batch: int, group_tasks: Sequence[Task]) -> list[Trajectory]:
+        first_group = batch * self.groups
         keys = [
-            EpisodeKey("warmup", batch, first + group, m)
+            EpisodeKey("warmup", batch, first_group + group, member)
             for group in range(self.groups)
-            for m in range(self.group_size)
+            for member in range(self.group_size)
         ]
-        tasks = [task for task in drawn for _ in range(self.group_size)]
+        tasks = [task for task in group_tasks for _ in range(self.group_size)]
         return await EpisodeScheduler(len(keys)).play(self.runner, "free", keys, tasks)
 
 
 @dataclass(frozen=True)
-class CriticSide:
+class CriticParts:
     """Actor-critic parts that the training loop uses."""
 
     critic: Critic
     """Critic of training episodes. Evaluations use a separate critic."""
-    rates: SuccessRates
+    success_rates: SuccessRates
     """Success rates shown to both critics. Evaluations do not change them."""
     warmup: Warmup

@@ -1,4 +1,4 @@
-"""Diagnostics of the experience side of a run.
+"""Diagnostics of the experience pipeline of a run.
 
 They count kinds and correctness of lessons, retrievals from the right place, success by the kind of
 lesson that guided, and the gain of guided over free episodes. An environment's `Advisor` provides
@@ -16,12 +16,12 @@ from crl.protocols import Hit, SearchRequest
 from crl.run.metrics import GroupGap, group_gaps
 from crl.types import Trajectory
 
-PROBE = 4
+MISMATCH_ANSWERS = 4
 """Latest extractor answers on which the trainer's log-probs are compared with the engine's."""
 
 
 class Diagnostics:
-    """Collector of a step's diagnostics; `take` returns the step's metrics.
+    """Collector of a step's diagnostics; `take_metrics` returns the step's metrics.
 
     `advisors` maps task names to advisors, for the tasks that have one.
     """
@@ -32,26 +32,26 @@ class Diagnostics:
         self._retrieval: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.gaps: list[list[GroupGap]] = []
         """Per step, the gap (guided minus free success) of each group."""
-        self.answers: deque[Generation] = deque(maxlen=PROBE)
-        """Latest answers of the extractor, at most `PROBE`."""
-        self.lessons: list[tuple[int, int]] = []
+        self.answers: deque[Generation] = deque(maxlen=MISMATCH_ANSWERS)
+        """Latest answers of the extractor, at most `MISMATCH_ANSWERS`."""
+        self.lesson_counts: list[tuple[int, int]] = []
         """Per step, (correct answers, all answers) of the extractor."""
 
-    def searched(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
+    def record_search(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
         """Count the searches at the start of episodes.
 
         Searches for agents' questions are skipped: they have separate metrics (`rollout/asks`).
         """
         for request, hit in zip(requests, hits, strict=True):
-            if request.asked:
+            if request.question:
                 continue
             counts = self._retrieval[request.task.name]
-            counts["asked"] += 1
-            counts["found"] += hit is not None
-            counts["right"] += hit is not None and hit.goal == request.task.goal
+            counts["searches"] += 1
+            counts["hits"] += hit is not None
+            counts["right_place"] += hit is not None and hit.goal == request.task.goal
 
-    def distilled(self, distilled: Distilled) -> None:
-        """Count one answer of the extractor, by its verdict (see `verdict`).
+    def record_distilled(self, distilled: Distilled) -> None:
+        """Count one answer of the extractor, by its verdict (see `lesson_verdict`).
 
         Store the answer in `answers` too. A task without an advisor is not counted.
         """
@@ -59,22 +59,23 @@ class Diagnostics:
         advisor = self._advisors.get(distilled.request.task.name)
         if advisor is None:
             return
-        found, counts = verdict(advisor, distilled), self._lessons[distilled.request.task.name]
+        verdict = lesson_verdict(advisor, distilled)
+        counts = self._lessons[distilled.request.task.name]
         counts["all"] += 1
-        counts[f"kind/{found.kind}"] += 1
-        counts["correct"] += found.correct
+        counts[f"kind/{verdict.kind}"] += 1
+        counts["correct"] += verdict.correct
         if advisor.informative(distilled.request.segments):
-            counts["informed"] += 1
-            counts["informed correct"] += found.correct
+            counts["informative"] += 1
+            counts["informative_correct"] += verdict.correct
 
-    def take(self, batch: Sequence[Trajectory]) -> dict[str, float]:
+    def take_metrics(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Return the metrics since the last call. `batch` holds the step's episodes."""
         self.gaps.append(group_gaps(batch))
-        answers = sum(self._lessons.values(), Counter())
-        self.lessons.append((answers["correct"], answers["all"]))
-        metrics = _by_task("retrieval", self._retrieval, _retrieval_figures)
-        metrics |= _by_task("lessons", self._lessons, _lesson_figures)
-        metrics |= _by_task("guided", self._guided(batch), _kind_figures)
+        lessons = sum(self._lessons.values(), Counter())
+        self.lesson_counts.append((lessons["correct"], lessons["all"]))
+        metrics = _by_task("retrieval", self._retrieval, _retrieval_metrics)
+        metrics |= _by_task("lessons", self._lessons, _lesson_metrics)
+        metrics |= _by_task("guided", self._guided(batch), _guided_metrics)
         self._lessons.clear()
         self._retrieval.clear()
         return metrics
@@ -100,23 +101,23 @@ class Diagnostics:
 def _by_task(
     prefix: str,
     counts: Mapping[str, Counter[str]],
-    metrics: Callable[[str, Counter[str]], dict[str, float]],
+    task_metrics: Callable[[str, Counter[str]], dict[str, float]],
 ) -> dict[str, float]:
     """Return the metrics of the summed counts and, if several tasks have counts, of each task."""
-    found = metrics(prefix, sum(counts.values(), Counter()))
+    result = task_metrics(prefix, sum(counts.values(), Counter()))
     if len(counts) > 1:
-        for task, own in sorted(counts.items()):
-            found |= metrics(f"{prefix}/{task}", own)
-    return found
+        for task, task_counts in sorted(counts.items()):
+            result |= task_metrics(f"{prefix}/{task}", task_counts)
+    return result
 
 
-def _retrieval_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
-    asked, found = counts["asked"], counts["found"]
-    metrics = {f"{prefix}/hit_rate": found / asked} if asked else {}
-    return metrics | ({f"{prefix}/right_place": counts["right"] / found} if found else {})
+def _retrieval_metrics(prefix: str, counts: Counter[str]) -> dict[str, float]:
+    searches, hits = counts["searches"], counts["hits"]
+    metrics = {f"{prefix}/hit_rate": hits / searches} if searches else {}
+    return metrics | ({f"{prefix}/right_place": counts["right_place"] / hits} if hits else {})
 
 
-def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
+def _lesson_metrics(prefix: str, counts: Counter[str]) -> dict[str, float]:
     total = counts["all"]
     if not total:
         return {}
@@ -126,12 +127,14 @@ def _lesson_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
         if name.startswith("kind/")
     }
     metrics |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
-    if counts["informed"]:
-        metrics[f"{prefix}/correct_when_seen"] = counts["informed correct"] / counts["informed"]
+    if counts["informative"]:
+        metrics[f"{prefix}/correct_when_seen"] = (
+            counts["informative_correct"] / counts["informative"]
+        )
     return metrics
 
 
-def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
+def _guided_metrics(prefix: str, counts: Counter[str]) -> dict[str, float]:
     """Return PREFIX/KIND/success and PREFIX/KIND/episodes for each kind of lesson."""
     metrics: dict[str, float] = {}
     for name in sorted(name for name in counts if name.endswith("/episodes")):
@@ -143,7 +146,7 @@ def _kind_figures(prefix: str, counts: Counter[str]) -> dict[str, float]:
     return metrics
 
 
-def verdict(advisor: Advisor, distilled: Distilled) -> LessonVerdict:
+def lesson_verdict(advisor: Advisor, distilled: Distilled) -> LessonVerdict:
     """Return the verdict on an extractor answer.
 
     The advisor judges its first lesson. An answer without a lesson is of kind `return` or

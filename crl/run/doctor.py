@@ -23,7 +23,7 @@ from crl.config.models import find_model, model_shape
 from crl.config.schema import RunConfig
 from crl.config.shapes import ModelShape
 from crl.errors import ConfigError
-from crl.run.gpu_memory import GIB, host_memory, number_bytes
+from crl.run.gpu_memory import GIB, dtype_bytes, host_memory
 from crl.run.gpu_plan import gpu_plan
 from crl.run.gpus import Gpu, visible_gpus
 
@@ -32,22 +32,22 @@ CheckStatus = Literal["ok", "warn", "fail"]
 CHECKPOINT_BYTES = 14
 """Bytes of a checkpoint per trained parameter: the model and the optimizer's fp32 states."""
 
-MANY_FILES, FEW_FILES = 4096, 1024
+RECOMMENDED_FILES, MIN_FILES = 4096, 1024
 """Open files that a large run may need, and the limit below which a small run may fail.
 
 Pipes and sockets of engines, learners and environments count as open files.
 """
 
-LARGEST_SHARE = 0.85
+MAX_MEMORY_SHARE = 0.85
 """Largest share of the machine's memory that models may take.
 
 Environments, the bank and the page cache need the rest.
 """
 
-BUSY = 0.05
+BUSY_SHARE = 0.05
 """Share of a GPU's memory above which memory in use means that another process uses the GPU."""
 
-SHOWN = (
+REPORTED_PREFIXES = (
     "CUDA_",
     "NCCL_",
     "VLLM_",
@@ -65,7 +65,7 @@ SHOWN = (
 )
 """Name prefixes of environment variables that change a run's behaviour; only these are reported."""
 
-SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
 """Words in the name of a variable whose value a report must not show."""
 
 
@@ -75,14 +75,14 @@ class Check:
 
     name: str
     """Subject of the check."""
-    verdict: CheckStatus
-    found: str
+    status: CheckStatus
+    finding: str
     """Finding, as a text for the user."""
     remedy: str = ""
     """Advice for the user; empty if there is nothing to do."""
 
     def __str__(self) -> str:
-        return f"{self.verdict:<5} {self.name:<16} {self.found}" + (
+        return f"{self.status:<5} {self.name:<16} {self.finding}" + (
             f"\n{'':<22} → {self.remedy}" if self.remedy else ""
         )
 
@@ -101,7 +101,7 @@ def diagnose(preset: str) -> list[Check]:
 
 
 def failed(checks: list[Check]) -> bool:
-    return any(check.verdict == "fail" for check in checks)
+    return any(check.status == "fail" for check in checks)
 
 
 def _config(preset: str) -> RunConfig:
@@ -123,7 +123,7 @@ def _packages(config: RunConfig) -> Iterator[Check]:
         yield Check(
             "packages",
             "warn",
-            "crl is not installed, so nothing says which versions it needs",
+            "crl is not installed, so the required versions are unknown",
             "Run pip install .",
         )
         return
@@ -136,7 +136,7 @@ def _packages(config: RunConfig) -> Iterator[Check]:
     for extra in _extras(config):
         yield _versions(
             extra,
-            [requirement for requirement in required if _of_extra(requirement, extra)],
+            [requirement for requirement in required if _belongs_to_extra(requirement, extra)],
             extra=extra,
         )
 
@@ -152,7 +152,7 @@ def _extras(config: RunConfig) -> Iterator[str]:
         yield "deepspeed"
 
 
-def _of_extra(requirement: Requirement, extra: str) -> bool:
+def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
     marker = requirement.marker
     return (
         marker is not None
@@ -169,24 +169,24 @@ def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Che
         if version is None or not requirement.specifier.contains(version, True)
     ]
     if not wrong:
-        named = (
+        packages = (
             ", ".join(
                 f"{requirement.name} {_version(requirement.name)}" for requirement in required
             )
             if extra
             else f"all {len(required)}"
         )
-        return Check(name, "ok", f"{named} as pinned")
-    found = ", ".join(
+        return Check(name, "ok", f"{packages} as pinned")
+    finding = ", ".join(
         f"{requirement.name} {version or 'missing'}, needs {requirement.specifier or 'any'}"
         for requirement, version in wrong
     )
-    wanted = (
+    needed = (
         f"'crl[{extra}]'"
         if extra
         else " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
     )
-    return Check(name, "fail", found, f"Run pip install {wanted}")
+    return Check(name, "fail", finding, f"Run pip install {needed}")
 
 
 def _version(package: str) -> str | None:
@@ -212,68 +212,73 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
             "torch",
             "fail",
             f"cannot be imported ({type(error).__name__}: {error})",
-            "Install it again: pip install torch",
+            "Reinstall it: pip install torch",
         )
         return
-    seen, built = (
+    visible, build = (
         torch.cuda.device_count(),
         f"torch {torch.__version__}, "
         f"{f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for the CPU'}",
     )
-    if gpus and seen != len(gpus):
+    if gpus and visible != len(gpus):
         remedy = (
-            "Install a torch that is built for this driver's CUDA, or mend CUDA_VISIBLE_DEVICES"
+            "Install a torch that is built for this driver's CUDA, or correct CUDA_VISIBLE_DEVICES"
         )
-        yield Check("torch", "fail", f"{built}: sees {seen} of {len(gpus)} GPUs", remedy)
+        yield Check("torch", "fail", f"{build}: sees {visible} of {len(gpus)} GPUs", remedy)
         return
-    yield Check("torch", "ok", f"{built}, sees {f'{seen} GPUs' if seen else 'no GPU'}")
-    several = config.gpus is not None and config.gpus > 1
+    yield Check("torch", "ok", f"{build}, sees {f'{visible} GPUs' if visible else 'no GPU'}")
+    several_gpus = config.gpus is not None and config.gpus > 1
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        numbers = torch.cuda.nccl.version() if seen else ()  # pyright: ignore
-        version = ".".join(map(str, numbers)) or "not started without a GPU"
+        numbers = torch.cuda.nccl.version() if visible else ()  # pyright: ignore
+        version = ".".join(map(str, numbers)) or "version unknown without a GPU"
         yield Check("NCCL", "ok", version)
     else:
-        verdict = "fail" if several and config.learner.kind == "deepspeed" else "ok"
-        yield Check("NCCL", verdict,
-                    "not in this torch" + ("" if verdict == "fail" else ", and not needed"),
+        status = "fail" if several_gpus and config.learner.kind == "deepspeed" else "ok"
+        yield Check("NCCL", status,
+                    "not in this torch" + ("" if status == "fail" else ", and not needed"),
                     "Install a torch that is built for CUDA"
-                    if verdict == "fail"
+                    if status == "fail"
                     else "")  # fmt: skip
 
 
 def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
     if not gpus:
-        wanted = config.gpus is not None
-        found = (
-            f"none, the preset {config.preset} asks for {config.gpus}"
-            if wanted
+        needed = config.gpus is not None
+        finding = (
+            f"none, but the preset {config.preset} needs {config.gpus}"
+            if needed
             else "none: models run on the CPU"
         )
         remedy = (
-            "Install the NVIDIA driver (nvidia-smi must list GPUs), mend CUDA_VISIBLE_DEVICES, "
+            "Install the NVIDIA driver (nvidia-smi must list GPUs), correct CUDA_VISIBLE_DEVICES, "
             "or use --preset cpu"
         )
-        yield Check("GPUs", "fail" if wanted else "ok", found, remedy if wanted else "")
+        yield Check("GPUs", "fail" if needed else "ok", finding, remedy if needed else "")
         return
     for gpu in gpus:
-        found = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
-        if gpu.used > BUSY * gpu.memory:
+        finding = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
+        if gpu.used > BUSY_SHARE * gpu.memory:
             yield Check(
                 f"GPU {gpu.index}",
                 "warn",
-                f"{found}, {gpu.used / GIB:.1f} GiB in use",
-                "End what else runs there (nvidia-smi)",
+                f"{finding}, {gpu.used / GIB:.1f} GiB in use",
+                "Stop other processes on this GPU (see nvidia-smi)",
             )
         else:
-            yield Check(f"GPU {gpu.index}", "ok", found)
+            yield Check(f"GPU {gpu.index}", "ok", finding)
     yield _plan(config, gpus)
 
 
 def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
     if config.gpus is not None and config.gpus > len(gpus):
-        found = f"the preset {config.preset} asks for {config.gpus} GPUs, {len(gpus)} are visible"
+        finding = (
+            f"the preset {config.preset} needs {config.gpus} GPUs, but {len(gpus)} are visible"
+        )
         return Check(
-            "GPU plan", "fail", found, f"--set gpus={len(gpus)} --dry-run says what would fit"
+            "GPU plan",
+            "fail",
+            finding,
+            f"Add --set gpus={len(gpus)} --dry-run to crl train to see what fits",
         )
     try:
         plan = gpu_plan(config, gpus)
@@ -330,13 +335,13 @@ def _shapes(config: RunConfig) -> list[ModelShape]:
     roles = {"actor": config.actor.model} | (
         {"extractor": config.extractor.model} if config.with_experience else {}
     )
-    found = []
+    shapes = []
     for role, name in roles.items():
         try:
-            found.append(model_shape(name, f"{role}.model"))
+            shapes.append(model_shape(name, f"{role}.model"))
         except ConfigError:  # `_models` reports it
             continue
-    return found
+    return shapes
 
 
 def _memory(config: RunConfig) -> Check:
@@ -345,105 +350,115 @@ def _memory(config: RunConfig) -> Check:
     It must hold offloaded optimizers, published weights, and a whole model in each starting rank.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    offloaded, sizes = (
+    offloaded, weight_bytes = (
         sum(host_memory(shape, config.learner) for shape in _shapes(config)),
-        _sizes(config),
+        _weight_bytes(config),
     )
     # A KL term needs a reference model as a second copy.
     copies = 2 if config.actor.kl_coef or config.extractor.kl_coef else 1
     starting = (
-        copies * config.learner.ranks * max(sizes)
-        if config.learner.kind == "deepspeed" and sizes
+        copies * config.learner.ranks * max(weight_bytes)
+        if config.learner.kind == "deepspeed" and weight_bytes
         else 0
     )
-    wanted = offloaded + _published(config, sizes) + starting
-    found = (
-        f"{total / GIB:.1f} GiB, offloaded optimizers, published weights and learners' starts "
-        f"take {wanted / GIB:.1f}"
+    needed = offloaded + _published_bytes(config, weight_bytes) + starting
+    finding = (
+        f"{total / GIB:.1f} GiB; offloaded optimizers, published weights and starting learners "
+        f"need {needed / GIB:.1f} GiB"
     )
-    if total >= max(2 * GIB, wanted / LARGEST_SHARE):
-        return Check("memory", "ok", found)
+    if total >= max(2 * GIB, needed / MAX_MEMORY_SHARE):
+        return Check("memory", "ok", finding)
     return Check(
         "memory",
         "fail",
-        found,
-        "Use --set learner.offload=false on more GPUs" if offloaded else "Use a machine with more",
+        finding,
+        "Use --set learner.offload=false on more GPUs"
+        if offloaded
+        else "Use a machine with more memory",
     )
 
 
-def _disk(config: RunConfig, where: Path) -> Check:
-    """Check the free disk space for a run that starts in `where`.
+def _disk(config: RunConfig, directory: Path) -> Check:
+    """Check the free disk space for a run that starts in `directory`.
 
     Fail if two checkpoints do not fit, warn if four do not. Two checkpoints count as 1 GiB at
     least.
     """
-    free = shutil.disk_usage(where).free
-    wanted = max(GIB, 2 * CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config)))
-    found = f"{free / GIB:.1f} GiB free in {where}, two checkpoints take {wanted / GIB:.1f}"
-    verdict = "ok" if free >= 2 * wanted else "warn" if free >= wanted else "fail"
+    free = shutil.disk_usage(directory).free
+    needed = max(GIB, 2 * CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config)))
+    finding = (
+        f"{free / GIB:.1f} GiB free in {directory}, two checkpoints need {needed / GIB:.1f} GiB"
+    )
+    status = "ok" if free >= 2 * needed else "warn" if free >= needed else "fail"
     return Check(
         "disk",
-        verdict,
-        found,
-        "" if verdict == "ok" else "Free some space, or give a --run-dir on another disk",
+        status,
+        finding,
+        "" if status == "ok" else "Free some space, or give a --run-dir on another disk",
     )
 
 
-def _shared_memory(config: RunConfig, where: Path) -> Check:
-    """Check the shared memory at `where`.
+def _shared_memory(config: RunConfig, directory: Path) -> Check:
+    """Check the shared memory at `directory`.
 
     It must hold published weights and the segments of torch and NCCL. Weights that do not fit are
     published on disk, which is a warning.
     """
-    if not where.is_dir():
-        return Check("/dev/shm", "fail", "not there", "Mount it: mount -t tmpfs shm /dev/shm")
-    usage = shutil.disk_usage(where)
-    by_file = _apart(config)
-    least = GIB if by_file else 64 << 20
-    wanted = _published(config, _sizes(config)) + least
-    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free, {wanted / GIB:.1f} wanted"
-    if usage.free >= wanted:
-        return Check("/dev/shm", "ok", found)
-    remedy = (
-        f"Enlarge it: docker run --shm-size={int(wanted / GIB) + 1}g, "
-        f"or mount -o remount,size={int(wanted / GIB) + 1}G /dev/shm"
+    if not directory.is_dir():
+        return Check("/dev/shm", "fail", "does not exist", "Mount it: mount -t tmpfs shm /dev/shm")
+    usage = shutil.disk_usage(directory)
+    other_processes = _in_other_processes(config)
+    minimum = GIB if other_processes else 64 << 20
+    needed = _published_bytes(config, _weight_bytes(config)) + minimum
+    finding = (
+        f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed"
     )
-    if usage.free < least:
-        return Check("/dev/shm", "fail", found, remedy)
-    return Check("/dev/shm", "warn", f"{found}: weights would go over the disk", remedy)
+    if usage.free >= needed:
+        return Check("/dev/shm", "ok", finding)
+    remedy = (
+        f"Enlarge it: docker run --shm-size={int(needed / GIB) + 1}g, "
+        f"or mount -o remount,size={int(needed / GIB) + 1}G /dev/shm"
+    )
+    if usage.free < minimum:
+        return Check("/dev/shm", "fail", finding, remedy)
+    return Check(
+        "/dev/shm", "warn", f"{finding}; weights would be transferred through the disk", remedy
+    )
 
 
-def _apart(config: RunConfig) -> bool:
+def _in_other_processes(config: RunConfig) -> bool:
     """Return whether learners or engines run outside this process."""
     return config.learner.kind == "deepspeed" or config.engine.kind == "vllm"
 
 
-def _sizes(config: RunConfig) -> list[int]:
+def _weight_bytes(config: RunConfig) -> list[int]:
     """Return the bytes of each model's weights, in the precision of training and publishing."""
-    return [number_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config)]
+    return [dtype_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config)]
 
 
-def _published(config: RunConfig, sizes: Sequence[int]) -> int:
+def _published_bytes(config: RunConfig, weight_bytes: Sequence[int]) -> int:
     """Return the bytes of weight files in shared memory; 0 if weights do not travel in files.
 
     They are the last weights of each model, and free space for two more files of the larger model.
     `crl.sync.weights_path` requires this free space.
     """
-    by_file = _apart(config) and config.engine.transfer == "file" and sizes
-    return sum(sizes) + 2 * max(sizes) if by_file else 0
+    by_file = _in_other_processes(config) and config.engine.transfer == "file" and weight_bytes
+    return sum(weight_bytes) + 2 * max(weight_bytes) if by_file else 0
 
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"ulimit -n is {soft:,}" if soft != resource.RLIM_INFINITY else "ulimit -n is unlimited"
-    if soft == resource.RLIM_INFINITY or soft >= MANY_FILES:
-        return Check("open files", "ok", found)
-    most = hard if hard != resource.RLIM_INFINITY else 65536
+    finding = (
+        f"ulimit -n is {soft:,}" if soft != resource.RLIM_INFINITY else "ulimit -n is unlimited"
+    )
+    if soft == resource.RLIM_INFINITY or soft >= RECOMMENDED_FILES:
+        return Check("open files", "ok", finding)
+    limit = hard if hard != resource.RLIM_INFINITY else 65536
     return Check(
         "open files",
-        "warn" if soft >= FEW_FILES else "fail",
-        found,
-        f"Run ulimit -n {max(soft, min(most, 65536))}",
+        "warn" if soft >= MIN_FILES else "fail",
+        finding,
+        f"Run ulimit -n {max(soft, min(limit, 65536))}",
     )
 
 
@@ -456,10 +471,10 @@ def report(checks: list[Check]) -> str:
     "~" replaces the home directory.
     """
     sections: Mapping[str, Callable[[], str]] = {
-        "versions": _installed,
+        "versions": _package_versions,
         "machine": _machine,
         "checks": lambda: "\n".join(map(str, checks)),
-        "environment": lambda: "\n".join(environment(os.environ)) or "nothing that matters is set",
+        "environment": lambda: "\n".join(environment(os.environ)) or "no relevant variable is set",
     }
     return _without_home(
         "\n\n".join(f"── {title} ──\n{text()}" for title, text in sections.items())
@@ -472,13 +487,13 @@ def environment(variables: Mapping[str, str]) -> Iterator[str]:
     A value that may hold a secret is not shown.
     """
     for name in sorted(variables):
-        if name.startswith(SHOWN):
+        if name.startswith(REPORTED_PREFIXES):
             # "@": a URL may hold a password.
-            secret = any(word in name.upper() for word in SECRET) or "@" in variables[name]
+            secret = any(word in name.upper() for word in SECRET_WORDS) or "@" in variables[name]
             yield f"{name}={'(set, not shown)' if secret else variables[name]}"
 
 
-def _installed() -> str:
+def _package_versions() -> str:
     extras = (
         "accelerate",
         "deepspeed",
@@ -491,8 +506,8 @@ def _installed() -> str:
         "pydantic",
         "triton",
     )
-    found = versions() | {name: _version(name) for name in extras}
-    return "\n".join(f"{name:<16} {version or '–'}" for name, version in found.items())
+    installed = versions() | {name: _version(name) for name in extras}
+    return "\n".join(f"{name:<16} {version or '–'}" for name, version in installed.items())
 
 
 def _machine() -> str:

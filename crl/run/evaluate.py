@@ -18,7 +18,7 @@ from crl.intervals import Mean, cluster_variance
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.metrics import mean_score
-from crl.run.online import OnlineBank, OnlineResult
+from crl.run.online import OnlineEvaluator, OnlineResult
 from crl.run.playing import EpisodeScheduler
 from crl.types import Split, Task, Trajectory
 
@@ -29,7 +29,7 @@ class SuccessRate:
 
     successes: int
     episodes: int
-    effective: float | None = None
+    effective_episodes: float | None = None
     """Effective number of independent episodes. None: the episodes are independent."""
 
     @property
@@ -42,7 +42,7 @@ class SuccessRate:
 
         Both ends are NaN without episodes.
         """
-        n, z = self.effective or self.episodes, 1.96
+        n, z = self.effective_episodes or self.episodes, 1.96
         if not n:
             return math.nan, math.nan
         centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
@@ -89,7 +89,7 @@ class MeanSuccessRate:
         return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def difference(
+def difference_interval(
     before: SuccessRate | MeanSuccessRate, after: SuccessRate | MeanSuccessRate
 ) -> tuple[float, float]:
     """Return the 95 % interval (low, high) of `after` − `before`, by MOVER (Newcombe 1998).
@@ -129,9 +129,9 @@ class Evaluation:
     turns: Mapping[EvalKey, float]
     """Mean environment turns of an episode."""
     errors: int
-    """Episodes of these rates that could not be played. The rates count them as failures."""
+    """Episodes of these rates that ended with an error. The rates count them as failures."""
     scores: Mapping[EvalKey, float] = field(default_factory=dict)
-    """Mean score × 100 of the graded episodes. Settings without graded episodes are absent."""
+    """Mean score × 100 of the graded episodes. Keys without graded episodes are absent."""
     visits: Mapping[str, Sequence[SuccessRate]] = field(default_factory=dict)
     """By task: the success rate of each visit of the online set, the first one first."""
     lift: Mapping[str, Mean] = field(default_factory=dict)
@@ -148,12 +148,12 @@ class Evaluation:
         Empty with fewer than two tasks.
         """
         tasks = {task for task, _, _ in self.rates}
-        settings: defaultdict[EvalKey, list[SuccessRate]] = defaultdict(list)
-        for (_, split, setting), rate in self.rates.items():
-            settings[OVERALL, split, setting].append(rate)
+        by_key: defaultdict[EvalKey, list[SuccessRate]] = defaultdict(list)
+        for (_, split, condition), rate in self.rates.items():
+            by_key[OVERALL, split, condition].append(rate)
         return {
-            setting: MeanSuccessRate(tuple(rates))
-            for setting, rates in settings.items()
+            key: MeanSuccessRate(tuple(rates))
+            for key, rates in by_key.items()
             if len(rates) == len(tasks) > 1
         }
 
@@ -163,17 +163,17 @@ class Evaluation:
         With several tasks eval/overall/… is included.
         """
         metrics: dict[str, float] = {}
-        for (task, split, setting), rate in {**self.rates, **self.overall}.items():
+        for (task, split, condition), rate in {**self.rates, **self.overall}.items():
             low, high = rate.interval
-            name = f"eval/{task}/{split}/success/{setting}"
+            name = f"eval/{task}/{split}/success/{condition}"
             metrics |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
-            metrics |= {f"eval/{task}/{split}/episodes/{setting}": rate.episodes}
+            metrics |= {f"eval/{task}/{split}/episodes/{condition}": rate.episodes}
         metrics |= {
-            f"eval/{task}/{split}/turns/{setting}": turns
-            for (task, split, setting), turns in self.turns.items()
+            f"eval/{task}/{split}/turns/{condition}": turns
+            for (task, split, condition), turns in self.turns.items()
         }
-        for (task, split, setting), score in self.scores.items():
-            metrics[f"eval/{task}/{split}/score/{setting}"] = score
+        for (task, split, condition), score in self.scores.items():
+            metrics[f"eval/{task}/{split}/score/{condition}"] = score
         for task, visits in self.visits.items():
             metrics |= {
                 f"eval/{task}/new/success/online/visit{i}": rate.value
@@ -182,7 +182,7 @@ class Evaluation:
         for task, lift in self.lift.items():
             metrics |= {
                 f"eval/{task}/new/lift": lift.value,
-                f"eval/{task}/new/lift/half_width": lift.half,
+                f"eval/{task}/new/lift/half_width": lift.half_width,
             }
         metrics |= {
             f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()
@@ -205,7 +205,7 @@ class Evaluator:
     def __init__(
         self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]],
         scheduler: EpisodeScheduler, *, bank: Retriever | None = None,
-        online: OnlineBank | None = None,
+        online: OnlineEvaluator | None = None,
     ) -> None:  # fmt: skip
         self.runner, self.scheduler, self._sets = runner, scheduler, sets
         self._guided = replace(runner, retriever=bank) if bank else None
@@ -219,41 +219,46 @@ class Evaluator:
         `compare_lessons`: also distil the first online visit with the extractor that the run
         started with.
         """
-        builder = self._online if online else None
+        online_evaluator = self._online if online else None
         parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [self._play_sets]
-        parts += [partial(builder.evaluate, compare_lessons=compare_lessons)] if builder else []
+        parts += (
+            [partial(online_evaluator.evaluate, compare_lessons=compare_lessons)]
+            if online_evaluator
+            else []
+        )
         results = await self.scheduler.gather(parts)
         played: dict[EvalKey, list[Trajectory]] = results[0]
-        found: dict[str, OnlineResult] = results[1] if builder else {}
-        visited: dict[EvalKey, list[Trajectory]] = {}
-        for name, result in found.items():
-            visited[name, "new", "online"] = [t for visit in result.settled for t in visit]
-            visited[name, "new", "alone"] = [t for visit in result.alone for t in visit]
-        rates = {setting: rate(ts) for setting, ts in played.items()} | {
-            setting: rate_of_visits(ts) for setting, ts in visited.items()
+        online_results: dict[str, OnlineResult] = results[1] if online_evaluator else {}
+        online_played: dict[EvalKey, list[Trajectory]] = {}
+        for name, result in online_results.items():
+            online_played[name, "new", "online"] = [
+                t for visit in result.counted_visits for t in visit
+            ]
+            online_played[name, "new", "alone"] = [t for visit in result.free_visits for t in visit]
+        rates = {key: success_rate(ts) for key, ts in played.items()} | {
+            key: clustered_success_rate(ts) for key, ts in online_played.items()
         }
-        played |= visited
+        played |= online_played
         return Evaluation(
             rates=rates,
-            turns={setting: sum(t.turns for t in ts) / len(ts) for setting, ts in played.items()},
+            turns={key: sum(t.turns for t in ts) / len(ts) for key, ts in played.items()},
             errors=sum(t.error is not None for ts in played.values() for t in ts),
             scores={
-                setting: score
-                for setting, ts in played.items()
-                if (score := mean_score(ts)) is not None
+                key: score for key, ts in played.items() if (score := mean_score(ts)) is not None
             },
             visits={
-                name: [rate(visit) for visit in result.visits] for name, result in found.items()
+                name: [success_rate(visit) for visit in result.visits]
+                for name, result in online_results.items()
             },
-            lift={name: Mean.of(result.lift) for name, result in found.items()},
+            lift={name: Mean.of(result.lift) for name, result in online_results.items()},
             lessons={
                 name: SuccessRate(*result.lessons)
-                for name, result in found.items()
+                for name, result in online_results.items()
                 if result.lessons
             },
             untrained_lessons={
                 name: SuccessRate(*result.untrained_lessons)
-                for name, result in found.items()
+                for name, result in online_results.items()
                 if result.untrained_lessons
             },
         )
@@ -261,11 +266,13 @@ class Evaluator:
     async def _play_sets(self) -> dict[EvalKey, list[Trajectory]]:
         parts = [partial(self._play, *item) for item in self._sets.items()]
         played = await self.scheduler.gather(parts)
-        return {setting: trajectories for one in played for setting, trajectories in one.items()}
+        return {key: trajectories for part in played for key, trajectories in part.items()}
 
-    async def _play(self, of: EvalSet, tasks: Sequence[Task]) -> dict[EvalKey, list[Trajectory]]:
+    async def _play(
+        self, eval_set: EvalSet, tasks: Sequence[Task]
+    ) -> dict[EvalKey, list[Trajectory]]:
         """Play one eval set. Every condition has the same draws, so differences are paired."""
-        name, split = of
+        name, split = eval_set
         keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
         if self._guided is None or split != "known":
             free = await self.scheduler.play(self.runner, "free", keys, tasks)
@@ -275,11 +282,11 @@ class Evaluator:
         return {(name, split, "free"): free, (name, split, "guided"): guided}
 
 
-def rate(played: Sequence[Trajectory]) -> SuccessRate:
-    return SuccessRate(sum(t.success for t in played), len(played))
+def success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
+    return SuccessRate(sum(t.success for t in trajectories), len(trajectories))
 
 
-def rate_of_visits(played: Sequence[Trajectory]) -> SuccessRate:
+def clustered_success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
     """Return the success rate of episodes in places that are visited several times.
 
     Episodes of one place are not independent: they share its lessons and its difficulty. The
@@ -288,11 +295,11 @@ def rate_of_visits(played: Sequence[Trajectory]) -> SuccessRate:
     episodes]. With one place, or if all episodes succeeded or all failed, the effective number is
     the number of places.
     """
-    places = [t.task.goal for t in played]
-    whole, k = rate(played), len(set(places))
-    p, n = whole.value, whole.episodes
+    places = [t.task.goal for t in trajectories]
+    rate, k = success_rate(trajectories), len(set(places))
+    p, n = rate.value, rate.episodes
     if k < 2 or not 0 < p < 1:
-        return replace(whole, effective=float(k))
-    between = cluster_variance([t.success for t in played], places)
-    effective = p * (1 - p) / between if between else math.inf
-    return replace(whole, effective=float(min(max(effective, k), n)))
+        return replace(rate, effective_episodes=float(k))
+    variance = cluster_variance([t.success for t in trajectories], places)
+    effective_episodes = p * (1 - p) / variance if variance else math.inf
+    return replace(rate, effective_episodes=float(min(max(effective_episodes, k), n)))

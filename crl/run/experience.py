@@ -1,9 +1,9 @@
-"""Experience side of a run: distillation, credit of experiences, extractor training.
+"""Experience pipeline of a run: distillation, credit of experiences, extractor training.
 
 Finished episodes are queued for distillation into the bank. Experiences that guided an episode earn
 credit. The extractor is trained on full batches of credit units. Distillation and training run in
 the background while the actor plays and trains. A deterministic run does both at step boundaries
-instead (`settle`).
+instead (`finish_pending`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from crl.protocols import (
     State,
 )
 from crl.run.diagnostics import Diagnostics
-from crl.run.mismatch import MismatchWatch
-from crl.run.sync import sync
+from crl.run.mismatch import MismatchDetector
+from crl.run.sync import sync_weights
 from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
 
-SHOWN = 8
+REPORTED_EXPERIENCES = 8
 """Experiences that are passed to the monitor after every step."""
 
 
@@ -49,7 +49,7 @@ class ExtractorTrainer:
     """Trainer of the extractor on full batches of credit units, oldest first.
 
     An update is skipped if its loss or gradient is not finite. The rewards of such a batch are not
-    spent: its units stay pending until the next actor step (`ExperienceManager.put_off`), and
+    spent: its units stay pending until the next actor step (`ExperienceManager.postpone`), and
     training continues with other batches. A batch without signal (all advantages are 0) makes no
     update either, but its rewards are spent: there is nothing to learn from them.
 
@@ -64,48 +64,48 @@ class ExtractorTrainer:
     ) -> None:  # fmt: skip
         self.learner, self._answers = learner, answers
         self._manager, self._role, self._engine, self._monitor = manager, role, engine, monitor
-        self._mismatch = MismatchWatch("extractor", monitor)
-        self._turn = asyncio.Lock()
+        self._mismatch = MismatchDetector("extractor", monitor)
+        self._lock = asyncio.Lock()
         self.updates = 0
-        self.skipped = 0
+        self.skipped_updates = 0
 
     def paused(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which no training step runs.
 
         Inside, weights, counters and bank are consistent with each other.
         """
-        return self._turn
+        return self._lock
 
     async def train(self) -> None:
         """Train until no full batch is left.
 
         If the caller is cancelled, a step that has begun is still completed.
         """
-        while await completed(asyncio.create_task(self._train_one())):
+        while await shielded(asyncio.create_task(self._train_batch())):
             pass
 
-    async def _train_one(self) -> bool:
-        async with self._turn:
+    async def _train_batch(self) -> bool:
+        async with self._lock:
             step = self._manager.step
             samples = await self._manager.take_batch(self._role.batch, step)
             if samples is None:
                 return False
-            begin = time.monotonic()
-            fresh = [
+            started = time.monotonic()
+            current_traces = [
                 answer.trace
                 for answer in self._answers
                 if set(answer.completion.versions) == {self._engine.version}
             ]
-            stats = await self.learner.step(extractor_minibatches(samples, fresh))
-            trained = time.monotonic()
+            stats = await self.learner.step(extractor_minibatches(samples, current_traces))
+            trained_at = time.monotonic()
             if stats.skipped:
-                self._manager.put_off(step)
+                self._manager.postpone(step)
             else:
                 await self._manager.mark_trained([sample.id for sample in samples], step)
-            sent = await sync(self.learner, self._engine) if stats.updates else 0
+            sent_bytes = await sync_weights(self.learner, self._engine) if stats.updates else 0
         self.updates += stats.updates
-        self.skipped += stats.skipped
-        spent = (
+        self.skipped_updates += stats.skipped
+        reward_metrics = (
             {}
             if stats.skipped
             else {"extractor/reward": fmean(sample.reward for sample in samples)}
@@ -114,22 +114,22 @@ class ExtractorTrainer:
             step,
             "extractor",
             {f"extractor/{name}": value for name, value in stats.metrics.items()}
-            | spent
+            | reward_metrics
             | {
                 "extractor/samples": len(samples),
                 "extractor/updates": self.updates,
-                "extractor/skipped_updates": self.skipped,
+                "extractor/skipped_updates": self.skipped_updates,
                 "extractor/version": self._engine.version,
-                "time/train": trained - begin,
-                "time/sync": time.monotonic() - trained,
-                "perf/sync_bytes": sent,
+                "time/train": trained_at - started,
+                "time/sync": time.monotonic() - trained_at,
+                "perf/sync_bytes": sent_bytes,
             },
         )
         self._mismatch.observe(step, stats.metrics)
         return True
 
 
-async def completed(work: asyncio.Task[bool]) -> bool:
+async def shielded(work: asyncio.Task[bool]) -> bool:
     """Return the result of `work`, or raise its error.
 
     If the caller is cancelled, await the end of `work`. Then raise its error, if any, and otherwise
@@ -161,23 +161,25 @@ def extractor_minibatches(
     return (Minibatch(signal, tokens, tuple(probe)),) if signal else ()
 
 
-class WatchedRetriever:
+class ObservedRetriever:
     """`Retriever` that reports its results to the diagnostics.
 
-    `run` is the name that marks this run's questions in the bank.
+    `run_name` is the name that marks this run's questions in the bank.
     """
 
-    def __init__(self, manager: ExperienceManager, diagnostics: Diagnostics, *, run: str) -> None:
-        self._manager, self._diagnostics, self._run = manager, diagnostics, run
+    def __init__(
+        self, manager: ExperienceManager, diagnostics: Diagnostics, *, run_name: str
+    ) -> None:
+        self._manager, self._diagnostics, self._run_name = manager, diagnostics, run_name
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
         hits = await self._manager.search(requests)
-        self._diagnostics.searched(requests, hits)
+        self._diagnostics.record_search(requests, hits)
         return hits
 
     async def refine(self, question: Question, hit: Hit) -> Hit:
         return await self._manager.refine(
-            replace(question, name=f"{self._run}/{question.name}"), hit
+            replace(question, name=f"{self._run_name}/{question.name}"), hit
         )
 
 
@@ -194,34 +196,34 @@ class ReadOnlyRetriever:
         return await self._manager.refine(question, hit, counted=False)
 
 
-class ExperienceSide:
-    """Experience side of a run: bank, extractor engine and extractor trainer.
+class ExperiencePipeline:
+    """Experience pipeline of a run: bank, extractor engine and extractor trainer.
 
     * `engine`: the extractor's engine
     * `trainer`: None if the extractor is not trained
-    * `run`: name that marks this run's episodes in the bank
+    * `run_name`: name that marks this run's episodes in the bank
     * `background`: distil and train in the background, instead of at step boundaries
     * `merge_every`: actor steps between two merges of the bank; 0 = no merges
-    * `against_free`: see `learn`
+    * `group_baseline`: see `credit_and_submit`
     """
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: DistillationFilter,
         trainer: ExtractorTrainer | None, diagnostics: Diagnostics, cache: CachedEmbedder,
-        monitor: Monitor, *, run: str, background: bool, merge_every: int = 0,
-        against_free: bool = False,
+        monitor: Monitor, *, run_name: str, background: bool, merge_every: int = 0,
+        group_baseline: bool = False,
     ) -> None:  # fmt: skip
-        self._cache, self._merge_every, self._against_free = cache, merge_every, against_free
+        self._cache, self._merge_every, self._group_baseline = cache, merge_every, group_baseline
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
-        self._distiller, self._monitor, self._run, self._background = (
+        self._distiller, self._monitor, self._run_name, self._background = (
             distiller,
             monitor,
-            run,
+            run_name,
             background,
         )
-        self._engine, self._busy = engine, engine.busy
-        self._credited, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
-        self.retriever = WatchedRetriever(manager, diagnostics, run=run)
+        self._engine, self._busy = engine, engine.busy_s
+        self._credit_event, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
+        self.retriever = ObservedRetriever(manager, diagnostics, run_name=run_name)
 
     async def run(self) -> None:
         """Distil, train and merge in the background until cancelled.
@@ -240,8 +242,8 @@ class ExperienceSide:
 
     async def _train_when_credited(self, trainer: ExtractorTrainer) -> None:
         while True:
-            await self._credited.wait()
-            self._credited.clear()
+            await self._credit_event.wait()
+            self._credit_event.clear()
             await trainer.train()
 
     async def observe(self, batch: Sequence[Trajectory]) -> None:
@@ -249,14 +251,14 @@ class ExperienceSide:
 
         The distiller selects the episodes to queue. Credit and queue are durable on return.
         """
-        await learn(
+        await credit_and_submit(
             self.manager,
-            self._run,
+            self._run_name,
             batch,
             self._distiller.select(batch),
-            against_free=self._against_free,
+            group_baseline=self._group_baseline,
         )
-        self._credited.set()
+        self._credit_event.set()
 
     async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
         """Record that `step` actor steps are completed. `batch` is the batch of the last one.
@@ -271,31 +273,31 @@ class ExperienceSide:
             if due:
                 self._merge_due.release()
         else:
-            await self.settle()
+            await self.finish_pending()
             if due:
                 await self.manager.merge()
-        await self._report(batch)
+        await self._log_metrics(batch)
 
     async def finish(self) -> None:
         """Distil and train everything that is left after the last step, and log the metrics."""
-        await self.settle()
-        await self._report(())
+        await self.finish_pending()
+        await self._log_metrics(())
 
-    async def _report(self, batch: Sequence[Trajectory]) -> None:
-        busy, self._busy = self._busy, self._engine.busy
+    async def _log_metrics(self, batch: Sequence[Trajectory]) -> None:
+        busy, self._busy = self._busy, self._engine.busy_s
         metrics = {
             **await self.manager.stats(),
-            **self.diagnostics.take(batch),
+            **self.diagnostics.take_metrics(batch),
             "perf/distil_busy_s": self._busy - busy,
         }
         metrics["perf/embed_cache_hits"] = self._cache.hit_rate
-        metrics |= percentiles("search", self.manager.take_search_times()) | percentiles(
-            "refine", self.manager.take_refine_times()
-        )
+        metrics |= latency_percentiles(
+            "search", self.manager.take_search_times()
+        ) | latency_percentiles("refine", self.manager.take_refine_times())
         self._monitor.log(self.manager.step, "bank", metrics)
-        self._monitor.experiences(self.manager.latest(SHOWN))
+        self._monitor.experiences(self.manager.latest(REPORTED_EXPERIENCES))
 
-    async def settle(self) -> None:
+    async def finish_pending(self) -> None:
         """Wait until every queued episode is distilled, then train every full batch."""
         await self.manager.drain()
         if self.trainer:
@@ -312,93 +314,100 @@ class ExperienceSide:
         """Return the state for a checkpoint: a new snapshot of the bank and the extractor's state.
 
         `saved` holds the states of the existing checkpoints. The bank keeps their snapshots and
-        forgets all others.
+        deletes all others.
         """
         state: State = {
-            "bank": await self.manager.snapshot(kept=[one["bank"] for one in saved]),
-            "mark": self._run,
+            "bank": await self.manager.snapshot(
+                kept=[saved_state["bank"] for saved_state in saved]
+            ),
+            "mark": self._run_name,
         }
         if trainer := self.trainer:
             state["extractor"] = {
                 "learner": trainer.learner.state(),
                 "updates": trainer.updates,
-                "skipped_updates": trainer.skipped,
+                "skipped_updates": trainer.skipped_updates,
             }
         return state
 
 
-async def learn(
+async def credit_and_submit(
     bank: ExperienceManager,
-    run: str,
-    played: Sequence[Trajectory],
-    distilled: Sequence[Trajectory],
+    run_name: str,
+    trajectories: Sequence[Trajectory],
+    to_distil: Sequence[Trajectory],
     *,
-    against_free: bool = False,
+    group_baseline: bool = False,
 ) -> None:
-    """Credit the experiences found for `played`, record lifts, and queue `distilled` episodes.
+    """Credit experiences, record lifts, and queue episodes for distillation.
 
-    * `run`: name that marks the episodes in the bank
-    * `played`: whole groups; episodes with an error earn nothing
-    * `distilled`: episodes to distil
-    * `against_free`: compare an episode's reward with the mean reward of its group's free members
+    * `run_name`: name that marks the episodes in the bank
+    * `trajectories`: whole groups, whose experiences are credited; episodes with an error earn
+      nothing
+    * `to_distil`: episodes to distil
+    * `group_baseline`: compare an episode's reward with the mean reward of its group's free members
 
-    With `against_free`, a group may have no finished free member to compare with. The experiences
+    With `group_baseline`, a group may have no finished free member to compare with. The experiences
     of such a group are credited in their record, but the extractor is not trained on them.
     """
-    expected = without_experience(played) if against_free else {}
-    unknown = None if against_free else 0.0
-    credited = [t for t in played if t.error is None and (t.used or t.rejected)]
+    baselines = free_mean_rewards(trajectories) if group_baseline else {}
+    default = None if group_baseline else 0.0
+    credited = [t for t in trajectories if t.error is None and (t.used or t.rejected)]
     await asyncio.gather(
         *(
             bank.credit(
                 [*t.used, *t.rejected],
                 t.success,
-                episode=DistilRequest.of(run, t).id,
-                expected=expected.get((t.step, t.group), unknown),
+                episode=DistilRequest.from_trajectory(run_name, t).id,
+                expected=baselines.get((t.step, t.group), default),
             )
             for t in credited
         ),
-        bank.record_lifts(group_successes(run, played)),
+        bank.record_lifts(group_successes(run_name, trajectories)),
     )
-    await asyncio.gather(*(bank.submit(DistilRequest.of(run, t)) for t in distilled))
+    await asyncio.gather(
+        *(bank.submit(DistilRequest.from_trajectory(run_name, t)) for t in to_distil)
+    )
 
 
-def group_successes(run: str, played: Iterable[Trajectory]) -> dict[str, list[GroupSuccess]]:
+def group_successes(
+    run_name: str, trajectories: Iterable[Trajectory]
+) -> dict[str, list[GroupSuccess]]:
     """Return by group id the success with each experience that guided members, and without any.
 
     A group without guided members or without a finished free member is left out: it has no lift.
     """
     groups: defaultdict[tuple[int, int], list[Trajectory]] = defaultdict(list)
-    for t in played:
+    for t in trajectories:
         if t.error is None:
             groups[t.step, t.group].append(t)
-    found: dict[str, list[GroupSuccess]] = {}
+    successes: dict[str, list[GroupSuccess]] = {}
     for (step, group), members in groups.items():
         guided: defaultdict[UnitKey, list[bool]] = defaultdict(list)
         for t in members:
-            for unit in dict.fromkeys(map(UnitKey.earning, t.used)):
+            for unit in dict.fromkeys(map(UnitKey.credited_by, t.used)):
                 guided[unit].append(t.success)
         free = [t.success for t in members if t.condition == "free"]
         if guided and free:
-            found[f"{run}/{step}/{group}"] = [
+            successes[f"{run_name}/{step}/{group}"] = [
                 GroupSuccess(unit, fmean(won), fmean(free)) for unit, won in guided.items()
             ]
-    return found
+    return successes
 
 
-def without_experience(played: Iterable[Trajectory]) -> dict[tuple[int, int], float]:
+def free_mean_rewards(trajectories: Iterable[Trajectory]) -> dict[tuple[int, int], float]:
     """Return the mean reward r = ±1 of the finished free members, by (step, group).
 
     Groups without a finished free member are absent.
     """
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for t in played:
+    for t in trajectories:
         if t.condition == "free" and t.error is None:
             rewards[t.step, t.group].append(1.0 if t.success else -1.0)
-    return {group: fmean(some) for group, some in rewards.items()}
+    return {group: fmean(of_group) for group, of_group in rewards.items()}
 
 
-def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+def latency_percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """Return median and 95th percentile of durations, in milliseconds; empty without durations."""
     if not seconds:
         return {}

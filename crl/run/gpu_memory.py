@@ -16,37 +16,37 @@ from crl.config.shapes import ModelShape
 
 GIB = 2**30
 
-PROCESS = 1.0 * GIB
+PROCESS_BYTES = 1.0 * GIB
 """Bytes of a process on a GPU: CUDA context, NCCL buffers, work space of libraries."""
 
-SERVING = 3.0 * GIB
+VLLM_WORK_BYTES = 3.0 * GIB
 """Bytes of vLLM apart from weights and cache.
 
 They cover the forward pass of a full batch, CUDA graphs and the sampler's logits.
 """
 
-POOLING = 2.0 * GIB
+EMBEDDER_WORK_BYTES = 2.0 * GIB
 """Bytes of the forward pass of an embedder's batch."""
 
-LOGITS = 1 << 26
+MAX_LOGITS = 1 << 26
 """Number of logits that the training step computes at a time."""
 
-OFFLOADED = 20
+OFFLOADED_PARAMETER_BYTES = 20
 """Bytes per parameter in the machine's memory if the optimizer is offloaded.
 
 They are: fp32 weights 4, the optimizer's two moments 8, gradients 4, DeepSpeed's buffer at most 4.
 """
 
-BUCKET = 500_000_000
+REDUCE_BUCKET = 500_000_000
 """Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size).
 
 The bucket for gathering updated parameters has the same size.
 """
 
-LIVE = 1_000_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 holds gathered at a time (stage3_max_live_parameters)."""
 
-PREFILL = 2048
+PREFILL_TOKENS = 2048
 """Prompt tokens of one forward pass of the torch engine."""
 
 
@@ -68,12 +68,12 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def number_bytes(shape: ModelShape, learner: LearnerSection) -> int:
-    """Return the bytes per number, 2 or 4, of a learner's weights on a GPU.
+def dtype_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes, 2 or 4, of one of a learner's weights on a GPU.
 
     The engine that receives these weights uses the same precision.
     """
-    half = shape.half if learner.precision == "auto" else learner.precision == "bfloat16"
+    half = shape.half_precision if learner.precision == "auto" else learner.precision == "bfloat16"
     return 2 if half else 4
 
 
@@ -86,26 +86,27 @@ def learner_memory(
     every rank also holds a whole frozen copy of the model, for the KL term. An offloaded optimizer
     takes no GPU memory. At ZeRO stage 2 or 3 its gradients take none either.
     """
-    n, width = shape.parameters, number_bytes(shape, learner)
+    n, element_bytes = shape.parameters, dtype_bytes(shape, learner)
     deepspeed, zero = (
         learner.kind == "deepspeed",
         learner.zero if learner.kind == "deepspeed" else 0,
     )
-    away = deepspeed and learner.offload
+    offloaded = deepspeed and learner.offload
 
-    def cut(stage: int) -> int:
+    def shards(stage: int) -> int:
         return learner.ranks if zero >= stage else 1
 
     return Memory(
-        weights=n * width / cut(3) + n * width * reference,
-        gradients=0.0 if away and zero >= 2 else n * 4 / cut(2),
-        optimizer=0.0 if away else n * _optimizer_bytes(zero, width) / cut(1),
-        activations=_activations(
-            shape, tokens, width, checkpointing=learner.activation_checkpointing
+        weights=n * element_bytes / shards(3) + n * element_bytes * reference,
+        gradients=0.0 if offloaded and zero >= 2 else n * 4 / shards(2),
+        optimizer=0.0 if offloaded else n * _optimizer_bytes(zero, element_bytes) / shards(1),
+        activations=_activation_bytes(
+            shape, tokens, element_bytes, checkpointing=learner.activation_checkpointing
         )
-        + _logits(shape, tokens),
+        + _logit_bytes(shape, tokens),
         # The local learner publishes a copy of the weights.
-        other=PROCESS + (_buckets(n, zero, width) if deepspeed else n * width),
+        other=PROCESS_BYTES
+        + (_bucket_bytes(n, zero, element_bytes) if deepspeed else n * element_bytes),
     )
 
 
@@ -117,7 +118,7 @@ def host_memory(shape: ModelShape, learner: LearnerSection) -> float:
     without offload.
     """
     return (
-        OFFLOADED * float(shape.parameters)
+        OFFLOADED_PARAMETER_BYTES * float(shape.parameters)
         if learner.kind == "deepspeed" and learner.offload
         else 0.0
     )
@@ -128,40 +129,47 @@ def state_memory(shape: ModelShape, learner: LearnerSection) -> float:
 
     GPU memory and the machine's memory are included. Each state is counted once.
     """
-    width, zero = number_bytes(shape, learner), learner.zero if learner.kind == "deepspeed" else 0
-    here = 4 + _optimizer_bytes(zero, width)
-    return width * shape.parameters + (
-        host_memory(shape, learner) or float(here * shape.parameters)
+    element_bytes, zero = (
+        dtype_bytes(shape, learner),
+        learner.zero if learner.kind == "deepspeed" else 0,
+    )
+    state_bytes = 4 + _optimizer_bytes(zero, element_bytes)
+    return element_bytes * shape.parameters + (
+        host_memory(shape, learner) or float(state_bytes * shape.parameters)
     )
 
 
-def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, width: int) -> Memory:
+def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, element_bytes: int) -> Memory:
     """Return the minimum memory of one GPU of a vLLM engine.
 
-    The minimum has a cache for one sequence of `tokens`. All memory above it becomes cache. `width`
-    is the number of bytes per number.
+    The minimum has a cache for one sequence of `tokens`. All memory above it becomes cache.
+    `element_bytes` is the size of one weight.
     """
     # With fewer KV heads than GPUs, each head is replicated on several GPUs.
     heads = max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads
     return Memory(
-        weights=width * shape.parameters / tensor_parallel,
-        cache=tokens * shape.kv_bytes(width) * heads, other=PROCESS + SERVING,
-    )  # fmt: skip
+        weights=element_bytes * shape.parameters / tensor_parallel,
+        cache=tokens * shape.kv_bytes(element_bytes) * heads,
+        other=PROCESS_BYTES + VLLM_WORK_BYTES,
+    )
 
 
-def torch_engine_memory(shape: ModelShape, max_batch: int, tokens: int, width: int) -> Memory:
+def torch_engine_memory(
+    shape: ModelShape, max_batch: int, tokens: int, element_bytes: int
+) -> Memory:
     """Return the memory of the in-process engine.
 
     The cache has rows for a full batch, and as much again for stored prefixes. Row lengths are
-    powers of two, at least 128, because a row doubles when it is full. `width` is the number of
-    bytes per number.
+    powers of two, at least 128, because a row doubles when it is full. `element_bytes` is the size
+    of one weight.
     """
-    longest = max(128, 1 << (tokens - 1).bit_length())
+    row_tokens = max(128, 1 << (tokens - 1).bit_length())
     return Memory(
-        weights=width * shape.parameters,
-        cache=2 * max_batch * longest * shape.kv_bytes(width),
-        activations=PREFILL * _layer(shape, width) + 3 * 4 * max_batch * shape.vocabulary,
-        other=PROCESS,
+        weights=element_bytes * shape.parameters,
+        cache=2 * max_batch * row_tokens * shape.kv_bytes(element_bytes),
+        activations=PREFILL_TOKENS * _layer_bytes(shape, element_bytes)
+        + 3 * 4 * max_batch * shape.vocabulary,
+        other=PROCESS_BYTES,
     )
 
 
@@ -170,50 +178,57 @@ def embedder_memory(shape: ModelShape, *, vllm: bool) -> Memory:
 
     With `vllm` a cache for the longest text that the model reads is included.
     """
-    width = 2 if shape.half else 4
-    cache = shape.max_context * shape.kv_bytes(width) if vllm else 0
-    return Memory(weights=width * shape.parameters, cache=cache, other=PROCESS + POOLING)
+    element_bytes = 2 if shape.half_precision else 4
+    cache = shape.max_context * shape.kv_bytes(element_bytes) if vllm else 0
+    return Memory(
+        weights=element_bytes * shape.parameters,
+        cache=cache,
+        other=PROCESS_BYTES + EMBEDDER_WORK_BYTES,
+    )
 
 
-def _optimizer_bytes(zero: int, width: int) -> int:
+def _optimizer_bytes(zero: int, element_bytes: int) -> int:
     """Return the bytes per parameter of the optimizer.
 
     They are the two moments (8), plus fp32 weights (4) if the model is in 16 bits or DeepSpeed
     makes a flat copy of the weights (ZeRO stage 1 and 2).
     """
-    return 12 if width == 2 or zero in (1, 2) else 8
+    return 12 if element_bytes == 2 or zero in (1, 2) else 8
 
 
-def _layer(shape: ModelShape, width: int) -> int:
+def _layer_bytes(shape: ModelShape, element_bytes: int) -> int:
     """Return the bytes that one layer stores for one token, for the backward pass.
 
     Norms: the fp32 input and two results of each of the two. Attention: queries, keys, values and
     the output. MLP: gate, activation of the gate, up projection and product.
     """
-    norms = 2 * (4 + 2 * width) * shape.hidden
-    attention = 2 * width * (shape.heads + shape.kv_heads) * shape.head_dim
-    return norms + attention + 4 * width * shape.intermediate
+    norms = 2 * (4 + 2 * element_bytes) * shape.hidden
+    attention = 2 * element_bytes * (shape.heads + shape.kv_heads) * shape.head_dim
+    return norms + attention + 4 * element_bytes * shape.intermediate
 
 
-def _activations(shape: ModelShape, tokens: int, width: int, *, checkpointing: bool) -> float:
+def _activation_bytes(
+    shape: ModelShape, tokens: int, element_bytes: int, *, checkpointing: bool
+) -> float:
     """Return the bytes of the activations stored for the backward pass.
 
     The gradients of one MLP's hidden layer are included. With `checkpointing` the input of every
     layer and all activations of one layer are stored.
     """
     layers = (
-        shape.layers * width * shape.hidden + _layer(shape, width)
+        shape.layers * element_bytes * shape.hidden + _layer_bytes(shape, element_bytes)
         if checkpointing
-        else shape.layers * _layer(shape, width)
+        else shape.layers * _layer_bytes(shape, element_bytes)
     )
-    return tokens * float(layers + 3 * width * shape.intermediate)
+    return tokens * float(layers + 3 * element_bytes * shape.intermediate)
 
 
-def _logits(shape: ModelShape, tokens: int) -> float:
+def _logit_bytes(shape: ModelShape, tokens: int) -> float:
     """Return the bytes of logits, log-probs and the logits' gradient, all in fp32."""
-    return 3.0 * 4 * min(LOGITS, tokens * shape.vocabulary)
+    return 3.0 * 4 * min(MAX_LOGITS, tokens * shape.vocabulary)
 
 
-def _buckets(parameters: int, zero: int, width: int) -> float:
-    reduce, gather = min(BUCKET, parameters), min(LIVE if zero == 3 else BUCKET, parameters)
-    return float(width * (reduce + gather)) if zero else 0.0
+def _bucket_bytes(parameters: int, zero: int, element_bytes: int) -> float:
+    reduced = min(REDUCE_BUCKET, parameters)
+    gathered = min(MAX_LIVE_PARAMETERS if zero == 3 else REDUCE_BUCKET, parameters)
+    return float(element_bytes * (reduced + gathered)) if zero else 0.0

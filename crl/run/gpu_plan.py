@@ -26,33 +26,33 @@ from typing import Any, Literal
 from crl.config.layers import put
 from crl.config.models import model_shape
 from crl.config.schema import RunConfig
-from crl.config.shapes import KNOWN, ModelShape, require_context, require_divisible
+from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context, require_divisible
 from crl.config.validate import validated
 from crl.embedders import encoder_folder
 from crl.errors import ConfigError
 from crl.run.gpu_memory import (
     GIB,
     Memory,
+    dtype_bytes,
     embedder_memory,
     host_memory,
     learner_memory,
-    number_bytes,
     state_memory,
     torch_engine_memory,
     vllm_memory,
 )
 from crl.run.gpus import Gpu, visible_gpus
 
-USABLE = 0.95
+USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. The allocator loses the rest between its blocks."""
 
-LARGEST_FRACTION = 0.9
+MAX_ENGINE_SHARE = 0.9
 """Largest share of a GPU's memory that a vLLM engine gets."""
 
-FRACTIONS = (0.8, 0.5, 0.3)
+ALTERNATIVE_FRACTIONS = (0.8, 0.5, 0.3)
 """Alternatives that are tried for an engine.memory_fraction that does not fit."""
 
-MOST_GPUS = 64
+MAX_GPUS = 64
 """Largest number of GPUs that is tried as an alternative."""
 
 GpuUser = Literal[
@@ -64,32 +64,32 @@ GpuUser = Literal[
     "embedder",
 ]
 
-SHARING: tuple[GpuUser, ...] = ("untrained extractor", "embedder")
+SHARING_ROLES: tuple[GpuUser, ...] = ("untrained extractor", "embedder")
 """Roles that always share a GPU: they do not reduce the number of GPUs of other roles."""
 
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """GPUs and the memory that a role asks for."""
+    """GPUs and memory that a role requests."""
 
     role: GpuUser
     gpus: int
     """Number of GPUs."""
     memory: Memory
     """Memory on each of these GPUs; for a vLLM engine the minimum."""
-    what: str
+    description: str
     """Description for people."""
     key: str = "gpus"
     """Config key that sets the number of GPUs."""
     vllm: bool = False
     """True for a vLLM engine."""
-    grows: bool = False
+    takes_free_memory: bool = False
     """True if the role also takes the free memory of its GPUs."""
-    first: bool = False
+    first_gpu: bool = False
     """True if the role must be on the first GPU."""
     kv_bytes: float = 0.0
     """Bytes of one token in the cache, on each GPU."""
-    host: float = 0.0
+    host_bytes: float = 0.0
     """Bytes of the machine's memory."""
 
 
@@ -97,7 +97,7 @@ class GpuRequest:
 class Placement:
     """Role on its GPUs."""
 
-    need: GpuRequest
+    request: GpuRequest
     gpus: tuple[int, ...]
     """Positions among the visible GPUs, from 0. GPUs of one replica are adjacent in the tuple."""
     memory: Memory
@@ -122,8 +122,8 @@ class GpuPlan:
 
     count: int
     """Number of GPUs."""
-    asked: int
-    """Number of GPUs that the roles ask for (see `_asked`)."""
+    requested: int
+    """Number of GPUs that the roles request (see `_requested`)."""
     sizes: tuple[float, ...] | None
     """Memory of each GPU in bytes; None if unknown."""
     source: str
@@ -136,7 +136,7 @@ class GpuPlan:
 
     def __getitem__(self, role: GpuUser) -> Placement:
         """Return the placement of `role`. Raise `KeyError` if the role is not on a GPU."""
-        return {placement.need.role: placement for placement in self.placements}[role]
+        return {placement.request.role: placement for placement in self.placements}[role]
 
     def require_fit(self) -> None:
         """Raise `ConfigError` if the plan does not fit. The error names the alternatives."""
@@ -146,11 +146,11 @@ class GpuPlan:
                 self.problems[0].value,
                 self.problems[0].reason,
             )
-            would = "; or ".join(self.alternatives)
+            options = "; or ".join(self.alternatives)
             remedy = (
-                f"What would fit: {would}"
-                if would
-                else "No change of settings was found that would fit: use smaller models"
+                f"Settings that fit: {options}"
+                if options
+                else "No settings were found that fit. Use smaller models"
             )
             raise ConfigError(key, value, reason, remedy)
 
@@ -175,7 +175,7 @@ def gpu_plan(
     count = len(visible) if config.gpus is None else config.gpus
     if not count:
         return None
-    unasked = (
+    unchecked = (
         config.gpus is None
         and config.engine.kind == "torch"
         and config.learner.kind == "local"
@@ -184,25 +184,25 @@ def gpu_plan(
     try:
         shapes = _shapes(config)
     except ConfigError:
-        if unasked:
+        if unchecked:
             return None
         raise
     _require_served(config, shapes)
     sizes, source = _sizes(config, count, visible)
-    needs = _needs(config, shapes, learners=learners)
-    placements, problems = _place(config, needs, count, sizes)
-    if unasked:
+    requests = _requests(config, shapes, learners=learners)
+    placements, problems = _place(config, requests, count, sizes)
+    if unchecked:
         problems = []
     alternatives = (
         tuple(_alternatives(config, shapes, count, sizes, learners=learners)) if problems else ()
     )
     return GpuPlan(
-        count, _asked(needs), sizes, source, tuple(placements), tuple(problems), alternatives
+        count, _requested(requests), sizes, source, tuple(placements), tuple(problems), alternatives
     )
 
 
 @dataclass(frozen=True)
-class Assigned:
+class GpuAssignment:
     """GPUs of this machine that are assigned to a role."""
 
     gpus: tuple[str, ...] = ()
@@ -211,7 +211,7 @@ class Assigned:
     """As in `Placement`."""
 
 
-def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, Assigned]:
+def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuAssignment]:
     """Return the assigned GPUs by role, for the roles that are on a GPU.
 
     `learners` is as in `gpu_plan`. Without learners, a machine may have fewer GPUs than the setting
@@ -220,11 +220,12 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, Assi
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
         if learners or not visible:
-            remedy = (
-                f"Choose at most {len(visible)}, or look at crl doctor and CUDA_VISIBLE_DEVICES"
-            )
+            remedy = f"Use at most {len(visible)}, or check crl doctor and CUDA_VISIBLE_DEVICES"
             raise ConfigError(
-                "gpus", config.gpus, f"this machine shows {_count(len(visible), 'GPU')}", remedy
+                "gpus",
+                config.gpus,
+                f"this machine has {_count(len(visible), 'visible GPU')}",
+                remedy,
             )
         config = config.model_copy(update={"gpus": len(visible)})
     plan = gpu_plan(config, visible, learners=learners)
@@ -232,7 +233,7 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, Assi
         return {}
     plan.require_fit()
     return {
-        p.need.role: Assigned(tuple(visible[gpu].uuid for gpu in p.gpus), p.fraction)
+        p.request.role: GpuAssignment(tuple(visible[gpu].uuid for gpu in p.gpus), p.fraction)
         for p in plan.placements
     }
 
@@ -243,10 +244,12 @@ def _sizes(
     if len(visible) >= count:
         names = ", ".join(sorted({gpu.name for gpu in visible[:count]}))
         return tuple(float(gpu.memory) for gpu in visible[:count]), f"{names} of this machine"
-    here = f"this machine shows {_count(len(visible), 'GPU') if visible else 'none'}"
+    visible_text = (
+        f"this machine has {_count(len(visible), 'visible GPU') if visible else 'no visible GPU'}"
+    )
     if config.gpu_memory is None:
-        return None, f"of unknown memory (gpu_memory is unset); {here}"
-    return (config.gpu_memory * GIB,) * count, f"by gpu_memory; {here}"
+        return None, f"memory unknown (gpu_memory is not set); {visible_text}"
+    return (config.gpu_memory * GIB,) * count, f"size from gpu_memory; {visible_text}"
 
 
 def _shapes(config: RunConfig) -> dict[str, ModelShape]:
@@ -270,44 +273,46 @@ def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None
 
 def _encoder_shape(model: str) -> ModelShape:
     return model_shape(
-        model if model in KNOWN else str(encoder_folder(Path(model))), "embedder.model"
+        model if model in PUBLISHED_SHAPES else str(encoder_folder(Path(model))), "embedder.model"
     )
 
 
-def _needs(
+def _requests(
     config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool
 ) -> list[GpuRequest]:
     trained = {
         "actor": learners,
         "extractor": learners and config.extractor.train and not config.bank.frozen,
     }
-    needs = []
+    requests = []
     for model in ("actor", "extractor") if config.with_experience else ("actor",):
         if config.engine.kind == "vllm" or config.engine.device != "cpu":
-            needs.append(_engine(config, model, shapes[model]))
+            requests.append(_engine(config, model, shapes[model]))
         if trained[model] and config.learner.device != "cpu":
-            needs.append(_learner(config, model, shapes[model]))
-    if _lessons_compared(config) and (
+            requests.append(_learner(config, model, shapes[model]))
+    if _compares_lessons(config) and (
         config.engine.kind == "vllm" or config.engine.device != "cpu"
     ):
-        needs.append(_untrained(config, _engine(config, "extractor", shapes["extractor"])))
+        requests.append(
+            _untrained_extractor(config, _engine(config, "extractor", shapes["extractor"]))
+        )
     embedder = config.embedder
     if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
-        what = f"""{_billions(shapes["embedder"])}, {
-            "in this process" if local else "vLLM pooling engine, small: where there is most room"
+        description = f"""{_size_text(shapes["embedder"])}, {
+            "in this process" if local else "vLLM pooling engine, on the GPU with most free memory"
         }"""
-        needs.append(
+        requests.append(
             GpuRequest(
                 "embedder",
                 1,
                 embedder_memory(shapes["embedder"], vllm=not local),
-                what,
+                description,
                 vllm=not local,
-                first=local,
+                first_gpu=local,
             )
         )
-    return needs
+    return requests
 
 
 def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
@@ -315,28 +320,37 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
     role: GpuUser = "actor engine" if model == "actor" else "extractor engine"
     if engine.kind == "torch":
         memory = torch_engine_memory(
-            shape, engine.max_batch, tokens, number_bytes(shape, config.learner)
+            shape, engine.max_batch, tokens, dtype_bytes(shape, config.learner)
         )
-        what = (
-            f"{_billions(shape)}, torch, in this process: "
+        description = (
+            f"{_size_text(shape)}, torch, in this process: "
             f"rows for {engine.max_batch} sequences of {tokens:,} tokens"
         )
-        return GpuRequest(role, 1, memory, what, first=True)
-    width, number = engine.tensor_parallel, number_bytes(shape, config.learner)
+        return GpuRequest(role, 1, memory, description, first_gpu=True)
+    tensor_parallel = engine.tensor_parallel
+    element_bytes = dtype_bytes(shape, config.learner)
     memory, kv = (
-        vllm_memory(shape, width, tokens, number),
-        shape.kv_bytes(number) / min(width, shape.kv_heads),
+        vllm_memory(shape, tensor_parallel, tokens, element_bytes),
+        shape.kv_bytes(element_bytes) / min(tensor_parallel, shape.kv_heads),
     )
-    what = (
-        f"{_billions(shape)}, vLLM, {_count(engine.replicas, 'replica')} of {_count(width, 'GPU')}"
+    description = (
+        f"{_size_text(shape)}, vLLM, {_count(engine.replicas, 'replica')} "
+        f"of {_count(tensor_parallel, 'GPU')}"
     )
-    gpus = engine.replicas * width
+    gpus = engine.replicas * tensor_parallel
     return GpuRequest(
-        role, gpus, memory, what, key="engine.replicas", vllm=True, grows=True, kv_bytes=kv
+        role,
+        gpus,
+        memory,
+        description,
+        key="engine.replicas",
+        vllm=True,
+        takes_free_memory=True,
+        kv_bytes=kv,
     )
 
 
-def _lessons_compared(config: RunConfig) -> bool:
+def _compares_lessons(config: RunConfig) -> bool:
     """Return whether the run uses its untrained extractor at the end (see `crl.run.online`)."""
     return (
         config.with_experience
@@ -345,17 +359,20 @@ def _lessons_compared(config: RunConfig) -> bool:
     )
 
 
-def _untrained(config: RunConfig, engine: GpuRequest) -> GpuRequest:
-    """Return the untrained extractor's need: one replica of `engine` with the minimum cache."""
-    what = f"{engine.what.partition(',')[0]}, as at the start, for a comparison after the last step"
+def _untrained_extractor(config: RunConfig, engine: GpuRequest) -> GpuRequest:
+    """Return the untrained extractor's request: one replica of `engine` with the minimum cache."""
+    description = (
+        f"{engine.description.partition(',')[0]}, initial weights, "
+        "for the comparison after the last step"
+    )
     gpus = config.engine.tensor_parallel if engine.vllm else 1
     return replace(
         engine,
         role="untrained extractor",
         gpus=gpus,
-        what=what,
+        description=description,
         key="engine.tensor_parallel",
-        grows=False,
+        takes_free_memory=False,
     )
 
 
@@ -370,19 +387,21 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
             role,
             1,
             memory,
-            f"{_billions(shape)}, in this process: {states}; {tokens:,} tokens at a time",
-            first=True,
+            f"{_size_text(shape)}, in this process: {states}; {tokens:,} tokens at a time",
+            first_gpu=True,
         )
-    away = (
-        f", {_gib(host)} of them in the machine's memory"
-        if (host := host_memory(shape, learner))
+    offloaded = (
+        f", {_gib(host_bytes)} of them in host memory"
+        if (host_bytes := host_memory(shape, learner))
         else ""
     )
-    what = (
-        f"{_billions(shape)}, DeepSpeed ZeRO-{learner.zero}, {_count(learner.ranks, 'rank')}: "
-        f"{states}{away}; {tokens:,} tokens at a time"
+    description = (
+        f"{_size_text(shape)}, DeepSpeed ZeRO-{learner.zero}, "
+        f"{_count(learner.ranks, 'rank')}: {states}{offloaded}; {tokens:,} tokens at a time"
     )
-    return GpuRequest(role, learner.ranks, memory, what, key="learner.ranks", host=host)
+    return GpuRequest(
+        role, learner.ranks, memory, description, key="learner.ranks", host_bytes=host_bytes
+    )
 
 
 def _section(config: RunConfig, model: str) -> Any:
@@ -393,142 +412,153 @@ def _section(config: RunConfig, model: str) -> Any:
 
 
 def _place(
-    config: RunConfig, needs: Sequence[GpuRequest], count: int, sizes: tuple[float, ...] | None
+    config: RunConfig, requests: Sequence[GpuRequest], count: int, sizes: tuple[float, ...] | None
 ) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
-    """Return the placements, in the order of `needs`, and the problems.
+    """Return the placements, in the order of `requests`, and the problems.
 
-    A role that asks for more GPUs than there are is a problem and is not placed.
+    A role that requests more GPUs than the run has is a problem and is not placed.
     """
-    loads, growing, chosen = [0.0] * count, [False] * count, {}
-    problems = [_too_many(config, need, count) for need in needs if need.gpus > count]
-    crowded = _asked(needs) > count
+    loads, has_engine, gpus_by_role = [0.0] * count, [False] * count, {}
+    problems = [
+        _too_many_gpus(config, request, count) for request in requests if request.gpus > count
+    ]
+    shared = _requested(requests) > count
 
-    def place_in_line(need: GpuRequest) -> tuple[bool, bool, float]:
-        return not need.first, need.role in SHARING, -need.memory.total if crowded else 0.0
+    def priority(request: GpuRequest) -> tuple[bool, bool, float]:
+        return (
+            not request.first_gpu,
+            request.role in SHARING_ROLES,
+            -request.memory.total if shared else 0.0,
+        )
 
-    for need in sorted((need for need in needs if need.gpus <= count), key=place_in_line):
+    for request in sorted((request for request in requests if request.gpus <= count), key=priority):
         # The untrained extractor prefers GPUs of learners, which are idle when it runs. On a GPU of
         # an engine it would reduce the cache.
-        aside = need.role == "untrained extractor"
-        freest = sorted(range(count), key=lambda gpu: (aside and growing[gpu], loads[gpu], gpu))
-        gpus = tuple(sorted(range(1) if need.first else freest[: need.gpus]))
-        chosen[need.role] = gpus
+        avoid_engines = request.role == "untrained extractor"
+        by_load = sorted(
+            range(count), key=lambda gpu: (avoid_engines and has_engine[gpu], loads[gpu], gpu)
+        )
+        gpus = tuple(sorted(range(1) if request.first_gpu else by_load[: request.gpus]))
+        gpus_by_role[request.role] = gpus
         for gpu in gpus:
-            loads[gpu] += need.memory.total
-            growing[gpu] |= need.grows
+            loads[gpu] += request.memory.total
+            has_engine[gpu] |= request.takes_free_memory
     placed = [
-        Placement(need, chosen[need.role], need.memory) for need in needs if need.role in chosen
+        Placement(request, gpus_by_role[request.role], request.memory)
+        for request in requests
+        if request.role in gpus_by_role
     ]
     if sizes:
-        placed, refused = _sized(config, placed, sizes)
-        problems += refused
-    return placed, problems + list(_shared_transfer(config, chosen))
+        placed, size_problems = _with_free_memory(config, placed, sizes)
+        problems += size_problems
+    return placed, problems + list(_transfer_problems(config, gpus_by_role))
 
 
-def _asked(needs: Sequence[GpuRequest]) -> int:
-    """Return the number of GPUs that the roles ask for.
+def _requested(requests: Sequence[GpuRequest]) -> int:
+    """Return the number of GPUs that the roles request.
 
-    Parts of this process together ask for one GPU. Of the others, the roles in `SHARING` ask for
-    none.
+    Parts of this process together request one GPU. The roles in `SHARING_ROLES` request none.
     """
-    return any(need.first for need in needs) + sum(
-        need.gpus for need in needs if not need.first and need.role not in SHARING
+    return any(request.first_gpu for request in requests) + sum(
+        request.gpus
+        for request in requests
+        if not request.first_gpu and request.role not in SHARING_ROLES
     )
 
 
-def _too_many(config: RunConfig, need: GpuRequest, count: int) -> Problem:
-    section, _, name = need.key.partition(".")
+def _too_many_gpus(config: RunConfig, request: GpuRequest, count: int) -> Problem:
+    section, _, name = request.key.partition(".")
     reason = (
-        f"the {need.role} asks for {_count(need.gpus, 'GPU')}, "
-        f"and there {'is' if count == 1 else 'are'} {count}"
+        f"the {request.role} needs {_count(request.gpus, 'GPU')}, "
+        f"but the run has {_count(count, 'GPU')}"
     )
-    return Problem(need.key, getattr(getattr(config, section), name), reason)
+    return Problem(request.key, getattr(getattr(config, section), name), reason)
 
 
-def _sized(
+def _with_free_memory(
     config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float]
 ) -> tuple[list[Placement], list[Problem]]:
-    """Return the placements with free memory given to growing engines, and the problems.
+    """Return the placements with free memory given to the engines that take it, and the problems.
 
     If a GPU would be too full, the placements are returned unchanged.
     """
     problems = []
     for gpu, size in enumerate(sizes):
-        here = [placement for placement in placed if gpu in placement.gpus]
-        wanted = sum(_least(config, placement, size) for placement in here)
-        if wanted > USABLE * size:
+        on_gpu = [placement for placement in placed if gpu in placement.gpus]
+        needed = sum(_min_bytes(config, placement, size) for placement in on_gpu)
+        if needed > USABLE_SHARE * size:
             parts = ", ".join(
-                f"{placement.need.role} {_gib(_least(config, placement, size))}"
-                for placement in here
+                f"{placement.request.role} {_gib(_min_bytes(config, placement, size))}"
+                for placement in on_gpu
             )
             reason = (
-                f"GPU {gpu} would hold {_gib(wanted)} GiB of {_gib(USABLE * size)} usable ones "
-                f"({parts})"
+                f"GPU {gpu} needs {_gib(needed)} GiB, "
+                f"but {_gib(USABLE_SHARE * size)} GiB are usable ({parts})"
             )
             problems.append(Problem("gpus", len(sizes), reason))
             break  # other GPUs usually have the same problem
     if problems:
         return list(placed), problems
-    grown = []
+    sized = []
     for placement in placed:
         size = min(sizes[gpu] for gpu in placement.gpus)
-        if not placement.need.grows:
-            grown.append(
+        if not placement.request.takes_free_memory:
+            sized.append(
                 replace(
                     placement,
-                    fraction=placement.memory.total / size if placement.need.vllm else None,
+                    fraction=placement.memory.total / size if placement.request.vllm else None,
                 )
             )
             continue
-        share = min(_share(config, placed, gpu, sizes[gpu]) for gpu in placement.gpus)
+        extra_bytes = min(_extra_bytes(config, placed, gpu, sizes[gpu]) for gpu in placement.gpus)
         fraction = config.engine.memory_fraction or min(
-            LARGEST_FRACTION, (placement.memory.total + share) / size
+            MAX_ENGINE_SHARE, (placement.memory.total + extra_bytes) / size
         )
-        more = fraction * size - placement.memory.total
-        if more < 0:
+        extra = fraction * size - placement.memory.total
+        if extra < 0:
             reason = (
-                f"the {placement.need.role} needs {_gib(placement.memory.total)} of {_gib(size)} "
-                "GiB with room for one whole sequence"
+                f"the {placement.request.role} needs at least {_gib(placement.memory.total)} of "
+                f"{_gib(size)} GiB to cache one full sequence"
             )
             problems.append(Problem("engine.memory_fraction", fraction, reason))
-        grown.append(
+        sized.append(
             replace(
                 placement,
-                memory=replace(placement.memory, cache=placement.memory.cache + more),
+                memory=replace(placement.memory, cache=placement.memory.cache + extra),
                 fraction=fraction,
             )
         )
-    return grown, problems
+    return sized, problems
 
 
-def _least(config: RunConfig, placement: Placement, size: float) -> float:
-    if placement.need.grows and config.engine.memory_fraction:
+def _min_bytes(config: RunConfig, placement: Placement, size: float) -> float:
+    if placement.request.takes_free_memory and config.engine.memory_fraction:
         return config.engine.memory_fraction * size
     return placement.memory.total
 
 
-def _share(config: RunConfig, placed: Sequence[Placement], gpu: int, size: float) -> float:
-    """Return the bytes that each growing engine on a GPU may take above its minimum.
+def _extra_bytes(config: RunConfig, placed: Sequence[Placement], gpu: int, size: float) -> float:
+    """Return the bytes that each engine that takes free memory may take above its minimum.
 
     The free memory is divided equally among these engines.
     """
-    here = [placement for placement in placed if gpu in placement.gpus]
-    left = USABLE * size - sum(_least(config, placement, size) for placement in here)
-    return left / sum(placement.need.grows for placement in here)
+    on_gpu = [placement for placement in placed if gpu in placement.gpus]
+    free = USABLE_SHARE * size - sum(_min_bytes(config, placement, size) for placement in on_gpu)
+    return free / sum(placement.request.takes_free_memory for placement in on_gpu)
 
 
-def _shared_transfer(
-    config: RunConfig, chosen: Mapping[GpuUser, tuple[int, ...]]
+def _transfer_problems(
+    config: RunConfig, gpus_by_role: Mapping[GpuUser, tuple[int, ...]]
 ) -> Iterator[Problem]:
     pairs: tuple[tuple[GpuUser, GpuUser], ...] = (
         ("actor engine", "actor learner"),
         ("extractor engine", "extractor learner"),
     )
     for engine, learner in pairs:
-        shared = set(chosen.get(engine, ())) & set(chosen.get(learner, ()))
+        shared = set(gpus_by_role.get(engine, ())) & set(gpus_by_role.get(learner, ()))
         if shared and config.engine.kind == "vllm" and config.engine.transfer == "nccl":
             reason = (
-                f"NCCL sends between different GPUs, and {engine} and {learner} "
+                f"NCCL sends between different GPUs, but {engine} and {learner} "
                 f"share GPU {min(shared)}"
             )
             yield Problem("engine.transfer", "nccl", reason)
@@ -549,34 +579,35 @@ def _alternatives(
     """
     size = min(sizes) if sizes else None
     fits = partial(_fits, learners=learners)
-    for more in range(count + 1, MOST_GPUS + 1):
+    for more in range(count + 1, MAX_GPUS + 1):
         if fits(config, shapes, more, (size,) * more if size else None):
             yield f"--set gpus={more}"
             break
-    knobs = list(_knobs(config, count))
+    settings = list(_memory_settings(config, count))
 
-    def fewest(
-        must: tuple[tuple[str, Any], ...], most: int
+    def smallest_sets(
+        required: tuple[tuple[str, Any], ...], most: int
     ) -> Iterator[tuple[tuple[str, Any], ...]]:
         sets = (
-            some + must
-            for n in range(most + 1 - len(must))
-            for some in itertools.combinations(knobs, n)
+            subset + required
+            for n in range(most + 1 - len(required))
+            for subset in itertools.combinations(settings, n)
         )
         return (
             changes for changes in sets if fits(_changed(config, changes), shapes, count, sizes)
         )
 
-    found = list(itertools.islice(fewest((), len(knobs)), 2))
+    found = list(itertools.islice(smallest_sets((), len(settings)), 2))
     found = [changes for changes in found if len(changes) == len(found[0])]
     if config.with_experience:
         found += itertools.islice(
-            fewest((("method", "grpo"),), len(found[0]) - 1 if found else len(knobs) + 1), 1
+            smallest_sets((("method", "grpo"),), len(found[0]) - 1 if found else len(settings) + 1),
+            1,
         )
     yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
 
 
-def _knobs(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
+def _memory_settings(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of settings that save memory, the least harmful to learning first."""
     engine, learner = config.engine, config.learner
     deepspeed, vllm = learner.kind == "deepspeed", engine.kind == "vllm"
@@ -593,7 +624,7 @@ def _knobs(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
     if vllm and engine.replicas > 1:
         yield "engine.replicas", 1
     if vllm and engine.memory_fraction:
-        yield from (("engine.memory_fraction", fraction) for fraction in FRACTIONS)
+        yield from (("engine.memory_fraction", fraction) for fraction in ALTERNATIVE_FRACTIONS)
     if not vllm and engine.max_batch > 8:
         yield "engine.max_batch", 8
     if learner.micro_batch_tokens > 4096:
@@ -622,7 +653,7 @@ def _fits(
 ) -> bool:  # fmt: skip
     return (
         config is not None
-        and not _place(config, _needs(config, shapes, learners=learners), count, sizes)[1]
+        and not _place(config, _requests(config, shapes, learners=learners), count, sizes)[1]
     )
 
 
@@ -637,74 +668,74 @@ def _option(key: str, value: Any) -> str:
 def describe(plan: GpuPlan) -> str:
     """Return the plan as text: each role with its GPUs, then a table of the memory of each GPU."""
     size = f" of {_gib(min(plan.sizes))} GiB" if plan.sizes else ""
-    lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _rule(plan)]
+    lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _placement_rule(plan)]
     used = {gpu for placement in plan.placements for gpu in placement.gpus}
     for placement in plan.placements:
         lines.append(
-            f"{placement.need.role:<18} {_numbers(placement.gpus):<8} "
-            f"{placement.need.what}{_why(plan, placement)}"
+            f"{placement.request.role:<18} {_numbers(placement.gpus):<8} "
+            f"{placement.request.description}{_sharing(plan, placement)}"
         )
     if idle := sorted(set(range(plan.count)) - used):
         lines.append(
-            f"{'idle':<18} {_numbers(idle):<8} raise engine.replicas or learner.ranks to use them"
+            f"{'idle':<18} {_numbers(idle):<8} "
+            "increase engine.replicas or learner.ranks to use them"
         )
-    if host := sum(placement.need.host for placement in plan.placements):
-        lines.append(
-            f"{'machine':<18} {'':<8} {_gib(host)} GiB of its memory hold what is offloaded"
-        )
+    if host_bytes := sum(placement.request.host_bytes for placement in plan.placements):
+        lines.append(f"{'host memory':<18} {'':<8} {_gib(host_bytes)} GiB for offloaded states")
     lines += ["", *_table(plan)]
     lines += [
         f"does not fit: {problem.key} = {problem.value}: {problem.reason}"
         for problem in plan.problems
     ]
-    lines += [f"would fit: {option}" for option in plan.alternatives]
+    lines += [f"fits: {option}" for option in plan.alternatives]
     return "\n".join(lines)
 
 
-def _rule(plan: GpuPlan) -> str:
-    if all(placement.need.first for placement in plan.placements):
+def _placement_rule(plan: GpuPlan) -> str:
+    if all(placement.request.first_gpu for placement in plan.placements):
         return "all parts run in this process, on the first GPU"
-    asked = f"engines and learners ask for {plan.asked}"
-    if plan.asked <= plan.count:
-        return f"{asked}: each gets GPUs of its own"
+    requested = f"engines and learners need {_count(plan.requested, 'GPU')}"
+    if plan.requested <= plan.count:
+        return f"{requested}: each has separate GPUs"
     return (
-        f"{asked}: the most needful are placed first, each where there is most room then, and share"
+        f"{requested}: they share GPUs, placed from the largest to the smallest "
+        "on the GPU with most free memory"
     )
 
 
-def _why(plan: GpuPlan, placement: Placement) -> str:
+def _sharing(plan: GpuPlan, placement: Placement) -> str:
     others = [
-        other.need.role
+        other.request.role
         for other in plan.placements
         if other is not placement and set(other.gpus) & set(placement.gpus)
     ]
     cache = ""
-    if placement.fraction is not None and placement.need.kv_bytes:
-        tokens = placement.memory.cache / placement.need.kv_bytes
+    if placement.fraction is not None and placement.request.kv_bytes:
+        tokens = placement.memory.cache / placement.request.kv_bytes
         cache = f"; {placement.fraction:.2f} of a GPU, a cache of {tokens:,.0f} tokens each"
-    return f"{cache}; {'shares with ' + ', '.join(others) if others else 'alone there'}"
+    return f"{cache}; {'shared with ' + ', '.join(others) if others else 'not shared'}"
 
 
 def _table(plan: GpuPlan) -> list[str]:
     names = [field.name for field in fields(Memory)]
-    rows = [["GiB", "", *names, "in all"]]
+    rows = [["GiB", "", *names, "total"]]
     for gpu in range(plan.count):
-        here = [placement for placement in plan.placements if gpu in placement.gpus]
-        for placement in here:
+        on_gpu = [placement for placement in plan.placements if gpu in placement.gpus]
+        for placement in on_gpu:
             parts = [getattr(placement.memory, name) for name in names]
-            label = f"GPU {gpu}" if placement is here[0] else ""
+            label = f"GPU {gpu}" if placement is on_gpu[0] else ""
             rows.append(
                 [
                     label,
-                    placement.need.role,
+                    placement.request.role,
                     *(_gib(part) if part else "–" for part in parts),
                     _gib(placement.memory.total),
                 ]
             )
-        if here:
+        if on_gpu:
             most = f" of {_gib(plan.sizes[gpu])}" if plan.sizes else ""
             rows[-1][-1] += (
-                f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in here))}{most}"
+                f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in on_gpu))}{most}"
             )
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) + 2)]
     return ["  ".join([f"{a:<{widths[0]}}", f"{b:<{widths[1]}}",
@@ -717,7 +748,7 @@ def _numbers(gpus: Sequence[int]) -> str:
     return f"GPU {gpus[0]}–{gpus[-1]}" if run else f"GPU {', '.join(map(str, gpus))}"
 
 
-def _billions(shape: ModelShape) -> str:
+def _size_text(shape: ModelShape) -> str:
     return (
         f"{shape.parameters / 1e9:.1f} B"
         if shape.parameters >= 5e7

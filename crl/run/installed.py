@@ -17,7 +17,7 @@ from crl.extras import require_package
 
 
 @dataclass(frozen=True)
-class TaskOffer:
+class TaskInfo:
     """Task that is part of the package."""
 
     name: str
@@ -31,16 +31,16 @@ class TaskOffer:
     """Description of the data in use, with a hint. None if the environment has no official data."""
 
 
-def task_offers() -> list[TaskOffer]:
+def task_infos() -> list[TaskInfo]:
     return [
-        _offer(name) for name in catalog.tasks() if not catalog.mixture(catalog.task_file(name))
+        _task_info(name) for name in catalog.tasks() if not catalog.mixture(catalog.task_file(name))
     ]
 
 
 def mixtures() -> dict[str, Sequence[str]]:
     """Return the task names of each mixture of the package, by the mixture's name."""
-    found = {name: catalog.mixture(catalog.task_file(name)) for name in catalog.tasks()}
-    return {name: mixed.tasks for name, mixed in found.items() if mixed}
+    mixture_by_name = {name: catalog.mixture(catalog.task_file(name)) for name in catalog.tasks()}
+    return {name: mixed.tasks for name, mixed in mixture_by_name.items() if mixed}
 
 
 def gem_problem() -> str | None:
@@ -58,7 +58,7 @@ def require_learner(config: RunConfig) -> None:
         require_package("deepspeed", "learner.kind", config.learner.kind)
 
 
-def _offer(name: str) -> TaskOffer:
+def _task_info(name: str) -> TaskInfo:
     path = catalog.task_file(name)
     tasks = [
         TaskConfig.model_validate(task_settings(path, profile)) for profile in ("full", "compact")
@@ -69,12 +69,12 @@ def _offer(name: str) -> TaskOffer:
         data = spec.data() if spec.data else None
     except ConfigError as error:
         problem = f"{error.reason}. {error.remedy}" if error.key == name else str(error)
-    on = "; ".join(filter(None, [data.what, data.hint])) if data else None
-    return TaskOffer(
+    data_text = "; ".join(filter(None, [data.description, data.hint])) if data else None
+    return TaskInfo(
         name,
         tasks[0].env,
         spec.hosting,
         {task.rendering: task.turns for task in tasks},
         problem,
-        on,
+        data_text,
     )

@@ -3,8 +3,9 @@
 * `Collector`: plays groups of episodes, as far ahead of training as the staleness gate allows.
 * `Learner`: owns the actor's trained weights.
 * `Engine`: owns the copy of the weights that samples.
-* `ExperienceSide`: owns bank and extractor, which learn from episodes. Absent without experience.
-* `CriticSide`: judges experience and knows the actor's success rates. Absent if the critic is off.
+* `ExperiencePipeline`: owns bank and extractor, which learn from episodes. Absent without
+  experience.
+* `CriticParts`: judges experience and knows the actor's success rates. Absent if the critic is off.
 * `Evaluator` and `AdviceProbe`: measure on fixed task sets.
 * `Monitor`: records metrics, episodes and notes.
 
@@ -27,18 +28,18 @@ from typing import Any, TypeVar
 import torch
 
 from crl.algo import build_minibatches
-from crl.algo.batching import SelfDistilled
+from crl.algo.batching import DistillationSamples
 from crl.envs.host import Hosts
 from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import save_checkpoint, saved_states
-from crl.run.critic import CriticSide
+from crl.run.critic import CriticParts
 from crl.run.evaluate import Evaluation, Evaluator
-from crl.run.experience import ExperienceSide
-from crl.run.metrics import rollout_figures
-from crl.run.mismatch import MismatchWatch
+from crl.run.experience import ExperiencePipeline
+from crl.run.metrics import rollout_metrics
+from crl.run.mismatch import MismatchDetector
 from crl.run.probe import AdviceProbe
-from crl.run.sync import sync
+from crl.run.sync import sync_weights
 from crl.run.totals import Totals
 from crl.seeds import generator
 from crl.types import Minibatch, StepStats, TokenTrace, Trajectory
@@ -65,7 +66,7 @@ class Schedule:
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     """Training loop of a run, from its warm-up to its last checkpoint."""
 
     method: Method
@@ -75,19 +76,19 @@ class Loop:
     environments: Hosts
     engine: Engine
     learner: Learner
-    unguided: Callable[[Trajectory], Sequence[TokenTrace]]
+    unguided_traces: Callable[[Trajectory], Sequence[TokenTrace]]
     """Function that returns a trajectory's traces with the prompts of an unguided episode."""
     evaluator: Evaluator
     probe: AdviceProbe
-    experience: ExperienceSide | None
+    experience: ExperiencePipeline | None
     """None in a run without experience."""
-    critic: CriticSide | None
+    critic: CriticParts | None
     """None if the actor does not judge experience."""
     monitor: Monitor
     checkpoints: Path
     """Directory of the run's checkpoints."""
-    companions: Mapping[str, Path]
-    """See `save_checkpoint`."""
+    model_dirs: Mapping[str, Path]
+    """Directory of each role's initial model, see `save_checkpoint`."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that ends the run after the current step."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -104,10 +105,10 @@ class Loop:
     """
 
     def __post_init__(self) -> None:
-        self._mismatch = MismatchWatch("actor", self.monitor)
+        self._mismatch = MismatchDetector("actor", self.monitor)
 
     @property
-    def completed(self) -> int:
+    def completed_steps(self) -> int:
         """Number of completed steps."""
         return self.collector.completed_steps
 
@@ -122,7 +123,7 @@ class Loop:
         a checkpoint.
         """
         await self._warm_up()
-        await self._measure(0)
+        await self._evaluate_and_probe(0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.collector.run(), name="collector")]
             background += [
@@ -131,14 +132,14 @@ class Loop:
             ]
             if self.experience:
                 background.append(tasks.create_task(self.experience.run(), name="experience"))
-            for step in range(self.completed, self.schedule.steps):
+            for step in range(self.completed_steps, self.schedule.steps):
                 if not await self._step(step):
                     break
             for task in background:
                 task.cancel()
         if self.experience and not self.stop.is_set():
             await self._unless_stopped(self.experience.finish())
-        await self._measure(self.completed)
+        await self._evaluate_and_probe(self.completed_steps)
         await self.checkpoint()
 
     async def checkpoint(self) -> Path:
@@ -151,11 +152,11 @@ class Loop:
             if self.experience:
                 state |= await self.experience.state(saved_states(self.checkpoints))
             if self.critic:
-                state["success_rates"] = self.critic.rates.state()
+                state["success_rates"] = self.critic.success_rates.state()
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
             return await save_checkpoint(
-                self.checkpoints, self.completed, self._learners, self.companions, state
+                self.checkpoints, self.completed_steps, self._learners, self.model_dirs, state
             )
 
     async def _step(self, step: int) -> bool:
@@ -163,45 +164,48 @@ class Loop:
 
         If it was asked before the batch was complete, nothing is trained.
         """
-        clock, busy = Clock(), self.engine.busy
-        with clock("wait"):
+        stopwatch, busy_before = Stopwatch(), self.engine.busy_s
+        with stopwatch("wait"):
             batch = await self._unless_stopped(self.collector.batch(step))
         if batch is None:
             return False
         self.monitor.trajectories(batch)
-        played = [t for t in batch if t.error is None]
-        advantages = self._advantages(played)
-        metrics = rollout_figures(batch, self.engine.version)
+        valid = [t for t in batch if t.error is None]
+        advantages = self._advantages(valid)
+        metrics = rollout_metrics(batch, self.engine.version)
         metrics["rollout/groups_with_signal"] = len(
-            {t.group for t, advantage in zip(played, advantages, strict=True) if advantage}
+            {t.group for t, advantage in zip(valid, advantages, strict=True) if advantage}
         )
-        distilled = self._distilled(played)
+        distilled = self._self_distillation(valid)
         if self.method.actor.distillation:
             metrics["rollout/self_distilled"] = len(distilled)
         self.mid_step = True
         if self.experience:
-            with clock("submit"):
+            with stopwatch("submit"):
                 await self.experience.observe(batch)
-        with clock("train"):
-            stats = await self.learner.step(self._minibatches(step, played, advantages, distilled))
-        with clock("sync"):
-            sent = await sync(self.learner, self.engine) if stats.updates else 0
+        with stopwatch("train"):
+            stats = await self.learner.step(self._minibatches(step, valid, advantages, distilled))
+        with stopwatch("sync"):
+            sent_bytes = await sync_weights(self.learner, self.engine) if stats.updates else 0
         if self.experience:
-            with clock("bank"):
+            with stopwatch("bank"):
                 await self.experience.complete(step + 1, batch)
         self.source.observe(batch)
         self.totals.add(batch)
         if self.critic:
-            self.critic.rates.observe(batch)
-            critiques = self.critic.critic.take()
+            self.critic.success_rates.observe(batch)
+            critiques = self.critic.critic.take_metrics()
             self.totals.actor_tokens += int(critiques.get("critic/sampled_tokens", 0))
             metrics |= critiques
         self.skipped_updates += stats.skipped
         metrics |= self.totals.metrics() | {
             f"actor/{name}": value for name, value in stats.metrics.items()
         }
-        metrics |= self._step_figures(stats, batch, clock)
-        metrics |= {"perf/rollout_busy_s": self.engine.busy - busy, "perf/sync_bytes": sent}
+        metrics |= self._step_metrics(stats, batch, stopwatch)
+        metrics |= {
+            "perf/rollout_busy_s": self.engine.busy_s - busy_before,
+            "perf/sync_bytes": sent_bytes,
+        }
         self.monitor.log(step + 1, "train", metrics | self.environments.metrics())
         self._mismatch.observe(step, stats.metrics)
         # Measure before the step completes. A synchronous run has no rollout in flight here, so no
@@ -216,70 +220,77 @@ class Loop:
             await self.checkpoint()
         return not self.stop.is_set()
 
-    def _advantages(self, played: Sequence[Trajectory]) -> list[float]:
-        """Return the sum of the method's advantage terms for each trajectory of `played`.
+    def _advantages(self, valid: Sequence[Trajectory]) -> list[float]:
+        """Return the sum of the method's advantage terms for each trajectory.
 
-        `played` must not contain trajectories with errors.
+        `valid` holds trajectories without an error.
         """
         return (
-            torch.stack([term(played) for term in self.method.actor.terms]).sum(0).tolist()
-            if played
+            torch.stack([term(valid) for term in self.method.actor.terms]).sum(0).tolist()
+            if valid
             else []
         )
 
     def _minibatches(
         self,
         step: int,
-        played: Sequence[Trajectory],
+        valid: Sequence[Trajectory],
         advantages: Sequence[float],
-        distilled: Mapping[int, SelfDistilled],
+        distilled: Mapping[int, DistillationSamples],
     ) -> Sequence[Minibatch]:
         """Return the minibatches of the actor's training step."""
-        views = [self.method.actor.view(t) for t in played]
-        draw = generator(self.schedule.seed, "minibatches", step)
+        views = [self.method.actor.view(t) for t in valid]
+        rng = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(
-            played,
+            valid,
             advantages,
             views,
             count=self.schedule.minibatches,
-            rng=draw,
+            rng=rng,
             distilled=distilled,
         )
 
-    def _distilled(self, played: Sequence[Trajectory]) -> Mapping[int, SelfDistilled]:
+    def _self_distillation(self, valid: Sequence[Trajectory]) -> Mapping[int, DistillationSamples]:
         """Return the self-distillation samples by trajectory index: weight and unguided traces.
 
         Trajectories with weight 0 are left out.
         """
         term = self.method.actor.distillation
-        weights = term(played).tolist() if term and played else []
-        return {i: (weight, self.unguided(played[i])) for i, weight in enumerate(weights) if weight}
+        weights = term(valid).tolist() if term and valid else []
+        return {
+            i: (weight, self.unguided_traces(valid[i]))
+            for i, weight in enumerate(weights)
+            if weight
+        }
 
     async def _warm_up(self) -> None:
         """Play the critic's warm-up and log the success rates.
 
         A run that continues from completed steps skips the warm-up: its checkpoint has the rates.
         """
-        if not self.critic or not self.critic.warmup.batches or self.completed:
+        if not self.critic or not self.critic.warmup.batches or self.completed_steps:
             return
-        clock = Clock()
-        with clock("warmup"):
-            played = await self._unless_stopped(self.critic.warmup.play())
-        if played is None:
+        stopwatch = Stopwatch()
+        with stopwatch("warmup"):
+            trajectories = await self._unless_stopped(self.critic.warmup.play())
+        if trajectories is None:
             return
-        self.totals.add(played)
-        observed = self.critic.rates.observe(played)
-        if observed == 0:
+        self.totals.add(trajectories)
+        episodes = self.critic.success_rates.observe(trajectories)
+        if episodes == 0:
             self.monitor.note(
-                "no episode of the warm-up could be played: "
-                "the critic knows no success rate until a free one is"
+                "all warm-up episodes failed with an error: the critic has no success rate "
+                "until an unguided training episode completes"
             )
-        rates = {
-            f"warmup/{name}/success": rate for name, rate in self.critic.rates.metrics().items()
+        success_rates = {
+            f"warmup/{name}/success": rate
+            for name, rate in self.critic.success_rates.metrics().items()
         }
-        self.monitor.log(0, "warmup", {"warmup/episodes": observed, **rates, **clock.metrics()})
+        self.monitor.log(
+            0, "warmup", {"warmup/episodes": episodes, **success_rates, **stopwatch.metrics()}
+        )
 
-    async def _measure(self, step: int) -> None:
+    async def _evaluate_and_probe(self, step: int) -> None:
         await self._evaluate(step)
         if self.schedule.probe_every:
             await self._probe(step)
@@ -287,8 +298,8 @@ class Loop:
     async def _evaluate(self, step: int) -> None:
         if step in self.evaluations:
             return
-        clock = Clock()
-        with clock("eval"):
+        stopwatch = Stopwatch()
+        with stopwatch("eval"):
             last = step == self.schedule.steps
             # No online banks at the start: before any training they are least informative and take
             # longest to build.
@@ -297,37 +308,37 @@ class Loop:
             )
         if evaluation is not None:
             self.evaluations[step] = evaluation
-            self.monitor.log(step, "eval", evaluation.metrics() | clock.metrics())
+            self.monitor.log(step, "eval", evaluation.metrics() | stopwatch.metrics())
 
     async def _probe(self, step: int) -> None:
         if step in self.probes:
             return
-        clock = Clock()
-        with clock("probe"):
+        stopwatch = Stopwatch()
+        with stopwatch("probe"):
             metrics = await self._unless_stopped(self.probe.measure())
         if metrics:
             self.probes[step] = metrics
-            self.monitor.log(step, "probe", {**metrics, **clock.metrics()})
+            self.monitor.log(step, "probe", {**metrics, **stopwatch.metrics()})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`; None if the run is asked to stop first.
 
         In that case `work` is cancelled.
         """
-        working, stopping = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        work_task, stop_task = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
         try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
+            await asyncio.wait({work_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            return work_task.result() if work_task.done() else None
         finally:
-            working.cancel()
-            stopping.cancel()
+            work_task.cancel()
+            stop_task.cancel()
             # A cancelled evaluation still has to release its environments.
-            await asyncio.wait({working, stopping})
+            await asyncio.wait({work_task, stop_task})
 
-    def _step_figures(
-        self, stats: StepStats, batch: Sequence[Trajectory], clock: Clock
+    def _step_metrics(
+        self, stats: StepStats, batch: Sequence[Trajectory], stopwatch: Stopwatch
     ) -> dict[str, float]:
-        seconds = sum(clock.seconds.values())
+        seconds = sum(stopwatch.seconds.values())
         tokens = sum(t.sampled_tokens for t in batch)
         return {
             "actor/updates": stats.updates,
@@ -336,7 +347,7 @@ class Loop:
             "rollout/sampled_tokens": tokens,
             "perf/sampled_tokens_per_s": tokens / seconds if seconds else 0.0,
             "perf/episodes_per_s": len(batch) / seconds if seconds else 0.0,
-            **clock.metrics(),
+            **stopwatch.metrics(),
         }
 
     def _due(self, step: int, every: int) -> bool:
@@ -347,8 +358,8 @@ class Loop:
         return every > 0 and step % every == 0 and step < self.schedule.steps
 
 
-class Clock:
-    """Stopwatch for named sections: `with clock("train"): …`."""
+class Stopwatch:
+    """Stopwatch for named sections: `with stopwatch("train"): …`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -356,11 +367,11 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begin = time.monotonic()
+        started = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()}

@@ -25,23 +25,23 @@ from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.prompts import hashes
 from crl.protocols import Monitor
-from crl.run.assemble import evaluation, training
+from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.evaluate import Evaluation
 from crl.run.gpu_plan import assigned_gpus
 from crl.run.installed import require_learner
-from crl.run.loop import Loop
+from crl.run.loop import TrainingLoop
 from crl.run.plan import overview
-from crl.run.signals import terminable
+from crl.run.signals import sigterm_as_interrupt
 from crl.run.summary import Summary, experience_report, success_lines
 from crl.run.tasks import (
-    generated,
+    data_notes,
     require_bank,
     require_embedder,
     require_engine,
-    require_measures,
+    require_eval_support,
     require_models,
-    require_told,
+    require_prompts_used,
     specs,
 )
 
@@ -56,29 +56,33 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     --seed and --run-dir; the summary shows it. Raise `CrlError` if the run cannot start or fails.
     The traceback of any error except a `ConfigError` is written to RUN/log.txt.
     """
-    begin = time.monotonic()
+    started = time.monotonic()
     prompts = hashes(config.prompts.files)
     require_models(config)
     assigned_gpus(config)
-    require_told(config)
+    require_prompts_used(config)
     require_bank(config)
     require_embedder(config)
-    require_measures(config, specs(config))
+    require_eval_support(config, specs(config))
     require_learner(config)
     require_engine(config)
     run = RunDir.create(run_dir)
     dump(config, run.config, prompts=prompts)
     try:
-        with terminable(), _disk_errors(run), closing(_monitor(config, run, screen)) as monitor:
+        with (
+            sigterm_as_interrupt(),
+            _disk_errors(run),
+            closing(_monitor(config, run, screen)) as monitor,
+        ):
             monitor.note(f"run {run.path}\n{overview(config)}\n")
-            return asyncio.run(_train(config, run, monitor, screen, command, begin))
+            return asyncio.run(_train(config, run, monitor, screen, command, started))
     except ConfigError:
         # Without metrics the run has not begun: make the directory empty again.
         if not run.metrics.exists() or not run.metrics.stat().st_size:
             run.clear()
         raise
     except BaseException as error:
-        _keep_traceback(error, run.log)
+        _log_traceback(error, run.log)
         raise
 
 
@@ -95,23 +99,23 @@ def _disk_errors(run: RunDir) -> Iterator[None]:
             raise
         raise CrlError(
             f"{run.path}: {error.strerror}. "
-            "Free some disk space; the checkpoints that are there are whole."
+            "Free some disk space. All existing checkpoints are complete."
         ) from error
 
 
-def _keep_traceback(error: BaseException, log: Path) -> None:
+def _log_traceback(error: BaseException, log: Path) -> None:
     """Append the traceback of `error` to `log`. Add its location to the message of a `CrlError`.
 
     If the log cannot be written (for example, because the disk is full), the message says so.
     """
-    where = f"traceback: {log}"
+    note = f"traceback: {log}"
     try:
         with log.open("a", encoding="utf-8") as stream:
             stream.write("".join(traceback.format_exception(error)))
-    except OSError as refused:
-        where = f"no traceback, {log}: {refused.strerror}"
+    except OSError as write_error:
+        note = f"no traceback: cannot write {log}: {write_error.strerror}"
     if isinstance(error, CrlError):
-        error.args = (f"{error} ({where})",)
+        error.args = (f"{error} ({note})",)
 
 
 def evaluate_run(run_dir: Path) -> int:
@@ -126,14 +130,14 @@ def evaluate_run(run_dir: Path) -> int:
     print(f"{checkpoint}, after {checkpoint.name} steps")
     print(
         "\n".join(
-            success_lines(config.eval.temperature, result, generated=generated(specs(config)))
+            success_lines(config.eval.temperature, result, data_notes=data_notes(specs(config)))
         )
     )
     return 0
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluation:
-    async with evaluation(config, checkpoint, run) as evaluator:
+    async with open_evaluator(config, checkpoint, run) as evaluator:
         try:
             return await evaluator.evaluate()
         except BaseExceptionGroup as group:
@@ -155,10 +159,12 @@ def frozen_heap() -> Iterator[None]:
 
 
 async def _train(
-    config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, begin: float
+    config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, started: float
 ) -> int:
-    async with training(config, run, monitor, bar=isinstance(screen, PlainMonitor)) as loop:
-        with frozen_heap(), _interruptible(loop, screen):
+    async with open_training_loop(
+        config, run, monitor, progress_bar=isinstance(screen, PlainMonitor)
+    ) as loop:
+        with frozen_heap(), _handle_interrupts(loop, screen):
             try:
                 await loop.run()
             except BaseExceptionGroup as group:
@@ -168,33 +174,37 @@ async def _train(
                 raise cause from cause.__cause__ or group
         summary = Summary(
             run=run.path,
-            checkpoint=run.checkpoint(loop.completed),
+            checkpoint=run.checkpoint(loop.completed_steps),
             command=command,
             seed=config.run.seed,
-            steps=loop.completed,
-            seconds=time.monotonic() - begin,
+            steps=loop.completed_steps,
+            seconds=time.monotonic() - started,
             temperature=config.eval.temperature,
             before=loop.evaluations.get(0),
-            after=loop.evaluations.get(loop.completed) if loop.completed else None,
+            after=loop.evaluations.get(loop.completed_steps) if loop.completed_steps else None,
             skipped_updates=loop.skipped_updates
-            + (side.trainer.skipped if (side := loop.experience) and side.trainer else 0),
+            + (
+                experience.trainer.skipped_updates
+                if (experience := loop.experience) and experience.trainer
+                else 0
+            ),
             totals=loop.totals,
             experience=await experience_report(loop, run.bank),
-            generated=generated(specs(config)),
+            data_notes=data_notes(specs(config)),
         )
         monitor.note(summary.text())
         return INTERRUPTED if loop.stop.is_set() else 0
 
 
 @contextmanager
-def _interruptible(loop: Loop, screen: Monitor) -> Iterator[None]:
+def _handle_interrupts(loop: TrainingLoop, screen: Monitor) -> Iterator[None]:
     """Handle Ctrl-C (SIGINT) and SIGTERM inside the context.
 
     The first signal stops `loop`, which writes a checkpoint of the last completed step. A step
     whose batch is still being collected is dropped. A step that is being trained is completed. The
     second signal ends the process immediately.
     """
-    events = asyncio.get_running_loop()
+    event_loop = asyncio.get_running_loop()
 
     def interrupt() -> None:
         if loop.stop.is_set():
@@ -202,17 +212,19 @@ def _interruptible(loop: Loop, screen: Monitor) -> Iterator[None]:
                 screen.close()  # the screen may have to restore the terminal
             finally:
                 os._exit(INTERRUPTED)
-        loop.monitor.note("interrupted: writing a checkpoint (Ctrl-C again to exit at once)")
+        loop.monitor.note(
+            "interrupted: writing a checkpoint (press Ctrl-C again to exit immediately)"
+        )
         loop.stop.set()
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        events.add_signal_handler(number, interrupt)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        event_loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            events.remove_signal_handler(number)
+        for number, handler in previous.items():
+            event_loop.remove_signal_handler(number)
             signal.signal(number, handler)
 
 

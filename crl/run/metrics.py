@@ -20,9 +20,9 @@ class GroupGap(NamedTuple):
     """Gap, in [−1, 1]."""
 
 
-def mean_score(played: Sequence[Trajectory]) -> float | None:
+def mean_score(trajectories: Sequence[Trajectory]) -> float | None:
     """Return the mean score × 100 of the graded episodes; None if no episode was graded."""
-    scores = [t.score for t in played if t.score is not None]
+    scores = [t.score for t in trajectories if t.score is not None]
     return 100 * fmean(scores) if scores else None
 
 
@@ -47,8 +47,12 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
     gaps = []
     for members in groups.values():
         guided, free = (
-            [t.success for t in members if t.condition == c and (c == "free" or t.used)]
-            for c in ("guided", "free")
+            [
+                t.success
+                for t in members
+                if t.condition == condition and (condition == "free" or t.used)
+            ]
+            for condition in ("guided", "free")
         )
         if guided and free:
             task = members[0].task
@@ -56,18 +60,20 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
     return gaps
 
 
-def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, float]:
+def rollout_metrics(batch: Sequence[Trajectory], version: int) -> dict[str, float]:
     """Return the rollout metrics of `batch`.
 
     `version` is the policy version that is trained next. The staleness of a sampled token is
     `version` minus the version that sampled it.
     """
-    metrics = _episodes(batch, "rollout")
+    metrics = _episode_metrics(batch, "rollout")
     names = {t.task.name for t in batch}
     if len(names) > 1:
         for name in sorted(names):
-            metrics |= _episodes([t for t in batch if t.task.name == name], f"rollout/{name}")
-    metrics |= _asks(batch)
+            metrics |= _episode_metrics(
+                [t for t in batch if t.task.name == name], f"rollout/{name}"
+            )
+    metrics |= _question_metrics(batch)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return metrics | {
         "rollout/env_turns": sum(t.turns + t.overtime_turns for t in batch),
@@ -77,35 +83,35 @@ def rollout_figures(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     }
 
 
-def _asks(batch: Sequence[Trajectory]) -> dict[str, float]:
+def _question_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:
     """Return the questions per episode with the tool, and the shares that were found and refined.
 
     Empty if no episode had the tool.
     """
-    able = [t for t in batch if any(s.origin == "tool_spec" for s in t.segments)]
-    if not able:
+    with_tool = [t for t in batch if any(s.origin == "tool_spec" for s in t.segments)]
+    if not with_tool:
         return {}
-    asks = sum(s.origin == "tool_call" for t in able for s in t.segments)
-    answers = Counter(use.how for t in able for use in t.used)
-    metrics = {"rollout/asks": asks / len(able)}
-    if asks:
+    questions = sum(s.origin == "tool_call" for t in with_tool for s in t.segments)
+    answers = Counter(use.how for t in with_tool for use in t.used)
+    metrics = {"rollout/asks": questions / len(with_tool)}
+    if questions:
         found = answers["ask"] + answers["ask_unrefined"]
         metrics |= {
-            "rollout/asks/found": found / asks,
-            "rollout/asks/refined": answers["ask"] / asks,
+            "rollout/asks/found": found / questions,
+            "rollout/asks/refined": answers["ask"] / questions,
         }
     return metrics
 
 
-def _episodes(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+def _episode_metrics(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Return the metrics of `batch`: a whole batch, or the episodes of one task."""
-    return {**_success(batch, prefix), **_guidance(batch, prefix)} | {
+    return {**_success_metrics(batch, prefix), **_guidance_metrics(batch, prefix)} | {
         f"{prefix}/episodes": len(batch),
         f"{prefix}/errors": sum(t.error is not None for t in batch),
     }
 
 
-def _guidance(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+def _guidance_metrics(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Return the share of guided episodes with experience, their success, and their mean gap."""
     metrics = {}
     if guided := [t for t in batch if t.condition == "guided"]:
@@ -114,12 +120,12 @@ def _guidance(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
         metrics[f"{prefix}/success/used"] = fmean(used)
     if gaps := group_gaps(batch):
         gap = mean_gap(gaps)
-        metrics |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half}
+        metrics |= {f"{prefix}/gap": gap.value, f"{prefix}/gap/half_width": gap.half_width}
         metrics |= {f"{prefix}/gap/groups": gap.n, f"{prefix}/gap/places": gap.clusters}
     return metrics
 
 
-def _success(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+def _success_metrics(batch: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     turns = sum(t.turns for t in batch)
     metrics = {
         f"{prefix}/success": fmean(t.success for t in batch),

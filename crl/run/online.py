@@ -20,8 +20,8 @@ from typing import Any
 from crl.envs.base import Advisor
 from crl.manager import Distilled, ExperienceManager
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.run.diagnostics import verdict
-from crl.run.experience import learn
+from crl.run.diagnostics import lesson_verdict
+from crl.run.experience import credit_and_submit
 from crl.run.playing import EpisodeScheduler
 from crl.types import Task, Trajectory
 
@@ -32,13 +32,15 @@ MEMBERS = 4
 UNCOUNTED_VISITS = 2
 """First visits, whose success does not count."""
 
-MARK = "online"
+RUN_NAME = "online"
 """Run name in the distillation requests of these episodes.
 
 The queue of a copied bank may hold requests with other run names.
 """
 
-Scratch = Callable[[Callable[[Distilled], None]], AbstractAsyncContextManager[ExperienceManager]]
+OpenScratchBank = Callable[
+    [Callable[[Distilled], None]], AbstractAsyncContextManager[ExperienceManager]
+]
 """Function that opens a scratch bank and deletes it on exit.
 
 Its argument is called with each distilled answer.
@@ -66,7 +68,7 @@ class OnlineResult:
 
     visits: list[list[Trajectory]] = field(default_factory=list)
     """Trajectories of each visit."""
-    alone: list[list[Trajectory]] = field(default_factory=list)
+    free_visits: list[list[Trajectory]] = field(default_factory=list)
     """Episodes of the visits that count, played without experience."""
     lessons: LessonCount | None = None
     """Right lessons of the extractor on the first visit; None without an advisor."""
@@ -74,7 +76,7 @@ class OnlineResult:
     """Same as `lessons`, for the extractor of the run's start; None also without a comparison."""
 
     @property
-    def settled(self) -> Sequence[Sequence[Trajectory]]:
+    def counted_visits(self) -> Sequence[Sequence[Trajectory]]:
         """Trajectories of the visits that count: the third one and later."""
         return self.visits[UNCOUNTED_VISITS:]
 
@@ -84,28 +86,29 @@ class OnlineResult:
 
         Only visits that count are included. Both sides play the same episodes with the same draws.
         """
-        won: defaultdict[str, list[int]] = defaultdict(list)
-        for guided, free in zip(self.settled, self.alone, strict=True):
-            for one, other in zip(guided, free, strict=True):
-                won[one.task.goal].append(one.success - other.success)
-        return [fmean(differences) for differences in won.values()]
+        differences: defaultdict[str, list[int]] = defaultdict(list)
+        for guided_visit, free_visit in zip(self.counted_visits, self.free_visits, strict=True):
+            for guided, free in zip(guided_visit, free_visit, strict=True):
+                differences[guided.task.goal].append(guided.success - free.success)
+        return [fmean(of_place) for of_place in differences.values()]
 
 
-class OnlineBank:
+class OnlineEvaluator:
     """Online evaluation of several tasks.
 
-    `scratch` opens a copy of the run's bank with the run's extractor. `untrained` opens an empty
-    bank with the extractor that the run started with.
+    `open_scratch` opens a copy of the run's bank with the run's extractor. `open_untrained` opens
+    an empty bank with the extractor that the run started with.
     """
 
     def __init__(
-        self, runner: EpisodeRunner, tasks: Mapping[str, OnlineTask], scratch: Scratch,
-        untrained: Scratch, scheduler: EpisodeScheduler,
+        self, runner: EpisodeRunner, tasks: Mapping[str, OnlineTask],
+        open_scratch: OpenScratchBank, open_untrained: OpenScratchBank,
+        scheduler: EpisodeScheduler,
     ) -> None:  # fmt: skip
         self._runner, self._tasks, self._scheduler = runner, tasks, scheduler
-        self._scratch, self._untrained = scratch, untrained
-        self._undistilled = replace(runner, limits=without_overtime(runner.limits))
-        self._comparing = asyncio.Lock()  # the GPU plan has one untrained extractor
+        self._open_scratch, self._open_untrained = open_scratch, open_untrained
+        self._runner_without_overtime = replace(runner, limits=without_overtime(runner.limits))
+        self._comparison_lock = asyncio.Lock()  # the GPU plan has one untrained extractor
 
     async def evaluate(self, *, compare_lessons: bool) -> dict[str, OnlineResult]:
         """Evaluate all tasks and return the results by task name.
@@ -119,49 +122,56 @@ class OnlineBank:
     async def _evaluate(self, name: str, task: OnlineTask, compare_lessons: bool) -> OnlineResult:
         parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
             partial(self._visit, name, task, compare_lessons),
-            partial(self._play_alone, name, task),
+            partial(self._play_free, name, task),
         ]  # fmt: skip
         result: OnlineResult
-        result, alone = await self._scheduler.gather(parts)
-        return replace(result, alone=alone)
+        result, free_visits = await self._scheduler.gather(parts)
+        return replace(result, free_visits=free_visits)
 
     async def _visit(self, name: str, task: OnlineTask, compare_lessons: bool) -> OnlineResult:
         """Play the visits one after the other, with priority over other episodes.
 
         Each visit has to wait for the one before.
         """
-        result, tally = OnlineResult(), LessonCounter(task.advisor)
-        async with self._scratch(tally) as bank:
+        result, counter = OnlineResult(), LessonCounter(task.advisor)
+        async with self._open_scratch(counter) as bank:
             for visit in range(VISITS):
                 last = visit == VISITS - 1
-                runner = replace(self._undistilled if last else self._runner, retriever=bank)
-                keys, tasks = visited(name, task, visit)
-                played = await self._scheduler.play(runner, "guided", keys, tasks, urgent=True)
-                result.visits.append(played)
+                runner = replace(
+                    self._runner_without_overtime if last else self._runner, retriever=bank
+                )
+                keys, tasks = visit_episodes(name, task, visit)
+                trajectories = await self._scheduler.play(
+                    runner, "guided", keys, tasks, urgent=True
+                )
+                result.visits.append(trajectories)
                 if not last:
-                    await take_in(bank, played)
+                    await credit_and_distil(bank, trajectories)
                 if visit == 0:
-                    result.lessons = tally.count
+                    result.lessons = counter.count
         if compare_lessons and task.advisor:
             result.untrained_lessons = await self._untrained_lessons(task.advisor, result.visits[0])
         return result
 
-    async def _play_alone(self, name: str, task: OnlineTask) -> list[list[Trajectory]]:
-        play = partial(self._scheduler.play, self._undistilled, "free")
-        settled = range(UNCOUNTED_VISITS, VISITS)
-        parts = [partial(play, *visited(name, task, visit, arm="alone")) for visit in settled]
+    async def _play_free(self, name: str, task: OnlineTask) -> list[list[Trajectory]]:
+        play = partial(self._scheduler.play, self._runner_without_overtime, "free")
+        visit_numbers = range(UNCOUNTED_VISITS, VISITS)
+        parts = [
+            partial(play, *visit_episodes(name, task, visit, arm="alone"))
+            for visit in visit_numbers
+        ]
         return await self._scheduler.gather(parts)
 
     async def _untrained_lessons(
-        self, advisor: Advisor, played: Sequence[Trajectory],
+        self, advisor: Advisor, trajectories: Sequence[Trajectory],
     ) -> LessonCount | None:  # fmt: skip
-        tally = LessonCounter(advisor)
-        async with self._comparing, self._untrained(tally) as bank:
-            await take_in(bank, played)
-        return tally.count
+        counter = LessonCounter(advisor)
+        async with self._comparison_lock, self._open_untrained(counter) as bank:
+            await credit_and_distil(bank, trajectories)
+        return counter.count
 
 
-def visited(
+def visit_episodes(
     name: str, task: OnlineTask, visit: int, *, arm: str = "",
 ) -> tuple[list[EpisodeKey], list[Task]]:  # fmt: skip
     """Return the episode keys and tasks of visit number `visit` (from 0) to every place.
@@ -169,16 +179,18 @@ def visited(
     The members of a visit play the same place, each with different dynamics. `arm` distinguishes
     episodes with the same draws.
     """
-    first = visit * len(task.places)
+    first_group = visit * len(task.places)
     members = [(i, member) for i in range(len(task.places)) for member in range(MEMBERS)]
-    keys = [EpisodeKey(f"online/{name}", visit, first + i, member, arm) for i, member in members]
+    keys = [
+        EpisodeKey(f"online/{name}", visit, first_group + i, member, arm) for i, member in members
+    ]
     tasks = [task.revisit(task.places[i], visit * MEMBERS + member) for i, member in members]
     return keys, tasks
 
 
 def without_overtime(limits: Mapping[str, Limits]) -> dict[str, Limits]:
     """Return `limits` without overtime, for episodes that are not distilled."""
-    return {name: replace(one, overtime=0) for name, one in limits.items()}
+    return {name: replace(limit, overtime=0) for name, limit in limits.items()}
 
 
 class LessonCounter:
@@ -192,13 +204,15 @@ class LessonCounter:
         self.count: LessonCount | None = (0, 0) if advisor else None
 
     def __call__(self, distilled: Distilled) -> None:
-        if self._advisor and self.count and distilled.request.run == MARK:
+        if self._advisor and self.count and distilled.request.run == RUN_NAME:
             right, answers = self.count
-            self.count = (right + verdict(self._advisor, distilled).correct, answers + 1)
+            self.count = (right + lesson_verdict(self._advisor, distilled).correct, answers + 1)
 
 
-async def take_in(bank: ExperienceManager, played: Sequence[Trajectory]) -> None:
+async def credit_and_distil(bank: ExperienceManager, trajectories: Sequence[Trajectory]) -> None:
     """Credit and distil a visit's episodes, then advance the bank's clock by one step."""
-    await learn(bank, MARK, played, [t for t in played if t.error is None])
+    await credit_and_submit(
+        bank, RUN_NAME, trajectories, [t for t in trajectories if t.error is None]
+    )
     await bank.drain()
     bank.advance(bank.step + 1)

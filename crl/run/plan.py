@@ -18,7 +18,7 @@ from crl.config.schema import (
     RunConfig,
     TaskConfig,
 )
-from crl.config.shapes import KNOWN
+from crl.config.shapes import PUBLISHED_SHAPES
 from crl.prompts import hashes
 from crl.run import tasks
 from crl.run.gpu_plan import GpuPlan, describe
@@ -33,15 +33,15 @@ def plan(config: RunConfig, gpus: GpuPlan | None = None) -> str:
     """
     hashes(config.prompts.files)
     specs = tasks.specs(config)
-    tasks.require_measures(config, specs)
+    tasks.require_eval_support(config, specs)
     tasks.eval_sets(config, specs)
     tasks.online_tasks(config, specs)
     tasks.probe_tasks(config, specs)
-    tasks.require_told(config)
+    tasks.require_prompts_used(config)
     if config.with_experience:
-        tasks.require_readable(config)
+        tasks.require_compatible_extractor(config)
         tasks.require_bank(config)
-        if config.embedder.model not in KNOWN:
+        if config.embedder.model not in PUBLISHED_SHAPES:
             tasks.require_embedder(config)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
@@ -93,23 +93,23 @@ def _engine(engine: EngineSection) -> str:
     gpus = (
         f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
     )
-    weights = "random ones at the start, then " if engine.load_format == "dummy" else ""
+    initial = ", random initial weights" if engine.load_format == "dummy" else ""
     return (
         f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; "
-        f"weights {weights}by {engine.transfer}"
+        f"weight transfer by {engine.transfer}{initial}"
     )
 
 
 def _learner(learner: LearnerSection) -> str:
-    where = f"on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
-    how = f", {learner.precision}" if learner.precision != "auto" else ""
-    how += ", activations computed again" if learner.activation_checkpointing else ""
+    device = f"on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
+    options = f", {learner.precision}" if learner.precision != "auto" else ""
+    options += ", activation checkpointing" if learner.activation_checkpointing else ""
     if learner.kind == "local":
-        return f"local {where}{how}"
+        return f"local {device}{options}"
     offload = ", optimizer offloaded" if learner.offload else ""
     return (
-        f"deepspeed {where} each; {_count(learner.ranks, 'rank')} of each model, "
-        f"ZeRO-{learner.zero}{offload}{how}"
+        f"deepspeed {device} each; {_count(learner.ranks, 'rank')} of each model, "
+        f"ZeRO-{learner.zero}{offload}{options}"
     )
 
 
@@ -123,7 +123,7 @@ def _hosts(config: RunConfig) -> str:
 
 
 def _device(device: str) -> str:
-    return "cuda when present, else cpu" if device == "auto" else device
+    return "cuda if available, else cpu" if device == "auto" else device
 
 
 def _models(config: RunConfig) -> str:
@@ -139,7 +139,7 @@ def _model(role: str, name: str) -> str:
     if path is None:
         return (
             f"{role:<10} {name} (not downloaded: hf download {name})\n"
-            f"           {KNOWN[name].parameters:,} parameters; profile {profile}"
+            f"           {PUBLISHED_SHAPES[name].parameters:,} parameters; profile {profile}"
         )
     size = model_size(path, key)
     weights = (
@@ -147,22 +147,24 @@ def _model(role: str, name: str) -> str:
         if size
         else "no safetensors files, size unknown"
     )
-    source = "bundled" if name in bundled_models() else "your directory"
+    source = "bundled" if name in bundled_models() else "local directory"
     return f"{role:<10} {path} ({source})\n           {weights}; profile {profile}"
 
 
 def _experience(config: RunConfig) -> str:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     training = (
-        f"a step for every {_count(extractor.batch, 'credit unit')}"
+        f"one training step per {_count(extractor.batch, 'credit unit')}"
         if extractor.train and not bank.frozen
         else "not trained"
     )
     writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
-    sizes = {" of one goal": bank.cap, "": bank.size}
-    bounds = [f"{most:,} experiences{of}" for of, most in sizes.items() if most is not None]
+    sizes = {" per goal": bank.cap, "": bank.size}
+    bounds = [
+        f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
+    ]
     shared = ", shared by all tasks" if bank.scope == "shared" else ""
-    kept = (
+    limits = (
         f"at most {' and '.join(bounds)} (evicts by {bank.evict})"
         if bounds
         else "any number of experiences"
@@ -172,19 +174,19 @@ def _experience(config: RunConfig) -> str:
     return "\n".join(
         [
             f"extractor  {training}",
-            f"bank       {writing}; {kept}; "
-            f"{f'starts as {bank.init}' if bank.init else 'starts empty'}{shared}",
+            f"bank       {writing}; {limits}; "
+            f"{f'starts from {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
             f"retrieval  {guided} guided, one experience per {retrieval.per}, "
             f"chosen by {_choice(retrieval)}",
             *(
-                [f"questions  at most {config.ask.limit} of a guided episode"]
+                [f"questions  at most {config.ask.limit} per guided episode"]
                 if config.ask.enabled
                 else []
             ),
             *(
                 [
-                    "critic     the actor accepts, refines or rejects what was found"
+                    "critic     the actor accepts, refines or rejects each retrieved experience"
                     + _warmup(config)
                 ]
                 if config.critic.enabled
@@ -198,16 +200,16 @@ def _choice(retrieval: RetrievalSection) -> str:
     if retrieval.choice == "diverse":
         return "similarity and diversity (eq. 6)"
     return "credit" + (
-        f"; {retrieval.trials:.0%} of searches try what was tried least" if retrieval.trials else ""
+        f"; {retrieval.trials:.0%} of searches choose the least retrieved one"
+        if retrieval.trials
+        else ""
     )
 
 
 def _warmup(config: RunConfig) -> str:
     batches = config.critic.warmup
     return (
-        f"; before the first step {_count(batches, 'batch', 'batches')} without experience"
-        if batches
-        else ""
+        f"; warm-up of {_count(batches, 'batch', 'batches')} without experience" if batches else ""
     )
 
 
@@ -224,23 +226,23 @@ def _embedder(section: EmbedderSection) -> str:
 def _tasks(config: RunConfig) -> str:
     profile = profile_of(config.actor.model)
     specs = tasks.specs(config)
-    generated, placed = tasks.generated(specs), tasks.placed(config, specs)
+    data_notes, tasks_with_places = tasks.data_notes(specs), tasks.tasks_with_places(config, specs)
     lines = []
     for name, task in config.tasks.items():
-        why = (
+        reason = (
             f"the actor's model declares the {profile} profile"
             if task.rendering == profile
-            else "set by hand"
+            else "set in the config"
         )
         stream, visits = task.stream, _count(task.stream.visits, "visit")
         overtime = task.overtime if config.distils else 0
         lines += [
-            f"{name}  {task.rendering} rendering: {why}",
+            f"{name}  {task.rendering} rendering: {reason}",
             f"  {_count(task.turns, 'turn')} of at most "
             f"{_count(task.max_response_tokens, 'token')}, context {task.context}"
             + (
-                f"; an unfinished episode goes on for {_count(overtime, 'turn')}, "
-                "for the extractor alone"
+                f"; unfinished episodes continue for at most {_count(overtime, 'turn')}, "
+                "only for distillation"
                 if overtime
                 else ""
             ),
@@ -249,10 +251,10 @@ def _tasks(config: RunConfig) -> str:
                     f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, "
                     f"the others for {visits}"
                 ]
-                if name in placed
+                if name in tasks_with_places
                 else []
             ),
-            *([f"  {generated[name]}"] if name in generated else []),
+            *([f"  {data_notes[name]}"] if name in data_notes else []),
         ]
     return "\n".join(lines)
 
@@ -271,7 +273,7 @@ def _batch(config: RunConfig) -> str:
             f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, "
             f"{staleness}{_shares(config)}",
             f"          {_count(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
-            f"{rollouts / config.actor.minibatches:g} rollouts = as many optimizer updates",
+            f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each",
             f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
             f"{steps * config.actor.minibatches:,} updates",
             f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
@@ -281,8 +283,8 @@ def _batch(config: RunConfig) -> str:
 
 def _shares(config: RunConfig) -> str:
     """Return the text for each task's share of a batch; empty with one task."""
-    least, more = divmod(config.rollout.groups, len(config.tasks))
-    shares = f"{least} or {_count(least + 1, 'group')}" if more else _count(least, "group")
+    share, remainder = divmod(config.rollout.groups, len(config.tasks))
+    shares = f"{share} or {_count(share + 1, 'group')}" if remainder else _count(share, "group")
     return f"; {shares} of each task" if len(config.tasks) > 1 else ""
 
 
@@ -301,10 +303,10 @@ def _evaluations(config: RunConfig) -> str:
             f"{_count(evals, 'time')} × {_count(sets + online, 'episode')} = "
             f"{evals * (sets + online):,} episodes"
         )
-    in_all = evals * (sets + online) - online
+    total = evals * (sets + online) - online
     return (
         f"{_count(evals, 'time')}, {_count(sets, 'episode')} at the start "
-        f"and {sets + online:,} later = at most {in_all:,} episodes"
+        f"and {sets + online:,} later = at most {total:,} episodes"
     )
 
 
@@ -322,9 +324,9 @@ def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
 
     All visits are played with the online bank. The visits that count are also played without it.
     """
-    built = config.with_experience and not config.bank.frozen
-    return task.eval.online * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS if built else 0
+    has_online = config.with_experience and not config.bank.frozen
+    return task.eval.online * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS if has_online else 0
 
 
-def _count(n: int, one: str, many: str | None = None) -> str:
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
+def _count(n: int, singular: str, plural: str | None = None) -> str:
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from crl.config import TaskConfig
 from crl.config.catalog import mixture, task_file
 from crl.config.load import task_settings
-from crl.envs.base import EnvSpec, Played, Rendering, ScriptedPlayer, no_player, play
-from crl.envs.host import CheckedGame, describe
+from crl.envs.base import EnvSpec, PlayedEpisode, Rendering, ScriptedPlayer, no_player, play_episode
+from crl.envs.host import CheckedGame, describe_error
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError, CrlError, RolloutError
 from crl.protocols import ContextProvider
@@ -25,7 +25,7 @@ from crl.types import Observation, Segment, Split, StepResult, Task
 T = TypeVar("T")
 
 
-class Person:
+class HumanPlayer:
     """Person as a `ScriptedPlayer`: `read` returns the next action.
 
     Observations are already on the screen. `read` raises `EOFError` if there are no more actions.
@@ -44,7 +44,7 @@ class Person:
         """Do nothing: the person sees the screen."""
 
 
-class Shown:
+class ActorView:
     """Player that takes an actor's place.
 
     Prompts are built, and answers parsed, as for an actor. `show` is called with every prompt text
@@ -61,12 +61,12 @@ class Shown:
         self._player, self._context, self._task, self._show = player, context, task, show
 
     def begin(self, goal: str, observation: str) -> None:
-        self._tell(self._context.opening(self._task, Observation(observation), None))
+        self._show_segments(self._context.opening(self._task, Observation(observation), None))
         self._player.begin(goal, observation)
 
     def act(self) -> str:
         text = self._player.act()
-        if not isinstance(self._player, Person):
+        if not isinstance(self._player, HumanPlayer):
             self._show(f"> {text}")
         return self._context.parse(self._task, text).action
 
@@ -76,14 +76,14 @@ class Shown:
 
     def end(self, observation: str) -> None:
         """Show an observation. The player does not receive it, unlike in `observe`."""
-        self._tell(self._context.following(StepResult(observation)))
+        self._show_segments(self._context.feedback(StepResult(observation)))
 
-    def _tell(self, segments: Sequence[Segment]) -> None:
+    def _show_segments(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             self._show(segment.text)
 
 
-class ShownGame:
+class ReportingGame:
     """`Game` with the checks and the error messages of a run.
 
     Errors of the game are raised as `RolloutError`; a `CrlError` is raised unchanged. An error in
@@ -92,39 +92,41 @@ class ShownGame:
 
     def __init__(self, spec: EnvSpec, rendering: Rendering, show: Callable[[str], None]) -> None:
         self._name, self._show = spec.name, show
-        self._game = CheckedGame(self._said("make", spec.make_game, rendering), spec.reward_range)
+        self._game = CheckedGame(self._call("make", spec.make_game, rendering), spec.reward_range)
 
     def reset(self, task: Task) -> str:
-        return self._said("reset", self._game.reset, task)
+        return self._call("reset", self._game.reset, task)
 
     def step(self, action: str) -> StepResult:
-        return self._said("step", self._game.step, action)
+        return self._call("step", self._game.step, action)
 
     def close(self) -> None:
         try:
-            self._said("close", self._game.close)
+            self._call("close", self._game.close)
         except CrlError as error:
             self._show(" ".join(str(error).split()))
 
-    def _said(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    def _call(self, operation: str, function: Callable[..., T], *arguments: Any) -> T:
         try:
             return function(*arguments)
         except CrlError:
             raise
         except (Exception, SystemExit) as error:  # a game may raise any error
-            raise RolloutError("env", f"{self._name}: {what}: {describe(error)}") from error
+            raise RolloutError(
+                "env", f"{self._name}: {operation}: {describe_error(error)}"
+            ) from error
 
 
 @dataclass(frozen=True)
-class Table:
+class PlayableTask:
     """Task that is ready to be played in one rendering."""
 
     config: TaskConfig
     spec: EnvSpec
 
     @classmethod
-    def of(cls, name: str, rendering: Rendering) -> Table:
-        """Return the table of a task. `name` is the task's name or the path of its file.
+    def load(cls, name: str, rendering: Rendering) -> PlayableTask:
+        """Load a task. `name` is the task's name or the path of its file.
 
         Raise `ConfigError` if the task cannot be played.
         """
@@ -138,7 +140,7 @@ class Table:
         require_extra(spec, key)
         return cls(config, spec)
 
-    def scripted(self, seed: int) -> ScriptedPlayer:
+    def scripted_player(self, seed: int) -> ScriptedPlayer:
         if self.spec.scripted_player is no_player:
             raise ConfigError(
                 "task",
@@ -150,7 +152,7 @@ class Table:
 
     def episodes(
         self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]
-    ) -> Iterator[Played]:
+    ) -> Iterator[PlayedEpisode]:
         """Play the first `n` tasks of `split` in a run with this seed, and yield the episodes.
 
         The split is "train" or an eval split. Raise `RolloutError` for an episode that would end
@@ -159,13 +161,13 @@ class Table:
         name, config = self.config.name, self.config
         context = chat_context({name: config}, {name: self.spec})
         tasks = first_tasks(name, config, self.spec, split, n, seed)
-        game = ShownGame(self.spec, config.rendering, show)
+        game = ReportingGame(self.spec, config.rendering, show)
         try:
             for task in tasks:
-                shown = Shown(player, context, task, show)
-                played = play(game, task, shown, config.turns)
+                view = ActorView(player, context, task, show)
+                played = play_episode(game, task, view, config.turns)
                 if played.done:
-                    shown.end(played.observations[-1])
+                    view.end(played.observations[-1])
                 yield played
         finally:
             game.close()

@@ -20,8 +20,8 @@ class EpisodeScheduler:
     """Scheduler of the parts of an evaluation, with at most `limit` episodes at a time.
 
     With `in_order`, parts run one after the other, and episodes run in whole chunks of `limit`, as
-    `LockstepSampler` requires. The requests in a forward pass then depend neither on timing nor on other
-    parts of the evaluation.
+    `LockstepSampler` requires. The requests in a forward pass then depend neither on timing nor on
+    other parts of the evaluation.
 
     Otherwise all parts run at the same time. Their sets start in order, so most requests in a
     forward pass belong to one task and have similar lengths.
@@ -29,9 +29,9 @@ class EpisodeScheduler:
 
     def __init__(self, limit: int, *, in_order: bool = False) -> None:
         self._limit, self._in_order = limit, in_order
-        self._free = limit
+        self._free_slots = limit
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap
-        self._numbers = itertools.count()
+        self._arrival_numbers = itertools.count()
 
     async def gather(self, parts: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
         """Run `parts` and return their results in order. The first error cancels the others."""
@@ -53,19 +53,19 @@ class EpisodeScheduler:
         plan = RolloutPlan(condition)
 
         async def play(i: int) -> Trajectory:
-            async with self._place(urgent=urgent):
+            async with self._slot(urgent=urgent):
                 return await runner.play(keys[i], tasks[i], plan)
 
-        played: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         chunk = self._limit if self._in_order else max(len(keys), 1)
-        for first in range(0, len(keys), chunk):
-            some = range(len(keys))[first : first + chunk]
-            for i in some:
+        for start in range(0, len(keys), chunk):
+            indices = range(len(keys))[start : start + chunk]
+            for i in indices:
                 runner.join(keys[i])
             async with asyncio.TaskGroup() as group:
-                episodes = [group.create_task(play(i)) for i in some]
-            played += [episode.result() for episode in episodes]
-        return played
+                episodes = [group.create_task(play(i)) for i in indices]
+            trajectories += [episode.result() for episode in episodes]
+        return trajectories
 
     async def play_free(
         self, runner: EpisodeRunner, keys: Sequence[EpisodeKey], guided: Sequence[Trajectory],
@@ -76,47 +76,47 @@ class EpisodeScheduler:
         episode. It is reused instead of played again, unless it has an error or its prompts offer
         the tool for questions.
         """
-        again = [i for i, t in enumerate(guided) if not _like_free(t, runner)]
-        tasks = [guided[i].task for i in again]
-        played = await self.play(runner, "free", [keys[i] for i in again], tasks)
-        free = dict(zip(again, played, strict=True))
+        to_replay = [i for i, t in enumerate(guided) if not _same_as_free(t, runner)]
+        tasks = [guided[i].task for i in to_replay]
+        trajectories = await self.play(runner, "free", [keys[i] for i in to_replay], tasks)
+        free = dict(zip(to_replay, trajectories, strict=True))
         return [free[i] if i in free else _as_free(t) for i, t in enumerate(guided)]
 
     @asynccontextmanager
-    async def _place(self, *, urgent: bool) -> AsyncIterator[None]:
+    async def _slot(self, *, urgent: bool) -> AsyncIterator[None]:
         """Hold one of the `limit` slots inside the context.
 
         Urgent callers get a free slot first. Callers of equal urgency are served in order of
         arrival.
         """
-        if self._free:
-            self._free -= 1
+        if self._free_slots:
+            self._free_slots -= 1
         else:
-            turn = asyncio.get_running_loop().create_future()
-            heappush(self._waiting, (not urgent, next(self._numbers), turn))
+            granted = asyncio.get_running_loop().create_future()
+            heappush(self._waiting, (not urgent, next(self._arrival_numbers), granted))
             try:
-                await turn
+                await granted
             except asyncio.CancelledError:
-                if not turn.cancelled():
-                    self._hand_over()
+                if not granted.cancelled():
+                    self._release_slot()
                 raise
         try:
             yield
         finally:
-            self._hand_over()
+            self._release_slot()
 
-    def _hand_over(self) -> None:
+    def _release_slot(self) -> None:
         while self._waiting:
-            _, _, turn = heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+            _, _, granted = heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
                 return
-        self._free += 1
+        self._free_slots += 1
 
 
-def _like_free(guided: Trajectory, runner: EpisodeRunner) -> bool:
+def _same_as_free(guided: Trajectory, runner: EpisodeRunner) -> bool:
     """Return whether the guided episode would have been the same without experience."""
-    offers_tool = runner.limits[guided.task.name].asks > 0
+    offers_tool = runner.limits[guided.task.name].max_questions > 0
     return guided.error is None and not guided.shown and not offers_tool
 
 

@@ -19,7 +19,7 @@ from crl.run.playing import EpisodeScheduler
 from crl.seeds import generator
 from crl.types import ExperienceUse, Task
 
-ADVICE = ("none", "right", "wrong")
+ADVICE_KINDS = ("none", "right", "wrong")
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,32 @@ class AdviceProbe:
         advice.
         """
         texts = await asyncio.to_thread(self._texts)  # an advisor may play the game
-        arms = [(name, advice) for name in self._tasks for advice in ADVICE]
+        arms = [(name, advice) for name in self._tasks for advice in ADVICE_KINDS]
         parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
-        played = await self._scheduler.gather(parts)
-        won = dict(zip(arms, played, strict=True))
+        results = await self._scheduler.gather(parts)
+        successes = dict(zip(arms, results, strict=True))
         metrics: dict[str, float] = {}
         for name, task in self._tasks.items():
-            metrics |= {f"probe/{name}/{advice}": fmean(won[name, advice]) for advice in ADVICE}
-            pairs = zip(won[name, "right"], won[name, "none"], strict=True)
+            metrics |= {
+                f"probe/{name}/{advice}": fmean(successes[name, advice]) for advice in ADVICE_KINDS
+            }
+            pairs = zip(successes[name, "right"], successes[name, "none"], strict=True)
             gains = [right - none for right, none in pairs]
             gain = Mean.of(gains, [place.goal for place in task.places])
             metrics |= {
                 f"probe/{name}/right_minus_none": gain.value,
-                f"probe/{name}/right_minus_none/half_width": gain.half,
+                f"probe/{name}/right_minus_none/half_width": gain.half_width,
             }
         return metrics
 
     def _texts(self) -> dict[tuple[str, str], dict[str, str]]:
         """Return the advice texts by goal, for each (task name, kind of advice) except `none`."""
-        told = [(name, advice) for name in self._tasks for advice in ADVICE if advice != "none"]
-        return {(name, advice): advice_texts(self._tasks[name], advice) for name, advice in told}
+        return {
+            (name, advice): advice_texts(task, advice)
+            for name, task in self._tasks.items()
+            for advice in ADVICE_KINDS
+            if advice != "none"
+        }
 
     async def _play(self, name: str, advice: str, texts: Mapping[str, str] | None) -> list[bool]:
         places = self._tasks[name].places
@@ -93,8 +99,8 @@ class AdviceProbe:
         runner, condition = self._runner, "free"
         if texts is not None:
             runner, condition = replace(runner, retriever=FixedRetriever(texts)), "guided"
-        played = await self._scheduler.play(runner, condition, keys, places)
-        return [trajectory.success for trajectory in played]
+        trajectories = await self._scheduler.play(runner, condition, keys, places)
+        return [trajectory.success for trajectory in trajectories]
 
 
 def advice_texts(task: ProbeTask, advice: str) -> dict[str, str]:

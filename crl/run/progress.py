@@ -9,23 +9,23 @@ from contextlib import contextmanager
 from crl.manager.settings import Progress
 
 
-def embedding_progress(note: Callable[[str], object], *, bar: bool = True) -> Progress:
+def embedding_progress(note: Callable[[str], object], *, progress_bar: bool = True) -> Progress:
     """Return a `Progress`: a bar on stderr if that is a terminal, otherwise one line by `note`.
 
-    Pass `bar` = False if something else uses the terminal. Then no bar is drawn.
+    Pass `progress_bar` = False if something else uses the terminal. Then no bar is drawn.
     """
 
     @contextmanager
     def progress(total: int) -> Iterator[Callable[[int], object]]:
-        if not (bar and sys.stderr.isatty()):
-            note(f"embedding the bank's experiences, {total:,}")
+        if not (progress_bar and sys.stderr.isatty()):
+            note(f"embedding {total:,} experiences of the bank")
             yield lambda done: None
             return
         from rich.console import Console
-        from rich.progress import Progress as Bar
+        from rich.progress import Progress as ProgressBar
 
-        with Bar(console=Console(stderr=True)) as shown:
-            task = shown.add_task("embedding the bank", total=total)
-            yield lambda done: shown.advance(task, done)
+        with ProgressBar(console=Console(stderr=True)) as display:
+            task = display.add_task("embedding the bank", total=total)
+            yield lambda done: display.advance(task, done)
 
     return progress

@@ -9,7 +9,7 @@ from types import FrameType
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C inside the context, so that open resources are closed.
 
     This also covers the time before and after the training loop.
@@ -21,8 +21,8 @@ def terminable() -> Iterator[None]:
             raise KeyboardInterrupt
         ctrl_c(number, frame)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -11,25 +11,25 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from crl.intervals import Mean, plus_minus
-from crl.run.evaluate import EvalKey, Evaluation, MeanSuccessRate, SuccessRate, difference
+from crl.run.evaluate import EvalKey, Evaluation, MeanSuccessRate, SuccessRate, difference_interval
 from crl.run.metrics import GroupGap, mean_gap
 from crl.run.totals import Totals
 from crl.types import Experience
 
 if TYPE_CHECKING:
-    from crl.run.loop import Loop
+    from crl.run.loop import TrainingLoop
 
-BEST = 5
+BEST_EXPERIENCES = 5
 """Experiences of the bank in the summary, or a few more, so that every task has an equal share."""
 
-BLANK = f"{'–':<20}"
+NO_RATE = f"{'–':<20}"
 """Placeholder for a rate with its interval."""
 
-SETTINGS = {
+CONDITION_LABELS = {
     "free": "without experience",
     "guided": "with the run's bank",
     "online": "with a bank built online",
-    "alone": "those places without it",
+    "alone": "online set without a bank",
 }
 """Labels of the conditions (see `crl.run.evaluate.EvalKey`)."""
 
@@ -39,30 +39,28 @@ def success_lines(
     before: Evaluation,
     after: Evaluation | None = None,
     *,
-    generated: Mapping[str, str] = MappingProxyType({}),
+    data_notes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return lines with the success rates of one evaluation, or of two with their difference.
 
-    `generated` holds notes by task name, see `crl.run.tasks.generated`.
+    `data_notes` holds notes by task name, see `crl.run.tasks.data_notes`.
     """
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     rates, overall = (after or before).rates, (after or before).overall
-    visited = any(setting == "online" for _, _, setting in rates)
-    over = "; where a bank is built online, over their effective number" if visited else ""
-    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes{over}]:"]
+    has_online = any(condition == "online" for _, _, condition in rates)
+    unit = "; where a bank is built online, over their effective number" if has_online else ""
+    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes{unit}]:"]
     tasks = list(dict.fromkeys(task for task, _, _ in (*rates, *overall)))
     width = max(map(len, tasks), default=0)
-    by_task = sorted(rates, key=lambda setting: tasks.index(setting[0]))
+    by_task = sorted(rates, key=lambda key: tasks.index(key[0]))
+    lines += [_row(key, before.rates, after.rates if after else None, width) for key in by_task]
     lines += [
-        _row(setting, before.rates, after.rates if after else None, width) for setting in by_task
+        _overall_row(key, before.overall, after.overall if after else None, width)
+        for key in overall
     ]
-    lines += [
-        _overall_row(setting, before.overall, after.overall if after else None, width)
-        for setting in overall
-    ]
-    lines += [f"  {task} is {note}" for task, note in generated.items()]
+    lines += [f"  {task} is {note}" for task, note in data_notes.items()]
     if errors := before.errors + (after.errors if after else 0):
-        lines.append(f"  {errors} eval episodes could not be played and count as failures")
+        lines.append(f"  {errors} eval episodes ended with an error and count as failures")
     return lines
 
 
@@ -70,7 +68,7 @@ Rates = Mapping[EvalKey, SuccessRate] | Mapping[EvalKey, MeanSuccessRate]
 
 
 def _overall_row(
-    setting: EvalKey,
+    key: EvalKey,
     before: Mapping[EvalKey, MeanSuccessRate],
     after: Mapping[EvalKey, MeanSuccessRate] | None,
     width: int,
@@ -79,34 +77,34 @@ def _overall_row(
 
     Runs of several tasks are compared by this difference.
     """
-    row = _row(setting, before, after, width)
-    if after is None or setting not in before:
+    row = _row(key, before, after, width)
+    if after is None or key not in before:
         return row
-    low, high = difference(before[setting], after[setting])
+    low, high = difference_interval(before[key], after[key])
     return f"{row} [{low:+.3f}, {high:+.3f}]"
 
 
-def _row(setting: EvalKey, before: Rates, after: Rates | None, width: int) -> str:
-    """Return the line of one setting, with its rates before and after.
+def _row(key: EvalKey, before: Rates, after: Rates | None, width: int) -> str:
+    """Return the line of one `EvalKey`, with its rates before and after.
 
-    A setting without an earlier rate has only the later one. `width` is the column width for task
+    A key without an earlier rate has only the later one. `width` is the column width for task
     names.
     """
-    task, split, condition = setting
-    episodes = (after or before)[setting].episodes
+    task, split, condition = key
+    episodes = (after or before)[key].episodes
     row = (
-        f"  {task:<{width}} {split:<6} {SETTINGS[condition]:<25} {episodes:>4} episodes   "
-        f"{before.get(setting, BLANK)}"
+        f"  {task:<{width}} {split:<6} {CONDITION_LABELS[condition]:<25} {episodes:>4} episodes   "
+        f"{before.get(key, NO_RATE)}"
     )
     if after is None:
         return row
-    change = f"   {after[setting].value - before[setting].value:+.3f}" if setting in before else ""
-    return f"{row} → {after[setting]}{change}"
+    change = f"   {after[key].value - before[key].value:+.3f}" if key in before else ""
+    return f"{row} → {after[key]}{change}"
 
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """Results of the experience side of a run."""
+    """Results of the experience pipeline of a run."""
 
     bank: Path
     """File of the bank."""
@@ -116,7 +114,7 @@ class ExperienceReport:
     """Experiences to show, in the order of the summary."""
     gaps: Sequence[GroupGap]
     """Gaps (guided − free success) of the groups in the second half of the run."""
-    gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
+    probe_gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
     """By task: the probe's right − none before and after the run, each as (value, half width)."""
     lift: Mapping[str, Mean]
     """By task: lift of the online bank in the last evaluation."""
@@ -131,29 +129,30 @@ class ExperienceReport:
         lines = ["", "experience [± half a 95 % interval, by Student's t over places]:"]
         if self.gaps:
             gap = mean_gap(self.gaps)
-            over = f"{_counted(gap.n, 'group')} in {_counted(gap.clusters, 'place')}"
+            sample = f"{_count(gap.n, 'group')} in {_count(gap.clusters, 'place')}"
             lines.append(
-                f"  guided − free in the same groups, second half of the run: {gap} over {over}"
+                "  guided − free success in the same groups, second half of the run: "
+                f"{gap} over {sample}"
             )
-        for task, ((start, start_half), (end, end_half)) in self.gains.items():
+        for task, ((start, start_half), (end, end_half)) in self.probe_gains.items():
             change = f"{plus_minus(start, start_half)} → {plus_minus(end, end_half)}"
-            lines.append(f"  {task}: what right advice adds on the probe: {change}")
+            lines.append(f"  {task}: gain from right advice on the probe: {change}")
         for task, lift in self.lift.items():
             lines.append(
-                f"  {task}: what a bank built online adds in new places: "
+                f"  {task}: gain from a bank built online in unseen places: "
                 f"{lift} over {lift.n} places"
             )
         for task, rate in self.lessons.items():
             untrained = self.untrained_lessons.get(task)
-            static = ""
+            comparison = ""
             if untrained:
-                static = (
-                    f"; among the {untrained.episodes} of the extractor it started with, "
-                    f"of the same episodes: {untrained}"
+                comparison = (
+                    f"; untrained extractor, {untrained.episodes} answers on the same episodes: "
+                    f"{untrained}"
                 )
             lines.append(
-                f"  {task}: right lessons among the extractor's {rate.episodes} answers: "
-                f"{rate}{static}"
+                f"  {task}: right lessons in {rate.episodes} answers of the extractor: "
+                f"{rate}{comparison}"
             )
         extractor = "not trained" if self.trained is None else f"{self.trained} updates"
         stats = self.stats
@@ -161,14 +160,14 @@ class ExperienceReport:
             f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: "
             f"{stats.get('ops/add', 0)} added, {stats.get('ops/update', 0)} updated, "
             f"{stats.get('ops/return', 0)} returned, {stats.get('ops/drop', 0)} refused; "
-            f"{_counted(stats.get('queue/dead', 0), 'episode')} could not be distilled"
+            f"{_count(stats.get('queue/dead', 0), 'episode')} failed"
         )
-        lines.append(f"  the bank, {stats['bank/size']} experiences: {self.bank}")
+        lines.append(f"  bank: {stats['bank/size']} experiences in {self.bank}")
         if self.best:
-            said = "guided − free in the same groups; ± half a 95 % credible interval"
-            lines.append(f"  the best of it, by the lower end of lift ({said}):")
+            explanation = "guided − free success in the same groups ± half a 95 % credible interval"
+            lines.append(f"  best experiences by the lower end of lift ({explanation}):")
         lines += [
-            f"    {_lift(e):<34}   won {_won(e)} episodes   {e.goal}  {e.text}" for e in self.best
+            f"    {_lift(e):<34}   won {_wins(e)} episodes   {e.goal}  {e.text}" for e in self.best
         ]
         return lines
 
@@ -176,59 +175,61 @@ class ExperienceReport:
 def _lift(experience: Experience) -> str:
     lift = experience.lift
     return (
-        f"lift {plus_minus(lift.mean, lift.half)} over {_counted(lift.groups, 'group')}"
+        f"lift {plus_minus(lift.mean, lift.half_width)} over {_count(lift.groups, 'group')}"
         if lift
         else "lift unknown"
     )
 
 
-def _won(experience: Experience) -> str:
+def _wins(experience: Experience) -> str:
     # `credit` is the sum of r = ±1 over `credited` episodes.
     return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
     """Return the best experiences with an equal share for every task.
 
-    There are `BEST` in total, or a few more so that the shares are equal. `best` holds all
-    experiences, the best first.
+    There are `BEST_EXPERIENCES` in total, or a few more so that the shares are equal. `best` holds
+    all experiences, the best first.
     """
     tasks = dict.fromkeys(experience.task for experience in best)
-    share = math.ceil(BEST / max(1, len(tasks)))
+    share = math.ceil(BEST_EXPERIENCES / max(1, len(tasks)))
     return [
         experience for task in tasks for experience in [e for e in best if e.task == task][:share]
     ]
 
 
-async def experience_report(loop: Loop, bank: Path) -> ExperienceReport | None:
-    """Return the report on the experience side of a run; None for a run without experience."""
-    side = loop.experience
-    if side is None:
+async def experience_report(loop: TrainingLoop, bank: Path) -> ExperienceReport | None:
+    """Return the report on the experience pipeline of a run; None for a run without experience."""
+    experience = loop.experience
+    if experience is None:
         return None
-    after = loop.evaluations.get(loop.completed)
-    start, end = loop.probes.get(0), loop.probes.get(loop.completed)
-    gains = {}
-    if start and end and loop.completed:
+    after = loop.evaluations.get(loop.completed_steps)
+    start, end = loop.probes.get(0), loop.probes.get(loop.completed_steps)
+    probe_gains = {}
+    if start and end and loop.completed_steps:
         for key in [name for name in start if name.endswith("/right_minus_none")]:
-            gains[key.split("/")[1]] = (
+            probe_gains[key.split("/")[1]] = (
                 (start[key], start[f"{key}/half_width"]),
                 (end[key], end[f"{key}/half_width"]),
             )
-    stats = await side.manager.stats()
+    stats = await experience.manager.stats()
     return ExperienceReport(
         bank=bank,
         stats=stats,
-        best=best_of_each_task(side.manager.best(stats["bank/size"])),
-        gaps=[gap for gaps in side.diagnostics.gaps[loop.completed // 2 :] for gap in gaps],
-        gains=gains,
+        best=best_of_each_task(experience.manager.best(stats["bank/size"])),
+        gaps=[
+            gap for gaps in experience.diagnostics.gaps[loop.completed_steps // 2 :] for gap in gaps
+        ],
+        probe_gains=probe_gains,
         lift=after.lift if after else {},
         lessons=after.lessons if after else {},
         untrained_lessons=after.untrained_lessons if after else {},
-        trained=side.trainer.updates if side.trainer else None,
+        trained=experience.trainer.updates if experience.trainer else None,
     )
 
 
@@ -258,8 +259,8 @@ class Summary:
     totals: Totals
     experience: ExperienceReport | None = None
     """None for a run without experience."""
-    generated: Mapping[str, str] = field(default_factory=dict)
-    """Notes by task name, see `crl.run.tasks.generated`."""
+    data_notes: Mapping[str, str] = field(default_factory=dict)
+    """Notes by task name, see `crl.run.tasks.data_notes`."""
 
     def text(self) -> str:
         extractor_tokens = (
@@ -273,7 +274,7 @@ class Summary:
         ]
         if self.before:
             lines += success_lines(
-                self.temperature, self.before, self.after, generated=self.generated
+                self.temperature, self.before, self.after, data_notes=self.data_notes
             )
         else:
             lines.append("stopped before the first evaluation")
@@ -284,28 +285,29 @@ class Summary:
                 f"  {self.skipped_updates} updates were skipped because the loss "
                 "or its gradient was not finite"
             )
-        return "\n".join([*lines, "", *self._next()])
+        return "\n".join([*lines, "", *self._next_steps()])
 
-    def _next(self) -> list[str]:
+    def _next_steps(self) -> list[str]:
         actor = self.checkpoint / "actor"
-        sets = {"actor.model": actor}
+        settings = {"actor.model": actor}
         if (self.checkpoint / "extractor").is_dir():
-            sets["extractor.model"] = self.checkpoint / "extractor"
+            settings["extractor.model"] = self.checkpoint / "extractor"
         if self.experience:
-            sets["bank.init"] = self.experience.bank
-        further = "".join(f" --set {shlex.quote(f'{key}={path}')}" for key, path in sets.items())
+            settings["bank.init"] = self.experience.bank
+        options = "".join(
+            f" --set {shlex.quote(f'{key}={path}')}" for key, path in settings.items()
+        )
         return [
             f"the trained models, in Hugging Face format: {self.checkpoint}",
             f"  repeat the eval:   crl eval {shlex.quote(str(self.run))}",
-            f"  train further:     {_without(self.command, sets)}{further}",
+            f"  train further:     {_without_settings(self.command, settings)}{options}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
-            f"  every figure and every episode: {self.run / 'metrics.jsonl'}, "
-            f"{self.run / 'trajectories.jsonl'}",
+            f"  metrics, episodes: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",
         ]
 
 
-def _without(command: str, keys: Collection[str]) -> str:
+def _without_settings(command: str, keys: Collection[str]) -> str:
     """Return the command line without its `--set` options for `keys`."""
     words = shlex.split(command)
     old = [

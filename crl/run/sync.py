@@ -5,7 +5,7 @@ from __future__ import annotations
 from crl.protocols import Engine, Learner
 
 
-async def sync(learner: Learner, engine: Engine) -> int:
+async def sync_weights(learner: Learner, engine: Engine) -> int:
     """Publish the learner's weights, load them into the engine, and return their size in bytes.
 
     Raise `EngineError` or `LearnerError` if this fails.

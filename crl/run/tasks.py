@@ -13,7 +13,7 @@ from pathlib import Path
 from crl import embedders, engines
 from crl.config.models import profile_of, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
-from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, in_run
+from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
 from crl.envs.host import Hosts, ThreadHost
 from crl.envs.mixture import Mixture
 from crl.envs.processes import ProcessHost
@@ -32,23 +32,23 @@ def specs(config: RunConfig) -> dict[str, EnvSpec]:
 
     Raise `ConfigError` if an environment does not exist or its extra is not installed.
     """
-    found = {
+    result = {
         name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()
     }
-    for name, spec in found.items():
+    for name, spec in result.items():
         require_extra(spec, key=f"tasks.{name}.env")
-    return found
+    return result
 
 
-def generated(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
+def data_notes(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
     """Return a note for each task that is not played on the official data, by task name.
 
     The note says that its metrics are not comparable with published ones.
     """
-    played = {name: spec.data() for name, spec in specs.items() if spec.data}
+    data_by_task = {name: spec.data() for name, spec in specs.items() if spec.data}
     return {
-        name: f"played on {data.what}: figures compare with no published ones"
-        for name, data in played.items()
+        name: f"played on {data.description}: metrics are not comparable with published results"
+        for name, data in data_by_task.items()
         if not data.official
     }
 
@@ -60,7 +60,7 @@ def require_models(config: RunConfig) -> None:
         resolve_model(config.extractor.model, "extractor.model")
 
 
-def require_readable(config: RunConfig) -> None:
+def require_compatible_extractor(config: RunConfig) -> None:
     """Raise `ConfigError` if a compact extractor would have to read full episodes, or to vote.
 
     A compact extractor is trained only on digests of compact episodes.
@@ -69,48 +69,48 @@ def require_readable(config: RunConfig) -> None:
         return
     if config.bank.vote_out is not None:
         reason = (
-            f"needs an extractor that is a language model, and {config.extractor.model} "
-            "was not taught to vote"
+            f"needs a language model as extractor, but {config.extractor.model} "
+            "is a tiny model that was not trained to vote"
         )
-        raise ConfigError("bank.vote_out", config.bank.vote_out, reason, "Leave it out")
+        raise ConfigError("bank.vote_out", config.bank.vote_out, reason, "Leave it unset")
     for name, task in config.tasks.items():
         if task.rendering == "full":
-            reason = f"reads the compact rendering alone, but tasks.{name}.rendering is full"
+            reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
             raise ConfigError(
                 "extractor.model",
                 config.extractor.model,
                 reason,
-                "Give a language model, or a compact actor too",
+                "Use a language model as extractor, or a compact actor",
             )
 
 
-def require_told(config: RunConfig) -> None:
+def require_prompts_used(config: RunConfig) -> None:
     """Raise `ConfigError` for a prompt file of the user that no model of the run reads.
 
     Tiny models read no prompt files: they know only the game's texts.
     """
-    told: set[str] = set()
+    used_prompts: set[str] = set()
     if any(task.rendering == "full" for task in config.tasks.values()):
-        told |= {"actor", "experience"} if config.with_experience else {"actor"}
-        told |= {"ask"} if config.ask.enabled and config.with_experience else set()
+        used_prompts |= {"actor", "experience"} if config.with_experience else {"actor"}
+        used_prompts |= {"ask"} if config.ask.enabled and config.with_experience else set()
     if config.critic.enabled and profile_of(config.actor.model) == "full":
-        told |= {"critic"}
+        used_prompts |= {"critic"}
     if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":
-        told |= (
+        used_prompts |= (
             {"distil"}
             | ({"merge"} if config.extractor.merge_every else set())
             | ({"vote"} if config.bank.vote_out else set())
         )
-        told |= {"refine"} if config.ask.enabled else set()
+        used_prompts |= {"refine"} if config.ask.enabled else set()
     for name, path in config.prompts.files.items():
-        if name not in told:
-            remedy = f"Remove it, or {_teller(config, name)}"
+        if name not in used_prompts:
+            remedy = f"Remove it, or {_prompt_remedy(config, name)}"
             raise ConfigError(
-                f"prompts.{name}", str(path), "no model of this run is told it", remedy
+                f"prompts.{name}", str(path), "is not used by any model of this run", remedy
             )
 
 
-def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
+def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
     """Raise `ConfigError` for an evaluation that an environment does not support.
 
     Online evaluation needs `revisit`, the advice probe needs `advisor`.
@@ -119,29 +119,29 @@ def require_measures(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
         sizes = config.tasks[name].eval
         if sizes.online and not spec.revisit:
             reason = (
-                f"changes nothing, since {spec.name} has no places that persist "
+                f"has no effect because {spec.name} has no persistent places "
                 "(its EnvSpec has no revisit)"
             )
             raise ConfigError(
                 f"tasks.{name}.eval.online",
                 sizes.online,
                 reason,
-                "Set it to 0, or declare a revisit",
+                "Set it to 0, or define revisit",
             )
         if sizes.probe and not spec.advisor:
             reason = (
-                f"changes nothing, since nobody knows the right advice in {spec.name} "
+                f"has no effect because the right advice in {spec.name} is unknown "
                 "(its EnvSpec has no advisor)"
             )
             raise ConfigError(
                 f"tasks.{name}.eval.probe",
                 sizes.probe,
                 reason,
-                "Set it to 0, or declare an advisor",
+                "Set it to 0, or define an advisor",
             )
 
 
-def _teller(config: RunConfig, prompt: str) -> str:
+def _prompt_remedy(config: RunConfig, prompt: str) -> str:
     """Return advice on how a run could use `prompt`.
 
     The advice is another method, else the switch that is off, else language models.
@@ -159,15 +159,15 @@ def _teller(config: RunConfig, prompt: str) -> str:
     switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
     on, setting = switches.get(prompt, (True, ""))
     return (
-        "give language models as actor.model and extractor.model" if on else f"add --set {setting}"
+        "use language models as actor.model and extractor.model" if on else f"add --set {setting}"
     )
 
 
 def require_bank(config: RunConfig) -> None:
     """Raise `ConfigError` if the run cannot start from its `bank.init`."""
     if config.with_experience and config.bank.init:
-        remedy = "Give the bank.sqlite of another run, made by this version of crl"
-        check_bank(Path(config.bank.init), "bank.init", remedy, guiding=config.bank.frozen)
+        remedy = "Use the bank.sqlite of another run, written by this version of crl"
+        check_bank(Path(config.bank.init), "bank.init", remedy, require_entries=config.bank.frozen)
 
 
 def require_embedder(config: RunConfig) -> None:
@@ -202,12 +202,12 @@ def environment_pool(
     }
     rollout = config.rollout
     threads = ThreadHost(
-        _hosted(hosted, "threads"), threads=rollout.env_threads, deadline=rollout.env_deadline
+        _hosted(hosted, "threads"), threads=rollout.env_threads, timeout=rollout.env_deadline
     )
     processes = ProcessHost(
         _hosted(hosted, "processes"),
         processes=rollout.env_processes,
-        deadline=rollout.env_deadline,
+        timeout=rollout.env_deadline,
         note=note,
     )
     hosts = Hosts(
@@ -223,7 +223,11 @@ def environment_pool(
 def _hosted(
     tasks: Mapping[str, tuple[EnvSpec, Rendering]], hosting: Hosting
 ) -> dict[str, tuple[EnvSpec, Rendering]]:
-    return {name: placed for name, placed in tasks.items() if placed[0].hosting == hosting}
+    return {
+        name: (spec, rendering)
+        for name, (spec, rendering) in tasks.items()
+        if spec.hosting == hosting
+    }
 
 
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
@@ -234,12 +238,12 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
     sources: dict[str, TaskSource] = {}
     for name, spec in specs.items():
         stream = _stream(name, config.tasks[name])
-        with _refusable(f"tasks.{name}.stream", asdict(stream)):
+        with _config_errors(f"tasks.{name}.stream", asdict(stream)):
             sources[name] = spec.task_source(config.run.seed, stream)
     return Mixture(sources)
 
 
-def placed(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
+def tasks_with_places(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
     """Return the names of the tasks whose train stream consists of named places.
 
     Other tasks ignore the stream settings. Raise `ConfigError` as `train_stream` does.
@@ -260,9 +264,9 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
         sizes: dict[Split, int] = {"known": task.eval.known, "new": task.eval.new}
         for split, size in sizes.items():
             if size:
-                with _refusable(f"tasks.{name}.eval.{split}", size):
+                with _config_errors(f"tasks.{name}.eval.{split}", size):
                     tasks = spec.eval_tasks(split, size, config.run.seed, _stream(name, task))
-                sets[name, split] = _as_asked(tasks, size, "eval_tasks", name, task)
+                sets[name, split] = _checked_tasks(tasks, size, "eval_tasks", name, task)
     return sets
 
 
@@ -275,18 +279,18 @@ def first_tasks(
     """
     stream = _stream(name, task)
 
-    def first(n: int) -> Sequence[Task]:
+    def draw_first(n: int) -> Sequence[Task]:
         return (
             spec.task_source(seed, stream).draw(n)
             if split == "train"
             else spec.eval_tasks(split, n, seed, stream)
         )
 
-    with _refusable("split", split):
-        first(1)
-    with _refusable("episodes", n):
-        tasks = first(n)
-    return _as_asked(tasks, n, "task_source" if split == "train" else "eval_tasks", name, task)
+    with _config_errors("split", split):
+        draw_first(1)
+    with _config_errors("episodes", n):
+        tasks = draw_first(n)
+    return _checked_tasks(tasks, n, "task_source" if split == "train" else "eval_tasks", name, task)
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
@@ -295,20 +299,20 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
     They are the first `eval.online` tasks of the unseen (`new`) split. Raise `ConfigError` if the
     environment cannot provide as many.
     """
-    found = {}
+    result = {}
     for name, spec in specs.items():
         task = config.tasks[name]
         if task.eval.online and spec.revisit:
-            with _refusable(f"tasks.{name}.eval.online", task.eval.online):
+            with _config_errors(f"tasks.{name}.eval.online", task.eval.online):
                 places = spec.eval_tasks(
                     "new", task.eval.online, config.run.seed, _stream(name, task)
                 )
-            found[name] = OnlineTask(
-                _as_asked(places, task.eval.online, "eval_tasks", name, task),
+            result[name] = OnlineTask(
+                _checked_tasks(places, task.eval.online, "eval_tasks", name, task),
                 spec.revisit,
                 spec.advisor,
             )
-    return found
+    return result
 
 
 def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, ProbeTask]:
@@ -316,44 +320,46 @@ def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Pr
 
     Raise `ConfigError` if the environment cannot provide `eval.probe` places.
     """
-    found = {}
+    result = {}
     for name, spec in specs.items():
         task = config.tasks[name]
         if (size := task.eval.probe) and spec.advisor:
-            with _refusable(f"tasks.{name}.eval.probe", size):
+            with _config_errors(f"tasks.{name}.eval.probe", size):
                 places = spec.probe_tasks(size)
-            found[name] = ProbeTask(
-                _as_asked(places, size, "probe_tasks", name, task), spec.advisor
+            result[name] = ProbeTask(
+                _checked_tasks(places, size, "probe_tasks", name, task), spec.advisor
             )
-    return found
+    return result
 
 
-def _as_asked(
-    tasks: Sequence[Task], n: int, by: str, name: str, task: TaskConfig
+def _checked_tasks(
+    tasks: Sequence[Task], n: int, function: str, name: str, task: TaskConfig
 ) -> tuple[Task, ...]:
     """Return `tasks` of an environment under the task's name in the run.
 
-    Raise `ConfigError` if their number is not `n`. `by` is the function that returned them.
+    Raise `ConfigError` if their number is not `n`. `function` names the function that returned
+    them.
     """
     if len(tasks) != n:
-        reason = f"its {by} gave {len(tasks):,} tasks where {n:,} were asked for"
+        reason = f"its {function} returned {len(tasks):,} tasks, but {n:,} were requested"
         raise ConfigError(
             f"tasks.{name}.env",
             task.env,
             reason,
-            "Mend it: as many as asked for, or a ValueError that says how many there are",
+            f"Fix {function}: return as many as requested, "
+            "or raise a ValueError that says how many exist",
         )
-    return tuple(in_run(drawn, name) for drawn in tasks)
+    return tuple(named_for_run(drawn, name) for drawn in tasks)
 
 
 def _stream(name: str, task: TaskConfig) -> StreamSettings:
     settings = task.stream.model_dump()
-    with _refusable(f"tasks.{name}.stream", settings):
+    with _config_errors(f"tasks.{name}.stream", settings):
         return StreamSettings(**settings)
 
 
 @contextmanager
-def _refusable(key: str, value: object) -> Iterator[None]:
+def _config_errors(key: str, value: object) -> Iterator[None]:
     """Turn a `ValueError` inside the context into a `ConfigError` for `key` = `value`.
 
     An environment raises `ValueError` if it cannot provide what the setting asks for.

@@ -22,8 +22,8 @@ class Totals:
     actor_tokens: int = 0
     """Tokens sampled by the actor, in episodes (overtime included) and as a critic."""
 
-    def add(self, played: Iterable[Trajectory]) -> None:
-        for trajectory in played:
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        for trajectory in trajectories:
             self.env_turns += trajectory.turns + trajectory.overtime_turns
             self.overtime_turns += trajectory.overtime_turns
             self.actor_tokens += trajectory.sampled_tokens
@@ -42,6 +42,6 @@ class Totals:
         """
         extractor = "" if extractor_tokens is None else f", extractor {extractor_tokens:,}"
         return (
-            f"environment turns {self.env_turns:,} (of them overtime {self.overtime_turns:,}), "
+            f"environment turns: {self.env_turns:,} ({self.overtime_turns:,} in overtime); "
             f"sampled tokens: actor {self.actor_tokens:,}{extractor}"
         )

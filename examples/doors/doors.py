@@ -9,15 +9,14 @@ DOORS, PLACES = tuple(COMPASS), Places("doors", "Doors: the {place}. Find the wa
 
 
 class Doors:
-    def reset(self, task):  # twice is the same episode
-        self.way_out = DOORS[
-            task.params["lgen"] % len(DOORS)
-        ]  # the place's layout; task.seed differs at every visit
+    def reset(self, task):  # the same task always gives the same episode
+        # "lgen" determines the layout of the place; task.seed differs at every visit.
+        self.way_out = DOORS[task.params["lgen"] % len(DOORS)]
         return "eight doors, all shut."
 
     def step(self, action):
         door = parse_choice(action, DOORS)
-        if door is None:  # told to the agent; the game does not advance
+        if door is None:  # the agent sees the text, and the game does not advance
             return StepResult("unknown door.", valid=False)
         won = door == self.way_out
         return StepResult("out." if won else "locked.", reward=float(won), done=won, success=won)
@@ -25,9 +24,8 @@ class Doors:
     def close(self): ...
 
 
-def digest(
-    segments,
-):  # an episode as the bundled extractor was taught to read it; language models read the whole of it and need none
+def digest(segments):
+    # The bundled extractor reads this summary; language models read the whole episode instead.
     tried, won = moves(segments, DOORS), segments[-1].text == "out."
     return f"{tried}\nstairs {f'{tried.split()[-1]} of the start' if won else 'not seen'}"
 

@@ -27,12 +27,18 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import TorchEngine
 from crl.errors import ConfigError, LearnerError
-from crl.learners.deepspeed import BEAT_S, GRACE_S, SILENCE_S, DeepSpeedLearner, RankSettings
+from crl.learners.deepspeed import (
+    DIAGNOSIS_DELAY_S,
+    HEARTBEAT_S,
+    HEARTBEAT_TIMEOUT_S,
+    DeepSpeedLearner,
+    RankSettings,
+)
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
 from crl.modeling import checksum, load_model, named_weights
-from crl.run.sync import sync
+from crl.run.sync import sync_weights
 from crl.sync import FileWeights
 from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
 
@@ -46,7 +52,7 @@ SETTINGS = TrainSettings(temperature=1.0, micro_batch_tokens=64, max_grad_norm=1
 RATE = OptimizerSection(learning_rate=1e-3, warmup_steps=3)
 NAN = math.nan
 
-OF_THE_CUT = {"masked_fraction"}
+PACKING_METRICS = {"masked_fraction"}
 """Metrics that depend on how samples are packed into passes.
 
 `masked_fraction` is a fraction of all positions, padding included.
@@ -60,10 +66,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its matrices are large enough that ZeRO stage 3 partitions them. Small matrices are not
     partitioned.
     """
-    return written(tmp_path_factory.mktemp("model"), tied=True)
+    return tiny_model(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def written(path: Path, *, tied: bool) -> Path:
+def tiny_model(path: Path, *, tied: bool) -> Path:
     config = Qwen2Config(
         vocab_size=V, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=1001, initializer_range=0.2,
@@ -97,7 +103,7 @@ def minibatch(seed: int, samples: int = 7) -> Minibatch:
     return Minibatch(tuple(rows), sum(sum(r.trace.mask) for r in rows) + 5)
 
 
-def spoiled(batch: Minibatch) -> Minibatch:
+def with_nan(batch: Minibatch) -> Minibatch:
     first, *rest = batch.samples
     return replace(batch, samples=(replace(first, advantage=NAN), *rest))
 
@@ -123,7 +129,7 @@ async def ranks(
     deadline: float = 120.0,
     **settings: Any,
 ) -> AsyncIterator[DeepSpeedLearner]:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "device": "cpu",
         "precision": "float32",
         "threads": 1,
@@ -131,16 +137,16 @@ async def ranks(
         "offload": False,
         "deterministic": False,
     }
-    filled = RankSettings(
+    rank_settings = RankSettings(
         model=path,
         key="actor.model",
         loss=loss,
         optimizer=RATE,
         train=train,
         deadline=deadline,
-        **(given | settings),
+        **(defaults | settings),
     )
-    learner = await DeepSpeedLearner.start(filled, count, deadline=deadline)
+    learner = await DeepSpeedLearner.start(rank_settings, count, deadline=deadline)
     try:
         yield learner
     finally:
@@ -160,7 +166,7 @@ class Outcome:
     published: Mapping[str, torch.Tensor]
 
 
-def made(folder: Path) -> Path:
+def new_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -169,14 +175,14 @@ async def outcome(learner: Any, folder: Path, steps: Sequence[Sequence[Minibatch
     stats = [await learner.step(steps[0])]
     await learner.save(folder)
     stats += [await learner.step(step) for step in steps[1:]]
-    handle = await written_by(learner)
+    handle = await published_file(learner)
     published = {name: tensor.clone() for name, tensor in handle.tensors.items()}
     assert handle.checksum == checksum(published)
     handle.discard()
     return Outcome(stats, moments(folder), published)
 
 
-async def written_by(learner: Any) -> FileWeights:
+async def published_file(learner: Any) -> FileWeights:
     handle = await learner.publish()
     assert handle.transport in ("file", "in-process")
     return handle
@@ -199,7 +205,7 @@ def moments(folder: Path) -> Mapping[str, torch.Tensor]:
     return {name: saved[i]["exp_avg"] for i, name in enumerate(names)}
 
 
-def probed(batch: Minibatch) -> Minibatch:
+def with_probe(batch: Minibatch) -> Minibatch:
     """Return the batch with a trace that is probed but not trained.
 
     Only one rank gets the trace.
@@ -208,8 +214,8 @@ def probed(batch: Minibatch) -> Minibatch:
 
 
 STEPS = [
-    [probed(minibatch(0))],
-    [minibatch(1), spoiled(minibatch(2)), minibatch(3, samples=1)],
+    [with_probe(minibatch(0))],
+    [minibatch(1), with_nan(minibatch(2)), minibatch(3, samples=1)],
     [minibatch(4), minibatch(5)],
 ]
 """Minibatches of three steps.
@@ -244,7 +250,7 @@ leaves a rank without work.
             2,
             {"train": replace(SETTINGS, activation_checkpointing=True)},
             marks=pytest.mark.soak,
-            id="activations again",
+            id="recomputed activations",
         ),
         pytest.param(
             3,
@@ -252,7 +258,7 @@ leaves a rank without work.
                 "train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3),
                 "offload": True,
             },
-            id="activations again, offloaded, at 3",
+            id="recomputed activations, offloaded, at 3",
         ),
     ],
 )
@@ -262,15 +268,15 @@ async def test_ranks_train_as_one_process_does(
     async with local(
         model, options.get("loss", SURROGATE), options.get("train", SETTINGS)
     ) as learner:
-        alone = await outcome(learner, made(tmp_path / "local"), STEPS)
+        alone = await outcome(learner, new_folder(tmp_path / "local"), STEPS)
     async with ranks(model, zero=zero, **options) as learner:
-        together = await outcome(learner, made(tmp_path / "ranks"), STEPS)
+        together = await outcome(learner, new_folder(tmp_path / "ranks"), STEPS)
         assert learner.version == 3
     assert [(s.updates, s.skipped) for s in together.stats] == [(1, 0), (2, 1), (2, 0)]
     for stats, other in zip(together.stats, alone.stats, strict=True):
         assert stats.metrics.keys() == other.metrics.keys()
         for name, value in other.metrics.items():
-            if name not in OF_THE_CUT:
+            if name not in PACKING_METRICS:
                 assert stats.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert together.stats[0].metrics["loss"] == pytest.approx(
         alone.stats[0].metrics["loss"], rel=1e-5, abs=1e-5
@@ -296,7 +302,7 @@ async def test_ranks_train_as_one_process_does(
         pytest.param((1, 3), (0, 2), marks=pytest.mark.soak),
     ],
 )
-async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
+async def test_a_checkpoint_resumes_with_other_ranks_and_another_stage(
     model: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     """Check that a resumed learner takes the same step as an uninterrupted learner.
@@ -308,38 +314,38 @@ async def test_a_checkpoint_goes_on_with_other_ranks_at_another_stage(
         await learner.step(STEPS[0])
         await learner.save(tmp_path)
         state = learner.state()
-        going_on = await learner.step(STEPS[2])
-        expected = dict((await written_by(learner)).tensors)
+        uninterrupted = await learner.step(STEPS[2])
+        expected = dict((await published_file(learner)).tensors)
     async with ranks(model, after[1], zero=after[0]) as learner:
         await learner.load(tmp_path)
         learner.load_state(state)
         resumed = await learner.step(STEPS[2])
-        handle = await written_by(learner)
+        handle = await published_file(learner)
         assert learner.version == handle.version == 2
         found = dict(handle.tensors)
-    assert resumed.metrics["learning_rate"] == going_on.metrics["learning_rate"]
-    for name, value in going_on.metrics.items():
-        if name not in OF_THE_CUT:
+    assert resumed.metrics["learning_rate"] == uninterrupted.metrics["learning_rate"]
+    for name, value in uninterrupted.metrics.items():
+        if name not in PACKING_METRICS:
             assert resumed.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-4)
 
 
-async def test_what_is_saved_is_a_hugging_face_model(model: Path, tmp_path: Path) -> None:
+async def test_a_saved_model_is_a_hugging_face_model(model: Path, tmp_path: Path) -> None:
     async with ranks(model, zero=3) as learner:
         await learner.step(STEPS[0])
         await learner.save(tmp_path)
-        published = (await written_by(learner)).tensors
+        published = (await published_file(learner)).tensors
     saved = named_weights(load_model(tmp_path, torch.device("cpu")))
     assert list(saved) == list(published)
     assert all(torch.equal(saved[name], published[name]) for name in saved)
 
 
-async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+async def test_a_checkpoint_of_a_local_learner_is_rejected(model: Path, tmp_path: Path) -> None:
     async with local(model) as learner:
         await learner.save(tmp_path)
     async with ranks(model, 1, zero=1) as learner:
-        with pytest.raises(LearnerError, match=r"holds no optimizer\.safetensors"):
+        with pytest.raises(LearnerError, match=r"contains no optimizer\.safetensors"):
             await learner.load(tmp_path)
 
 
@@ -351,7 +357,7 @@ async def test_a_local_learners_checkpoint_is_refused_by_name(model: Path, tmp_p
         pytest.param(
             3,
             {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)},
-            id="3, offloaded, activations again",
+            id="3, offloaded, recomputed activations",
         ),
     ],
 )
@@ -363,8 +369,8 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(
     async with ranks(model, zero=zero, precision="bfloat16", **options) as learner:
         stats = await learner.step(STEPS[1])
         await learner.save(tmp_path)
-        going_on = await learner.step(STEPS[2])
-        expected = dict((await written_by(learner)).tensors)
+        uninterrupted = await learner.step(STEPS[2])
+        expected = dict((await published_file(learner)).tensors)
     assert (stats.updates, stats.skipped) == (2, 1)
     assert stats.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.05, abs=0.02)
     assert stats.metrics["entropy"] == pytest.approx(alone.metrics["entropy"], rel=0.01)
@@ -381,8 +387,10 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(
     async with ranks(model, 1, zero=3, precision="bfloat16") as learner:
         await learner.load(tmp_path)
         resumed = await learner.step(STEPS[2])
-        found = dict((await written_by(learner)).tensors)
-    assert resumed.metrics["loss"] == pytest.approx(going_on.metrics["loss"], rel=0.05, abs=0.02)
+        found = dict((await published_file(learner)).tensors)
+    assert resumed.metrics["loss"] == pytest.approx(
+        uninterrupted.metrics["loss"], rel=0.05, abs=0.02
+    )
     differing = sum(int((found[name] != weight).sum()) for name, weight in expected.items())
     assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), (
         "the same up to rounding"
@@ -393,10 +401,10 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(
 
 
 @pytest.mark.parametrize(("zero", "tied"), [(2, True), (3, True), (3, False)])
-async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(
+async def test_a_synced_engine_samples_like_an_engine_with_the_saved_weights(
     tmp_path: Path, zero: int, tied: bool
 ) -> None:
-    path = written(tmp_path / "model", tied=tied)
+    path = tiny_model(tmp_path / "model", tied=tied)
     prompt, greedy = (
         [random.Random(0).randrange(V) for _ in range(200)],
         Sampling(16, (), temperature=0.0),
@@ -405,17 +413,17 @@ async def test_an_engine_that_is_synced_samples_as_one_on_the_saved_weights(
     async with ranks(path, zero=zero) as learner:
         await engine.generate(prompt, greedy, session="kept")
         await learner.step(STEPS[0])
-        handle = await written_by(learner)
+        handle = await published_file(learner)
         names = handle.manifest.names
         assert ("lm_head.weight" in names) != tied, "tied embeddings are published once"
         assert len(names) == len(set(names))
         assert await learner._command("publish", None) == (handle.checksum, handle.manifest), (
-            "as it is announced for a broadcast"
+            "the values announced for a broadcast"
         )
         handle.discard()
-        await sync(learner, engine)
+        await sync_weights(learner, engine)
         assert not handle.path.exists(), "nothing is left in shared memory"
-        folder = made(tmp_path / "saved")
+        folder = new_folder(tmp_path / "saved")
         await learner.save(folder)
     assert engine.version == learner.version == 1
     fresh = TorchEngine(load_model(folder, torch.device("cpu")), max_batch=4, max_context=512)
@@ -443,13 +451,13 @@ async def error_of(work: Any) -> LearnerError:
     return raised.value
 
 
-def test_a_rank_that_is_lost_is_missed_within_ten_seconds() -> None:
+def test_a_lost_rank_is_detected_within_ten_seconds() -> None:
     """Check the longest possible time until a lost rank is detected.
 
     The last heartbeat may arrive just before the rank hangs. A check may run just before the
     timeout is exceeded.
     """
-    assert BEAT_S + SILENCE_S + GRACE_S < 10
+    assert HEARTBEAT_S + HEARTBEAT_TIMEOUT_S + DIAGNOSIS_DELAY_S < 10
 
 
 def long_step() -> list[Minibatch]:
@@ -457,7 +465,7 @@ def long_step() -> list[Minibatch]:
     return [minibatch(i, samples=60) for i in range(400)]
 
 
-def nobody_left(learner: DeepSpeedLearner) -> bool:
+def all_ranks_ended(learner: DeepSpeedLearner) -> bool:
     return all(
         rank._process is not None and rank._process.returncode is not None
         for rank in learner._ranks
@@ -465,19 +473,19 @@ def nobody_left(learner: DeepSpeedLearner) -> bool:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_rank_that_is_killed_in_a_step_ends_the_learner(model: Path, victim: int) -> None:
+async def test_a_rank_killed_during_a_step_ends_the_learner(model: Path, victim: int) -> None:
     async with ranks(model) as learner:
         step = asyncio.create_task(learner.step(long_step()))
         await asyncio.sleep(2)
         os.kill(pid(learner, victim), signal.SIGKILL)
         error = await error_of(step)
         assert f"rank {victim} of 2 was killed by SIGKILL" in str(error)
-        assert nobody_left(learner)
+        assert all_ranks_ended(learner)
         again = await error_of(learner.publish())
         assert str(again) == str(error)
 
 
-async def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_missed(model: Path) -> None:
+async def test_the_death_of_an_idle_rank_is_detected(model: Path) -> None:
     async with ranks(model) as learner:
         watch = asyncio.create_task(learner.watch())
         await asyncio.sleep(0.1)
@@ -486,14 +494,14 @@ async def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_missed(model: Pa
         assert "rank 1 of 2 was killed by SIGTERM" in str(error)
 
 
-async def test_a_rank_that_is_stopped_ends_the_learner(model: Path) -> None:
+async def test_a_stopped_rank_ends_the_learner(model: Path) -> None:
     async with ranks(model) as learner:
         step = asyncio.create_task(learner.step(long_step()))
         await asyncio.sleep(2)
         os.kill(pid(learner, 1), signal.SIGSTOP)
         error = await error_of(step)
-        assert "rank 1 of 2 hangs: no sign of life" in str(error)
-        assert nobody_left(learner)
+        assert "rank 1 of 2 hangs: no heartbeat" in str(error)
+        assert all_ranks_ended(learner)
 
 
 class Hanging(SurrogateLoss):
@@ -501,10 +509,10 @@ class Hanging(SurrogateLoss):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("RANK") == "1":
-            self.wait_for_ever()
+            self.wait_forever()
         return super().__call__(*args, **kwargs)
 
-    def wait_for_ever(self) -> None:
+    def wait_forever(self) -> None:
         threading.Event().wait()
 
 
@@ -517,29 +525,31 @@ class Skipping(SurrogateLoss):
         return super().__call__(*args, **kwargs)
 
 
-async def test_a_rank_that_gets_no_further_is_named_and_all_say_where_they_were(
+async def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks(
     model: Path,
 ) -> None:
     """Check that only the hanging rank is named, although the other rank waits for it in gloo."""
     async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
         error = await error_of(learner.step(STEPS[0]))
-        assert str(error) == "rank 1 of 2 made no progress in learner.deadline = 3 s (in step)"
-        first, second = str(error.__cause__).split("what rank 0 said:")
-        assert first.startswith("what rank 1 said:")
-        assert "in wait_for_ever" in first
+        assert str(error) == "rank 1 of 2 made no progress within learner.deadline = 3 s (in step)"
+        first, second = str(error.__cause__).split("output of rank 0:")
+        assert first.startswith("output of rank 1:")
+        assert "in wait_forever" in first
         assert "all_reduce" in second
-        assert nobody_left(learner)
+        assert all_ranks_ended(learner)
 
 
-async def test_a_rank_that_waits_for_one_that_skipped_is_named(model: Path) -> None:
+async def test_a_rank_that_waits_in_an_operation_the_other_skipped_is_named(model: Path) -> None:
     async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, deadline=3) as learner:
         await learner.step(STEPS[0])
         error = await error_of(learner.publish())
-        assert str(error) == "rank 0 of 2 made no progress in learner.deadline = 3 s (in publish)"
-        first, second = str(error.__cause__).split("what rank 1 said:")
-        assert "in _weights" in first, "it waits there"
-        assert "in command" in second, "it has nothing to do"
-        assert nobody_left(learner)
+        assert (
+            str(error) == "rank 0 of 2 made no progress within learner.deadline = 3 s (in publish)"
+        )
+        first, second = str(error.__cause__).split("output of rank 1:")
+        assert "in _weights" in first, "rank 0 waits there"
+        assert "in command" in second, "rank 1 waits for the next command"
+        assert all_ranks_ended(learner)
 
 
 class Slow(SurrogateLoss):
@@ -560,17 +570,17 @@ async def test_a_step_may_take_longer_than_the_deadline(model: Path) -> None:
         assert stats.updates == 14
 
 
-async def test_what_a_rank_raises_comes_back_with_its_traceback(model: Path) -> None:
-    beyond = TrainSample(TokenTrace((1, V + 7), (0, 1), (0.0, -1.0), (-1, 0)), 1.0, 1.0)
+async def test_an_error_in_a_rank_is_raised_with_its_traceback(model: Path) -> None:
+    invalid_sample = TrainSample(TokenTrace((1, V + 7), (0, 1), (0.0, -1.0), (-1, 0)), 1.0, 1.0)
     async with ranks(model) as learner:
-        error = await error_of(learner.step([Minibatch((beyond,), 1)]))
+        error = await error_of(learner.step([Minibatch((invalid_sample,), 1)]))
         assert "rank 0 of 2 failed: RuntimeError: index 1031 is out of bounds" in str(error)
         assert str(error).endswith("(in step)")
         assert "Traceback (most recent call last)" in str(error.__cause__)
         assert "token_logprobs" in str(error.__cause__)
 
 
-class Watched(TrainSample):
+class PickledSample(TrainSample):
     """Sample that records the threads that pickle it."""
 
     threads: ClassVar[list[threading.Thread]] = []
@@ -580,25 +590,25 @@ class Watched(TrainSample):
         return TrainSample, (self.trace, self.advantage, self.weight)
 
 
-async def test_a_steps_samples_are_not_pickled_on_the_event_loop(model: Path) -> None:
+async def test_the_samples_of_a_step_are_not_pickled_on_the_event_loop(model: Path) -> None:
     batch = minibatch(0)
     samples = tuple(
-        Watched(sample.trace, sample.advantage, sample.weight) for sample in batch.samples
+        PickledSample(sample.trace, sample.advantage, sample.weight) for sample in batch.samples
     )
     async with ranks(model) as learner:
         await learner.step([replace(batch, samples=samples)])
-    assert len(Watched.threads) == len(samples)
-    assert threading.main_thread() not in Watched.threads
+    assert len(PickledSample.threads) == len(samples)
+    assert threading.main_thread() not in PickledSample.threads
 
 
-async def test_a_model_that_cannot_be_loaded_is_the_settings_fault(tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", "utf-8")
     with pytest.raises(ConfigError, match=r"actor\.model"):
         async with ranks(tmp_path, 1):
             pass
 
 
-async def test_a_caller_who_gives_up_does_not_break_the_ranks_off(model: Path) -> None:
+async def test_a_cancelled_caller_does_not_interrupt_the_ranks(model: Path) -> None:
     """Check that the ranks still work after a caller has cancelled a step.
 
     A run that is interrupted during a step writes its checkpoint after the step.
@@ -608,7 +618,7 @@ async def test_a_caller_who_gives_up_does_not_break_the_ranks_off(model: Path) -
         await asyncio.sleep(0.2)
         step.cancel()
         await asyncio.gather(step, return_exceptions=True)
-        handle = await written_by(learner)
+        handle = await published_file(learner)
         assert handle.version == learner.version == 1
 
 

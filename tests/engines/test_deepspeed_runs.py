@@ -20,7 +20,7 @@ pytest.importorskip(
 DETERMINISTIC = ("run.deterministic=true", "rollout.max_staleness=0")
 
 
-OF_ROUNDING = ("actor/masked_fraction", "actor/mismatch_explained")
+ROUNDING_METRICS = ("actor/masked_fraction", "actor/mismatch_explained")
 """Metrics that depend on how samples are packed into passes.
 
 `masked_fraction` is a fraction of all positions, padding included. `mismatch_explained` describes a
@@ -58,7 +58,7 @@ def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
+def test_the_first_step_has_the_metrics_of_the_local_learner(tmp_path: Path) -> None:
     """Check that the metrics of the first step equal those of the local learner.
 
     Both runs sample the same tokens for the first step. Later steps diverge because of rounding.
@@ -67,7 +67,7 @@ def test_the_curve_begins_as_that_of_the_local_learner(tmp_path: Path) -> None:
     train(tmp_path / "ranks", *DETERMINISTIC, *DEEPSPEED, steps=2, method="grpo")
     alone, together = (metrics(tmp_path / name, "train") for name in ("local", "ranks"))
     for name, value in alone[0].items():
-        if name.startswith("actor/") and name not in OF_ROUNDING:
+        if name.startswith("actor/") and name not in ROUNDING_METRICS:
             assert together[0][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
         elif name.startswith("rollout/"):
             assert together[0][name] == value, name
@@ -92,11 +92,11 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
-    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no sign of life")],
+    ("sent", "message"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no heartbeat")],
 )
-def test_a_rank_that_is_lost_ends_the_run_with_its_checkpoint(
-    tmp_path: Path, sent: signal.Signals, said: str
+def test_a_lost_rank_ends_the_run_and_its_checkpoint_remains(
+    tmp_path: Path, sent: signal.Signals, message: str
 ) -> None:
     run = tmp_path / "run"
     start = command(run, *DEEPSPEED, "run.checkpoint_every=1", steps=1000, method="grpo")
@@ -114,6 +114,6 @@ def test_a_rank_that_is_lost_ends_the_run_with_its_checkpoint(
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors.startswith("error: rank 1 of 2 ")
-    assert said in errors
+    assert message in errors
     assert all(gone(rank) for rank in ranks)
-    assert "RankTraceback: what rank 1 said" in (run / "log.txt").read_text("utf-8")
+    assert "RankTraceback: output of rank 1" in (run / "log.txt").read_text("utf-8")

@@ -34,7 +34,7 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
 from crl.modeling import load_model
-from crl.run.sync import sync
+from crl.run.sync import sync_weights
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
 SETTINGS = TrainSettings(temperature=0.8, micro_batch_tokens=256, max_grad_norm=1.0, kl_coef=0.05)
@@ -107,7 +107,7 @@ def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
     [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)],
     ids=["grpo", "cispo at 3"],
 )
-async def test_the_same_tokens_have_the_same_loss_in_both(
+async def test_both_stacks_compute_the_same_loss_for_the_same_tokens(
     tiny_actor: Path, loss: Any, zero: int
 ) -> None:
     """Check that both stacks compute the same loss for the same tokens, which vLLM sampled.
@@ -134,7 +134,7 @@ async def test_the_same_tokens_have_the_same_loss_in_both(
             assert together.metrics[name] == pytest.approx(
                 apart.metrics[name], rel=1e-3, abs=1e-5
             ), name
-        await asyncio.gather(sync(ranked, vllm), sync(alone, own))
+        await asyncio.gather(sync_weights(ranked, vllm), sync_weights(alone, own))
         assert vllm.version == own.version == 1
         for ids in PROMPTS:
             assert await vllm.score(ids) == pytest.approx(await own.score(ids), abs=1e-2)

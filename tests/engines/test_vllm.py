@@ -52,9 +52,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frequent_looks() -> Iterator[None]:
+def frequent_checks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_replica, "LOOK_S", 0.1)
+        patch.setattr(vllm_replica, "CHECK_INTERVAL_S", 0.1)
         yield
 
 
@@ -68,7 +68,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     await asyncio.gather(old.aclose(), new.aclose())
 
 
-def exact(
+def assert_logprobs(
     completion: Completion, model: PreTrainedModel, ids: tuple[int, ...], temperature: float = 1.0
 ) -> None:
     assert completion.logprobs == pytest.approx(
@@ -101,19 +101,19 @@ async def test_two_engines_in_one_process_serve_their_own_models(pair: Pair) -> 
             greedy(pair.old_model, LONG, 12),
             greedy(pair.new_model, LONG, 12),
         )
-        exact(old, pair.old_model, LONG)
-        exact(new, pair.new_model, LONG)
+        assert_logprobs(old, pair.old_model, LONG)
+        assert_logprobs(new, pair.new_model, LONG)
         assert set(old.versions) == {0}
 
 
-async def test_logprobs_are_the_trainers_at_the_temperature_that_was_sampled_with(
+async def test_logprobs_equal_the_trainers_at_the_sampling_temperature(
     pair: Pair,
 ) -> None:
     sampled = await asyncio.gather(
         *(pair.old.generate(prompt(9, i), Sampling(20, NEVER, 0.7), rng=i) for i in range(24))
     )
     for i, completion in enumerate(sampled):
-        exact(completion, pair.old_model, prompt(9, i), 0.7)
+        assert_logprobs(completion, pair.old_model, prompt(9, i), 0.7)
     plain = [
         logprobs(pair.old_model, prompt(9, i), completion.ids)
         for i, completion in enumerate(sampled)
@@ -125,41 +125,39 @@ async def test_logprobs_are_the_trainers_at_the_temperature_that_was_sampled_wit
     )
 
 
-async def test_a_request_draws_for_itself(pair: Pair) -> None:
+async def test_equal_seeds_give_equal_tokens_in_any_batch(pair: Pair) -> None:
     """Check that equal seeds give equal tokens, for any other requests in the batch.
 
     Seeds are 64-bit numbers.
     """
     alone = await pair.old.generate(prompt(30), Sampling(20, NEVER), rng=2**64 - 7)
     seeds = [2**64 - 7, 1, 2, 3]
-    crowd = await asyncio.gather(
+    batched = await asyncio.gather(
         *(pair.old.generate(prompt(30), Sampling(20, NEVER), rng=seed) for seed in seeds)
     )
-    assert crowd[0].ids == alone.ids
-    assert len({completion.ids for completion in crowd}) == 4
+    assert batched[0].ids == alone.ids
+    assert len({completion.ids for completion in batched}) == 4
     with pytest.raises(ValueError, match="seed"):
         await pair.old.generate(prompt(30), Sampling(20, NEVER))
 
 
-async def test_what_ends_a_completion(pair: Pair) -> None:
+async def test_a_completion_ends_at_a_stop_token_or_at_the_token_limit(pair: Pair) -> None:
     ids = greedy(pair.old_model, LONG, 12)
     stopped = await pair.old.generate(LONG, replace(GREEDY, stop_ids=(ids[4],)))
     assert (stopped.ids, stopped.finish) == (ids[: ids.index(ids[4]) + 1], "stop")
     assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.ids)
-    cut = await pair.old.generate(LONG, replace(GREEDY, max_tokens=3))
-    assert (cut.ids, cut.finish) == (ids[:3], "length")
+    truncated = await pair.old.generate(LONG, replace(GREEDY, max_tokens=3))
+    assert (truncated.ids, truncated.finish) == (ids[:3], "length")
 
 
-async def test_scores_are_the_trainers(pair: Pair) -> None:
+async def test_scores_equal_the_trainers_logprobs(pair: Pair) -> None:
     assert await pair.old.score(LONG) == pytest.approx(
         logprobs(pair.old_model, LONG[:1], LONG[1:]), abs=1e-4
     )
 
 
 @pytest.mark.parametrize("ids", [(), prompt(501), (3, V), (3, -1)])
-async def test_what_no_request_can_be_is_an_error_of_the_episode(
-    pair: Pair, ids: tuple[int, ...]
-) -> None:
+async def test_an_invalid_request_is_a_rollout_error(pair: Pair, ids: tuple[int, ...]) -> None:
     with pytest.raises(RolloutError, match="engine: "):
         await pair.old.generate(ids, GREEDY)
 
@@ -179,14 +177,14 @@ async def test_a_cancelled_request_is_aborted(pair: Pair) -> None:
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
 
 
-async def test_a_ctrl_c_at_the_terminal_is_not_for_them(pair: Pair) -> None:
+async def test_engine_processes_block_ctrl_c(pair: Pair) -> None:
     """Check that the engines' processes block SIGINT.
 
     Each of the two engines has two processes, and a terminal sends the signal to all of them.
     """
-    theirs = every_process()
-    assert len(theirs) == 4
-    assert all(blocked(child.pid, signal.SIGINT) for child in theirs)
+    engine_processes = all_engine_processes()
+    assert len(engine_processes) == 4
+    assert all(blocked(child.pid, signal.SIGINT) for child in engine_processes)
 
 
 def blocked(process: int, number: int) -> bool:
@@ -197,7 +195,7 @@ def blocked(process: int, number: int) -> bool:
 # ── new weights ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(
+async def test_after_a_sync_the_engine_samples_like_a_fresh_engine(
     pair: Pair, tmp_path: Path
 ) -> None:
     """Check that an updated engine samples like an engine that was started with the new weights.
@@ -221,67 +219,69 @@ async def test_after_a_sync_it_is_a_fresh_engine_on_the_new_weights(
     assert swapped.ids == fresh.ids
     assert swapped.logprobs == pytest.approx(fresh.logprobs, abs=1e-6)
     assert set(swapped.versions) == {7}
-    exact(
+    assert_logprobs(
         await pair.old.generate(prompt(9), Sampling(20, NEVER, 0.7), rng=5),
         pair.new_model,
         prompt(9),
         0.7,
     )
     finished = await before
-    assert set(finished.versions) == {0}, "what was in flight is of the old weights"
-    exact(finished, pair.old_model, prompt(20), 0.7)
+    assert set(finished.versions) == {0}, "requests in flight finish on the old weights"
+    assert_logprobs(finished, pair.old_model, prompt(20), 0.7)
 
 
-async def test_weights_come_from_a_learner_in_this_process_too(pair: Pair) -> None:
+async def test_weights_of_a_learner_in_this_process_are_loaded(pair: Pair) -> None:
     await pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 8))
     again = await pair.old.generate(LONG, GREEDY)
     assert again.ids == greedy(pair.old_model, LONG, 12)
     assert set(again.versions) == {8}
-    kept = pair.old._current
+    previous = pair.old._current_weights
     await pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 9))
-    assert kept is not None
-    assert pair.old._current is not None
-    assert pair.old._current.path.exists()
-    assert not kept.path.exists(), "only the last version is kept"
+    assert previous is not None
+    assert pair.old._current_weights is not None
+    assert pair.old._current_weights.path.exists()
+    assert not previous.path.exists(), "only the last version is stored"
 
 
-async def test_what_is_no_silence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pauses_that_do_not_count_as_the_death_of_an_engine(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check two long pauses after which an engine must not count as dead.
 
     First, this process pauses while an answer arrives. Then, a weight update takes long.
     """
-    monkeypatch.setattr(vllm_replica, "SILENCE_S", 2.0)
+    monkeypatch.setattr(vllm_replica, "ANSWER_TIMEOUT_S", 2.0)
     llm = await pair.old._replicas[0].ready()
-    theirs = processes(llm)
-    pause(theirs)
+    engine_processes = processes(llm)
+    pause(engine_processes)
     await asyncio.sleep(0.5)
-    proceed(theirs)
+    resume(engine_processes)
     time.sleep(4)  # noqa: ASYNC251
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
-    pause(theirs[1:])
+    pause(engine_processes[1:])
     update = asyncio.create_task(
         pair.old.update_weights(InProcessWeights.snapshot(pair.old_model, 8))
     )
     await asyncio.sleep(4)
-    proceed(theirs)
+    resume(engine_processes)
     await asyncio.wait_for(update, 60)
     assert (await pair.old.generate(LONG, GREEDY)).ids == greedy(pair.old_model, LONG, 12)
     assert await pair.old._replicas[0].ready() is llm
 
 
-async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path: Path) -> None:
+async def test_invalid_weights_end_the_engine(pair: Pair, tmp_path: Path) -> None:
     """Check that an engine fails permanently after an invalid weight update.
 
     This is the last test that uses `pair`.
     """
     published = InProcessWeights.snapshot(pair.new_model, 9)
-    lacking = {
+    incomplete = {
         name: tensor
         for name, tensor in published.tensors.items()
         if not name.endswith("norm.weight")
     }
     with pytest.raises(EngineError, match="lack"):
-        await pair.old.update_weights(InProcessWeights(9, lacking, checksum(lacking)))
+        await pair.old.update_weights(InProcessWeights(9, incomplete, checksum(incomplete)))
     with pytest.raises(EngineError, match="lack"):
         await pair.old.generate(LONG, GREEDY)
     damaged = FileWeights.write(tmp_path / "weights", published.tensors, 9)
@@ -291,7 +291,7 @@ async def test_other_weights_than_were_sent_end_the_engine(pair: Pair, tmp_path:
         await pair.new.health()
 
 
-async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path) -> None:
+async def test_tensor_parallel_replicas_serve_and_load_new_weights(tmp_path: Path) -> None:
     """Check two replicas with tensor parallelism 2. The sessions of several episodes reach both."""
     model, trained = qwen2(0), qwen2(1)
     settings = replace(SETTINGS, placements=((), ()), tensor_parallel=2)
@@ -306,7 +306,7 @@ async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path
             assert {engine._replica(str(i)) for i in range(8)} == set(engine._replicas)
             for completion in completions:
                 assert completion.ids == greedy(weights, LONG, 12)
-                exact(completion, weights, LONG)
+                assert_logprobs(completion, weights, LONG)
                 assert set(completion.versions) == {version}
     finally:
         await engine.aclose()
@@ -315,7 +315,7 @@ async def test_replicas_in_parts_serve_and_take_new_weights_alike(tmp_path: Path
 # ── death of an engine ────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_path: Path) -> None:
+async def test_a_dead_engine_is_restarted_once_with_the_current_weights(tmp_path: Path) -> None:
     """Check that an engine is restarted after its first death and fails after its second death.
 
     Requests that were in flight at the first death may be retried. The embeddings are untied.
@@ -327,7 +327,7 @@ async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_
         request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
         await asyncio.sleep(0.3)
         kill_worker()
-        with pytest.raises(TransientError, match="started again"):
+        with pytest.raises(TransientError, match="is being restarted"):
             await asyncio.wait_for(request, 30)
         await engine.health()
         completion = await engine.generate(LONG, GREEDY)
@@ -341,27 +341,27 @@ async def test_an_engine_that_dies_is_started_once_with_the_current_weights(tmp_
     finally:
         await engine.aclose()
     assert not engine._folder.exists()
-    assert engine._current is not None
-    assert not engine._current.path.exists(), "shared memory is given back"
+    assert engine._current_weights is not None
+    assert not engine._current_weights.path.exists(), "shared memory is released"
 
 
-async def test_an_engine_that_falls_silent_is_ended_and_started_again(
+async def test_an_engine_that_stops_answering_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop all processes of an engine, and later the worker process of its successor.
 
     vLLM itself does not detect a process that exists but does not respond.
     """
-    monkeypatch.setattr(vllm_replica, "SILENCE_S", 5.0)
+    monkeypatch.setattr(vllm_replica, "ANSWER_TIMEOUT_S", 5.0)
     model = qwen2(0)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
     try:
-        silent = processes(await engine._replicas[0].ready())
-        pause(silent)
-        with pytest.raises(TransientError, match="started again"):
+        stopped_processes = processes(await engine._replicas[0].ready())
+        pause(stopped_processes)
+        with pytest.raises(TransientError, match="is being restarted"):
             await asyncio.wait_for(engine.generate(LONG, GREEDY), 30)
         await asyncio.wait_for(engine.health(), 120)
-        await gone(silent)
+        await gone(stopped_processes)
         assert (await engine.generate(LONG, GREEDY)).ids == greedy(model, LONG, 12)
         llm = await engine._replicas[0].ready()
         again = processes(llm)
@@ -375,55 +375,55 @@ async def test_an_engine_that_falls_silent_is_ended_and_started_again(
     await gone(again)
 
 
-async def test_a_sync_ends_with_its_deadline_and_with_an_engine_that_dies_over_it(
+async def test_a_sync_can_time_out_and_survives_the_death_of_the_engine(
     tmp_path: Path,
 ) -> None:
     model, trained = qwen2(0), qwen2(1)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
     try:
-        theirs = processes(await engine._replicas[0].ready())
-        pause(theirs)
+        engine_processes = processes(await engine._replicas[0].ready())
+        pause(engine_processes)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2):
                 await engine.update_weights(InProcessWeights.snapshot(model, 2))
         update = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(trained, 3)))
         await asyncio.sleep(1)
-        for process in theirs:
+        for process in engine_processes:
             process.kill()
         await asyncio.wait_for(update, 120)
         completion = await engine.generate(LONG, GREEDY)
         assert completion.ids == greedy(trained, LONG, 12)
         assert set(completion.versions) == {3}
-        theirs = processes(await engine._replicas[0].ready())
-        pause(theirs)
+        engine_processes = processes(await engine._replicas[0].ready())
+        pause(engine_processes)
     finally:
         await asyncio.wait_for(engine.aclose(), 60)
-    await gone(theirs)
+    await gone(engine_processes)
 
 
-async def test_an_engine_is_ended_when_what_follows_its_start_fails(
+async def test_an_engine_is_shut_down_if_a_step_after_its_start_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*_: object) -> None:
         raise RuntimeError("on purpose")
 
-    path, before = saved(qwen2(0), tmp_path / "model"), every_process()
+    path, before = saved(qwen2(0), tmp_path / "model"), all_engine_processes()
     with monkeypatch.context() as patch:
         patch.setattr(AsyncLLM, "update_weight_version", fails)
         with pytest.raises(RuntimeError, match="on purpose"):
             await VllmEngine.start(path, SETTINGS)
-    await gone(every_process() - before)
+    await gone(all_engine_processes() - before)
     engine = await VllmEngine.start(path, SETTINGS)
     try:
         engine._replicas[0]._prepare = fails
         request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
         await in_flight(await engine._replicas[0].ready())
         kill_worker()
-        with pytest.raises(TransientError, match="started again"):
+        with pytest.raises(TransientError, match="is being restarted"):
             await asyncio.wait_for(request, 30)
         with pytest.raises(RuntimeError, match="on purpose"):
             await asyncio.wait_for(engine.health(), 120)
-        await gone(every_process() - before)
+        await gone(all_engine_processes() - before)
     finally:
         await engine.aclose()
 
@@ -434,7 +434,7 @@ def processes(llm: AsyncLLM) -> list[psutil.Process]:
     return [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]
 
 
-def every_process() -> set[psutil.Process]:
+def all_engine_processes() -> set[psutil.Process]:
     """Return the processes of all engines of this process."""
     return {
         child
@@ -448,7 +448,7 @@ def pause(processes: Iterable[psutil.Process]) -> None:
         process.suspend()
 
 
-def proceed(processes: Iterable[psutil.Process]) -> None:
+def resume(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         process.resume()
 
@@ -475,11 +475,11 @@ async def gone(processes: Collection[psutil.Process]) -> None:
 
 def kill_worker() -> None:
     """Kill the newest worker process of this process's engines."""
-    workers = [child for child in every_process() if "Worker" in " ".join(child.cmdline())]
+    workers = [child for child in all_engine_processes() if "Worker" in " ".join(child.cmdline())]
     os.kill(max(workers, key=lambda child: child.create_time()).pid, signal.SIGKILL)
 
 
-async def test_a_model_that_it_cannot_serve_is_refused_with_the_sizes(tmp_path: Path) -> None:
+async def test_an_unsupported_model_is_rejected_with_the_supported_sizes(tmp_path: Path) -> None:
     model = qwen2(0)
     (
         model.config.num_attention_heads,
@@ -487,17 +487,19 @@ async def test_a_model_that_it_cannot_serve_is_refused_with_the_sizes(tmp_path: 
         model.config.use_sliding_window,
     ) = 4, 64, True
     with pytest.raises(
-        ConfigError, match=r"attention heads have 16 numbers, and vLLM's CPU build serves 32, 64"
+        ConfigError,
+        match=r"attention heads have the size 16, but vLLM's CPU build supports only 32, 64",
     ):
         await VllmEngine.start(saved(model, tmp_path / "model"), SETTINGS)
     with pytest.raises(
-        ConfigError, match=r"actor.max_context_tokens = 600: the model reads at most 512 tokens"
+        ConfigError,
+        match=r"actor.max_context_tokens = 600: exceeds the context of the model, which is 512",
     ):
         await VllmEngine.start(
             saved(qwen2(0), tmp_path / "other"), replace(SETTINGS, max_context=600)
         )
     with pytest.raises(
         ConfigError,
-        match=r"engine.tensor_parallel = 3: the model of actor.model has 2 attention heads",
+        match=r"engine.tensor_parallel = 3: does not divide the 2 attention heads of the model",
     ):
         await VllmEngine.start(tmp_path / "other", replace(SETTINGS, tensor_parallel=3))

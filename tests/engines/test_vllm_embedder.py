@@ -34,7 +34,7 @@ TEXTS = [
 ]
 
 
-def described(folder: Path, pooling: str) -> Path:
+def with_pooling(folder: Path, pooling: str) -> Path:
     """Write the pooling settings in the format of sentence-transformers. Return the folder."""
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
@@ -61,7 +61,7 @@ def bert(tmp_path: Path, tiny_actor: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         BertModel(config).save_pretrained(folder)
-    return described(folder, "mean")
+    return with_pooling(folder, "mean")
 
 
 @pytest.fixture
@@ -86,11 +86,11 @@ def qwen3(tmp_path: Path, tiny_actor: Path) -> Path:
         json.dumps(json.loads(path.read_text("utf-8")) | {"architectures": ["Qwen3ForCausalLM"]}),
         "utf-8",
     )
-    return described(folder, "lasttoken")
+    return with_pooling(folder, "lasttoken")
 
 
 @pytest.mark.parametrize("model", ["bert", "qwen3"])
-async def test_vectors_are_those_of_the_encoder_in_this_process(
+async def test_vectors_equal_those_of_the_in_process_encoder(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(model)
@@ -106,20 +106,20 @@ async def test_vectors_are_those_of_the_encoder_in_this_process(
         assert (await pooling.embed([])).shape == (0, local.dim)
 
 
-async def test_an_encoder_that_vllm_does_not_serve_is_refused(
+async def test_an_encoder_that_vllm_does_not_support_is_rejected(
     random_bert: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "small-heads"
     copytree(random_bert, folder)
-    with pytest.raises(ConfigError, match="vLLM cannot embed a text with it"):
+    with pytest.raises(ConfigError, match="vLLM cannot embed a text with this model"):
         async with open_embedder(EmbedderSection(model=str(folder), kind="vllm")):
             pass
 
 
-async def test_an_engine_does_not_outlive_a_start_that_is_cancelled(bert: Path) -> None:
+async def test_an_engine_does_not_outlive_a_cancelled_start(bert: Path) -> None:
     async def start() -> None:
         async with open_embedder(EmbedderSection(model=str(bert), kind="vllm")):
-            pytest.fail("it is cancelled before")
+            pytest.fail("the start is cancelled before this line")
 
     starting = asyncio.create_task(start())
     await until(lambda: bool(engines()))

@@ -19,7 +19,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 from crl.scratch import SHARED_MEMORY
 
 
-def test_engines_do_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_engines_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
     """Check that the engines end when their run is killed and no process waits for the run.
 
     This happens in a container without an init process. One engine is suspended and cannot end by

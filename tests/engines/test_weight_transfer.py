@@ -1,4 +1,4 @@
-"""Order of the calls and the deadline in a transfer of weights to vLLM.
+"""Order of the calls and the timeout in a transfer of weights to vLLM.
 
 The engines are fakes that only record calls. `test_vllm.py` checks that the weights arrive.
 """
@@ -21,11 +21,11 @@ from crl.engines import vllm
 from crl.engines.vllm import NcclReceiver, swap
 from crl.errors import EngineError, LearnerError
 from crl.protocols import WeightManifest
-from crl.sync import MEETING, FileWeights, NcclWeights
+from crl.sync import LOOPBACK_ADDRESS, FileWeights, NcclWeights
 
 MANIFEST = WeightManifest(("a",), ("torch.float32",), ((2,),))
 FILE = FileWeights(Path("/nowhere"), 3, 17, MANIFEST)
-DEADLINE = 0.2
+TIMEOUT = 0.2
 Wait = Callable[[], Awaitable[Any]]
 
 
@@ -60,25 +60,25 @@ class Engine:
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "TRANSFER_S", DEADLINE)
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "TRANSFER_TIMEOUT_S", TIMEOUT)
 
 
 def broadcast(send: Callable[[int], Awaitable[None]]) -> NcclWeights:
     return NcclWeights(5, 3, 17, MANIFEST, send)
 
 
-async def test_requests_in_flight_may_take_longer_than_a_transfer_may() -> None:
-    engine: Any = Engine(drained=lambda: asyncio.sleep(2 * DEADLINE))
+async def test_requests_in_flight_may_take_longer_than_the_transfer_timeout() -> None:
+    engine: Any = Engine(drained=lambda: asyncio.sleep(2 * TIMEOUT))
     await swap(engine, FILE)
     assert engine.names[0] == "pause_generation"
     assert engine.names[-1] == "resume_generation"
 
 
-async def test_a_transfer_that_does_not_end_is_an_error() -> None:
+async def test_a_transfer_that_exceeds_its_timeout_is_an_error() -> None:
     engine: Any = Engine(updated=asyncio.Event().wait)
     with pytest.raises(
-        EngineError, match=r"the transfer of the weights of version 3 took more than 0\.2 s"
+        EngineError, match=r"the transfer of the weights of version 3 took longer than 0\.2 s"
     ):
         await swap(engine, FILE)
 
@@ -96,11 +96,11 @@ async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
         assert all("pause_generation" in engine.names for engine in engines)
         ports.append(port)
         with socket.socket() as other:
-            other.bind((MEETING, port))  # the port is free
+            other.bind((LOOPBACK_ADDRESS, port))  # the port is free
 
     receiver = NcclReceiver(tensor_parallel=2)
     first = asyncio.create_task(receiver.receive(engines, broadcast(send)))
-    await asyncio.sleep(2 * DEADLINE)
+    await asyncio.sleep(2 * TIMEOUT)
     assert engines[0].names == ["pause_generation"]
     assert not ports
     drained.set()
@@ -115,7 +115,7 @@ async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
             if name == "init_weight_transfer_engine"
         ]
         group = {
-            "master_address": MEETING,
+            "master_address": LOOPBACK_ADDRESS,
             "master_port": ports[0],
             "world_size": 5,
             "packed": True,
@@ -124,14 +124,14 @@ async def test_a_broadcast_begins_when_every_engine_is_idle() -> None:
         assert engine.names.count("update_weights") == engine.names.count("resume_generation") == 2
 
 
-async def test_a_broadcast_that_does_not_end_is_an_error_and_so_is_its_senders() -> None:
+async def test_a_broadcast_fails_at_its_timeout_or_with_its_sender() -> None:
     async def hang(_: int) -> None:
         await asyncio.Event().wait()
 
     async def fail(_: int) -> None:
         raise LearnerError("rank 0 is gone")
 
-    with pytest.raises(EngineError, match="took more than"):
+    with pytest.raises(EngineError, match="took longer than"):
         await NcclReceiver(4).receive(
             [Engine()],  # pyright: ignore[reportArgumentType]
             broadcast(hang),

@@ -22,8 +22,8 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling import (
-    LOGITS,
-    TokenFigures,
+    MAX_LOGITS,
+    TokenStats,
     checkpoint_activations,
     checksum,
     load_model,
@@ -31,7 +31,7 @@ from crl.modeling import (
     resolve_device,
     token_logprobs,
 )
-from crl.packing import pack_sequences
+from crl.packing import enable_packing
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
 pytestmark = [
@@ -55,7 +55,7 @@ class Optimizer:
     warmup_steps: int = 0
 
 
-def learner_of(model: PreTrainedModel, **settings: Any) -> LocalLearner:
+def new_learner(model: PreTrainedModel, **settings: Any) -> LocalLearner:
     chosen = TrainSettings(
         **({"temperature": 1.0, "micro_batch_tokens": 1024, "max_grad_norm": 1.0} | settings)
     )
@@ -95,7 +95,7 @@ def batch(lengths: list[int], vocabulary: int = 1000) -> tuple[torch.Tensor, tor
     return ids.cuda(), mask.cuda()
 
 
-def pull(metrics: TokenFigures) -> torch.Tensor:
+def weighted_sum(metrics: TokenStats) -> torch.Tensor:
     draw = torch.Generator().manual_seed(2)
     return (
         torch.randn(metrics.logp.shape, generator=draw).cuda() * metrics.logp
@@ -113,7 +113,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def peak(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak number of bytes that `work` allocates in addition to existing allocations."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -155,7 +155,7 @@ def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
     async def trained() -> None:
         device = resolve_device("auto")
         engine = TorchEngine(load_model(TINY_ACTOR, device, dtype), max_batch=8, max_context=256)
-        learner = learner_of(load_model(TINY_ACTOR, device, dtype))
+        learner = new_learner(load_model(TINY_ACTOR, device, dtype))
         try:
             completion = await engine.generate(PROMPT, Sampling(8, ()), rng=1)
             trace = TokenTrace().with_context(PROMPT).with_sampled(completion)
@@ -176,7 +176,7 @@ def test_a_step_and_a_sync(dtype: torch.dtype, mismatch: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_resumed_learner_takes_the_same_step(tmp_path: Path, dtype: torch.dtype) -> None:
     """Check that a resumed learner has bit-identical weights.
 
     Its next step is the same up to the order in which a GPU adds.
@@ -193,15 +193,17 @@ def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
 
     async def resumed() -> None:
         device = resolve_device("auto")
-        learner, other = (learner_of(load_model(TINY_ACTOR, device, dtype)) for _ in range(2))
+        learner, other = (new_learner(load_model(TINY_ACTOR, device, dtype)) for _ in range(2))
         try:
             await learner.step(step)
             await learner.save(tmp_path)
             await other.load(tmp_path)
             assert (await other.publish()).checksum == (await learner.publish()).checksum
-            going_on, again = [(await one.step(step)).metrics for one in (learner, other)]
-            assert again["loss"] == pytest.approx(going_on["loss"], rel=1e-2, abs=1e-4)
-            assert again["grad_norm"] == pytest.approx(going_on["grad_norm"], rel=1e-2)
+            uninterrupted, resumed = [
+                (await trained.step(step)).metrics for trained in (learner, other)
+            ]
+            assert resumed["loss"] == pytest.approx(uninterrupted["loss"], rel=1e-2, abs=1e-4)
+            assert resumed["grad_norm"] == pytest.approx(uninterrupted["grad_norm"], rel=1e-2)
         finally:
             await learner.aclose()
             await other.aclose()
@@ -213,7 +215,7 @@ def test_a_resumed_learner_goes_on(tmp_path: Path, dtype: torch.dtype) -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str
 )
 @pytest.mark.parametrize("size", [0, 3, 4096, 9_000_001])
-def test_a_checksum_is_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
+def test_a_checksum_equals_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
     """Check that a checksum on the GPU equals the checksum on the CPU.
 
     The sum is computed on the GPU, in blocks of 16 MiB.
@@ -225,7 +227,7 @@ def test_a_checksum_is_that_of_the_cpu(dtype: torch.dtype, size: int) -> None:
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     assert checksum({"a": there[1:]}) == checksum({"a": tensor[1:]}), (
-        "also where it does not begin at a whole word"
+        "also for a tensor that does not begin at a whole word"
     )
     assert torch.cuda.max_memory_allocated() - held < 80 << 20
 
@@ -240,11 +242,14 @@ def test_packed_sequences_are_read_like_padded_rows_in_float32() -> None:
     expected, found = token_logprobs(plain, ids, mask), token_logprobs(packed, ids, mask)
     torch.testing.assert_close(found.logp, expected.logp, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-4, atol=1e-4)
-    assert distance(gradient(packed, pull(found)), gradient(plain, pull(expected))) < 1e-4
+    assert (
+        distance(gradient(packed, weighted_sum(found)), gradient(plain, weighted_sum(expected)))
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize("lengths", [[200], [97, 95, 40, 7, 3], [64, 64, 64]], ids=str)
-def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(
+def test_the_kernel_for_unequal_lengths_is_as_precise_as_padded_rows_in_bfloat16(
     lengths: list[int],
 ) -> None:
     """Compare the errors against float32 with those of plain bfloat16, forward and backward."""
@@ -257,14 +262,14 @@ def test_the_kernel_for_unequal_lengths_is_as_exact_as_padded_rows_in_bfloat16(
     assert ours.dtype == torch.float32
     assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-3)
     truth, theirs, ours = (
-        gradient(m, pull(f)) for m, f in zip((exact, plain, packed), metrics, strict=True)
+        gradient(m, weighted_sum(f)) for m, f in zip((exact, plain, packed), metrics, strict=True)
     )
     assert distance(ours, truth) < max(1.5 * distance(theirs, truth), 1e-2) < 0.1
 
 
-def test_sequences_do_not_see_each_other_in_bfloat16() -> None:
+def test_sequences_do_not_influence_each_other_in_bfloat16() -> None:
     model = qwen2(torch.bfloat16)
-    pack_sequences(model)
+    enable_packing(model)
     ids, mask = batch([60, 59, 20])
     before = token_logprobs(model, ids, mask).logp
     ids[0] = (ids[0] + 1) % 1000
@@ -274,7 +279,7 @@ def test_sequences_do_not_see_each_other_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_large_vocabulary_costs_parts_of_its_logits(dtype: torch.dtype) -> None:
+def test_logits_of_a_large_vocabulary_are_computed_in_parts(dtype: torch.dtype) -> None:
     """Check the peak memory for about 8,000 tokens and a large vocabulary.
 
     All logits in float32 take 4.6 GiB, and plain autograd stores several copies. In parts, the
@@ -282,42 +287,42 @@ def test_a_large_vocabulary_costs_parts_of_its_logits(dtype: torch.dtype) -> Non
     """
     ids, mask = batch([2048] * 6, VOCABULARY)
     model = qwen2(dtype, vocab_size=VOCABULARY, num_hidden_layers=1)
-    pack_sequences(model)
+    enable_packing(model)
     tokens = int(mask.sum())
-    assert tokens * VOCABULARY > 17 * LOGITS
+    assert tokens * VOCABULARY > 17 * MAX_LOGITS
     weights = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    used = peak(lambda: pull(token_logprobs(model, ids, mask)).backward())
-    assert used - weights < 6 * 4 * LOGITS
+    used = peak_bytes(lambda: weighted_sum(token_logprobs(model, ids, mask)).backward())
+    assert used - weights < 6 * 4 * MAX_LOGITS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs_in_parts_are_those_of_the_whole_softmax(dtype: torch.dtype) -> None:
+def test_logprobs_in_parts_equal_those_of_the_whole_softmax(dtype: torch.dtype) -> None:
     ids, mask = batch([300, 250, 200, 100, 100], VOCABULARY)
     model, plain = (qwen2(dtype, vocab_size=VOCABULARY, num_hidden_layers=1) for _ in range(2))
-    assert int(mask.sum()) * VOCABULARY > LOGITS, "more than one part"
+    assert int(mask.sum()) * VOCABULARY > MAX_LOGITS, "more than one part"
     found = token_logprobs(model, ids, mask, 0.8)
     p = (plain(input_ids=ids).logits[:, :-1].float() / 0.8).log_softmax(-1)
     expected = torch.nn.functional.pad(p.gather(-1, ids[:, 1:, None])[..., 0], (1, 0)) * mask
     torch.testing.assert_close(found.logp, expected, rtol=1e-3, atol=1e-3)
     draw = torch.Generator().manual_seed(2)
     theirs = (torch.randn(expected.shape, generator=draw).cuda() * expected).sum()
-    assert distance(gradient(model, pull(found)), gradient(plain, theirs)) < (
+    assert distance(gradient(model, weighted_sum(found)), gradient(plain, theirs)) < (
         1e-4 if dtype == torch.float32 else 2e-2
     )
 
 
-def test_activations_computed_again_need_less_memory_for_the_same_gradient() -> None:
+def test_recomputed_activations_need_less_memory_for_the_same_gradient() -> None:
     ids, mask = batch([4000, 3900, 100])
     grads, used = [], []
     for checkpointing in (False, True):
         model = qwen2(torch.bfloat16, num_hidden_layers=8)
-        pack_sequences(model)
+        enable_packing(model)
         if checkpointing:
             checkpoint_activations(model)
         used.append(
-            peak(
+            peak_bytes(
                 lambda model=model: grads.append(
-                    gradient(model, pull(token_logprobs(model, ids, mask)))
+                    gradient(model, weighted_sum(token_logprobs(model, ids, mask)))
                 )
             )
         )

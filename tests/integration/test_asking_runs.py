@@ -32,7 +32,7 @@ from whole_runs import (
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
 from crl.errors import RolloutError
-from crl.methods.parts.asking import COMPACT_NOTHING, COMPACT_OFFER
+from crl.methods.parts.asking import COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.modeling import load_tokenizer, stop_ids
 from crl.run import assemble
 from crl.tokens import ChatRenderer
@@ -51,21 +51,21 @@ ANSWER_NEXT = "<|im_start|>assistant\n"
 
 
 @cache
-def chat(role: str = "actor") -> ChatRenderer:
+def chat_renderer(role: str = "actor") -> ChatRenderer:
     path = resolve_model(f"tiny-{role}")
     tokenizer = load_tokenizer(path)
     return ChatRenderer(tokenizer, stop_ids(path, tokenizer))
 
 
-class Prompted(TorchEngine):
+class ScriptedQuestions(TorchEngine):
     """Engine that samples normally and then replaces some completions with scripted texts.
 
     An agent that may ask does so at its first decision. Every question is answered with a
-    refinement. If `failing` is set, questions fail with an error. If `slow` is set, questions are
+    refinement. If `fails` is set, questions fail with an error. If `hangs` is set, questions are
     never answered.
     """
 
-    failing = slow = False
+    fails = hangs = False
 
     async def generate(
         self,
@@ -75,37 +75,39 @@ class Prompted(TorchEngine):
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        renderer = chat("actor" if session else "extractor")
+        renderer = chat_renderer("actor" if session else "extractor")
         text = renderer.decode(ids)
         asking = session and f"\n{COMPACT_OFFER}\n" in text and text.count(ANSWER_NEXT) == 1
         answering = not session and text.endswith(f"\nask<|im_end|>\n{ANSWER_NEXT}")
-        if answering and self.failing:
+        if answering and self.fails:
             raise RolloutError("engine", "no")
-        if answering and self.slow:
+        if answering and self.hangs:
             await asyncio.Event().wait()
         sampled = await super().generate(ids, sampling, session=session, rng=rng)
         if asking:
-            return self._said(renderer, "ask")
+            return self._completion(renderer, "ask")
         return (
-            self._said(renderer, f'[{{"op":"refine","text":"{REFINED}"}}]')
+            self._completion(renderer, f'[{{"op":"refine","text":"{REFINED}"}}]')
             if answering
             else sampled
         )
 
-    def _said(self, renderer: ChatRenderer, text: str) -> Completion:
+    def _completion(self, renderer: ChatRenderer, text: str) -> Completion:
         ids = (*renderer.encode(text), renderer.stop_ids[0])
         return Completion(ids, (-0.5,) * len(ids), (self.version,) * len(ids), "stop")
 
 
-class Failing(Prompted):
-    failing = True
+class FailingQuestions(ScriptedQuestions):
+    fails = True
 
 
-class Slow(Prompted):
-    slow = True
+class HangingQuestions(ScriptedQuestions):
+    hangs = True
 
 
-def train(run: Path, *sets: str, engine: type[TorchEngine] = Prompted, steps: int = STEPS) -> None:
+def train(
+    run: Path, *sets: str, engine: type[TorchEngine] = ScriptedQuestions, steps: int = STEPS
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "TorchEngine", engine)
         result = crl(*arguments(run, "room", (*SIZES, *sets), steps, 0, "complementary"))
@@ -128,7 +130,7 @@ def episodes(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _as_it_was() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     """Restore the process-wide determinism switch, which deterministic runs change."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
@@ -155,8 +157,8 @@ def either(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def test_guided_agents_ask_and_are_told(either: Path) -> None:
-    told = Counter()
+def test_guided_agents_ask_and_get_replies(either: Path) -> None:
+    replies = Counter()
     for t in episodes(either):
         origins = [s["origin"] for s in t["segments"]]
         if t["condition"] == "free":
@@ -168,20 +170,20 @@ def test_guided_agents_ask_and_are_told(either: Path) -> None:
             == 1
         ), "one question is the limit"
         (reply,) = (s["text"] for s in t["segments"] if s["origin"] == "tool_result")
-        told[reply] += 1
+        replies[reply] += 1
         hows = [use["how"] for use in t["used"]]
         assert hows[-1:] == (["ask"] if reply == REFINED else [])
         assert t["turns"] <= 4
-    assert set(told) == {REFINED, COMPACT_NOTHING}, "nothing is known at first"
+    assert set(replies) == {REFINED, COMPACT_NO_RESULT}, "the bank is empty at first"
     last = metrics(either, "train")[-1]
     assert last["rollout/asks"] == 1
     assert last["rollout/asks/refined"] == last["rollout/asks/found"] > 0
     assert {"perf/refine_p50_ms", "perf/refine_p95_ms"} <= set().union(*metrics(either, "bank"))
 
 
-def test_free_means_free(either: Path) -> None:
+def test_free_episodes_have_no_tool_and_no_replies(either: Path) -> None:
     """Check the prompts of free episodes token by token."""
-    renderer = chat()
+    renderer = chat_renderer()
     for t in episodes(either):
         if t["condition"] == "free":
             assert {s["origin"] for s in t["segments"]} <= {"task", "env", "policy"}
@@ -191,16 +193,16 @@ def test_free_means_free(either: Path) -> None:
             assert REFINED not in renderer.decode(t["ids"])
 
 
-def test_the_call_is_trained_and_the_reply_is_not(either: Path) -> None:
-    renderer = chat()
+def test_the_tool_call_is_trained_and_the_reply_is_not(either: Path) -> None:
+    renderer = chat_renderer()
     for t in episodes(either):
         if t["condition"] == "guided":
-            said = [renderer.decode([i for i, m in zip(t["ids"], t["mask"], strict=True) if m])]
-            assert said[0].startswith("ask<|im_end|>")
-            assert REFINED not in said[0]
+            sampled = renderer.decode([i for i, m in zip(t["ids"], t["mask"], strict=True) if m])
+            assert sampled.startswith("ask<|im_end|>")
+            assert REFINED not in sampled
 
 
-def test_credit_arrives_at_the_refinements_generation_and_it_is_trained_on(either: Path) -> None:
+def test_refinements_earn_credit_and_are_trained(either: Path) -> None:
     bank = either / "bank.sqlite"
     earned: Counter[str] = Counter()
     for t in episodes(either):
@@ -223,7 +225,7 @@ def test_credit_arrives_at_the_refinements_generation_and_it_is_trained_on(eithe
     }
     assert found == dict(earned)
     assert not rows(bank, "SELECT 1 FROM entries WHERE uid LIKE 'run/train/%'"), (
-        "refinements are no entries"
+        "refinements are not entries"
     )
     trained = {
         origin
@@ -235,31 +237,32 @@ def test_credit_arrives_at_the_refinements_generation_and_it_is_trained_on(eithe
     assert max(line["extractor/updates"] for line in metrics(either, "extractor")) > 0
 
 
-def test_an_asked_experience_is_shown_to_the_extractor(either: Path) -> None:
+def test_refinements_are_shown_to_the_extractor(either: Path) -> None:
     prompts = rows(
         either / "bank.sqlite", "SELECT prompt FROM generations WHERE id NOT LIKE 'run/train/%'"
     )
-    texts = [chat("extractor").decode(list(memoryview(prompt).cast("i"))) for (prompt,) in prompts]
+    texts = [
+        chat_renderer("extractor").decode(list(memoryview(prompt).cast("i")))
+        for (prompt,) in prompts
+    ]
     assert any(re.search(rf"hint \d {REFINED}", text) for text in texts)
 
 
-def test_the_same_seed_is_the_same_run_and_evaluations_ask_and_leave_no_trace(
-    done: Path, tmp_path: Path
-) -> None:
+def test_runs_are_reproducible_and_evaluations_change_nothing(done: Path, tmp_path: Path) -> None:
     watched = tmp_path / "watched"
-    asked: list[str] = []
+    asked_in: list[str] = []
 
-    class Listening(Prompted):
+    class RecordingEngine(ScriptedQuestions):
         async def generate(self, ids, sampling, *, session=None, rng=None):
             found = await super().generate(ids, sampling, session=session, rng=rng)
             # Without an offer, the tiny actor sometimes samples the same text.
-            offered = f"\n{COMPACT_OFFER}\n" in chat().decode(ids)
-            if session and offered and chat().decode(found.ids).startswith("ask<"):
-                asked.append(session.split("/")[0])
+            offered = f"\n{COMPACT_OFFER}\n" in chat_renderer().decode(ids)
+            if session and offered and chat_renderer().decode(found.ids).startswith("ask<"):
+                asked_in.append(session.split("/")[0])
             return found
 
-    train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1", engine=Listening)
-    assert set(asked) == {"train", "eval", "online"}, "and not the advice probe"
+    train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1", engine=RecordingEngine)
+    assert set(asked_in) == {"train", "eval", "online"}, "and not the advice probe"
     assert (watched / "trajectories.jsonl").read_bytes() == (
         done / "trajectories.jsonl"
     ).read_bytes()
@@ -273,8 +276,8 @@ def test_the_same_seed_is_the_same_run_and_evaluations_ask_and_leave_no_trace(
         )
 
 
-@pytest.mark.parametrize("engine", [Failing, Slow])
-def test_without_the_extractor_an_agent_is_told_what_was_found(
+@pytest.mark.parametrize("engine", [FailingQuestions, HangingQuestions])
+def test_without_a_refinement_the_agent_gets_the_retrieved_experience(
     done: Path, tmp_path: Path, engine: type[TorchEngine]
 ) -> None:
     run = tmp_path / "run"
@@ -291,10 +294,10 @@ def test_without_the_extractor_an_agent_is_told_what_was_found(
     assert metrics(run, "train")[0]["rollout/asks/refined"] == 0
 
 
-def test_eval_asks_too_and_touches_nothing(done: Path) -> None:
+def test_eval_asks_and_changes_no_file(done: Path) -> None:
     before = contents(done)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "TorchEngine", Prompted)
+        patch.setattr(assemble, "TorchEngine", ScriptedQuestions)
         result = crl("eval", done)
     assert (result.exit_code, result.stderr) == (0, "")
     assert contents(done) == before
@@ -303,14 +306,14 @@ def test_eval_asks_too_and_touches_nothing(done: Path) -> None:
 def test_a_bank_with_refinements_starts_another_run(done: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, f"bank.init={done / 'bank.sqlite'}", steps=1)
-    (mark,) = {
+    (run_name,) = {
         use["generation"].split("/")[0]
         for t in episodes(run)
         for use in t["used"]
         if use["how"] == "ask"
     }
-    assert mark.startswith("run")
-    assert mark != "run"
+    assert run_name.startswith("run")
+    assert run_name != "run"
     frozen = tmp_path / "frozen"
     train(frozen, *DETERMINISTIC, f"bank.init={done / 'bank.sqlite'}", "bank.frozen=true", steps=1)
     assert any(use["how"] == "ask" for t in episodes(frozen) for use in t["used"])
@@ -330,31 +333,34 @@ class Scripted(TorchEngine):
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        text = chat().decode(ids)
+        text = chat_renderer().decode(ids)
         if session:
-            told = "search_and_ask" not in text or "You are by the wall." in text
-            said = (
+            has_advice = "search_and_ask" not in text or "You are by the wall." in text
+            completion = (
                 "<answer>north</answer>"
-                if told
+                if has_advice
                 else "<think>Dark.</think><search_and_ask>Where are the stairs?</search_and_ask>"
             )
         elif "=== The agent's question ===\n  Where are the stairs?" in text:
-            said = '[{"op": "refine", "text": "You are by the wall. Follow it."}]'
+            completion = '[{"op": "refine", "text": "You are by the wall. Follow it."}]'
         else:
-            said = '[{"op": "add", "text": "The stairs are by the wall."}]'
-        sampled = (*chat().encode(said), chat().stop_ids[0])
+            completion = '[{"op": "add", "text": "The stairs are by the wall."}]'
+        sampled = (*chat_renderer().encode(completion), chat_renderer().stop_ids[0])
         return Completion(sampled, (-6.0,) * len(sampled), (self.version,) * len(sampled), "stop")
 
 
 def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> None:
-    run, mine = tmp_path / "run", tmp_path / "ask.txt"
-    mine.write_text("You may <search_and_ask>{{question}}</search_and_ask>, {limit} times.\n")
+    run, prompt_file = tmp_path / "run", tmp_path / "ask.txt"
+    prompt_file.write_text(
+        "You may <search_and_ask>{{question}}</search_and_ask>, {limit} times.\n"
+    )
     sets = (
         f"actor.model={random_qwen3}", "actor.max_context_tokens=2048",
         f"extractor.model={random_qwen3}", "extractor.max_context_tokens=4096",
         "extractor.max_response_tokens=128", "extractor.merge_every=0", "tasks.room.turns=2",
         "tasks.room.max_response_tokens=64", "rollout.groups=2", "tasks.room.eval.known=0",
-        "tasks.room.eval.new=0", "tasks.room.eval.online=0", "ask.limit=2", f"prompts.ask={mine}",
+        "tasks.room.eval.new=0", "tasks.room.eval.online=0", "ask.limit=2",
+        f"prompts.ask={prompt_file}",
     )  # fmt: skip
     train(run, *DETERMINISTIC, *sets, engine=Scripted, steps=2)
     second = [t for t in episodes(run) if t["step"] == 2]
@@ -375,34 +381,36 @@ def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> N
         assert [use["how"] for use in t["used"]] == ["start", "ask"]
         assert t["turns"] == 2
     prompts = [
-        chat().decode(list(memoryview(p).cast("i")))
+        chat_renderer().decode(list(memoryview(p).cast("i")))
         for (p,) in rows(run / "bank.sqlite", "SELECT prompt FROM generations")
     ]
-    asked = [text for text in prompts if "=== The agent's question ===" in text]
-    assert len(asked) == 4
+    question_prompts = [text for text in prompts if "=== The agent's question ===" in text]
+    assert len(question_prompts) == 4
     assert all(
         "agent asks]\n  <think>Dark.</think><search_and_ask>Where are the stairs?" in text
-        for text in asked
+        for text in question_prompts
     )
     assert all(
-        "=== Advice that was found ===\n  The stairs are by the wall.\n" in text for text in asked
+        "=== Advice that was found ===\n  The stairs are by the wall.\n" in text
+        for text in question_prompts
     )
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_user_errors_are_one_line(tmp_path: Path) -> None:
     def refused(method: str, *sets: str) -> str:
         result = crl(*arguments(tmp_path / "run", "room", sets, 1, 0, method))
         assert result.exit_code == 2
         return one_line(result)
 
     assert refused("grpo", "ask.enabled=true") == (
-        "error: ask.enabled = True: changes nothing, "
-        "since the method grpo has no bank to ask. "
+        "error: ask.enabled = True: has no effect because the method grpo has no bank to ask. "
         "Leave it out, or choose another method.\n"
     )
-    mine = tmp_path / "mine.txt"
-    mine.write_text("Ask {limit} times.")
-    assert "prompts.ask = " in refused("complementary", f"prompts.ask={mine}", "ask.enabled=true")
-    assert "no model of this run is told it" in refused(
-        "complementary", f"prompts.ask={mine}", "ask.enabled=true"
+    prompt_file = tmp_path / "mine.txt"
+    prompt_file.write_text("Ask {limit} times.")
+    assert "prompts.ask = " in refused(
+        "complementary", f"prompts.ask={prompt_file}", "ask.enabled=true"
+    )
+    assert "is not used by any model of this run" in refused(
+        "complementary", f"prompts.ask={prompt_file}", "ask.enabled=true"
     )

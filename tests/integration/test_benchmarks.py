@@ -54,7 +54,7 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     ] * 2
 
 
-def test_the_environments_are_measured_one_by_one_and_together(tmp_path: Path):
+def test_the_environments_are_measured_separately_and_together(tmp_path: Path):
     out = tmp_path / "results.json"
     names = ["sokoban", "room", "webshop", "alfworld"]
     command = [
@@ -79,7 +79,7 @@ def test_the_environments_are_measured_one_by_one_and_together(tmp_path: Path):
         assert row["in_all_mib"] > row["memory_mib"]
 
 
-def test_the_memory_of_a_process_is_what_it_holds():
+def test_the_measured_memory_of_a_process():
     code = (
         "from environments import memory; before = memory(); held = b'x' * (64 << 20); "
         "print(memory() - before)"
@@ -94,7 +94,7 @@ def test_the_memory_of_a_process_is_what_it_holds():
     assert 32 < float(done.stdout) < 96, "64 MiB, give or take what others share with it meanwhile"
 
 
-BARE = """
+BARE_MACHINE = """
 import runpy, sys
 sys.modules.update(dict.fromkeys([
     "bm25s", "fifolock", "gymnasium", "hnswlib", "hypothesis", "minihack", "nle", "pkg_resources",\
@@ -108,9 +108,10 @@ Only torch and transformers with their dependencies, and pytest, can be imported
 """
 
 
-def test_the_gpu_tests_need_no_other_package():
+def test_the_gpu_tests_need_only_torch_and_transformers():
     code = (
-        f"{BARE}import pytest; sys.exit(pytest.main(['-m', 'gpu', '--collect-only', 'tests/gpu']))"
+        f"{BARE_MACHINE}import pytest; "
+        "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', 'tests/gpu']))"
     )
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
@@ -125,11 +126,11 @@ def test_the_gpu_tests_need_no_other_package():
     assert "tests/gpu/test_cuda.py::" in done.stdout
 
 
-def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
+def test_the_learner_is_compared_with_a_plain_step(tmp_path: Path):
     """Run the learner's benchmark with torch and transformers alone."""
     out = tmp_path / "results.json"
     start = (
-        f"{BARE}sys.argv = ['', '--quick', '--out', {str(out)!r}]; "
+        f"{BARE_MACHINE}sys.argv = ['', '--quick', '--out', {str(out)!r}]; "
         "sys.path.insert(0, 'benchmarks'); "
     )
     command = [
@@ -158,7 +159,7 @@ def test_the_learner_is_measured_beside_a_plain_step(tmp_path: Path):
     assert results["machine"]["cpus"] >= 1
 
 
-def test_the_operations_of_a_batch_by_hand():
+def test_needed_operations_against_a_calculation_by_hand():
     code = """
 from learner_throughput import SHAPES, needed_operations
 from crl.types import Minibatch, TokenTrace, TrainSample
@@ -176,7 +177,7 @@ print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
     assert float(done.stdout) == 6 * 2 * layer * 6 + 6 * 2 * 64 * (9 + 9) + 6 * 64 * 1024 * 4
 
 
-def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path):
+def test_arms_are_compared_over_seeds_and_finished_runs_are_not_repeated(tmp_path: Path):
     out = tmp_path / "results.json"
     arms = ["none", "co-evolved", "always right"]
     command = [
@@ -213,28 +214,28 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_kept(tmp_path: Path)
     assert (again.stdout, again.stderr) == (done.stdout, "")
 
 
-FINISHED = """
+COMPARISON_SCRIPT = """
 import argparse, json
 from pathlib import Path
-from arms import ARMS, finished, shared
+from arms import ARMS, finished_runs, shared_options
 from main_command import METRICS, PAIRS, tables
 arguments = argparse.Namespace(steps=None, quick=False, set=[], out=Path(OUT))
-def made(arm, seed, **of):
+def run_result(arm, seed, **changes):
     names = ("known/success/free", "new/success/free", "new/success/online", "new/success/alone")
     names += () if arm == "none" else ("known/success/guided", "lessons/correct",\
  "lessons/correct/untrained")
     metrics = {f"eval/room/{name}": 0.1 * seed for name in names}
-    metrics |= {f"{end}/probe/room/{told}": value for end in ("start", "end")\
- for told, value in (("none", 0.5), ("right", 0.9))}
-    return {"setting": "room", "arm": arm, "seed": seed, **shared(arguments), "metrics": metrics,\
- "totals": {}, **of}
-runs = [made(arm, seed) for seed in (1, 2) for arm in ARMS]
-others = [made("none", 1, quick=True, metrics={}), made("none", 3, set=["run.steps=1"]),\
- made("none", 4, **{"asked steps": 2})]
+    metrics |= {f"{end}/probe/room/{advice}": value for end in ("start", "end")\
+ for advice, value in (("none", 0.5), ("right", 0.9))}
+    return {"setting": "room", "arm": arm, "seed": seed, **shared_options(arguments),\
+ "metrics": metrics, "totals": {}, **changes}
+runs = [run_result(arm, seed) for seed in (1, 2) for arm in ARMS]
+others = [run_result("none", 1, quick=True, metrics={}),\
+ run_result("none", 3, set=["run.steps=1"]), run_result("none", 4, **{"asked steps": 2})]
 arguments.out.with_suffix(".jsonl").write_text("".join(json.dumps(run) + "\\n"\
  for run in [*runs, *others]))
-assert list(finished(arguments)) == [("room", run["arm"], run["seed"]) for run in runs],\
- "runs of other settings are not taken for these"
+assert list(finished_runs(arguments)) == [("room", run["arm"], run["seed"]) for run in runs],\
+ "runs with other options are ignored"
 table = tables(runs)
 assert len([line for line in table.splitlines() if "by seed" in line]) == len(PAIRS),\
  "every comparison is printed"
@@ -245,8 +246,8 @@ assert METRICS["advice"](runs[0], "room") == 0.8
 """
 
 
-def test_only_runs_of_one_command_are_compared_and_in_all_ways_that_were_named(tmp_path: Path):
-    code = FINISHED.replace("OUT", repr(str(tmp_path / "results.json")))
+def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
+    code = COMPARISON_SCRIPT.replace("OUT", repr(str(tmp_path / "results.json")))
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 

@@ -33,19 +33,19 @@ from whole_runs import (
     untimed,
 )
 
-from crl.cli.dashboard import PARTS
+from crl.cli.dashboard import TIME_PARTS
 from crl.config import load
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
 from crl.manager.database import SCHEMA_VERSION, Database
 from crl.methods.parts.records import compact_record
 from crl.modeling import checksum, load_model, load_tokenizer, named_weights, stop_ids
-from crl.monitor.plain import SECONDS, PlainMonitor
+from crl.monitor.plain import DURATION_METRICS, PlainMonitor
 from crl.monitor.run_dir import RunDir
-from crl.monitor.snapshot import BankMetrics, Model, Rollout, _followed
+from crl.monitor.snapshot import BankMetrics, Model, Rollout, _metric_names
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run.assemble import training
+from crl.run.assemble import open_training_loop
 from crl.tokens import ChatRenderer
 from crl.types import RolloutPlan, Segment, Task, TrackRecord, Trajectory
 
@@ -92,8 +92,8 @@ def episodes(run: Path) -> list[dict[str, Any]]:
     return lines(run / "trajectories.jsonl")
 
 
-def address(t: dict[str, Any], mark: str = "run") -> str:
-    return f"{mark}/{t['step'] - 1}/{t['group']}/{t['member']}"
+def address(t: dict[str, Any], run_name: str = "run") -> str:
+    return f"{run_name}/{t['step'] - 1}/{t['group']}/{t['member']}"
 
 
 def manifest(run: Path, step: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def manifest(run: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _as_it_was() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     """Restore the process-wide determinism switch, which deterministic runs change."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
@@ -128,11 +128,11 @@ def concurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def decided(*, whole_groups: bool = False) -> Iterator[None]:
+def fixed_outcomes(*, all_members: bool = False) -> Iterator[None]:
     """Decide the success of training episodes, so that the lessons have a value to learn from.
 
     Guided episodes succeed in every second group, regardless of their actions. All other episodes
-    fail. With `whole_groups`, the unguided members of these groups succeed too, so the lessons have
+    fail. With `all_members`, the unguided members of these groups succeed too, so the lessons have
     no value.
     """
     play = EpisodeRunner.play
@@ -141,7 +141,7 @@ def decided(*, whole_groups: bool = False) -> Iterator[None]:
         runner: EpisodeRunner, key: EpisodeKey, task: Task, plan: RolloutPlan
     ) -> Trajectory:
         played = await play(runner, key, task, plan)
-        succeeds = key.group % 2 == 0 and (whole_groups or plan.condition == "guided")
+        succeeds = key.group % 2 == 0 and (all_members or plan.condition == "guided")
         return replace(played, success=succeeds) if key.purpose == "train" else played
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -161,7 +161,7 @@ def either(request: pytest.FixtureRequest) -> Path:
 # ── files of a run ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_a_run_leaves(either: Path) -> None:
+def test_files_and_metrics_of_a_run(either: Path) -> None:
     assert {path.name for path in either.iterdir()} == {
         "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints",
         "bank.sqlite",
@@ -173,22 +173,22 @@ def test_what_a_run_leaves(either: Path) -> None:
         steps + 1,
         2,
         2 + steps // 2,
-    ), "one more when everything has settled"
+    ), "one more at the end of the run"
     saved = manifest(either, steps)
     assert (saved["step"], sorted(saved["models"])) == (steps, ["actor", "extractor"])
     ((seq,),) = rows(either / "bank.sqlite", "SELECT MAX(seq) FROM log")
     # After the checkpoint, only a search may have been counted.
     if saved["state"]["bank"] != seq:
-        late = rows(
+        later_kinds = rows(
             either / "bank.sqlite",
             f"SELECT DISTINCT kind FROM log WHERE seq > {saved['state']['bank']}",
         )
-        assert late == [("retrieve",)]
+        assert later_kinds == [("retrieve",)]
     text = (either / "log.txt").read_text()
-    assert "guided − free in the same groups" in text
-    assert "what right advice adds on the probe" in text
-    assert "right lessons among the extractor's 8 answers" in text
-    assert "among the 8 of the extractor it started with, of the same episodes" in text
+    assert "guided − free success in the same groups" in text
+    assert "gain from right advice on the probe" in text
+    assert "right lessons in 8 answers of the extractor" in text
+    assert "untrained extractor, 8 answers on the same episodes" in text
 
 
 def test_the_bundled_models_work_together(either: Path) -> None:
@@ -203,38 +203,36 @@ def test_the_bundled_models_work_together(either: Path) -> None:
     [DETERMINISTIC, ("rollout.max_staleness=1", "bank.queue_size=16")],
     ids=["deterministic", "concurrent"],
 )
-def test_the_extractor_learns_from_what_its_lessons_were_worth(
+def test_the_extractor_learns_from_the_value_of_its_lessons(
     mode: tuple[str, ...], tmp_path: Path
 ) -> None:
     run, steps = tmp_path / "run", 7
-    with decided():
+    with fixed_outcomes():
         train(run, *mode, "extractor.cooldown=0", "eval.probe_every=0", *NO_EVAL, steps=steps)
     trained = metrics(run, "extractor")
     assert trained[-1]["extractor/updates"] > 1
     assert trained[0]["extractor/reference_kl"] == pytest.approx(0, abs=1e-4), (
-        "it is held to its start"
+        "the KL to the initial model starts at 0"
     )
-    assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], (
-        "and moves away from it all the same"
-    )
+    assert trained[-1]["extractor/reference_kl"] > trained[0]["extractor/reference_kl"], "and grows"
     assert not any("actor/reference_kl" in line for line in metrics(run, "train")), "off by default"
-    probed = [
+    mismatch_kls = [
         line["extractor/mismatch_kl"] for line in trained[1:] if "extractor/mismatch_kl" in line
     ]
-    assert probed or mode is not DETERMINISTIC, (
-        "on answers of the extractor that a sync brought, where it has given some by then"
+    assert mismatch_kls or mode is not DETERMINISTIC, (
+        "measured on answers since the last sync, if there are any"
     )
-    assert max(probed, default=0.0) < 1e-5
+    assert max(mismatch_kls, default=0.0) < 1e-5
     assert not equal_weights(
         run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor")
     )
 
 
-def test_where_groups_fare_as_well_without_their_lessons_the_extractor_learns_nothing(
+def test_lessons_without_value_do_not_train_the_extractor(
     tmp_path: Path,
 ) -> None:
     run, steps = tmp_path / "run", 5
-    with decided(whole_groups=True):
+    with fixed_outcomes(all_members=True):
         train(
             run,
             *DETERMINISTIC,
@@ -250,18 +248,18 @@ def test_where_groups_fare_as_well_without_their_lessons_the_extractor_learns_no
     assert equal_weights(run / f"checkpoints/{steps}/extractor", resolve_model("tiny-extractor"))
 
 
-async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_started_with(
+async def test_lessons_are_compared_with_those_of_the_untrained_extractor(
     tmp_path: Path, tiny_extractor: Path
 ) -> None:
     config = load(["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC])
     start = checksum(named_weights(load_model(tiny_extractor, torch.device("cpu"))))
-    async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
-        with decided():
+    async with open_training_loop(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
+        with fixed_outcomes():
             await loop.run()
         assert loop.experience is not None
         assert loop.evaluator._online is not None
         trained = loop.experience._engine
-        async with loop.evaluator._online._untrained(lambda _: None) as bank:
+        async with loop.evaluator._online._open_untrained(lambda _: None) as bank:
             asked = bank._engine
             assert isinstance(asked, TorchEngine)
             assert isinstance(trained, TorchEngine)
@@ -269,12 +267,12 @@ async def test_lessons_are_compared_with_those_of_the_extractor_that_the_run_sta
             assert checksum(named_weights(trained._decoder.model)) != start
 
 
-async def test_banks_that_are_built_online_try_nothing(tmp_path: Path) -> None:
+async def test_online_banks_have_no_trials(tmp_path: Path) -> None:
     config = load(
         ["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC, "retrieval.trials=0.5"]
     )
-    async with training(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
-        with decided():
+    async with open_training_loop(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
+        with fixed_outcomes():
             await loop.run()
         assert loop.experience is not None
         assert loop.evaluator._online is not None
@@ -284,36 +282,38 @@ async def test_banks_that_are_built_online_try_nothing(tmp_path: Path) -> None:
         assert count > 1, "there is something to choose from"
         place = replace(online._tasks["room"].places[0], goal=goal)
         requests = [SearchRequest(goal, place, 99, member) for member in range(8)]
-        async with online._scratch(lambda _: None) as scratch:
+        async with online._open_scratch(lambda _: None) as scratch:
             (best, *_) = await scratch.search(requests[:1])
             assert best is not None
             await scratch.credit([best.use] * 9, True, episode="made/up/0/0")
             assert {hit.use.uid for hit in await scratch.search(requests) if hit} == {best.use.uid}
         await bank.credit([best.use] * 9, True, episode="made/up/0/0")
         assert len({hit.use.uid for hit in await bank.search(requests) if hit}) > 1, (
-            "where training does"
+            "training has trials"
         )
 
 
-def test_what_is_shown_of_a_run_is_logged(done: Path) -> None:
+def test_metrics_of_the_dashboard_are_logged(done: Path) -> None:
     """Check that a run logs the metrics that the dashboard and the log lines look up by name."""
     logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
-    assert set(_followed(Rollout).values()) <= logged["train"]
-    assert set(_followed(BankMetrics).values()) <= logged["bank"]
+    assert set(_metric_names(Rollout).values()) <= logged["train"]
+    assert set(_metric_names(BankMetrics).values()) <= logged["bank"]
     for model, kind, absent in (
         ("actor", "train", {"actor/reward"}),
         ("extractor", "extractor", set()),
     ):
-        assert {name.format(model) for name in _followed(Model).values()} - absent <= logged[kind]
+        assert {name.format(model) for name in _metric_names(Model).values()} - absent <= logged[
+            kind
+        ]
     parts = {name for name in logged["train"] if name.startswith("time/")}
-    assert parts == set(SECONDS["train"]), "one after the other they are the step"
-    assert {name.removeprefix("time/") for name in parts} == PARTS.keys() - {"eval", "probe"}
+    assert parts == set(DURATION_METRICS["train"]), "the parts cover the whole step"
+    assert {name.removeprefix("time/") for name in parts} == TIME_PARTS.keys() - {"eval", "probe"}
 
 
 # ── free and guided ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_group_has_signal_where_one_of_its_halves_has_or_a_lesson_helped(either: Path) -> None:
+def test_groups_with_signal(either: Path) -> None:
     for line in metrics(either, "train"):
         halves: dict[tuple[int, str], set[float]] = {}
         won: dict[tuple[int, str], list[bool]] = {}
@@ -331,7 +331,7 @@ def test_a_group_has_signal_where_one_of_its_halves_has_or_a_lesson_helped(eithe
         assert line["rollout/groups_with_signal"] == len(expected)
 
 
-def test_gaps_of_the_log_are_those_of_the_episodes(either: Path) -> None:
+def test_logged_gaps_match_the_episodes(either: Path) -> None:
     for line in metrics(either, "train"):
         gaps = []
         batch = [t for t in episodes(either) if t["step"] == line["step"]]
@@ -350,12 +350,10 @@ def test_half_of_every_group_is_guided(either: Path) -> None:
     )
     for group in {t["group"] for t in played}:
         guided = [t["used"] for t in played if t["group"] == group and t["condition"] == "guided"]
-        assert bool(guided[0]) == bool(guided[1]), "each has one of its place, or there is none"
+        assert bool(guided[0]) == bool(guided[1]), "both members have an experience or none has"
 
 
-def test_prompts_hold_an_experience_exactly_where_one_was_used(
-    either: Path, tiny_actor: Path
-) -> None:
+def test_prompts_contain_exactly_the_experiences_used(either: Path, tiny_actor: Path) -> None:
     """Check the actor's prompts token by token.
 
     A prompt holds the goal, the experience if one is used, and the first observation.
@@ -378,14 +376,16 @@ def test_prompts_hold_an_experience_exactly_where_one_was_used(
             assert not any(f"\n{text}\n" in renderer.decode(t["ids"]) for text in texts)
 
 
-def test_overtime_is_on_the_record_and_not_trained(either: Path) -> None:
+def test_overtime_is_recorded_and_not_trained(either: Path) -> None:
     played = episodes(either)
-    late = [t for t in played if sum(s["origin"] == "policy" for s in t["segments"]) > t["turns"]]
-    assert late
-    for t in late:
+    with_overtime = [
+        t for t in played if sum(s["origin"] == "policy" for s in t["segments"]) > t["turns"]
+    ]
+    assert with_overtime
+    for t in with_overtime:
         assert (t["turns"], t["success"], t["reward"], t["truncated"]) == (4, False, 0.0, True)
         assert len(t["versions"]) == len(t["ids"]) == len(t["mask"])
-        assert t["mask"][-1] == 1, "the record of tokens ends with the last one that is trained"
+        assert t["mask"][-1] == 1, "the recorded tokens end with the last trained token"
     assert max(t["turns"] for t in played) == 4
     for t in played:
         assert t["turns"] + t["overtime_turns"] == sum(
@@ -412,8 +412,10 @@ def test_every_episode_is_distilled_exactly_once(either: Path) -> None:
     )
     answered = {origin for origin, _ in log(bank, "add", "update", "return", "drop", "malformed")}
     assert answered == set(addresses), "the extractor answered every one of them"
-    once = rows(bank, "SELECT origin, op, kind FROM log WHERE kind NOT IN ('retrieve', 'train')")
-    assert len(set(once)) == len(once)
+    operations = rows(
+        bank, "SELECT origin, op, kind FROM log WHERE kind NOT IN ('retrieve', 'train')"
+    )
+    assert len(set(operations)) == len(operations)
     last = metrics(either, "bank")[-1]
     if json.loads((either / "config.json").read_text())["config"]["run"]["deterministic"]:
         assert (last["queue/done"], last["queue/pending"]) == (16 * STEPS, 0)
@@ -443,7 +445,7 @@ def test_every_use_is_credited_exactly_once(either: Path) -> None:
     } == sums
 
 
-def test_lifts_are_those_of_the_groups(either: Path) -> None:
+def test_lifts_match_the_groups(either: Path) -> None:
     """Compare the lifts in the bank with lifts computed from the episodes.
 
     A lift is the guided success minus the free success of a group. The bank holds the mean over
@@ -471,7 +473,7 @@ def test_lifts_are_those_of_the_groups(either: Path) -> None:
     }
 
 
-def test_an_experience_is_used_after_it_was_written(done: Path) -> None:
+def test_experiences_are_used_only_after_they_were_written(done: Path) -> None:
     for t in episodes(done):
         for use in t["used"]:
             assert int(use["generation"].split("/")[1]) < t["step"] - 1
@@ -481,7 +483,7 @@ def test_an_experience_is_used_after_it_was_written(done: Path) -> None:
 # ── crl eval ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> None:
+def test_eval_repeats_the_last_evaluation_and_changes_no_file(done: Path) -> None:
     before = contents(done)
     result = crl("eval", done)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -509,9 +511,7 @@ def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> Non
     ], "but builds no bank"
 
 
-def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(
-    done: Path, tmp_path: Path
-) -> None:
+def test_eval_needs_the_bank_of_the_run_and_not_the_initial_one(done: Path, tmp_path: Path) -> None:
     first = tmp_path / "first.sqlite"
     first.write_bytes((done / "bank.sqlite").read_bytes())
     run = tmp_path / "run"
@@ -523,11 +523,11 @@ def test_eval_needs_the_runs_own_bank_and_not_the_one_that_it_started_from(
     assert result.exit_code == 2
     assert (
         one_line(result)
-        == f"error: run = '{run}': its bank is gone: there is no bank.sqlite. Restore the file.\n"
+        == f"error: run = '{run}': its bank file bank.sqlite is missing. Restore the file.\n"
     )
 
 
-def test_eval_of_a_run_in_the_background_leaves_it_alone(concurrent: Path) -> None:
+def test_eval_of_a_concurrent_run_changes_no_file(concurrent: Path) -> None:
     before = contents(concurrent)
     assert crl("eval", concurrent).exit_code == 0
     assert contents(concurrent) == before
@@ -549,11 +549,11 @@ def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
             again / f"checkpoints/{STEPS}/{role}", done / f"checkpoints/{STEPS}/{role}"
         )
     assert not equal_weights(done / f"checkpoints/{STEPS}/actor", resolve_model("tiny-actor")), (
-        "and it has learnt something"
+        "the weights have changed"
     )
 
 
-def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
+def test_evaluations_do_not_change_the_training(done: Path, tmp_path: Path) -> None:
     """Check that an evaluation and a probe after every step do not change the run.
 
     The bank has entries.
@@ -573,12 +573,12 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
 # ── banks of other runs ───────────────────────────────────────────────────────────────────────────
 
 
-WRITING = ("submit", "add", "update", "return", "drop", "malformed", "evict", "train")
+WRITE_KINDS = ("submit", "add", "update", "return", "drop", "malformed", "evict", "train")
 """Operations of distillation and of the extractor's training."""
 ENTRIES = "SELECT uid, version, text, status FROM entries WHERE status = 'active' ORDER BY uid"
 
 
-def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None:
+def test_a_run_can_start_from_the_bank_of_another_run(done: Path, tmp_path: Path) -> None:
     source, before = done / "bank.sqlite", contents(done)
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, f"bank.init={source}", steps=1)
@@ -589,11 +589,11 @@ def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None
     assert any(t["used"] for t in played), "guided from the first step on"
     assert {use["uid"] for t in played for use in t["used"]} <= texts.keys()
     submitted = [origin for origin, _ in log(bank, "submit")[len(log(source, "submit")) :]]
-    (mark,) = {origin.split("/")[0] for origin in submitted}
-    assert mark.startswith("run")
-    assert mark != "run", "the same addresses in another run are other episodes"
-    assert sorted(submitted) == sorted(address(t, mark) for t in played)
-    uses = [(address(t, mark), use["uid"]) for t in played for use in t["used"]]
+    (run_name,) = {origin.split("/")[0] for origin in submitted}
+    assert run_name.startswith("run")
+    assert run_name != "run", "the same addresses in another run are other episodes"
+    assert sorted(submitted) == sorted(address(t, run_name) for t in played)
+    uses = [(address(t, run_name), use["uid"]) for t in played for use in t["used"]]
     credited = log(bank, "credit", "stray")[len(log(source, "credit", "stray")) :]
     assert sorted((origin, data["uid"]) for origin, data in credited) == sorted(uses)
     last = metrics(run, "bank")[-1]
@@ -601,7 +601,7 @@ def test_a_run_starts_from_another_ones_bank(done: Path, tmp_path: Path) -> None
         "the other run's are not counted again"
     )
     listed = json.loads(crl("bank", "ls", run, "--status", "all", "--limit", 0, "--json").stdout)
-    assert {(entry["uid"].startswith(f"{mark}/"), entry["step"]) for entry in listed} == {
+    assert {(entry["uid"].startswith(f"{run_name}/"), entry["step"]) for entry in listed} == {
         (False, None),
         (True, 1),
     }
@@ -618,10 +618,10 @@ def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     result = train(run, *DETERMINISTIC, f"bank.init={source}", "bank.frozen=true", steps=2)
     assert "extractor: not trained; 0 episodes distilled: 0 added" in result.stdout
-    assert "built online" not in result.stdout, "nothing is learnt on the way"
+    assert "built online" not in result.stdout, "a frozen bank has no online evaluation"
     assert any(t["used"] for t in episodes(run) if t["step"] == 1)
     assert rows(run / "bank.sqlite", ENTRIES) == rows(source, ENTRIES)
-    assert log(run / "bank.sqlite", *WRITING) == log(source, *WRITING)
+    assert log(run / "bank.sqlite", *WRITE_KINDS) == log(source, *WRITE_KINDS)
     assert metrics(run, "extractor") == []
     assert manifest(run, 2)["models"] == ["actor"]
     assert crl("eval", run).exit_code == 0
@@ -640,17 +640,17 @@ def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
     assert crl("eval", run).exit_code == 0
 
 
-def test_everybody_may_be_guided(tmp_path: Path) -> None:
+def test_all_members_can_be_guided(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = ("complementary.guided=1", "complementary.advantages=cross", "extractor.baseline=batch")
     train(run, *DETERMINISTIC, *sets, steps=2)
     assert {t["condition"] for t in episodes(run)} == {"guided"}
     assert not any("rollout/gap" in line for line in metrics(run, "train")), (
-        "there is nobody to compare with"
+        "there is no free member to compare with"
     )
 
 
-def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
+def test_guided_members_can_have_different_experiences(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, "retrieval.per=rollout", "retrieval.choice=diverse", steps=2)
     used: dict[int, set[str]] = {}
@@ -658,30 +658,30 @@ def test_each_guided_member_may_have_its_own_experience(tmp_path: Path) -> None:
         for use in t["used"]:
             used.setdefault(t["group"], set()).add(use["uid"])
     assert any(len(uids) == 2 for uids in used.values()), (
-        "the two guided members of a group were told different things"
+        "the two guided members of a group had different experiences"
     )
 
 
-def test_agents_may_be_told_how_often_their_experience_helped_before(tmp_path: Path) -> None:
+def test_agents_can_see_the_track_record_of_their_experience(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DETERMINISTIC, "complementary.show_record=true", "eval.probe_every=0", *NO_EVAL)
-    ended: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
-    told = Counter[bool]()
+    outcomes: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
+    record_shown = Counter[bool]()
     for _, step in groupby(episodes(run), key=lambda t: t["step"]):
         guided = [t for t in step if t["used"]]
         units = [(t["used"][0]["uid"], t["used"][0]["version"]) for t in guided]
         for t, unit in zip(guided, units, strict=True):
-            earlier = ended[unit]
+            earlier = outcomes[unit]
             expected = compact_record(t["shown"][0], TrackRecord(len(earlier), sum(earlier)))
             assert [s["text"] for s in t["segments"] if s["origin"] == "experience"] == [expected]
-            told[expected != t["shown"][0]] += 1
+            record_shown[expected != t["shown"][0]] += 1
         for t, unit in zip(guided, units, strict=True):
-            ended[unit].append(t["success"])
-    assert told[True] > 0, "some were tried before"
-    assert told[False] > 0, "and some were not"
+            outcomes[unit].append(t["success"])
+    assert record_shown[True] > 0, "some experiences were used before"
+    assert record_shown[False] > 0, "and others were not"
 
 
-def test_guided_members_that_did_better_are_trained_without_their_experience(
+def test_self_distillation_trains_better_guided_members(
     tmp_path: Path,
 ) -> None:
     runs = [tmp_path / "plain", tmp_path / "distilled"]
@@ -707,7 +707,7 @@ def test_guided_members_that_did_better_are_trained_without_their_experience(
     )
 
 
-def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
+def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = (
         "rollout.groups=2",
@@ -737,27 +737,25 @@ def test_without_experience_there_is_none_of_it(tmp_path: Path) -> None:
     assert manifest(run, 1)["models"] == ["actor"]
     assert {t["condition"] for t in episodes(run)} == {"free"}
     assert {line["kind"] for line in lines(run / "metrics.jsonl")} == {"train", "eval"}
-    assert "extractor" not in result.stdout.split("train further")[0].replace(
-        "for the extractor alone", ""
-    )
+    assert "extractor" not in result.stdout.split("train further")[0]
 
 
 # ── interrupted ───────────────────────────────────────────────────────────────────────────────────
 
 
-def read_until_learnt(output: IO[str]) -> None:
+def read_until_trained_with_experience(output: IO[str]) -> None:
     """Read the output of a run until a step after the first is trained with a non-empty bank.
 
     With an empty bank, no episode would be guided.
     """
-    learnt = False
+    has_experience = False
     for line in output:
-        learnt |= line.startswith("bank ") and " size 0 " not in line
-        if learnt and line.startswith("train ") and not line.startswith("train     1/"):
+        has_experience |= line.startswith("bank ") and " size 0 " not in line
+        if has_experience and line.startswith("train ") and not line.startswith("train     1/"):
             return
 
 
-def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_consistent_bank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [
         sys.executable,
@@ -769,19 +767,19 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        read_until_learnt(process.stdout)
+        read_until_trained_with_experience(process.stdout)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "")
     step = metrics(run, "train")[-1]["step"]
     assert f"{step} steps in" in output
     bank = run / "bank.sqlite"
-    assert not bank.with_name("bank.sqlite-wal").exists(), "it was closed"
+    assert not bank.with_name("bank.sqlite-wal").exists(), "the bank was closed"
     assert rows(bank, "PRAGMA integrity_check") == [("ok",)]
     played = [address(t) for t in episodes(run)]
     assert len(played) == 16 * step
     assert sorted(name for (name,) in rows(bank, "SELECT id FROM requests")) == sorted(played), (
-        "none is lost"
+        "no episode is lost"
     )
     assert {state for (state,) in rows(bank, "SELECT DISTINCT state FROM requests")} <= {
         "done",
@@ -792,12 +790,12 @@ def test_ctrl_c_leaves_a_bank_that_agrees_with_the_run(tmp_path: Path) -> None:
     kept = {uid for uid, *_ in rows(bank, ENTRIES)}
     train(tmp_path / "next", f"bank.init={bank}", "bank.frozen=true", steps=1)
     assert {uid for uid, *_ in rows(tmp_path / "next" / "bank.sqlite", ENTRIES)} == kept
-    assert log(tmp_path / "next" / "bank.sqlite", *WRITING) == log(bank, *WRITING), (
-        "what was in its queue is not distilled"
+    assert log(tmp_path / "next" / "bank.sqlite", *WRITE_KINDS) == log(bank, *WRITE_KINDS), (
+        "the queue of the old run is not distilled"
     )
 
 
-def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
+def test_the_bank_of_a_killed_run_is_complete(tmp_path: Path) -> None:
     """Check that the last commits of a killed run are used.
 
     They are still in SQLite's write-ahead log, which belongs to the bank.
@@ -811,7 +809,7 @@ def test_the_bank_of_a_killed_run_is_used_whole(tmp_path: Path) -> None:
         text=True,
     ) as process:
         assert process.stdout is not None
-        read_until_learnt(process.stdout)
+        read_until_trained_with_experience(process.stdout)
         process.kill()
     bank = run / "bank.sqlite"
     assert bank.with_name("bank.sqlite-wal").stat().st_size > 0
@@ -852,7 +850,7 @@ def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "says"),
+    ("sets", "message"),
     [
         (
             ["bank.init={folder}/none.sqlite"],
@@ -864,20 +862,20 @@ def test_the_tiny_extractor_merges_too(tmp_path: Path) -> None:
         ),
         (
             ["extractor.merge_every=5", "extractor.merge_tokens=4096"],
-            "extractor.merge_tokens = 4096: leaves no room for the prompt",
+            "extractor.merge_tokens = 4096: leaves no tokens for the rest of the prompt",
         ),
-        (["bank.frozen=true"], "an empty bank to which nothing is written guides nobody"),
+        (["bank.frozen=true"], "the bank would stay empty, because bank.init is not set"),
         (
             ["tasks.room.rendering=full"],
-            "reads the compact rendering alone, but tasks.room.rendering is full",
+            "reads only the compact rendering, but tasks.room.rendering is full",
         ),
     ],
 )
-def test_a_mistake_is_one_line(sets: list[str], says: str, tmp_path: Path) -> None:
+def test_a_user_error_is_one_line(sets: list[str], message: str, tmp_path: Path) -> None:
     settings = tuple(setting.format(folder=tmp_path) for setting in sets)
     result = crl(*arguments(tmp_path / "run", "room", (*SIZES, *settings), 1, 0, "complementary"))
     assert result.exit_code == 2, result.output
-    assert says.format(folder=tmp_path) in one_line(result)
+    assert message.format(folder=tmp_path) in one_line(result)
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
@@ -895,11 +893,11 @@ def test_a_mistake_is_one_line(sets: list[str], says: str, tmp_path: Path) -> No
         (
             "empty",
             ["bank.frozen=true"],
-            "it holds no experience, and a frozen one that is empty guides nobody",
+            "it holds no experiences, so as a frozen bank it could not guide any episode",
         ),
     ],
 )
-def test_a_bank_to_start_from_is_looked_at_first(
+def test_the_initial_bank_is_checked_first(
     name: str, sets: list[str], reason: str, options: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / f"{name}.sqlite"
@@ -920,7 +918,7 @@ def test_a_bank_to_start_from_is_looked_at_first(
     assert result.exit_code == 2, result.output
     assert one_line(result) == (
         f"error: bank.init = '{path}': {reason}. "
-        "Give the bank.sqlite of another run, made by this version of crl.\n"
+        "Use the bank.sqlite of another run, written by this version of crl.\n"
     )
     assert contents(tmp_path) == before
     assert not (tmp_path / "run").exists()

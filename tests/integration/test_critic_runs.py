@@ -27,7 +27,7 @@ from crl.tokens import ChatRenderer
 from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
 
 CRITIC = ("critic.enabled=true", "critic.warmup=2")
-SAYS = ("accept", "refine from the start go east.", "reject", "north")
+VERDICTS = ("accept", "refine from the start go east.", "reject", "north")
 SCORES = {"accept": 1.0, "refine": 0.5}
 
 
@@ -37,7 +37,7 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(tokenizer, stop_ids(path, tokenizer))
 
 
-class Script:
+class ScriptedVerdicts:
     """Scripted verdicts of the actor, and a record of its sessions and prompts.
 
     In training, the verdicts are given in turn, so that each kind occurs. Elsewhere, a verdict
@@ -45,9 +45,9 @@ class Script:
     """
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.critiques: list[tuple[str, str]] = []
         self.sessions: set[str] = set()
-        self._in_turn = itertools.cycle(SAYS)
+        self._in_turn = itertools.cycle(VERDICTS)
         self._play, self._renderer = TorchEngine.generate, renderer()
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,31 +64,35 @@ class Script:
             script.sessions.add(session or "")
             if "/critic/" not in (session or ""):
                 return await script._play(engine, ids, sampling, session=session, rng=rng)
-            script.asked.append((session or "", script._renderer.decode(ids)))
-            said = script._renderer.encode(script._says(session or "", rng))
-            sampled = (*said, sampling.stop_ids[0])[: sampling.max_tokens]
-            assert len(sampled) == len(said) + 1, "the preset leaves room for a verdict"
+            script.critiques.append((session or "", script._renderer.decode(ids)))
+            verdict_ids = script._renderer.encode(script._verdict(session or "", rng))
+            sampled = (*verdict_ids, sampling.stop_ids[0])[: sampling.max_tokens]
+            assert len(sampled) == len(verdict_ids) + 1, (
+                "the token limit of the preset allows a verdict"
+            )
             return Completion(
                 sampled, (-1.0,) * len(sampled), (engine.version,) * len(sampled), "stop"
             )
 
         monkeypatch.setattr(TorchEngine, "generate", generate)
 
-    def _says(self, session: str, rng: int | None) -> str:
+    def _verdict(self, session: str, rng: int | None) -> str:
         return (
-            next(self._in_turn) if session.startswith("train/") else random.Random(rng).choice(SAYS)
+            next(self._in_turn)
+            if session.startswith("train/")
+            else random.Random(rng).choice(VERDICTS)
         )
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _as_it_was() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
 
 
-def judged_run(run: Path, *sets: str, steps: int = 5) -> Script:
-    script = Script()
+def run_with_verdicts(run: Path, *sets: str, steps: int = 5) -> ScriptedVerdicts:
+    script = ScriptedVerdicts()
     with pytest.MonkeyPatch.context() as monkeypatch:
         script.patch(monkeypatch)
         train(run, *CRITIC, *sets, steps=steps)
@@ -96,22 +100,22 @@ def judged_run(run: Path, *sets: str, steps: int = 5) -> Script:
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedVerdicts]:
     run = tmp_path_factory.mktemp("judged") / "run"
-    return run, judged_run(run, *DETERMINISTIC, "run.eval_every=3")
+    return run, run_with_verdicts(run, *DETERMINISTIC, "run.eval_every=3")
 
 
 @pytest.fixture(scope="module")
-def concurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Script]:
+def concurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptedVerdicts]:
     run = tmp_path_factory.mktemp("background") / "run"
     # Step 4 begins when step 1 is distilled.
-    return run, judged_run(
+    return run, run_with_verdicts(
         run, "rollout.max_staleness=1", "retrieval.per=rollout", "bank.queue_size=16", steps=6
     )
 
 
 @pytest.fixture(params=["judged", "concurrent"])
-def either(request: pytest.FixtureRequest) -> tuple[Path, Script]:
+def either(request: pytest.FixtureRequest) -> tuple[Path, ScriptedVerdicts]:
     return request.getfixturevalue(request.param)
 
 
@@ -119,7 +123,7 @@ def verdicts(t: dict[str, Any]) -> list[str]:
     return [use["verdict"] for use in t["used"] + t["rejected"]]
 
 
-def test_all_verdicts_occur_and_only_in_guided_episodes(either: tuple[Path, Script]) -> None:
+def test_all_verdicts_occur_only_in_guided_episodes(either: tuple[Path, ScriptedVerdicts]) -> None:
     run, script = either
     played = episodes(run)
     assert Counter(v for t in played for v in verdicts(t)).keys() == {"accept", "refine", "reject"}
@@ -128,12 +132,10 @@ def test_all_verdicts_occur_and_only_in_guided_episodes(either: tuple[Path, Scri
         assert len(shown) == len(t["used"])
         assert verdicts(t) != ["refine"] or shown == ["from the start go east."]
         assert t["condition"] == "guided" or not (t["used"] or t["rejected"])
-        assert "judge" not in script._renderer.decode(t["ids"]), (
-            "nothing of the critique is trained on"
-        )
+        assert "judge" not in script._renderer.decode(t["ids"]), "critiques are not trained on"
 
 
-def test_the_members_of_a_group_share_what_guides_them(either: tuple[Path, Script]) -> None:
+def test_the_members_of_a_group_share_one_verdict(either: tuple[Path, ScriptedVerdicts]) -> None:
     run, script = either
     shared: defaultdict[tuple[int, str], set[str]] = defaultdict(set)
     for t in episodes(run):
@@ -142,13 +144,13 @@ def test_the_members_of_a_group_share_what_guides_them(either: tuple[Path, Scrip
             shared[t["group"], f"{use['uid']}@{use['version']}"].add(f"{use['verdict']} {text}")
     assert shared
     assert all(len(found) == 1 for found in shared.values())
-    trained = [session for session, _ in script.asked if session.startswith("train/")]
-    assert len(trained) == len(set(trained)), "one question for an experience and a group"
+    trained = [session for session, _ in script.critiques if session.startswith("train/")]
+    assert len(trained) == len(set(trained)), "one critique for each experience and group"
     if run.parent.name.startswith("judged"):
         assert len(trained) == len(shared)
 
 
-def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
+def test_credit_by_hand(judged: tuple[Path, ScriptedVerdicts]) -> None:
     """Compare the credits in the log and the totals of the units with the episodes.
 
     The log holds r = ±1 and the verdict. The totals of a unit count r alone and ignore rejected
@@ -181,13 +183,15 @@ def test_credit_by_hand(judged: tuple[Path, Script]) -> None:
     assert credited == {uid: (len(of), sum(of)) for uid, of in outcomes.items()}
 
 
-def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
+def test_rewards_of_the_extractor(tmp_path: Path) -> None:
     """Compare the pending rewards with rewards computed from the episodes.
 
     The extractor is not trained here, so every reward is still pending.
     """
     run = tmp_path / "run"
-    judged_run(run, *DETERMINISTIC, "extractor.train=false", "extractor.baseline=batch", steps=3)
+    run_with_verdicts(
+        run, *DETERMINISTIC, "extractor.train=false", "extractor.baseline=batch", steps=3
+    )
     expected: defaultdict[str, list[float]] = defaultdict(list)
     for t in episodes(run):
         for use in t["used"]:
@@ -203,10 +207,10 @@ def test_what_the_extractor_is_trained_on(tmp_path: Path) -> None:
     }
 
 
-def test_metrics_of_the_critic(judged: tuple[Path, Script]) -> None:
+def test_metrics_of_the_critic(judged: tuple[Path, ScriptedVerdicts]) -> None:
     run, _ = judged
     found = [line for line in metrics(run, "train") if "critic/critiques" in line]
-    assert len(found) == 4, "from the second step on there is something to judge"
+    assert len(found) == 4, "the first step has no experience to judge"
     for line in found:
         assert line["critic/accept"] + line["critic/refine"] + line[
             "critic/reject"
@@ -220,8 +224,8 @@ def test_metrics_of_the_critic(judged: tuple[Path, Script]) -> None:
     assert any(line["critic/malformed"] for line in found)
 
 
-def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(
-    judged: tuple[Path, Script], tmp_path: Path
+def test_the_warm_up_comes_first_and_does_not_advance_the_stream(
+    judged: tuple[Path, ScriptedVerdicts], tmp_path: Path
 ) -> None:
     run, script = judged
     (line,) = metrics(run, "warmup")
@@ -234,15 +238,15 @@ def test_the_warm_up_comes_first_and_takes_nothing_from_the_stream(
     warm = {session for session in script.sessions if session.startswith("warmup/")}
     assert len(warm) == line["warmup/episodes"]
     config = load(["room"], sets=[*SIZES, *CRITIC])
-    drawn = tasks.train_stream(config, tasks.specs(config)).draw(4 * 5)
-    met = {t["group"]: t["segments"][0]["text"] for t in episodes(run)}
-    assert [met[group] for group in range(20)] == [task.goal for task in drawn]
+    tasks_drawn = tasks.train_stream(config, tasks.specs(config)).draw(4 * 5)
+    goals = {t["group"]: t["segments"][0]["text"] for t in episodes(run)}
+    assert [goals[group] for group in range(20)] == [task.goal for task in tasks_drawn]
     assert all(origin.startswith("run/") for origin, _ in log(run / "bank.sqlite", "submit")), (
-        "nothing of it is distilled"
+        "the warm-up is not distilled"
     )
 
 
-def test_where_no_episode_of_the_warm_up_can_be_played_it_is_said_and_the_run_goes_on(
+def test_a_failed_warm_up_is_noted_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     play = EpisodeRunner.play
@@ -264,11 +268,13 @@ def test_where_no_episode_of_the_warm_up_can_be_played_it_is_said_and_the_run_go
     (line,) = metrics(run, "warmup")
     assert line["warmup/episodes"] == 0
     assert "warmup/room/success" not in line
-    assert "no episode of the warm-up could be played" in (run / "log.txt").read_text("utf-8")
+    assert "all warm-up episodes failed with an error" in (run / "log.txt").read_text("utf-8")
     assert metrics(run, "train")
 
 
-def test_the_actor_is_told_how_often_it_succeeds_alone(judged: tuple[Path, Script]) -> None:
+def test_the_critic_gets_the_success_rate_without_experience(
+    judged: tuple[Path, ScriptedVerdicts],
+) -> None:
     """Check the success rate without experience that the judging actor gets.
 
     It is computed from the warm-up and the free episodes.
@@ -278,13 +284,15 @@ def test_the_actor_is_told_how_often_it_succeeds_alone(judged: tuple[Path, Scrip
     free = [t["success"] for t in episodes(run) if t["condition"] == "free"]
     assert rates["tasks"]["room"][-len(free) :] == "".join("1" if won else "0" for won in free)
     assert len(rates["tasks"]["room"]) == min(64, len(free) + 32)
-    assert all("\nwon " in prompt and prompt.count("judge") == 1 for _, prompt in script.asked)
+    assert all("\nwon " in prompt and prompt.count("judge") == 1 for _, prompt in script.critiques)
 
 
-def test_the_same_seed_judges_the_same(judged: tuple[Path, Script], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_verdicts(
+    judged: tuple[Path, ScriptedVerdicts], tmp_path: Path
+) -> None:
     again = tmp_path / "again"
-    script = judged_run(again, *DETERMINISTIC, "run.eval_every=3")
-    assert script.asked == judged[1].asked, "in one order, too"
+    script = run_with_verdicts(again, *DETERMINISTIC, "run.eval_every=3")
+    assert script.critiques == judged[1].critiques, "in the same order"
     assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(
         map(untimed, lines(judged[0] / "metrics.jsonl"))
     )
@@ -293,19 +301,19 @@ def test_the_same_seed_judges_the_same(judged: tuple[Path, Script], tmp_path: Pa
     ).read_bytes()
 
 
-def test_evaluations_judge_too_and_crl_eval_repeats_them(
-    judged: tuple[Path, Script], monkeypatch: pytest.MonkeyPatch
+def test_evaluations_judge_and_crl_eval_repeats_them(
+    judged: tuple[Path, ScriptedVerdicts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, before = judged
-    asked = {session.split("/")[0] for session, _ in before.asked}
-    assert asked == {"train", "eval", "online"}, "the advice of the probe is not judged"
-    script = Script()
+    purposes = {session.split("/")[0] for session, _ in before.critiques}
+    assert purposes == {"train", "eval", "online"}, "the advice of the probe is not judged"
+    script = ScriptedVerdicts()
     script.patch(monkeypatch)
     assert crl("eval", run).exit_code == 0
     assert not any(session.startswith("warmup/") for session in script.sessions)
-    repeated = len(script.asked)
-    assert [prompt for _, prompt in script.asked] == [
-        p for s, p in before.asked if not s.startswith("train/")
+    repeated = len(script.critiques)
+    assert [prompt for _, prompt in script.critiques] == [
+        p for s, p in before.critiques if not s.startswith("train/")
     ][-repeated:]
 
 
@@ -316,7 +324,7 @@ def test_the_bundled_actor_judges(tmp_path: Path) -> None:
     assert metrics(run, "train")[1]["critic/critiques"] > 0
 
 
-def test_a_method_without_experience_has_nothing_to_judge(tmp_path: Path) -> None:
+def test_the_critic_needs_a_method_with_experience(tmp_path: Path) -> None:
     result = crl(
         "train",
         "--tasks",
@@ -330,6 +338,6 @@ def test_a_method_without_experience_has_nothing_to_judge(tmp_path: Path) -> Non
     )
     assert result.exit_code == 2
     assert one_line(result) == (
-        "error: critic.enabled = True: method grpo has no experience that the actor could judge. "
+        "error: critic.enabled = True: the method grpo has no experience for the actor to judge. "
         "Leave it out, or use --method complementary.\n"
     )

@@ -14,7 +14,7 @@ LESSONS = [
 ]
 
 
-def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(
+def test_a_run_with_an_encoder_embeds_its_bank_and_is_reproducible(
     tmp_path: Path, random_bert: Path
 ):
     lessons, bank = tmp_path / "lessons.jsonl", tmp_path / "bank.sqlite"
@@ -33,7 +33,7 @@ def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(
         )
         result = crl(*arguments(run, "room", settings, 2, 0, "complementary"))
         assert (result.exit_code, result.stderr) == (0, ""), result.output
-        assert result.stdout.count("embedding the bank's experiences, 2\n") == 1
+        assert result.stdout.count("embedding 2 experiences of the bank\n") == 1
     found = [[untimed(line) for line in metrics(run, "bank")] for run in runs]
     assert found[0] == found[1]
     assert found[0][-1]["bank/size"] > 2
@@ -44,7 +44,7 @@ def test_a_run_with_an_encoder_embeds_its_bank_and_repeats_itself(
     assert json.loads(crl("bank", "stats", runs[0], "--json").stdout)["keys"].startswith("bert-")
 
 
-def test_a_run_without_its_endpoint_does_not_begin(tmp_path: Path, monkeypatch):
+def test_a_run_with_an_unreachable_endpoint_does_not_start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     settings = (*SMALL, "embedder.model=http://127.0.0.1:9/v1", "embedder.name=words")

@@ -154,7 +154,7 @@ def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _as_it_was() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     """Restore the process-wide determinism switch, which deterministic runs change."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
@@ -191,13 +191,13 @@ def test_a_run_in_half_precision_samples_with_what_it_trains(tmp_path: Path) -> 
         if line["actor/samples"]:
             assert 0 < line["actor/mismatch_kl"] < 0.02
             assert line["actor/mismatch_correlation"] > 0.99
-    assert "nats a token (KL)" not in out
+    assert "nats per token" not in out
     saved = weights(latest_checkpoint(run / "checkpoints") / "actor")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert crl("eval", run).exit_code == 0
 
 
-def test_what_a_run_leaves(done: Path) -> None:
+def test_files_of_a_run(done: Path) -> None:
     assert {path.name for path in done.iterdir()} == {
         "config.json",
         "metrics.jsonl",
@@ -221,7 +221,7 @@ def test_what_a_run_leaves(done: Path) -> None:
     assert "the trained models, in Hugging Face format" in (done / "log.txt").read_text()
 
 
-def test_every_line_of_metrics_is_flat(done: Path) -> None:
+def test_metrics_are_flat(done: Path) -> None:
     log = lines(done / "metrics.jsonl")
     assert [(line["step"], line["kind"]) for line in log] == [
         (0, "eval"),
@@ -312,7 +312,7 @@ def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
         ), "one task, one start"
 
 
-def test_figures_agree_with_the_trajectories(done: Path) -> None:
+def test_metrics_match_the_trajectories(done: Path) -> None:
     played = lines(done / "trajectories.jsonl")
     for line in metrics(done, "train"):
         batch = [t for t in played if t["step"] == line["step"]]
@@ -338,7 +338,7 @@ def test_figures_agree_with_the_trajectories(done: Path) -> None:
 # ── crl eval ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_eval_repeats_the_last_evaluation_and_touches_nothing(done: Path) -> None:
+def test_eval_repeats_the_last_evaluation_and_changes_no_file(done: Path) -> None:
     before = contents(done)
     result = crl("eval", done)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -383,7 +383,7 @@ def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
     assert equal_weights(done / "checkpoints/3/actor", tmp_path / "again/checkpoints/3/actor")
 
 
-def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) -> None:
+def test_evaluations_do_not_change_the_training(done: Path, tmp_path: Path) -> None:
     train(
         tmp_path / "watched",
         *WIDER,
@@ -404,7 +404,7 @@ def test_evaluations_leave_no_trace_in_the_training(done: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_staleness_stays_in_its_bound(bound: int, tmp_path: Path) -> None:
+def test_staleness_stays_within_its_bound(bound: int, tmp_path: Path) -> None:
     train(
         tmp_path / "run",
         f"rollout.max_staleness={bound}",
@@ -423,14 +423,14 @@ def test_learning_rate_zero_changes_no_bit(tmp_path: Path, tiny_actor: Path) -> 
     task = task_file(tmp_path, "lottery")
     train(tmp_path / "still", "actor.optimizer.learning_rate=0.0", tasks=task, steps=2)
     assert [line["actor/updates"] for line in metrics(tmp_path / "still", "train")] == [2, 2], (
-        "it does all that training does"
+        "the updates are made"
     )
     assert equal_weights(tmp_path / "still/checkpoints/2/actor", tiny_actor)
     train(tmp_path / "moved", tasks=task, steps=2)
     assert not equal_weights(tmp_path / "moved/checkpoints/2/actor", tiny_actor)
 
 
-def test_any_causal_lm_takes_the_actors_place(tmp_path: Path, random_qwen3: Path) -> None:
+def test_any_causal_lm_can_be_the_actor(tmp_path: Path, random_qwen3: Path) -> None:
     sets = (
         f"actor.model={random_qwen3}",
         "actor.max_context_tokens=2048",
@@ -459,7 +459,7 @@ def test_a_checkpoint_can_be_trained_on(done: Path, tmp_path: Path) -> None:
         "room  compact rendering: the actor's model declares the compact profile" in result.stdout
     )
     before, after = metrics(tmp_path / "run", "eval")[0], metrics(done, "eval")[-1]
-    assert {**untimed(before), "step": 3} == untimed(after), "it begins where the other ended"
+    assert {**untimed(before), "step": 3} == untimed(after), "the run starts from the checkpoint"
 
 
 def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
     assert "eval/room/new/success/free" not in names
 
 
-def test_no_steps_only_evaluate(tmp_path: Path, tiny_actor: Path) -> None:
+def test_a_run_of_zero_steps_only_evaluates(tmp_path: Path, tiny_actor: Path) -> None:
     train(tmp_path / "run", steps=0)
     assert [line["kind"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == ["eval"]
     assert equal_weights(latest_checkpoint(tmp_path / "run" / "checkpoints") / "actor", tiny_actor)
@@ -498,7 +498,7 @@ def test_no_steps_only_evaluate(tmp_path: Path, tiny_actor: Path) -> None:
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_environment_that_always_raises_costs_its_episodes_alone(
+def test_an_environment_that_always_raises_fails_only_its_episodes(
     tmp_path: Path, tiny_actor: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     syncs = []
@@ -514,8 +514,8 @@ def test_an_environment_that_always_raises_costs_its_episodes_alone(
     assert [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == [
         "env: broken: step: OSError: the game\nis broken"
     ] * 16
-    assert "16 eval episodes could not be played and count as failures" in result.stdout
-    assert syncs == [], "what did not change is not sent"
+    assert "16 eval episodes ended with an error and count as failures" in result.stdout
+    assert syncs == [], "unchanged weights are not sent"
     assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
 
 
@@ -528,7 +528,7 @@ def test_errors_are_never_trained_on(tmp_path: Path) -> None:
         assert line["env/replaced"] == 0
 
 
-def test_what_no_run_could_go_on_with_costs_its_episodes_alone(tmp_path: Path) -> None:
+def test_invalid_results_fail_only_their_episodes(tmp_path: Path) -> None:
     train(tmp_path / "run", tasks=task_file(tmp_path, "unruly"))
     (line,) = metrics(tmp_path / "run", "train")
     assert (line["rollout/errors"], line["env/replaced"], line["actor/version"]) == (4, 0, 1)
@@ -542,13 +542,13 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(
 ) -> None:
     step = Decoder.step
 
-    def mortal(self: Decoder, arrivals: Any) -> Any:
+    def failing_step(self: Decoder, arrivals: Any) -> Any:
         if self.version == 1:
             raise RuntimeError("out of memory")
         return step(self, arrivals)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "step", mortal)
+        patch.setattr(Decoder, "step", failing_step)
         result = train(
             tmp_path / "run",
             "rollout.max_staleness=0",
@@ -575,11 +575,11 @@ def test_a_crash_in_the_middle_of_a_step_writes_no_checkpoint(
     A run that is resumed from this state would train the step twice.
     """
 
-    def torn(self: Decoder, weights: Any) -> None:
+    def failing_load(self: Decoder, weights: Any) -> None:
         raise RuntimeError("cable pulled")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "load", torn)
+        patch.setattr(Decoder, "load", failing_load)
         result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), code=1)
     assert "the engine failed: RuntimeError: cable pulled" in one_line(result)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -590,13 +590,13 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(
 ) -> None:
     loss, calls = SurrogateLoss.__call__, []
 
-    def mortal(self: SurrogateLoss, *args: Any, **kwargs: Any) -> Any:
+    def failing_step(self: SurrogateLoss, *args: Any, **kwargs: Any) -> Any:
         calls.append(self)
         if len(calls) > 2:  # the minibatches of the first step
             raise RuntimeError("shapes differ")
         return loss(self, *args, **kwargs)
 
-    monkeypatch.setattr(SurrogateLoss, "__call__", mortal)
+    monkeypatch.setattr(SurrogateLoss, "__call__", failing_step)
     result = train(tmp_path / "run", tasks=task_file(tmp_path, "lottery"), steps=3, code=1)
     assert one_line(result) == (
         "error: the learner failed: RuntimeError: shapes differ (traceback: "
@@ -604,10 +604,10 @@ def test_a_learner_that_dies_ends_the_run_without_a_checkpoint(
     )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "LearnerError: the learner failed: RuntimeError: shapes differ" in log
-    assert 'raise RuntimeError("shapes differ")' in log, "where it came from"
+    assert 'raise RuntimeError("shapes differ")' in log, "the traceback shows the origin"
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == [1]
     assert not (tmp_path / "run" / "checkpoints").exists(), "its weights can no longer be trusted"
-    assert "it holds no complete checkpoint" in one_line(crl("eval", tmp_path / "run"))
+    assert "has no complete checkpoint" in one_line(crl("eval", tmp_path / "run"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -638,7 +638,7 @@ def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_interrupted_before_it_begins_ends_in_order(
+def test_a_run_interrupted_before_its_start_shuts_down_cleanly(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     command = [
@@ -656,7 +656,7 @@ def test_a_run_interrupted_before_it_begins_ends_in_order(
         process.communicate(timeout=300)
     assert process.returncode == 130
     assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), (
-        "it was not killed: what was open is closed"
+        "the process was interrupted and closed its resources"
     )
 
 
@@ -684,7 +684,7 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
         tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130
     )
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"
-    assert lines(tmp_path / "run" / "metrics.jsonl") == [], "half an evaluation is none"
+    assert lines(tmp_path / "run" / "metrics.jsonl") == [], "an incomplete evaluation is not logged"
     assert "0 steps in" in result.stdout
 
 
@@ -692,9 +692,9 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
-        (["--tasks", "rom"], "tasks = 'rom': is not a task that crl knows. Did you mean room?"),
+        (["--tasks", "rom"], "tasks = 'rom': is not a known task. Did you mean room?"),
         (
             ["--tasks", "room", "--set", "rollout.group=3"],
             "rollout.group = 3: is not a setting. Did you mean rollout.groups?",
@@ -711,20 +711,23 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
             ["--tasks", "room", "--set", "actor.model=no/such"],
             "actor.model = 'no/such': is neither a bundled model nor a directory",
         ),
-        (["--tasks", "room", "--set", "run.deterministic=true"], "needs rollout.max_staleness = 0"),
-        (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "it cannot be loaded"),
+        (
+            ["--tasks", "room", "--set", "run.deterministic=true"],
+            "requires rollout.max_staleness = 0",
+        ),
+        (["--tasks", "room", "--set", "actor.model={folder}/hollow"], "the model cannot be loaded"),
         (
             ["--tasks", "{folder}/lottery.toml", "--set", "tasks.lottery.env=nowhere:SPEC"],
             "there is no module 'nowhere'",
         ),
         (
             ["--tasks", "room", "--set", "tasks.room.eval.new=100001"],
-            "there are 100,000 places, not 100,001",
+            "100,001 places were requested, but there are only 100,000",
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    args: list[str], says: str, tmp_path: Path, tiny_actor: Path
+def test_a_user_error_is_one_line_and_leaves_no_files(
+    args: list[str], message: str, tmp_path: Path, tiny_actor: Path
 ) -> None:
     task_file(tmp_path, "lottery")
     (tmp_path / "hollow").mkdir()
@@ -734,19 +737,19 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
         "train", *arguments, "--method", "grpo", "--steps", "1", "--run-dir", tmp_path / "run"
     )
     assert result.exit_code == 2, result.output
-    assert says in one_line(result)
-    assert not list((tmp_path / "run").glob("*")), "the directory is free again"
+    assert message in one_line(result)
+    assert not list((tmp_path / "run").glob("*")), "the directory was cleared"
 
 
 def test_a_run_is_never_overwritten(done: Path) -> None:
     before = contents(done)
     result = crl("train", "--tasks", "room", "--run-dir", done)
     assert result.exit_code == 2
-    assert "it exists and is not empty" in one_line(result)
+    assert ": exists and is not empty" in one_line(result)
     assert contents(done) == before
 
 
-def test_eval_of_what_is_no_run(tmp_path: Path) -> None:
+def test_eval_of_a_directory_that_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         result = crl("eval", path)
         assert result.exit_code == 2

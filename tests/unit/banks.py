@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from doors import renderer
-from extractors import RETURN, add, hit, manager, request, search, task, update
+from extractors import RETURN, add, hit, open_manager, request, search, task, update
 from typer.testing import CliRunner
 
 from crl.cli.main import app
@@ -64,8 +64,8 @@ def last_word(prompt: str) -> str:
     return prompt.split("<|im_end|>")[-2].split()[-1]
 
 
-async def opened(path: Path, **parts: Any) -> ExperienceManager:
-    return await manager(
+async def open_bank(path: Path, **parts: Any) -> ExperienceManager:
+    return await open_manager(
         path,
         parts.pop("engine", None) or Extractor(),
         parts.pop("settings", SETTINGS),
@@ -74,62 +74,62 @@ async def opened(path: Path, **parts: Any) -> ExperienceManager:
     )
 
 
-async def a_run(folder: Path) -> None:
+async def play_run(folder: Path) -> None:
     """Play three steps of a run.
 
     The steps contain adds, an update, a late update, uses with credit, an eviction, failed requests
     and requests that stay queued.
     """
-    made = await opened(folder / "bank.sqlite")
+    manager = await open_bank(folder / "bank.sqlite")
     for member, note in enumerate(("west", "none", "bad", "broken")):
-        await made.submit(request(member=member, note=note))
-    await made.submit(request(group=1, note="hall", of=HALL))
-    await made.drain()
-    made.advance(1)
+        await manager.submit(request(member=member, note=note))
+    await manager.submit(request(group=1, note="hall", of=HALL))
+    await manager.drain()
+    manager.advance(1)
     first = hit("run/0/0/0#0")
-    await made.credit([first.use], True, episode="run/1/0/0")
-    await made.credit([first.use], False, episode="run/1/0/1")
-    await made.record_lifts(
+    await manager.credit([first.use], True, episode="run/1/0/0")
+    await manager.credit([first.use], False, episode="run/1/0/1")
+    await manager.record_lifts(
         {"run/1/0": [GroupSuccess(UnitKey("run/0/0/0#0", 1), guided=0.5, free=0.25)]}
     )
-    await made.submit(request(1, 0, 0, note="better", shown=(first,)))
-    await made.submit(request(1, 0, 1, note="late", shown=(first,)))
-    await made.drain()
-    made.advance(2)
-    (found,) = await made.search([search("Go southwest.")])
+    await manager.submit(request(1, 0, 0, note="better", shown=(first,)))
+    await manager.submit(request(1, 0, 1, note="late", shown=(first,)))
+    await manager.drain()
+    manager.advance(2)
+    (found,) = await manager.search([search("Go southwest.")])
     assert found is not None
     assert (found.use.uid, found.use.version) == ("run/0/0/0#0", 2)
-    await made.credit([found.use], True, episode="run/2/0/0")
-    await made.record_lifts(
+    await manager.credit([found.use], True, episode="run/2/0/0")
+    await manager.record_lifts(
         {"run/2/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=1.0, free=0.5)]}
     )
-    await made.submit(request(2, 0, 0, note="west"))  # the goal then has one entry above the cap
-    await made.drain()
-    await made.submit(
+    await manager.submit(request(2, 0, 0, note="west"))  # the goal then has one entry above the cap
+    await manager.drain()
+    await manager.submit(
         request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),))
     )
-    await made.aclose()
+    await manager.aclose()
 
 
-async def another_run(source: Path, path: Path) -> None:
+async def play_second_run(source: Path, path: Path) -> None:
     """Play one step of a run that starts with the entries of the bank at `source`.
 
     The step contains an add, and a use in an episode that failed.
     """
     await ExperienceManager.start_from(source, path)
-    made = await opened(path)
-    made.advance(1)
-    (found,) = await made.search([search("Go southwest.")])
+    manager = await open_bank(path)
+    manager.advance(1)
+    (found,) = await manager.search([search("Go southwest.")])
     assert found is not None
-    await made.credit([found.use], False, episode="again/1/0/0")
-    await made.submit(replace(request(1, note="hall", of=HALL), run="again"))
-    await made.drain()
-    await made.aclose()
+    await manager.credit([found.use], False, episode="again/1/0/0")
+    await manager.submit(replace(request(1, note="hall", of=HALL), run="again"))
+    await manager.drain()
+    await manager.aclose()
 
 
 def finished_run(folder: Path) -> Path:
     folder.mkdir()
-    asyncio.run(a_run(folder))
+    asyncio.run(play_run(folder))
     dump(load(["room"], sets=["extractor.model=tiny-actor"]), folder / "config.json")
     return folder
 
@@ -141,19 +141,21 @@ def copy_of(run: Path, folder: Path) -> Path:
     return path
 
 
-async def go_another_way(path: Path) -> None:
-    made = await opened(path, engine=ScriptedEngine(renderer(), lambda prompt: add("Go back.")))
-    await made.drain()
+async def diverge(path: Path) -> None:
+    manager = await open_bank(
+        path, engine=ScriptedEngine(renderer(), lambda prompt: add("Go back."))
+    )
+    await manager.drain()
     for member in range(2):
-        await made.credit([hit("run/0/0/0#0", 2).use], False, episode=f"run/9/0/{member}")
-    await made.record_lifts(
+        await manager.credit([hit("run/0/0/0#0", 2).use], False, episode=f"run/9/0/{member}")
+    await manager.record_lifts(
         {"run/9/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=0.0, free=0.25)]}
     )
-    await made.credit([hit("run/0/1/0#0").use], False, episode="run/9/1/0")
-    await made._store.evict(
-        [entry.unit for entry in made._bank.entries.values() if entry.text == "Mind the trap."]
+    await manager.credit([hit("run/0/1/0#0").use], False, episode="run/9/1/0")
+    await manager._store.evict(
+        [entry.unit for entry in manager._bank.entries.values() if entry.text == "Mind the trap."]
     )
-    await made.aclose()
+    await manager.aclose()
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +176,7 @@ def parsed(*args: str | Path) -> Any:
     return json.loads(line)
 
 
-def refused(*args: str | Path, code: int = 2) -> str:
+def error_line(*args: str | Path, code: int = 2) -> str:
     result = bank(*args)
     assert result.exit_code == code, result.output
     assert result.stderr.startswith("error: ")
@@ -187,9 +189,9 @@ def uids(*args: str | Path) -> list[str]:
     return [entry["uid"] for entry in parsed("ls", *args)]
 
 
-def moved(run: Path, folder: Path) -> Path:
+def export_and_import(run: Path, folder: Path) -> Path:
     """Import the exported experiences of `run` into a new bank. Return its path."""
     (folder / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
     new = folder / "new.sqlite"
-    assert lines("import", new, folder / "lessons.jsonl") == [f"5 experiences: {new}"]
+    assert lines("import", new, folder / "lessons.jsonl") == [f"imported 5 experiences into {new}"]
     return new

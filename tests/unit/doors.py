@@ -52,7 +52,7 @@ class Doors:
         self.broken = broken
         self.actions: list[str] = []
         self.closed = False
-        self.unhang = threading.Event()
+        self.end_hang = threading.Event()
 
     def reset(self, task: Task) -> str:
         if task.seed in self.broken:
@@ -64,14 +64,14 @@ class Doors:
         if action == "crash":
             raise ValueError("the door fell off")
         if action == "hang":
-            self.unhang.wait(30)
+            self.end_hang.wait(30)
         return RESULTS.get(action) or StepResult("You cannot do that.", valid=False)
 
     def close(self) -> None:
         self.closed = True
 
 
-def spec_of(make: Callable[[], Game]) -> EnvSpec:
+def doors_spec(make: Callable[[], Game]) -> EnvSpec:
     return EnvSpec(
         name="doors",
         hosting="threads",
@@ -87,7 +87,7 @@ def spec_of(make: Callable[[], Game]) -> EnvSpec:
     )
 
 
-class House:
+class OpenHost:
     """Real `ThreadHost` of the game, and all games that the host created."""
 
     def __init__(self, host: ThreadHost, games: list[Doors]) -> None:
@@ -95,19 +95,21 @@ class House:
 
 
 @asynccontextmanager
-async def house(*, deadline: float = 30.0, broken: Container[int] = ()) -> AsyncIterator[House]:
+async def open_host(
+    *, timeout: float = 30.0, broken: Container[int] = ()
+) -> AsyncIterator[OpenHost]:
     games: list[Doors] = []
 
     def make() -> Doors:
         games.append(Doors(broken))
         return games[-1]
 
-    host = ThreadHost({"doors": (spec_of(make), "compact")}, threads=4, deadline=deadline)
+    host = ThreadHost({"doors": (doors_spec(make), "compact")}, threads=4, timeout=timeout)
     try:
-        yield House(host, games)
+        yield OpenHost(host, games)
     finally:
         for game in games:
-            game.unhang.set()
+            game.end_hang.set()
         await host.aclose()
 
 
@@ -138,15 +140,15 @@ def scripted(*actions: str) -> ScriptedEngine:
 HIT = Hit("Open means open.", ExperienceUse("e1", 1, "g1", "start"))
 
 
-class Shelf:
+class RecordingRetriever:
     """`Retriever` that returns the same hit for every request and records the requests."""
 
     def __init__(self, hit: Hit | None = HIT) -> None:
         self.hit = hit
-        self.asked: list[SearchRequest] = []
+        self.requests: list[SearchRequest] = []
 
     async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
-        self.asked += requests
+        self.requests += requests
         return [self.hit] * len(requests)
 
     async def refine(self, question: Question, hit: Hit) -> Hit:

@@ -121,7 +121,7 @@ class Passes:
         number = len(self.read)
         rows, width = (args[0] if args else kwargs["input_ids"]).shape
         self.read.append(
-            tuple(kwargs["reading"].lengths) if "reading" in kwargs else (width,) * rows
+            tuple(kwargs["forward_pass"].lengths) if "forward_pass" in kwargs else (width,) * rows
         )
         self._actions.get(number, lambda: None)()
 

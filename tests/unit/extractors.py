@@ -106,7 +106,7 @@ def answering(answer: Callable[[str], str]) -> ScriptedEngine:
     return ScriptedEngine(renderer(), answer)
 
 
-class Scribe(ScriptedEngine):
+class NoteEngine(ScriptedEngine):
     """Engine that answers an episode by its last word, and a merge with `merging`.
 
     The log-prob of each token is −1 − the version of the engine.
@@ -139,7 +139,7 @@ def update(text: str, target: int = 1) -> str:
 RETURN = '[{"op": "return"}]'
 
 
-async def manager(
+async def open_manager(
     path: Path, engine: Engine, settings: ManagerSettings | None = None, **parts: Any
 ) -> ExperienceManager:
     embedder = parts.pop("embedder", None) or WordEmbedder()
@@ -161,7 +161,7 @@ def search(
     return SearchRequest(query, task(name), group, member)
 
 
-class Ledger:
+class RecordingMonitor:
     """`Monitor` that stores the metrics and the experiences that it receives."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Ledger:
     def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
         self.lines.append((step, kind, dict(metrics)))
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [metrics for _, known, metrics in self.lines if known == kind]
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...

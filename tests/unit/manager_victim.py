@@ -1,16 +1,17 @@
-"""Lives of one manager that end by SIGKILL, compared with a life that is never killed.
+"""Processes that use a manager and are killed by SIGKILL, compared with one that is not killed.
 
     python manager_victim.py DIR statements STRIDE
-    python manager_victim.py DIR storm KILLS SEED
+    python manager_victim.py DIR random KILLS SEED
 
-* `statements`: lives are killed before every STRIDE-th of their SQL statements. This is done for
-  lives from the start, and for lives that go back to the snapshot of an earlier life.
-* `storm`: lives are killed at random instants, up to three times in a row.
+* `statements`: processes are killed before every STRIDE-th of their SQL statements. This is done
+  for processes that start with a new bank, and for processes that roll back to the snapshot of an
+  earlier process.
+* `random`: processes are killed at random times, up to three times in a row.
 
 Both use every eviction rule with `drain` to distil, and one rule with `run`. The program prints
-JSON: the number of killed lives, the number of banks, the differences, and the content of the bank
-after a life that is never killed, for each rule. Each life is a fork of this process, which opens
-no bank itself.
+JSON: the number of killed processes, the number of banks, the differences, and the content of the
+bank after a process that is not killed, for each rule. Each process is a fork of this process,
+which opens no bank itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from crl.manager import (
     RetrievalSettings,
     UnitKey,
 )
-from crl.manager.records import Evict
+from crl.manager.records import EvictionOrder
 from crl.protocols import Hit, Question
 from crl.types import Completion, Sampling, Segment, Verdict
 
@@ -72,7 +73,7 @@ ANSWERS = {
     "lost?": '[{"op": "refine", "text": "Two rooms north."}]',
 }
 
-RULES = len(get_args(Evict))
+RULES = len(get_args(EvictionOrder))
 
 MERGE = json.dumps(
     [
@@ -140,10 +141,10 @@ SETTINGS = ManagerSettings(
 )  # fmt: skip
 
 
-async def life(path: Path, evict: Evict, running: bool) -> None:
+async def run_scenario(path: Path, evict: EvictionOrder, running: bool) -> None:
     """Make every kind of change to a bank, with a checkpoint in between.
 
-    A life that finds the checkpoint continues from there, as a run does. With `running`,
+    A process that finds the checkpoint continues from there, as a run does. With `running`,
     `manager.run()` distils one request after the other, so that the result does not depend on the
     order of the answers.
     """
@@ -160,11 +161,11 @@ async def life(path: Path, evict: Evict, running: bool) -> None:
     if manifest.exists():
         await manager.rollback(checkpoint := int(manifest.read_text()))
     else:
-        await until_the_checkpoint(manager, drain)
+        await before_checkpoint(manager, drain)
         draft = path.with_name("draft")
         draft.write_text(str(checkpoint := await manager.snapshot()))
         draft.rename(manifest)
-    await after_it(manager, checkpoint, drain)
+    await after_checkpoint(manager, checkpoint, drain)
     await manager.aclose()
 
 
@@ -185,13 +186,13 @@ STAIRS, SWIM = hit("run/1/0/0#1", text="Take the stairs."), hit("run/1/1/0#0", t
 SHORE = task(goal="Reach the shore.")
 
 
-async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None:
+async def before_checkpoint(manager: ExperienceManager, drain: Drain) -> None:
     """Make the changes before the checkpoint.
 
-    A life may repeat most of them without an effect. The log is checked before the clock advances
-    and before a change that must not be repeated.
+    A process may repeat most of them without an effect. The log is checked before the clock
+    advances and before a change that must not be repeated.
     """
-    if await has_done(manager, "retrieve"):
+    if await is_logged(manager, "retrieve"):
         manager.advance(1)
     await asyncio.gather(
         manager.submit(request(member=0, note="three")),
@@ -202,9 +203,9 @@ async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None
     await drain()
     await credit(manager, "run/0/1/0", True, GUIDED, (TRAP, "accept"))
     await credit(manager, "run/0/1/1", False, BETTER, (NORTH, "reject"))
-    await compare(manager, "run/0/1", 1.0, GUIDED, BETTER)
+    await record_lifts(manager, "run/0/1", 1.0, GUIDED, BETTER)
     manager.advance(1)
-    if not await has_done(manager, "retrieve"):
+    if not await is_logged(manager, "retrieve"):
         await manager.search([search("Then go north.")])
         await manager.flush()
     refined = await manager.refine(question(1, "lost?"), NORTH)
@@ -219,18 +220,18 @@ async def until_the_checkpoint(manager: ExperienceManager, drain: Drain) -> None
     ):
         await manager.submit(request(1, 3, member, note=note, shown=(voted_on,)))
     await drain()
-    if not await has_done(manager, "train"):
+    if not await is_logged(manager, "train"):
         await train(manager)
-    if not await has_done(manager, "chunk"):
+    if not await is_logged(manager, "chunk"):
         await manager.merge()
     await manager.submit(request(1, 4, note="none"))  # open at the checkpoint
 
 
-async def after_it(manager: ExperienceManager, checkpoint: int, drain: Drain) -> None:
+async def after_checkpoint(manager: ExperienceManager, checkpoint: int, drain: Drain) -> None:
     """Make the changes after the checkpoint.
 
-    To add an operation, call it here and in `until_the_checkpoint`, add the extractor's answer to
-    `reply`, and add its result to `left_behind`.
+    To add an operation, call it here and in `before_checkpoint`, add the extractor's answer to
+    `reply`, and add its result to `bank_contents`.
     """
     manager.advance(2)
     await manager.search([search(group=1)])
@@ -241,7 +242,7 @@ async def after_it(manager: ExperienceManager, checkpoint: int, drain: Drain) ->
     await drain()
     refined = await manager.refine(question(3, "lost?"), GUIDED)
     await credit(manager, "run/2/1/0", False, GUIDED, (refined, "refine"))
-    await compare(manager, "run/2/1", 0.0, GUIDED, BETTER)
+    await record_lifts(manager, "run/2/1", 0.0, GUIDED, BETTER)
     await manager.snapshot(kept=[checkpoint])
     await manager.submit(request(2, 3, note="down", shown=(hit("run/2/0/2#0"),)))
     await drain()
@@ -262,15 +263,19 @@ def question(number: int, query: str) -> Question:
 async def credit(
     manager: ExperienceManager, episode: str, success: bool, *uses: Hit | tuple[Hit, Verdict]
 ) -> None:
-    judged = [one if isinstance(one, tuple) else (one, None) for one in uses]
+    uses_with_verdicts = [use if isinstance(use, tuple) else (use, None) for use in uses]
     await manager.credit(
-        [replace(hit.use, verdict=verdict) for hit, verdict in judged], success, episode=episode
+        [replace(hit.use, verdict=verdict) for hit, verdict in uses_with_verdicts],
+        success,
+        episode=episode,
     )
 
 
-async def compare(manager: ExperienceManager, group: str, success: float, *guides: Hit) -> None:
+async def record_lifts(
+    manager: ExperienceManager, group: str, success: float, *guides: Hit
+) -> None:
     await manager.record_lifts(
-        {group: [GroupSuccess(UnitKey.earning(hit.use), success, 0.25) for hit in guides]}
+        {group: [GroupSuccess(UnitKey.credited_by(hit.use), success, 0.25) for hit in guides]}
     )
 
 
@@ -280,11 +285,11 @@ async def train(manager: ExperienceManager) -> bool:
     return bool(samples)
 
 
-async def has_done(manager: ExperienceManager, kind: str) -> bool:
+async def is_logged(manager: ExperienceManager, kind: str) -> bool:
     return bool((await manager.stats()).get(f"ops/{kind}"))
 
 
-def left_behind(path: Path) -> dict[str, list[Any]]:
+def bank_contents(path: Path) -> dict[str, list[Any]]:
     """Return the content of the bank without the fields that hold only times."""
     queries = {
         "entries": (
@@ -303,26 +308,26 @@ def left_behind(path: Path) -> dict[str, list[Any]]:
         return {name: sorted(map(repr, db.execute(sql))) for name, sql in queries.items()}
 
 
-def live(
+def run_in_process(
     path: Path,
-    evict: Evict,
+    evict: EvictionOrder,
     running: bool,
     *,
     before: int | None = None,
     after: float | None = None,
 ) -> bool:
-    """Run one life in its own process. Return True if it completed, or False if it was killed.
+    """Run the scenario in a new process. Return True if it completed, or False if it was killed.
 
-    It is killed before the SQL statement number `before`, or after `after` seconds. Raise
-    SystemExit if it ends with an error.
+    The process is killed before the SQL statement number `before`, or after `after` seconds. Raise
+    SystemExit if the process ends with an error.
     """
     child = os.fork()
     if child == 0:
         code = 1
         try:
             if before is not None:
-                arm(before)
-            asyncio.run(life(path, evict, running))
+                arm_kill(before)
+            asyncio.run(run_scenario(path, evict, running))
             code = 0
         finally:
             os._exit(code)
@@ -333,20 +338,20 @@ def live(
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
     if status:
-        raise SystemExit(f"a life ended with status {status}")
+        raise SystemExit(f"the process ended with status {status}")
     return True
 
 
-def arm(kill_before: int) -> None:
-    """Kill this process before the SQL statement number `kill_before`.
+def arm_kill(kill_before: int) -> None:
+    """Make this process kill itself before the SQL statement number `kill_before`.
 
     Statements are counted from 1 over all connections that are opened from now on.
     """
-    connect, seen = sqlite3.connect, [0]
+    connect, count = sqlite3.connect, [0]
 
     def trace(statement: str) -> None:
-        seen[0] += not statement.startswith("--")  # a statement of a trigger is not counted
-        if seen[0] == kill_before:
+        count[0] += not statement.startswith("--")  # a statement of a trigger is not counted
+        if count[0] == kill_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def connect_traced(*args: Any, **options: Any) -> sqlite3.Connection:
@@ -357,19 +362,19 @@ def arm(kill_before: int) -> None:
     sqlite3.connect = connect_traced
 
 
-class Watch:
+class KillTest:
     """Counter of kills and comparison of the resulting banks, for one eviction rule."""
 
-    def __init__(self, folder: Path, evict: Evict, running: bool) -> None:
+    def __init__(self, folder: Path, evict: EvictionOrder, running: bool) -> None:
         self._folder = folder
-        self.evict: Evict = evict
+        self.evict: EvictionOrder = evict
         self._running = running
         self.killed = self.banks = 0
         self.different: list[Any] = []
         begin = time.monotonic()
-        live(path := self.fresh("whole"), evict, running)
+        run_in_process(path := self.fresh("complete"), evict, running)
         self.seconds = time.monotonic() - begin
-        self.expected = left_behind(path)
+        self.expected = bank_contents(path)
 
     def fresh(self, name: str = "killed", start: Path | None = None) -> Path:
         """Return the path of a new bank, or of the bank in a copy of the folder `start`."""
@@ -381,55 +386,58 @@ class Watch:
         return self._folder / name / "bank.sqlite"
 
     def kill(self, path: Path, **when: Any) -> bool:
-        killed = not live(path, self.evict, self._running, **when)
+        killed = not run_in_process(path, self.evict, self._running, **when)
         self.killed += killed
         return killed
 
-    def finish(self, path: Path, name: Any) -> None:
-        """Run the last life of a bank to its end and compare the result."""
-        live(path, self.evict, self._running)
+    def finish_and_compare(self, path: Path, name: Any) -> None:
+        """Run the scenario of a bank to its end and compare the result."""
+        run_in_process(path, self.evict, self._running)
         self.banks += 1
-        if left_behind(path) != self.expected:
+        if bank_contents(path) != self.expected:
             self.different.append((self.evict, self._running, name))
 
 
-def statements(watches: Sequence[Watch], stride: int) -> None:
-    def kill_before_each(watch: Watch, first: int, fresh: Callable[[], Path], name: str) -> int:
+def kill_at_statements(kill_tests: Sequence[KillTest], stride: int) -> None:
+    def kill_before_each(
+        kill_test: KillTest, first: int, fresh: Callable[[], Path], name: str
+    ) -> int:
         before = first
-        while watch.kill(path := fresh(), before=before):
-            watch.finish(path, (name, before))
+        while kill_test.kill(path := fresh(), before=before):
+            kill_test.finish_and_compare(path, (name, before))
             before += stride
         return before - stride
 
-    for i, watch in enumerate(watches):
-        # The rules have similar lives, so each rule is killed before different statements.
+    for i, kill_test in enumerate(kill_tests):
+        # The rules run similar statements, so each rule is killed before different ones.
         first = 1 + i % RULES * stride // RULES
-        last = kill_before_each(watch, first, watch.fresh, "at first")
-        watch.kill(late := watch.fresh("late"), before=last - 5)
-        kill_before_each(watch, first, partial(watch.fresh, start=late.parent), "going back")
+        last = kill_before_each(kill_test, first, kill_test.fresh, "new bank")
+        kill_test.kill(late := kill_test.fresh("late"), before=last - 5)
+        kill_before_each(kill_test, first, partial(kill_test.fresh, start=late.parent), "rollback")
 
 
-def storm(watches: Sequence[Watch], kills: int, seed: int) -> None:
-    rng, turns = random.Random(seed), itertools.cycle(watches)
-    while sum(watch.killed for watch in watches) < kills:
-        watch = next(turns)
-        path = watch.fresh()
-        delays = [rng.uniform(0, watch.seconds) for _ in range(rng.randint(1, 3))]
+def kill_at_random(kill_tests: Sequence[KillTest], kills: int, seed: int) -> None:
+    rng, turns = random.Random(seed), itertools.cycle(kill_tests)
+    while sum(kill_test.killed for kill_test in kill_tests) < kills:
+        kill_test = next(turns)
+        path = kill_test.fresh()
+        delays = [rng.uniform(0, kill_test.seconds) for _ in range(rng.randint(1, 3))]
         for delay in delays:
-            watch.kill(path, after=delay)
-        watch.finish(path, delays)
+            kill_test.kill(path, after=delay)
+        kill_test.finish_and_compare(path, delays)
 
 
-def main(folder: str, how: str, *numbers: str) -> None:
-    watches = [Watch(Path(folder), evict, running=False) for evict in get_args(Evict)] + [
-        Watch(Path(folder), "credit", running=True)
-    ]
-    {"statements": statements, "storm": storm}[how](watches, *map(int, numbers))
+def main(folder: str, mode: str, *numbers: str) -> None:
+    kill_tests = [
+        KillTest(Path(folder), evict, running=False) for evict in get_args(EvictionOrder)
+    ] + [KillTest(Path(folder), "credit", running=True)]
+    run_mode = {"statements": kill_at_statements, "random": kill_at_random}[mode]
+    run_mode(kill_tests, *map(int, numbers))
     report = {
-        "killed": sum(watch.killed for watch in watches),
-        "banks": sum(watch.banks for watch in watches),
-        "different": [one for watch in watches for one in watch.different],
-        "left": [(watch.evict, watch.expected) for watch in watches],
+        "killed": sum(kill_test.killed for kill_test in kill_tests),
+        "banks": sum(kill_test.banks for kill_test in kill_tests),
+        "different": [found for kill_test in kill_tests for found in kill_test.different],
+        "contents": [(kill_test.evict, kill_test.expected) for kill_test in kill_tests],
     }
     print(json.dumps(report))
 

@@ -11,7 +11,7 @@ from crl.envs.registry import get_spec
 TASKS = Path(__file__).resolve().parents[2] / "tasks"
 
 
-def as_set(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
+def shipped_task(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
     """Return the environment and the number of turns in tasks/TASK.toml."""
     settings = tomllib.loads((TASKS / f"{task}.toml").read_text("utf-8"))
     settings |= settings["compact"] if rendering == "compact" else {}

@@ -34,7 +34,7 @@ DIRECTIONS = tuple(COMPASS)
         ('north."', "north"),
     ],
 )
-def test_reads_what_was_chosen(text: str, action: str | None) -> None:
+def test_parse_choice_returns_the_chosen_action(text: str, action: str | None) -> None:
     assert parse_choice(text, DIRECTIONS) == action
 
 
@@ -59,7 +59,7 @@ def test_reads_what_was_chosen(text: str, action: str | None) -> None:
         "1",
     ],
 )
-def test_reads_nothing_into_the_rest(text: str) -> None:
+def test_parse_choice_rejects_other_texts(text: str) -> None:
     assert parse_choice(text, DIRECTIONS) is None
 
 
@@ -76,7 +76,7 @@ def test_actions_keep_their_spelling_and_their_punctuation() -> None:
     assert parse_choice("what?", actions) == "what?"
 
 
-def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_actions_means_none(
+def test_exact_spelling_comes_first_and_ambiguous_spellings_are_rejected(
 ) -> None:  # fmt: skip
     assert [parse_choice(text, ("2 0", "20")) for text in ("2 0", "20", " 2 0. ")] == [
         "2 0",
@@ -89,7 +89,7 @@ def test_what_is_spelled_exactly_comes_first_and_a_spelling_that_may_mean_two_ac
     assert parse_call("click[2 0]", {"click": ("2 0", "20")}) == ("click", "2 0")
 
 
-def test_of_actions_that_differ_by_case_or_spaces_alone_each_has_its_own_spelling() -> None:
+def test_actions_that_differ_only_by_case_or_spaces_need_their_exact_spelling() -> None:
     values = ("straße", "strasse", "a  b", "a\tb", "Mug", "mug")
     for value in values:
         for text in (f"click[{value}]", f"<answer>click[{value}]</answer>", f'click["{value}"].'):
@@ -155,5 +155,5 @@ PAGE = {"search": None, "click": ("buy now", "< prev", "b000000001", "a[b]")}
         ("", None),
     ],
 )
-def test_reads_which_call_was_chosen(text: str, call: tuple[str, str] | None) -> None:
+def test_parse_call_returns_the_chosen_call(text: str, call: tuple[str, str] | None) -> None:
     assert parse_call(text, PAGE) == call

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shipped import as_set
+from shipped import shipped_task
 
 from crl.config.load import load
 from crl.envs import alfworld
 from crl.envs.alfworld import AlfworldPlayer, AlfworldStream, SmallStream, games, small, text
 from crl.envs.alfworld.house import KINDS, Chore, phrase, read_chore
-from crl.envs.base import EnvSpec, Rendering, StreamSettings, play
+from crl.envs.base import EnvSpec, Rendering, StreamSettings, play_episode
 from crl.envs.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
 from crl.run.plan import overview
-from crl.run.tasks import generated
+from crl.run.tasks import data_notes
 from crl.types import Task
 
 SETTINGS = StreamSettings()
@@ -47,7 +47,7 @@ JUNK = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
@@ -62,7 +62,7 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chore_can_be_read_where_it_was_written(kind: str) -> None:
+def test_read_chore_reverses_phrase(kind: str) -> None:
     assert read_chore(phrase(Chore(kind, "Mug", "Shelf"))) == Chore(kind, "mug", "shelf")
 
 
@@ -83,7 +83,7 @@ def test_reads_each_wording_of_a_chore(goal: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("output", "words"),
     [
         ("You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 2, "
          "and a safe 1.\n\nYour task is to: x.",
@@ -103,8 +103,8 @@ def test_reads_each_wording_of_a_chore(goal: str, kind: str) -> None:
         ("mug 1 hot", "mug 1 hot"),
     ],
 )  # fmt: skip
-def test_compact_words(said: str, words: str) -> None:
-    assert text.compact(said) == words
+def test_compact_words(output: str, words: str) -> None:
+    assert text.compact(output) == words
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_compact_words(said: str, words: str) -> None:
         ("I will go to shelf 2", None),
     ],
 )
-def test_what_the_agent_writes_is_read_as_the_game_words_it(
+def test_the_agents_wording_is_mapped_to_the_games_command(
     action: str, command: str | None
 ) -> None:
     admissible = (
@@ -132,7 +132,7 @@ def test_what_the_agent_writes_is_read_as_the_game_words_it(
         "take pen 1 from desk 1",
         "use desklamp 1",
     )
-    assert text.chosen(action, admissible) == command
+    assert text.chosen_command(action, admissible) == command
     older = (
         "go to shelf 2",
         "heat egg 1 with microwave 1",
@@ -140,12 +140,12 @@ def test_what_the_agent_writes_is_read_as_the_game_words_it(
         "take pen 1 from desk 1",
         "use desklamp 1",
     )
-    assert text.chosen(action, older) == (
+    assert text.chosen_command(action, older) == (
         command and command.replace("move mug 1 to", "put mug 1 in/on")
     )
 
 
-def test_a_small_place_keeps_its_chore_and_what_it_needs_under_any_dynamics() -> None:
+def test_a_small_place_keeps_its_chore_and_needed_things_under_any_dynamics() -> None:
     for layout in range(300):
         houses = [small.house(layout, dynamics) for dynamics in range(5)]
         assert len({(house.chore, house.receptacles) for house in houses}) == 1
@@ -171,7 +171,7 @@ def test_small_streams_and_evals() -> None:
     for task in tasks:
         goals.setdefault(task.params["lgen"], set()).add(task.goal)
     assert all(len(goal) == 1 for goal in goals.values()), (
-        "a place has one goal, by which its lessons are found"
+        "a place has one goal, because lessons are retrieved by it"
     )
     assert len({goal for (goal,) in goals.values()}) == len(goals)
     known = alfworld.small_eval_tasks("known", 16, 3, SETTINGS)
@@ -189,7 +189,7 @@ def test_small_streams_and_evals() -> None:
         alfworld.small_eval_tasks("train", 1, 0, SETTINGS)
 
 
-def test_a_missing_extra_is_named() -> None:
+def test_a_missing_extra_is_a_config_error() -> None:
     spec = replace(get_spec("alfworld"), extra="alfworld_that_is_not_there")
     with pytest.raises(
         ConfigError,
@@ -201,7 +201,7 @@ def test_a_missing_extra_is_named() -> None:
         require_extra(spec, "tasks.chores.env")
 
 
-def test_declaring_it_imports_neither_textworld_nor_alfworld() -> None:
+def test_the_declaration_imports_neither_textworld_nor_alfworld() -> None:
     code = (
         "import sys, crl.envs.alfworld as a; from crl.envs.base import StreamSettings; "
         "a.SmallStream(0, StreamSettings()).draw(3);"
@@ -215,7 +215,7 @@ def test_declaring_it_imports_neither_textworld_nor_alfworld() -> None:
     )
 
 
-def test_the_plan_counts_processes_where_there_are_some(tiny_actor: Path) -> None:
+def test_the_plan_names_the_processes_if_a_task_needs_them(tiny_actor: Path) -> None:
     config = load(["alfworld"], sets=["rollout.env_processes=3"])
     assert "environments 3 processes" in overview(config)
     assert "environments 4 threads, 3 processes" in overview(
@@ -223,17 +223,17 @@ def test_the_plan_counts_processes_where_there_are_some(tiny_actor: Path) -> Non
     )
 
 
-def test_the_plan_says_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_names_generated_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEBSHOP_DATA", raising=False)
     config, no_others = (
         load(["room", "webshop", "alfworld"]),
-        "figures compare with no published ones",
+        "metrics are not comparable with published results",
     )
-    said = overview(config)
-    assert said.count(no_others) == 2
-    assert f"\n  played on a generated catalogue of 1,000 products: {no_others}\nalfworld" in said
-    assert f"\n  played on generated houses of six receptacles: {no_others}\n" in said
-    assert generated({"alfworld": alfworld.SPEC}) == {
+    output = overview(config)
+    assert output.count(no_others) == 2
+    assert f"\n  played on a generated catalogue of 1,000 products: {no_others}\nalfworld" in output
+    assert f"\n  played on generated houses of six receptacles: {no_others}\n" in output
+    assert data_notes({"alfworld": alfworld.SPEC}) == {
         "alfworld": f"played on generated games of the same domain: {no_others}"
     }
     monkeypatch.setenv("WEBSHOP_DATA", str(Path(__file__).parent / "webshop_data"))
@@ -330,22 +330,22 @@ print(json.dumps(said))
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(
-    number: int, tmp_path: Path
-) -> None:
+def test_cached_work_does_not_change_textworlds_texts(number: int, tmp_path: Path) -> None:
     from crl.envs.alfworld.engine import PddlEngine
 
     data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
     engine, rng = PddlEngine(), random.Random(number)
     engine.start(games.game_of(SMALL_NEW[3]))  # another chore, whose grammar is then known
     engine.start(data)
-    engine.do(engine.admissible[0])
-    said: list[list[object]] = [[engine.start(data), list(engine.admissible)]]  # a second start too
+    engine.execute(engine.admissible[0])
+    output: list[list[object]] = [
+        [engine.start(data), list(engine.admissible)]
+    ]  # a second start too
     commands = []
     for _ in range(25):
         commands.append(rng.choice(engine.admissible))
-        words, won = engine.do(commands[-1])
-        said.append([words, list(engine.admissible), won])
+        words, won = engine.execute(commands[-1])
+        output.append([words, list(engine.admissible), won])
     engine.close()
     (tmp_path / "game.tw-pddl").write_text(json.dumps(data))
     arguments = [
@@ -359,11 +359,11 @@ def test_textworlds_texts_are_those_of_an_engine_that_repeats_its_work(
     ]
     assert (
         json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
-        == said
+        == output
     )
 
 
-def test_the_processs_arguments_stay_as_they_were(
+def test_sys_argv_is_restored(
     players: dict[Rendering, alfworld.Game], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["crl", "play", "alfworld"])
@@ -376,7 +376,7 @@ def test_the_processs_arguments_stay_as_they_were(
 
 def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n: int) -> None:
     """Check that the scripted player wins at least 95 % in both renderings and every eval set."""
-    small_turns, turns = as_set("alfworld", "compact")[1], as_set("alfworld", "full")[1]
+    small_turns, turns = shipped_task("alfworld", "compact")[1], shipped_task("alfworld", "full")[1]
     evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
         (alfworld.SMALL_SPEC, "compact", SMALL_NEW[:small_n]),
         (alfworld.SMALL_SPEC, "compact", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
@@ -388,7 +388,7 @@ def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n
     for spec, rendering, tasks in evals:
         limit = small_turns if spec is alfworld.SMALL_SPEC else turns
         outcomes = [
-            play(players[rendering], task, spec.scripted_player(random.Random(i)), limit)
+            play_episode(players[rendering], task, spec.scripted_player(random.Random(i)), limit)
             for i, task in enumerate(tasks)
         ]
         assert sum(played.success for played in outcomes) >= 0.95 * len(tasks), (
@@ -453,7 +453,7 @@ def test_ten_thousand_actions(
 
 
 def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> None:
-    wins, rng, (_, turns) = 0, random.Random(0), as_set("alfworld", "compact")
+    wins, rng, (_, turns) = 0, random.Random(0), shipped_task("alfworld", "compact")
     for task in SMALL_NEW[:20]:
         players["compact"].reset(task)
         wins += any(
@@ -463,8 +463,10 @@ def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> No
     assert wins <= 2
 
 
-def test_the_end_is_told_and_not_played_past(players: dict[Rendering, alfworld.Game]) -> None:
-    played = play(players["compact"], SMALL_NEW[0], AlfworldPlayer(random.Random(0)), 30)
+def test_the_last_text_reports_the_end_and_no_step_is_possible(
+    players: dict[Rendering, alfworld.Game],
+) -> None:
+    played = play_episode(players["compact"], SMALL_NEW[0], AlfworldPlayer(random.Random(0)), 30)
     assert played.observations[-1] == "done."
     with pytest.raises(RuntimeError, match="over"):
         players["compact"].step("look")
@@ -513,13 +515,15 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
             )
             assert (house.chore.thing, house.chore.receptacle) not in placed
     unseen = {
-        plan.receptacles for plan in floorplans.floor_plans() if plan.number in floorplans.UNSEEN
+        plan.receptacles
+        for plan in floorplans.floor_plans()
+        if plan.number in floorplans.UNSEEN_PLANS
     }
     assert {house.receptacles for house in found["new"]} == unseen
     for use, count in (("train", 1466), ("known", 140)):
         assert not unseen & {
             floorplans.house(use, number).receptacles for number in range(count)
-        }, "a seen room under another number"
+        }, "an unseen floor plan under another number"
     assert not set(found["train"]) & set(found["known"])
     for layout in range(200):
         house = small.house(layout, 0)
@@ -529,7 +533,7 @@ def test_generated_houses_follow_the_floor_plans_and_their_splits_share_none() -
         )
 
 
-def test_generated_games_are_proved_once_and_kept(
+def test_generated_games_are_solved_once_and_cached(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from crl.envs.alfworld import engine, pddl
@@ -545,7 +549,7 @@ def test_generated_games_are_proved_once_and_kept(
     assert len(files) == 3
     assert all(file.suffix == ".tw-pddl" for file in files)
     monkeypatch.setattr(engine, "plan_length", lambda data: pytest.fail("planned again"))
-    games._prove.cache_clear()
+    games._verify_solvable.cache_clear()
     made = [games.game_of(task) for task in alfworld.demonstration_tasks(3)]
     alone = [
         pddl.game_data(small.house(int(task.params["lgen"]), None))
@@ -561,11 +565,11 @@ def test_generated_games_are_proved_once_and_kept(
     # Other objects in the house do not matter.
     games.game_of(revisit(alfworld.demonstration_tasks(1)[0], 1))
     monkeypatch.setattr(engine, "plan_length", lambda data: None)
-    with pytest.raises(RuntimeError, match="finds no way"):
+    with pytest.raises(RuntimeError, match="finds no solution"):
         games.game_of(alfworld.demonstration_tasks(4)[3])
 
 
-def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
+def test_the_stream_plays_every_game_once_per_round() -> None:
     stream = AlfworldStream(0, SETTINGS)
     stream.draw(1466 - 40)
     tasks = [*stream.draw(40), *stream.draw(40)]
@@ -578,7 +582,7 @@ def test_the_paper_s_stream_plays_every_game_once_a_round() -> None:
         alfworld.eval_tasks("new", 20, 1, SETTINGS)
         == alfworld.eval_tasks("new", 134, 2, SETTINGS)[:20]
     )
-    with pytest.raises(ValueError, match="there are 134 games, not 135"):
+    with pytest.raises(ValueError, match="135 games were requested, but there are only 134"):
         alfworld.eval_tasks("new", 135, 0, SETTINGS)
 
 
@@ -603,18 +607,18 @@ def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_alfworlds_own_games_are_played_where_they_are(
+def test_alfworlds_own_games_are_played_if_present(
     official: Path, players: dict[Rendering, alfworld.Game]
 ) -> None:
     train = AlfworldStream(0, SETTINGS).draw(4)
     assert len({task.params["game"] for task in train}) == 2, (
-        "neither unsolvable games nor movable receptacles"
+        "no unsolvable games and no movable receptacles"
     )
     tasks = alfworld.eval_tasks("new", 3, 0, SETTINGS)
-    with pytest.raises(ValueError, match="there are 3 games"):
+    with pytest.raises(ValueError, match="there are only 3"):
         alfworld.eval_tasks("new", 4, 0, SETTINGS)
     for task in (*train[:2], *tasks):
-        played = play(players["full"], task, AlfworldPlayer(random.Random(0)), 40)
+        played = play_episode(players["full"], task, AlfworldPlayer(random.Random(0)), 40)
         assert played.success
         assert task.goal in played.observations[0]
         if "look at" not in task.goal:
@@ -637,7 +641,7 @@ def test_alfworlds_own_games_are_played_where_they_are(
         ("juggle-Mug-None-Desk-308", None),
     ],
 )
-def test_a_game_is_known_by_the_name_of_its_folder(folder: str, chore: Chore | None) -> None:
+def test_the_chore_is_read_from_the_name_of_the_folder(folder: str, chore: Chore | None) -> None:
     assert games.official_chore(f"json_2.1.1/train/{folder}/trial_1/game.tw-pddl") == chore
 
 
@@ -648,10 +652,10 @@ def test_a_game_is_known_by_the_name_of_its_folder(folder: str, chore: Chore | N
         ('{"solvable": true, "pddl_dom', "JSONDecodeError: Unterminated string"),
         ('["solvable"]', "TypeError: list indices"),
         ('{"pddl_domain": "", "pddl_problem": ""}', "KeyError: 'grammar'"),
-        ('{"pddl_domain": "", "pddl_problem": 3, "grammar": ""}', "pddl_problem is no text"),
+        ('{"pddl_domain": "", "pddl_problem": 3, "grammar": ""}', "pddl_problem is not a string"),
     ],
 )
-def test_a_file_that_is_no_game_is_named(
+def test_an_invalid_game_file_is_named_in_the_error(
     official: Path, players: dict[Rendering, alfworld.Game], content: str | None, reason: str
 ) -> None:
     (task,) = AlfworldStream(0, SETTINGS).draw(1)
@@ -659,7 +663,9 @@ def test_a_file_that_is_no_game_is_named(
     path.unlink()
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path} is no game of ALFWorld's: {reason}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} is not a valid ALFWorld game: {reason}")
+    ):
         players["full"].reset(task)
 
 
@@ -671,14 +677,16 @@ def test_a_file_that_is_no_game_is_named(
         ("pddl_domain", "ParseError: "),
     ],
 )
-def test_a_game_of_which_nothing_can_be_made_is_named(
+def test_a_game_that_textworld_cannot_parse_is_named_in_the_error(
     official: Path, players: dict[Rendering, alfworld.Game], part: str, reason: str
 ) -> None:
     bad, good, *_ = AlfworldStream(0, SETTINGS).draw(2)
     first = players["full"].reset(good)
     path = official / str(bad.params["game"])
     path.write_text(json.dumps({**json.loads(path.read_text()), part: "(define (problem"}))
-    with pytest.raises(ValueError, match=re.escape(f"{path} is no game of ALFWorld's: {reason}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} is not a valid ALFWorld game: {reason}")
+    ):
         players["full"].reset(bad)
     assert players["full"].reset(good) == first
 
@@ -688,12 +696,12 @@ def test_a_folder_without_games_is_an_error(
 ) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"ALFWORLD_DATA = .*holds no json_2.1.1.*alfworld-download"
+        ConfigError, match=r"ALFWORLD_DATA = .*contains no json_2.1.1.*alfworld-download"
     ):
         alfworld.eval_tasks("new", 1, 0, SETTINGS)
     (tmp_path / "json_2.1.1").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"ALFWORLD_DATA = .*holds no game in json_2.1.1/valid_unseen that can be played",
+        match=r"ALFWORLD_DATA = .*contains no playable game in json_2.1.1/valid_unseen",
     ):
         alfworld.eval_tasks("new", 1, 0, SETTINGS)

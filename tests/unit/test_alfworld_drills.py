@@ -21,14 +21,14 @@ from crl.envs.alfworld.lessons import (
     HouseAdvisor,
     digest,
     lesson,
-    places,
     read,
-    true_places,
+    receptacle_names,
+    true_receptacles,
 )
-from crl.envs.base import LessonVerdict, StreamSettings, play
+from crl.envs.base import LessonVerdict, StreamSettings, play_episode
 from crl.envs.places import PROBE_LAYOUTS
 from crl.manager.ops import parse_ops
-from crl.models.drills.alfworld import answer, known, refinement
+from crl.models.drills.alfworld import answer, random_bank_lesson, refinement
 from crl.models.drills.alfworld_chores import (
     ACTOR_CHORES,
     ASKING_CHORES,
@@ -39,7 +39,7 @@ from crl.models.drills.alfworld_chores import (
 )
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.alfworld_personas import SearchingPlayer
-from crl.models.drills.drill import Episode, hit
+from crl.models.drills.drill import Episode, as_hit
 from crl.types import Segment, Task
 
 MUG = Chore("pick_and_place_simple", "mug", "shelf")
@@ -48,11 +48,11 @@ ADVISOR = HouseAdvisor()
 
 def conversation(*texts: str, goal: str = "the jade attic: put a mug in shelf.") -> list[Segment]:
     """Return a goal, followed by texts of the house and the agent in turn. The house is first."""
-    said = [
+    turns = [
         Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
         for i, text in enumerate(texts)
     ]
-    return [Segment("user", goal, "task"), *said]
+    return [Segment("user", goal, "task"), *turns]
 
 
 SEARCH = conversation(
@@ -66,7 +66,7 @@ SEARCH = conversation(
 
 
 @pytest.mark.parametrize("kind", LESSONS)
-def test_a_lesson_is_read_as_what_it_is(kind: str) -> None:
+def test_a_lesson_is_read_back(kind: str) -> None:
     thing = "plate" if kind == "aside" else "mug"
     assert read(lesson(kind, thing, "cabinet 2"), MUG) == (
         kind,
@@ -85,17 +85,17 @@ def test_a_lesson_is_read_as_what_it_is(kind: str) -> None:
         "go to cabinet 2.",
     ],
 )
-def test_what_is_no_lesson(text: str) -> None:
+def test_texts_that_are_not_lessons(text: str) -> None:
     assert read(text, MUG) == ("other", "")
 
 
-def test_an_episode_in_few_words() -> None:
+def test_the_digest_of_an_episode() -> None:
     assert digest(SEARCH) == "mug in desk 1\npen in desk 1\nlooked in shelf 1, desk 1"
     assert digest(SEARCH[:6]) == "mug not seen\nnothing else\nlooked in shelf 1"
     assert digest(SEARCH[:2]) == "mug not seen\nnothing else\nlooked in nothing"
 
 
-def test_where_a_thing_was_seen_first_counts() -> None:
+def test_the_first_sighting_of_a_thing_counts() -> None:
     """Check that the first place where an object was seen counts.
 
     An agent that puts the object elsewhere has moved it for this episode only.
@@ -114,7 +114,7 @@ def test_where_a_thing_was_seen_first_counts() -> None:
     assert digest(again).startswith("mug in desk 1\n")
 
 
-def test_the_advisor_tells_the_truth_of_every_visit() -> None:
+def test_the_advice_holds_in_every_visit() -> None:
     for i, task in enumerate(probe_tasks(60)):
         wanted = read_chore(task.goal).thing
         right, wrong = ADVISOR.right(task), ADVISOR.wrong(task, random.Random(i))
@@ -122,9 +122,14 @@ def test_the_advisor_tells_the_truth_of_every_visit() -> None:
         visited = SMALL_SPEC.revisit(task, 3)
         house = SmallHouse()
         house.reset(visited)
-        where = {place for name, place in house.where.items() if name.startswith(f"{wanted} ")}
-        assert right.removeprefix(f"{wanted} is in ").removesuffix(".") in where
-        assert wrong.removeprefix(f"{wanted} is in ").removesuffix(".") in {*places(task)} - where
+        true_places = {
+            place for name, place in house.locations.items() if name.startswith(f"{wanted} ")
+        }
+        assert right.removeprefix(f"{wanted} is in ").removesuffix(".") in true_places
+        assert (
+            wrong.removeprefix(f"{wanted} is in ").removesuffix(".")
+            in {*receptacle_names(task)} - true_places
+        )
         assert ADVISOR.judge(visited, right) == LessonVerdict("where", correct=True)
         assert ADVISOR.judge(visited, wrong) == LessonVerdict("wrong where", correct=False)
         assert ADVISOR.judge(visited, "be careful.") == LessonVerdict("careful", correct=False)
@@ -136,7 +141,7 @@ def test_the_advisor_tells_the_truth_of_every_visit() -> None:
 # ── houses without TextWorld ──────────────────────────────────────────────────────────────────────
 
 
-def check_words(houses: int, turns: int) -> None:
+def check_same_texts(houses: int, turns: int) -> None:
     """Check that the engine and the house give the same texts for the same commands.
 
     Commands that no demonstrator gives are left out.
@@ -148,30 +153,30 @@ def check_words(houses: int, turns: int) -> None:
     for task in demonstration_tasks(houses):
         assert engine.reset(task) == house.reset(task)
         for _ in range(turns):
-            fit = {
+            moves = {
                 f"move {thing} to {place}"
-                for thing in house.where
-                for place in places(task)
+                for thing in house.locations
+                for place in receptacle_names(task)
                 if holds(place, thing)
             }
-            may = [
+            commands = [
                 c
                 for c in engine.admissible
-                if not c.startswith(("examine", "slice", "move")) or c in fit
+                if not c.startswith(("examine", "slice", "move")) or c in moves
             ]
-            assert may == [c for c in house.admissible if not c.startswith("examine")]
-            leading = [c for c in may if not c.startswith(("go to", "look", "inventory"))]
+            assert commands == [c for c in house.admissible if not c.startswith("examine")]
+            useful = [c for c in commands if not c.startswith(("go to", "look", "inventory"))]
             command = rng.choice(
-                rng.choice([leading or may, may, [*may, "go to the moon 1", "take"]])
+                rng.choice([useful or commands, commands, [*commands, "go to the moon 1", "take"]])
             )
-            told, said = engine.step(command), house.step(command)
-            assert (told.text, told.done, told.success, told.valid) == (
-                said.text,
-                said.done,
-                said.success,
-                said.valid,
+            expected, simulated = engine.step(command), house.step(command)
+            assert (expected.text, expected.done, expected.success, expected.valid) == (
+                simulated.text,
+                simulated.done,
+                simulated.success,
+                simulated.valid,
             )
-            if told.done:
+            if expected.done:
                 break
     engine.close()
 
@@ -181,22 +186,22 @@ def holds(place: str, thing: str) -> bool:
     return thing.split()[0] in kinds[place.split()[0]]
 
 
-def test_houses_without_textworld_say_what_it_says(
+def test_simulated_houses_give_the_texts_of_textworld(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    check_words(12, 40)
+    check_same_texts(12, 40)
 
 
 @pytest.mark.soak
-def test_many_houses_without_textworld_say_what_it_says(
+def test_many_simulated_houses_give_the_texts_of_textworld(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    check_words(300, 60)
+    check_same_texts(300, 60)
 
 
-def test_the_compact_turns_suffice_to_look_everywhere_and_not_to_play_at_random() -> None:
+def test_the_compact_turn_limit_suffices_for_a_search_but_not_for_random_play() -> None:
     """Check that the turns suffice for a player but not for random commands.
 
     The scripted player wins in at least 95 % of the houses, random commands in at most 10 %.
@@ -208,7 +213,7 @@ def test_the_compact_turns_suffice_to_look_everywhere_and_not_to_play_at_random(
     )
     assert load(["alfworld"]).tasks["alfworld"].turns == TURNS
     scripted = [
-        play(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success
+        play_episode(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success
         for i, task in enumerate(tasks)
     ]
     assert sum(scripted) >= 0.95 * len(tasks)
@@ -226,7 +231,9 @@ def commands(segments: Sequence[Segment]) -> list[str]:
     return [segment.text for segment in segments if segment.origin == "policy"]
 
 
-def told(advice: str, tasks: Sequence[Task], chores: Chores = ACTOR_CHORES) -> list[Episode]:
+def episodes_with_advice(
+    advice: str, tasks: Sequence[Task], chores: Chores = ACTOR_CHORES
+) -> list[Episode]:
     return list(
         replace(chores, advice=((advice, 1.0),), slip=0.0).episodes(random.Random(1), tasks)
     )
@@ -237,10 +244,10 @@ def test_demonstrations_are_episodes_of_the_game(chores: Chores) -> None:
     """Check that the commands give the same texts again and that all of them are valid."""
     house = SmallHouse()
     for episode in chores.episodes(random.Random(0), demonstration_tasks(100)):
-        said = [segment.text for segment in episode.segments if segment.origin == "env"]
-        assert said[0] == house.reset(episode.task)
+        observations = [segment.text for segment in episode.segments if segment.origin == "env"]
+        assert observations[0] == house.reset(episode.task)
         results = [house.step(command) for command in commands(episode.segments)]
-        assert [result.text for result in results] == said[1:]
+        assert [result.text for result in results] == observations[1:]
         assert all(result.valid for result in results)
         assert (
             [result.success for result in results].index(True) == len(results) - 1
@@ -252,7 +259,7 @@ def test_demonstrations_are_episodes_of_the_game(chores: Chores) -> None:
 def test_right_advice_helps_and_wrong_advice_does_not() -> None:
     tasks = demonstration_tasks(300)
     success = {
-        advice: sum(episode.success for episode in told(advice, tasks)) / 300
+        advice: sum(episode.success for episode in episodes_with_advice(advice, tasks)) / 300
         for advice in ("none", "right", "random")
     }
     assert 0.4 <= success["none"] <= 0.6
@@ -260,16 +267,16 @@ def test_right_advice_helps_and_wrong_advice_does_not() -> None:
     assert success["random"] <= success["right"] - 0.15
 
 
-def test_an_agent_goes_where_it_is_told_at_once() -> None:
+def test_an_agent_goes_directly_to_the_advised_place() -> None:
     searching = replace(ACTOR_CHORES, personas=((SearchingPlayer, 1.0),))
     for advice in ("right", "random"):
-        for episode in told(advice, demonstration_tasks(60), searching):
+        for episode in episodes_with_advice(advice, demonstration_tasks(60), searching):
             assert episode.hint
             place = read(episode.hint.text, read_chore(episode.task.goal))[1]
             assert commands(episode.segments)[0] == f"go to {place}"
 
 
-def test_personas_win_more_or_less_often() -> None:
+def test_success_rates_of_personas() -> None:
     tasks = demonstration_tasks(150)
     for persona, _ in PERSONAS:
         alone = Chores(((persona, 1.0),))
@@ -279,19 +286,19 @@ def test_personas_win_more_or_less_often() -> None:
         assert rate >= 0.85 if persona is SearchingPlayer else 0.2 <= rate <= 0.95
 
 
-def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:
+def test_agents_ask_at_most_once_early_and_not_for_things_that_they_have_seen() -> None:
     asked = 0
     for episode in ASKING_CHORES.episodes(random.Random(0), demonstration_tasks(200)):
-        at = [
+        indices = [
             number
             for number, segment in enumerate(episode.segments)
             if segment.origin == "tool_call"
         ]
-        asked += len(at)
-        if at:
-            assert len(commands(episode.segments[: at[0]])) <= 2
-            assert not ADVISOR.informative(episode.segments[: at[0]])
-            reply, action = episode.segments[at[0] + 1 : at[0] + 3]
+        asked += len(indices)
+        if indices:
+            assert len(commands(episode.segments[: indices[0]])) <= 2
+            assert not ADVISOR.informative(episode.segments[: indices[0]])
+            reply, action = episode.segments[indices[0] + 1 : indices[0] + 3]
             assert reply.origin == "tool_result"
             if reply.text.startswith("go to "):
                 assert action.text in (
@@ -305,7 +312,7 @@ def test_agents_ask_once_and_soon_and_not_for_what_they_have_seen() -> None:
 # ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_the_extractor_is_taught_of_an_episode_is_true_of_it() -> None:
+def test_lessons_are_true_of_their_episodes() -> None:
     kinds = Counter[str]()
     for number, episode in enumerate(
         EXTRACTOR_CHORES.episodes(random.Random(2), demonstration_tasks(400))
@@ -332,12 +339,12 @@ def test_what_the_extractor_is_taught_of_an_episode_is_true_of_it() -> None:
     assert kinds["update"] >= 1
 
 
-def test_a_hint_is_corrected_by_what_was_seen() -> None:
+def test_a_false_hint_is_corrected() -> None:
     (task,) = demonstration_tasks(1)
-    wrong = Episode(task, hit("mug is in shelf 1.", task), tuple(SEARCH), success=False)
+    wrong = Episode(task, as_hit("mug is in shelf 1.", task), tuple(SEARCH), success=False)
     assert answer("where", wrong) == '[{"op":"update","target":1,"text":"mug is in desk 1."}]'
     assert (
-        answer("where", replace(wrong, hint=hit("pen is in shelf 1.", task)))
+        answer("where", replace(wrong, hint=as_hit("pen is in shelf 1.", task)))
         == '[{"op":"add","text":"mug is in desk 1."}]'
     )
     assert answer("where", replace(wrong, segments=tuple(SEARCH[:6]))) == '[{"op":"return"}]'
@@ -345,7 +352,7 @@ def test_a_hint_is_corrected_by_what_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "text", "written"),
+    ("length", "text", "expected"),
     [
         (2, "mug is in desk 1.", '[{"op":"refine","text":"go to desk 1."}]'),
         (2, "pen is in desk 1.", '[{"op":"return"}]'),
@@ -353,14 +360,16 @@ def test_a_hint_is_corrected_by_what_was_seen() -> None:
         (10, "mug is in cabinet 1.", '[{"op":"return"}]'),  # the agent has seen a mug
     ],
 )
-def test_a_lesson_is_fitted_to_where_the_agent_is(seen: int, text: str, written: str) -> None:
-    assert refinement(SEARCH[:seen], text) == written
+def test_a_lesson_is_adapted_to_the_agents_position(length: int, text: str, expected: str) -> None:
+    assert refinement(SEARCH[:length], text) == expected
 
 
-def test_most_of_what_is_known_of_a_place_is_about_its_thing() -> None:
+def test_most_lessons_of_a_place_are_about_its_thing() -> None:
     (task,) = demonstration_tasks(1)
     rng = random.Random(0)
-    about = [read(known(task, rng), read_chore(task.goal))[0] == "where" for _ in range(300)]
-    assert 0.5 <= sum(about) / 300 <= 0.8
-    assert {*true_places(task)} < {*places(task)}
+    is_where = [
+        read(random_bank_lesson(task, rng), read_chore(task.goal))[0] == "where" for _ in range(300)
+    ]
+    assert 0.5 <= sum(is_where) / 300 <= 0.8
+    assert {*true_receptacles(task)} < {*receptacle_names(task)}
     assert task.name == SMALL

@@ -37,7 +37,7 @@ def test_eps_is_added_to_the_std():
     ).tolist() == pytest.approx([-0.5224078, 0.5224078])
 
 
-def test_groups_may_interleave_and_are_normalised_apart():
+def test_interleaved_groups_are_normalised_separately():
     # group 7: 3, 5 → mean 4, std √2 → ∓1/√2; group 2: −20, 20 → mean 0, std 20√2 → ∓1/√2
     advantages = group_advantages(
         torch.tensor([3.0, -20.0, 5.0, 20.0]), torch.tensor([7, 2, 7, 2]), eps=0.0
@@ -76,7 +76,7 @@ def test_large_rewards_lose_no_precision():
     assert advantages.tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3])
 
 
-def test_lists_integers_and_doubles_are_taken_and_the_float_type_is_kept():
+def test_lists_integers_and_doubles_are_accepted_and_the_float_type_is_preserved():
     assert group_advantages([2, 4], ["a", "a"], scale="none").tolist() == [-1.0, 1.0]
     assert group_advantages([2, 4], ["a", "a"]).dtype == torch.float32
     assert (
@@ -89,7 +89,7 @@ def test_lists_integers_and_doubles_are_taken_and_the_float_type_is_kept():
 # ── split groups, batches, steps ──────────────────────────────────────────────────────────────────
 
 
-def test_subgroups_are_normalised_apart():
+def test_group_halves_are_normalised_separately():
     # group 0 guided: 1, 0 → mean 0.5, std 1/√2 → ±1/√2
     # group 0 free: 40, 20 → mean 30, std 10√2 → ±1/√2
     # group 1 guided: one member → 0
@@ -104,7 +104,7 @@ def test_subgroups_are_normalised_apart():
     )
 
 
-def test_split_takes_the_options_of_the_plain_group():
+def test_split_group_advantages_accept_scale_and_eps():
     # guided 1, 3: deviations ∓1; free 0, 4: deviations ∓2
     rewards, groups, guided = [1.0, 0.0, 3.0, 4.0], [0] * 4, [True, False, True, False]
     assert split_group_advantages(rewards, groups, guided, scale="none").tolist() == [
@@ -178,14 +178,14 @@ def test_two_full_conditions_share_a_group_equally():
     )
 
 
-def test_a_small_condition_weighs_as_much_as_a_large_one():
+def test_conditions_have_equal_weight_for_any_number_of_members():
     # the three guided members share ½: 1/6 each; the free member has ½
     assert sequence_weights([0] * 4, [True, True, True, False]).tolist() == pytest.approx(
         [1 / 6, 1 / 6, 1 / 6, 1 / 2]
     )
 
 
-def test_a_group_with_one_condition_keeps_its_whole_share():
+def test_a_group_with_one_condition_has_the_same_weight_as_others():
     # group 0: ½ over two conditions of one member, ¼ each
     # group 1: ½ over three free members, 1/6 each
     weights = sequence_weights(
@@ -194,26 +194,26 @@ def test_a_group_with_one_condition_keeps_its_whole_share():
     assert weights.tolist() == pytest.approx([1 / 4, 1 / 6, 1 / 4, 1 / 6, 1 / 6])
 
 
-def test_a_cut_trajectory_shares_its_part_by_tokens():
+def test_samples_of_a_trajectory_share_its_weight_by_tokens():
     # Trajectories A (samples of 10 and 30 tokens) and B (5 tokens) of one free group have ½ each.
     # A's samples have 10/40 and 30/40 of ½.
     weights = sequence_weights([0, 0, 0], [False] * 3, ["A", "A", "B"], [10, 30, 5])
     assert weights.tolist() == pytest.approx([1 / 8, 3 / 8, 1 / 2])
 
 
-def test_a_cut_trajectory_without_lengths_shares_equally():
+def test_samples_without_lengths_share_the_weight_equally():
     weights = sequence_weights([0, 0, 0], [False] * 3, ["A", "A", "B"])
     assert weights.tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 2])
 
 
-def test_a_sample_without_tokens_leaves_its_share_to_its_siblings_unless_none_has_any():
+def test_samples_without_tokens_have_no_weight_unless_all_samples_have_none():
     # A: 0 and 6 tokens → the second sample has all of ½. B: 0 and 0 tokens → ¼ each, so that the
     # weights still sum to 1.
     weights = sequence_weights([0] * 4, [False] * 4, ["A", "A", "B", "B"], [0, 6, 0, 0])
     assert weights.tolist() == pytest.approx([0.0, 1 / 2, 1 / 4, 1 / 4])
 
 
-def test_the_length_of_a_whole_trajectory_does_not_matter():
+def test_the_weight_of_a_trajectory_does_not_depend_on_its_length():
     assert sequence_weights([0, 0], [True, True], None, [1, 1000]).tolist() == pytest.approx(
         [0.5, 0.5]
     )
@@ -226,7 +226,7 @@ def test_trajectory_labels_may_repeat_in_other_groups_and_conditions():
     ).tolist() == pytest.approx([0.25] * 4)
 
 
-def test_no_samples_have_no_weights():
+def test_empty_input_has_empty_weights():
     assert sequence_weights([], []).shape == (0,)
 
 
@@ -261,7 +261,7 @@ def test_no_samples_have_no_weights():
         ),
     ],
 )
-def test_bad_input_is_refused_with_its_name(call, text):
+def test_invalid_input_raises_an_error_with_its_name(call, text):
     with pytest.raises(ValueError, match=text):
         call()
 
@@ -320,7 +320,7 @@ def test_normalised_advantages_ignore_the_scale_and_offset_of_rewards(rows, fact
 
 @settings(deadline=None)
 @given(SAMPLES)
-def test_weights_sum_to_one_and_every_group_and_condition_gets_its_part(rows):
+def test_weights_sum_to_one_with_equal_shares_per_group_and_condition(rows):
     groups, guided, trajectories, lengths = zip(*rows, strict=True)
     weights = sequence_weights(groups, guided, trajectories, lengths)
     assert weights.sum().item() == pytest.approx(1.0, abs=1e-5)

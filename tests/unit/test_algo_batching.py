@@ -16,19 +16,19 @@ from crl.types import Condition, Minibatch, Task, TokenTrace, Trajectory
 # ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_neighbours_in_length_share_a_micro_batch():
+def test_samples_of_similar_length_share_a_micro_batch():
     # By length: 9 | 4, 3, 2 | 1.
     assert micro_batches([3, 9, 4, 1, 2], 9) == [[1], [2, 0, 4], [3]]
 
 
-def test_padded_rows_count_as_the_longest():
+def test_padded_rows_count_as_the_longest_row():
     # By length: 9 | 4, 3 | 2, 1. 9 fills the budget. 2 rows of 4 are 8, and a third row would make
     # 12. 2 rows of 2 are 4.
     assert micro_batches([3, 9, 4, 1, 2], 9, padded=True) == [[1], [2, 0], [4, 3]]
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_sample_longer_than_the_budget_goes_alone(padded):
+def test_a_sample_longer_than_the_budget_has_its_own_micro_batch(padded):
     assert micro_batches([20, 2, 30, 2], 9, padded=padded) == [[2], [0], [1, 3]]
 
 
@@ -37,18 +37,20 @@ def test_equal_lengths_stay_in_order(padded):
     assert micro_batches([5, 5, 5, 5, 5], 10, padded=padded) == [[0, 1], [2, 3], [4]]
 
 
-def test_nothing_gives_no_micro_batch():
+def test_empty_input_gives_no_micro_batch():
     assert micro_batches([], 10) == []
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200), st.booleans())
-def test_every_index_once_and_within_the_budget(lengths, budget, padded):
+def test_every_index_appears_once_and_the_budget_is_kept(lengths, budget, padded):
     batches = micro_batches(lengths, budget, padded=padded)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
-        held = [lengths[i] for i in batch]
-        assert len(batch) == 1 or (len(batch) * max(held) if padded else sum(held)) <= budget
+        contents = [lengths[i] for i in batch]
+        assert (
+            len(batch) == 1 or (len(batch) * max(contents) if padded else sum(contents)) <= budget
+        )
     assert micro_batches(lengths, budget, padded=padded) == batches
     if not padded:  # no two neighbours could have been merged
         totals = [sum(lengths[i] for i in batch) for batch in batches]
@@ -63,17 +65,19 @@ def test_every_index_once_and_within_the_budget(lengths, budget, padded):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 6), st.integers(0, 5))
-def test_groups_stay_whole_and_are_dealt_evenly(groups, count, seed):
-    dealt = optimizer_minibatches(groups, count, random.Random(seed))
-    assert sorted(index for hand in dealt for index in hand) == list(range(len(groups)))
-    assert len(dealt) == min(count, len(set(groups)))
-    held = [{groups[index] for index in hand} for hand in dealt]
-    assert sum(len(hand) for hand in held) == len(set(groups))
-    assert not held or max(map(len, held)) - min(map(len, held)) <= 1
-    assert all(hand for hand in held)
+def test_groups_are_not_divided_and_are_distributed_evenly(groups, count, seed):
+    minibatches = optimizer_minibatches(groups, count, random.Random(seed))
+    assert sorted(index for minibatch in minibatches for index in minibatch) == list(
+        range(len(groups))
+    )
+    assert len(minibatches) == min(count, len(set(groups)))
+    contents = [{groups[index] for index in minibatch} for minibatch in minibatches]
+    assert sum(len(minibatch) for minibatch in contents) == len(set(groups))
+    assert not contents or max(map(len, contents)) - min(map(len, contents)) <= 1
+    assert all(minibatch for minibatch in contents)
 
 
-def test_the_shuffle_is_the_generators():
+def test_the_order_depends_only_on_the_generator():
     groups = [group for group in range(20) for _ in range(2)]
     first, again, other = (
         optimizer_minibatches(groups, 4, random.Random(seed)) for seed in (1, 1, 2)
@@ -120,7 +124,7 @@ def metrics(minibatch: Minibatch) -> list[tuple[float | tuple[float, ...], float
     return [(sample.advantage, sample.weight) for sample in minibatch.samples]
 
 
-def test_weights_and_the_token_total_are_those_before_dropping():
+def test_weights_and_the_token_total_are_computed_before_dropping():
     # Each of the two groups has ½.
     # Group 0: the two guided members share ¼ and have 1/8 each. The free member has ¼.
     # Group 1: the free member has ½. Its samples of 6 and 2 tokens have 3/8 and 1/8.
@@ -136,7 +140,7 @@ def test_weights_and_the_token_total_are_those_before_dropping():
     assert minibatch.total_tokens == 20
 
 
-def test_a_sample_without_trained_tokens_is_dropped_and_its_siblings_keep_the_share():
+def test_a_sample_without_trained_tokens_is_dropped():
     (minibatch,) = build(
         [trajectory(0), trajectory(0)], [1.0, -1.0], [[trace(0), trace(4)], [trace(0)]]
     )
@@ -144,7 +148,7 @@ def test_a_sample_without_trained_tokens_is_dropped_and_its_siblings_keep_the_sh
     assert minibatch.total_tokens == 4
 
 
-def test_a_trajectory_without_a_view_takes_no_part():
+def test_a_trajectory_without_samples_is_ignored():
     # The free member has no view, so the guided member has the whole ½ of its group.
     (minibatch,) = build(
         [trajectory(0, "guided"), trajectory(0), trajectory(1)],
@@ -155,7 +159,7 @@ def test_a_trajectory_without_a_view_takes_no_part():
     assert minibatch.total_tokens == 5
 
 
-def test_further_samples_share_the_weight_of_their_trajectory():
+def test_distillation_samples_share_the_weight_of_their_trajectory():
     # The two groups have 1/2 each. The guided member of the first group has 1/4, in two samples of
     # 1 and 3 tokens. Its two further samples have 1/8 each, and their 5 + 2 tokens are trained too.
     (minibatch,) = build_minibatches(
@@ -168,7 +172,7 @@ def test_further_samples_share_the_weight_of_their_trajectory():
     assert minibatch.total_tokens == 1 + 3 + 2 + 3 + 5 + 2
 
 
-def test_minibatches_hold_whole_groups_and_weigh_each_on_its_own():
+def test_weights_are_computed_per_minibatch():
     # Three groups of two in two minibatches: one has two groups (¼ per sample), the other has one
     # group (½ per sample).
     trajectories = [trajectory(group) for group in (0, 1, 2, 0, 1, 2)]
@@ -205,6 +209,6 @@ def test_a_minibatch_without_signal_is_omitted():
         (lambda: build([trajectory(0)], [float("nan")], [[]]), "advantages must be finite"),
     ],
 )
-def test_bad_input_is_refused_with_its_name(call, text):
+def test_invalid_input_raises_an_error_with_its_name(call, text):
     with pytest.raises(ValueError, match=text):
         call()

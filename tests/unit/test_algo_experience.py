@@ -26,7 +26,7 @@ def test_diversity_score(rank, count, recent, lam, expected):
     assert diversity_score(rank, count, recent, lam=lam) == pytest.approx(expected)
 
 
-def test_an_often_used_best_match_loses_to_the_next_one_and_not_to_a_far_one():
+def test_a_high_count_costs_one_rank_place_but_not_two():
     # 20 uses: −0.4 · ln 21 = −1.2178, between rank 1 (−1) and rank 2 (−2)
     assert (
         diversity_score(-2, 0, False, lam=0.4)
@@ -90,7 +90,7 @@ def test_experience_reward(verdict, won, lost):
         (lambda: critic_reward(2.0, 1), "score must be 1"),
     ],
 )
-def test_bad_input_is_refused_with_its_name(call, text):
+def test_invalid_input_raises_an_error_with_its_name(call, text):
     with pytest.raises(ValueError, match=text):
         call()
 

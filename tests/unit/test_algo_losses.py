@@ -211,7 +211,7 @@ def test_cispo_sums_over_tokens_and_divides_by_all_of_them():
     assert gradient(loss, logp) == approx([[-2 / 3, -2 / 3], [0.0, 1 / 3]])
 
 
-def test_cispo_divides_by_the_total_of_the_minibatch_when_told():
+def test_cispo_divides_by_total_tokens_if_given():
     # the same sum, 3, over 12 tokens: 0.25
     logp, adv = torch.tensor([[-1.0, -3.0], [-9.0, -5.0]]), torch.tensor([[2.0, 2.0], [77.0, -1.0]])
     loss, _ = cispo(
@@ -273,7 +273,7 @@ def inputs(garbage: float | None) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("garbage", [INF, -INF, NAN, 1e30, -1e30])
 @pytest.mark.parametrize("name", LOSSES)
-def test_garbage_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradients(name, garbage):
+def test_masked_values_affect_neither_loss_nor_metrics_nor_gradients(name, garbage):
     clean_logp, clean_old, clean_adv = inputs(None)
     logp, old, adv = inputs(garbage)
     clean_loss, clean_metrics = LOSSES[name](clean_logp, clean_old, clean_adv, MASK)
@@ -293,7 +293,7 @@ def test_garbage_under_the_mask_reaches_neither_loss_nor_metrics_nor_gradients(n
 
 @pytest.mark.parametrize("mixed", [(INF, -INF), (-INF, INF), (1e30, -1e30), (-1e30, 1e30)])
 @pytest.mark.parametrize("name", LOSSES)
-def test_opposite_garbage_whose_ratio_overflows(name, mixed):
+def test_masked_values_whose_ratio_overflows_have_no_effect(name, mixed):
     clean_logp, clean_old, clean_adv = inputs(None)
     logp, old, adv = inputs(mixed[0])[0], inputs(mixed[1])[1], inputs(NAN)[2]
     loss, clean_loss = (
@@ -327,7 +327,7 @@ def test_a_batch_without_trained_tokens_is_zero_with_zero_gradients(name):
 
 @pytest.mark.parametrize("adv", [1.0, -1.0])
 @pytest.mark.parametrize("name", ["token", "sequence", "cispo"])
-def test_a_freak_ratio_leaves_loss_gradient_and_metrics_finite(name, adv):
+def test_an_extreme_ratio_leaves_loss_gradient_and_metrics_finite(name, adv):
     # For the engine, the token was almost impossible: the log-ratio is 1e4 and exp overflows.
     logp = leaf([[-1.0, -1.0]])
     loss, metrics = LOSSES[name](
@@ -346,7 +346,7 @@ def test_no_gradient_reaches_the_behaviour_or_the_advantage():
     assert adv.grad is None
 
 
-def test_half_precision_log_probs_are_summed_in_single():
+def test_half_precision_log_probs_are_summed_in_float32():
     # bfloat16 cannot represent 257. With a sum in bfloat16, the mean would be 256 / 257.
     loss, metrics = nll(torch.full((1, 257), -1.0, dtype=torch.bfloat16), torch.ones(1, 257))
     assert (loss.item(), metrics["nll"].item(), loss.dtype) == (1.0, 1.0, torch.float32)
@@ -431,7 +431,7 @@ def test_every_split_into_micro_batches_gives_the_same_loss_and_gradient(name, s
 
 
 @pytest.mark.parametrize("name", ["token", "sequence", "cispo", "nll"])
-def test_one_sample_at_a_time_gives_the_same_gradient_as_the_whole(name):
+def test_micro_batches_of_one_sample_give_the_same_gradient(name):
     torch.testing.assert_close(
         accumulate(name, torch.arange(B).split(1))[1],
         accumulate(name, [torch.arange(B)])[1],
@@ -499,6 +499,6 @@ X, A = torch.zeros(2, 3), torch.zeros(2)
         (lambda: truncated_importance_weights(X, X[:1], X, cap=1.0), "engine_logp must be"),
     ],
 )
-def test_bad_input_is_refused_with_its_name(call, text):
+def test_invalid_input_raises_an_error_with_its_name(call, text):
     with pytest.raises(ValueError, match=text):
         call()

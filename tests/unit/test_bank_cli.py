@@ -1,4 +1,4 @@
-"""`crl bank` as a user meets it who looks into a bank: texts for people, JSON, errors; also while a run writes it."""
+"""Tests of the `crl bank` commands that only read: text output, JSON, errors, and banks in use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from banks import (
     HALL,
-    another_run,
     bank,
     copy_of,
+    diverge,
+    error_line,
+    export_and_import,
     finished_run,
-    go_another_way,
     lines,
-    moved,
-    opened,
+    open_bank,
     parsed,
-    refused,
+    play_second_run,
     uids,
 )
 from doors import renderer
@@ -36,7 +36,7 @@ from crl.config.load import dump, load
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import ExperienceManager, GroupSuccess
 from crl.manager.embed import HashEmbedder
-from crl.manager.reading import LiftView, UseView, reading, short_uids
+from crl.manager.reading import LiftView, UseView, open_reader, short_uids
 from crl.manager.records import UnitKey
 from crl.manager.schema import SCHEMA_VERSION
 from crl.protocols import Hit, Question
@@ -57,16 +57,16 @@ goal  Find the exit of the azure cellar.
 text
   Go southwest.
 
-retrieved once, for the last time at step 2
+retrieved once, last at step 2
 won 1 of 1 credited episodes (of this version)
-lift +0.50 ± 12.71 over one group: success of their guided − of their free members (of this version)
+lift +0.50 ± 12.71 over one group: success rate of guided minus free members (of this version)
 
-lineage, the newest first
+lineage, newest first
   step  how     uid        by         text
      1  update  0/0/0#0@2  run/1/0/0  Go southwest.
      0  add     0/0/0#0@1  run/0/0/0  Go west.
 
-what came of it
+derived versions
   step  how  uid        by         text
      1  add  1/0/1#0@1  run/1/0/1  Go southeast.
 
@@ -75,13 +75,13 @@ lift and credit over time (of all versions)
   step 1  +0.25 ± 12.71  1/2
   step 2  +0.50 ± 12.71  1/1
 
-the episodes that it guided
+guided episodes
   step  episode    version  reward
      1  run/1/0/0        1      +1
      1  run/1/0/1        1      -1
      2  run/2/0/0        2      +1
 
-written by run/1/0/0: extractor version 0, 39 tokens, finish stop
+written by run/1/0/0: extractor version 0, 39 tokens, finish reason stop
 never trained on
 prompt
   <|im_start|>user
@@ -97,12 +97,12 @@ answer
   [{"op": "update", "target": 1, "text": "Go southwest."}]<|im_end|>"""
 
 STATS = """\
-found by    hash-char_wb-2-4-384: goal + 0.1 text
-used        of 5 active experiences 1 were ever retrieved, 1 credited
+vectors     hash-char_wb-2-4-384: goal + 0.1 text
+used        1 of 5 active experiences retrieved, 1 credited
 operations  add 6  credit 3  dead 1  drop 1  evict 1  lift 2  retrieve 1  return 1  submit 9  update 1
 dropped     no op in the answer 1
 queue       pending 1  leased 0  done 7  dead 1
-training    answers kept 5  units ready 2
+training    stored answers 5  credit units ready 2
 
 task  active  evicted  merged  goals
 maze       1        0       0      1
@@ -125,7 +125,7 @@ DIFF = """\
 A {a}
 B {b}
 only in A 1, only in B 1, in both 4
-the 1 that were credited in both won 1/1 episodes of A, 1/3 of B
+credited in both 1, episodes won: A 1/1, B 1/3
 
 only in A
   lift  won  goal                                text
@@ -135,7 +135,7 @@ only in B
   lift  won  goal                  text
      –    –  Leave the long hall.  Go back.
 
-in both: those whose lifts differ most first
+in both, largest difference in lift first
          lift A  won A        lift B  won B  goal                                text
   +0.50 ± 12.71    1/1  +0.12 ± 2.44    1/3  Find the exit of the azure cellar.  Go southwest.
               –      –             –    0/1  Leave the long hall.                Follow the left wall.
@@ -145,7 +145,7 @@ in both: those whose lifts differ most first
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run; no test changes it."""
+    """Return a finished run. Tests do not change it."""
     return finished_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
@@ -154,7 +154,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return copy_of(run, tmp_path)
 
 
-# ── ls ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ls ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_ls_prints_whole_rows_where_there_is_no_terminal(run: Path):
@@ -178,34 +178,39 @@ GROUPS = {
     "run/2/0/0#0": 4 * [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)],
     "run/2/0/0#1": 4 * [(0.25, 1.0), (0.0, 0.5), (0.5, 1.0)],
 }
-"""(guided, free) of every group, by uid. The fixture's lift of the first comes on top, unless the version is another."""
+"""Success rates (guided, free) of groups, by uid.
+
+The fixture has recorded one more group for the first uid.
+"""
 
 
 def with_lifts(path: Path) -> Path:
-    """A bank whose four experiences of the room were compared in some groups."""
+    """Record lifts for the four experiences of the room. Return `path`."""
 
     async def record() -> None:
-        made = await opened(path)
+        manager = await open_bank(path)
         for uid, groups in GROUPS.items():
-            unit = made._bank.entries[uid].unit
-            await made.record_lifts(
+            unit = manager._bank.entries[uid].unit
+            await manager.record_lifts(
                 {f"run/9/{uid}{i}": [GroupSuccess(unit, *one)] for i, one in enumerate(groups)}
             )
-        await made.aclose()
+        await manager.aclose()
 
     asyncio.run(record())
     return path
 
 
 def test_ls_sorts_by_the_lower_end_of_lift(copy: Path):
-    """Half widths are t_975(n) · √(1 + m2) / n, and no end is beyond −1 or 1:
+    """Check the order of `--sort lift`.
+
+    Half widths are t_975(n) · √(1 + m2) / n. The ends of intervals are clipped to [−1, 1].
 
     12 groups, mean 5/12, m2 = 4 / 24: 2.178813 · √(7/6) / 12 = 0.196116, from 0.22 to 0.61.
     12 groups of 0: 2.178813 / 12 = 0.181568, from −0.18 to 0.18.
     12 groups, mean −7/12, m2 = 4 / 24: from −0.78 to −0.39.
-    2 groups of 1/2, the fixture's one of them: 4.302653 / 2 = 2.151326, from −1 to 1.
+    2 groups of 1/2, one of them from the fixture: 4.302653 / 2 = 2.151326, from −1 to 1.
 
-    An experience without a group comes last, in either order.
+    An experience without a group comes last in both orders.
     """
     best = ["run/1/0/1#0", "run/2/0/0#0", "run/2/0/0#1", "run/0/0/0#0"]
     assert [row[:27] for row in lines("ls", with_lifts(copy), "--task", "room")] == [
@@ -244,12 +249,12 @@ def test_a_lift_as_json_has_its_half_width(copy: Path):
     ]
     assert lines("show", copy, "2/0/0#1")[7:9] == [
         "never credited",
-        "lift -0.58 ± 0.20 over 12 groups: success of their guided − of their free members (of this version)",
+        "lift -0.58 ± 0.20 over 12 groups: success rate of guided minus free members (of this version)",
     ]
 
 
 def test_credit_without_a_free_member_is_no_lift(copy: Path):
-    asyncio.run(go_another_way(copy))
+    asyncio.run(diverge(copy))
     shown = lines("show", copy, "0/1/0#0")
     assert "won 0 of 1 credited episodes (of this version)" in shown
     assert (
@@ -258,28 +263,28 @@ def test_credit_without_a_free_member_is_no_lift(copy: Path):
     )
 
 
-def test_what_is_left_out_is_said_beside_the_rows(run: Path):
+def test_rows_that_are_left_out_are_reported_on_stderr(run: Path):
     result = bank("ls", run, "--limit", "2", "--task", "room")
     assert (
         result.stdout.splitlines()[0]
         == "uid               lift  won  uses  step  goal                                text"
     ), "one task: no column"
     assert len(result.stdout.splitlines()) == 3
-    assert result.stderr == "2 of 4; --limit 0 for all\n"
+    assert result.stderr == "showing 2 of 4; use --limit 0 for all\n"
     assert (
         bank("ls", run, "--limit", "2", "--task", "room", "--json").stderr
-        == "2 of 4; --limit 0 for all\n"
+        == "showing 2 of 4; use --limit 0 for all\n"
     )
     for command in (["ls", run], ["search", run, "west"]):
         nothing = bank(*command, "--task", "none")
-        assert (nothing.stdout, nothing.stderr) == ("", "there is none\n")
+        assert (nothing.stdout, nothing.stderr) == ("", "no results\n")
 
 
-def test_a_bank_file_is_as_good_as_its_run(run: Path):
+def test_a_bank_file_can_be_given_instead_of_its_run(run: Path):
     assert lines("ls", run / "bank.sqlite") == lines("ls", run)
 
 
-def test_on_a_terminal_the_texts_give_way():
+def test_on_a_terminal_texts_are_cut_to_the_width():
     columns = {
         "uid": ["run1a2b3c4d/100/15/7#2", "0/0/0#0"],
         "won": ["86/88", "–"],
@@ -300,28 +305,28 @@ def test_on_a_terminal_the_texts_give_way():
     assert table(columns, 300) == table(columns, None)
 
 
-# ── show ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── show ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_show_tells_the_whole_story(run: Path):
+def test_show_prints_everything_about_an_experience(run: Path):
     assert lines("show", run, "0/0/0#0") == SHOW.splitlines()
 
 
 def test_show_as_json(run: Path):
-    story = parsed("show", run, "run/1/0/1#0@1")
-    assert story["entry"] == parsed("ls", run)[3]
-    assert [(v["uid"], v["version"], v["text"]) for v in story["lineage"]] == [
+    report = parsed("show", run, "run/1/0/1#0@1")
+    assert report["entry"] == parsed("ls", run)[3]
+    assert [(v["uid"], v["version"], v["text"]) for v in report["lineage"]] == [
         ("run/1/0/1#0", 1, "Go southeast."), ("run/0/0/0#0", 1, "Go west."),
     ]  # fmt: skip
-    assert story["answer"] == update("Go southeast.") + "<|im_end|>"
-    assert renderer().decode(story["generation"]["prompt"]) == story["prompt"]
-    assert (story["uses"], story["eviction"], story["unreadable"]) == ([], None, None)
+    assert report["answer"] == update("Go southeast.") + "<|im_end|>"
+    assert renderer().decode(report["generation"]["prompt"]) == report["prompt"]
+    assert (report["uses"], report["eviction"], report["unreadable"]) == ([], None, None)
 
 
-def test_show_says_how_an_entry_went(run: Path):
+def test_show_prints_the_reason_of_an_eviction(run: Path):
     assert (
         lines("show", run, "run/0/0/0#1")[0]
-        == "run/0/0/0#1, version 1, evicted at step 2 to make room for run/2/0/0"
+        == "run/0/0/0#1, version 1, evicted at step 2 to free space for run/2/0/0"
     )
 
 
@@ -329,14 +334,16 @@ def test_a_uid_may_be_shortened_at_both_ends(run: Path):
     whole = lines("show", run, "run/0/1/0#0")
     for name in ("0/1/0#0", "0/1", "run/0/1", "run/0/1/0#0@1"):
         assert lines("show", run, name) == whole
-    assert "2 experiences begin with it: '2/0/0#0, 2/0/0#1'. Give more of it." in refused(
+    assert "the uids of 2 experiences start with it: '2/0/0#0, 2/0/0#1'." in error_line(
         "show", run, "2/0"
     )
-    assert "uid = 'nope': no experience of this bank has it" in refused("show", run, "nope")
-    assert "no experience of this bank" in refused("show", run, "")
+    assert "uid = 'nope': no experience of this bank has this uid" in error_line(
+        "show", run, "nope"
+    )
+    assert "no experience of this bank" in error_line("show", run, "")
 
 
-def test_where_two_uids_differ_in_their_run_alone_all_stay_whole():
+def test_uids_are_not_shortened_if_two_differ_only_in_their_run():
     uids = ["run/0/0/0#0", "run1a/0/0/0#0", "run1a/0/0/1#0", "odd"]
     assert short_uids(uids) == {uid: uid for uid in uids}
     assert short_uids(uids[1:]) == {
@@ -347,20 +354,22 @@ def test_where_two_uids_differ_in_their_run_alone_all_stay_whole():
 
 
 def test_uids_that_look_like_versions_and_differ_in_case(tmp_path: Path):
-    """As lessons written by hand may have them."""
+    """Check uids that lessons written by hand may have."""
     parents = {"a": [], "a@1": ["a@1"], "A": [], "a@1@2": ["a@1@1"], "ab": ["A@1"]}
-    said = [
+    exported_lines = [
         {"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of}
         for uid, of in parents.items()
     ]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [{"crl_bank": 2}, *said])))
+    (tmp_path / "mine.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"crl_bank": 2}, *exported_lines]))
+    )
     lines("import", new := tmp_path / "new.sqlite", tmp_path / "mine.jsonl")
     found = {uid: parsed("show", new, uid) for uid in parents}
-    assert {uid: story["entry"]["uid"] for uid, story in found.items()} == {
+    assert {uid: report["entry"]["uid"] for uid, report in found.items()} == {
         uid: uid for uid in parents
     }
     offspring = {
-        uid: [version["uid"] for version in story["offspring"]] for uid, story in found.items()
+        uid: [version["uid"] for version in report["offspring"]] for uid, report in found.items()
     }
     assert offspring == {"a": ["a@1"], "a@1": ["a@1@2"], "A": ["ab"], "a@1@2": [], "ab": []}
     assert [parsed("show", new, name)["entry"]["uid"] for name in ("A@1", "a@1@1", "a@1@2@1")] == [
@@ -370,17 +379,19 @@ def test_uids_that_look_like_versions_and_differ_in_case(tmp_path: Path):
     ]
 
 
-def test_of_a_long_lineage_the_newest_are_shown_and_the_log_is_read_once(tmp_path: Path):
-    """Each experience came of the one before it, and all of them of the first."""
+def test_a_long_lineage_shows_the_newest_and_reads_the_log_once(tmp_path: Path):
+    """Check a lineage in which each experience derives from the previous and from the first one."""
     parents = {
         f"e{i:02}": [f"e{before:02}@1" for before in {0, i - 1} if 0 <= before < i]
         for i in range(12)
     }
-    said = [
+    exported_lines = [
         {"task": "room", "goal": "Get out.", "text": f"Of {uid}.", "uid": uid, "parents": of}
         for uid, of in parents.items()
     ]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, [{"crl_bank": 2}, *said])))
+    (tmp_path / "mine.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"crl_bank": 2}, *exported_lines]))
+    )
     lines("import", new := tmp_path / "new.sqlite", tmp_path / "mine.jsonl")
 
     def uids_under(title: str, shown: list[str]) -> list[str]:
@@ -388,17 +399,17 @@ def test_of_a_long_lineage_the_newest_are_shown_and_the_log_is_read_once(tmp_pat
         return [line.split()[2] for line in shown[first : shown.index("", first)]]
 
     last = lines("show", new, "e11")
-    assert uids_under("lineage, the newest first (the first 10 of 12)", last) == [
+    assert uids_under("lineage, newest first (the first 10 of 12)", last) == [
         f"e{i:02}@1" for i in range(11, 1, -1)
     ]
-    assert "what came of it" not in last
+    assert "derived versions" not in last
     first = lines("show", new, "e00")
-    assert uids_under("lineage, the newest first", first) == ["e00@1"]
-    assert uids_under("the last 10 of the 11 versions that came of it", first) == [
+    assert uids_under("lineage, newest first", first) == ["e00@1"]
+    assert uids_under("derived versions (the last 10 of 11)", first) == [
         f"e{i:02}@1" for i in range(2, 12)
     ]
     assert len(parsed("show", new, "e11")["lineage"]) == 12
-    with reading(new) as view:
+    with open_reader(new) as view:
         view._db.set_trace_callback((statements := []).append)
         assert len(view.lineage(UnitKey("e11", 1))) == 12
     assert len(statements) == 1
@@ -408,39 +419,39 @@ def write_refine(question: Question, found: Hit) -> list[Segment]:
     return [Segment("user", f"refine\n{question.query}\n{found.text}", "task")]
 
 
-async def asked(folder: Path, *answers: str, told: str = "Go west.") -> None:
-    """An episode is distilled; the next one asks as often as there are answers, and is won."""
-    said = iter([add(told), *answers])
+async def play_with_questions(folder: Path, *answers: str, text: str = "Go west.") -> None:
+    """Distil an episode. Then win an episode that asks one question per answer."""
+    completions = iter([add(text), *answers])
     prompts = replace(PROMPTS, refine=write_refine)
-    made = await opened(
+    manager = await open_bank(
         folder / "bank.sqlite",
-        engine=ScriptedEngine(renderer(), lambda _: next(said)),
+        engine=ScriptedEngine(renderer(), lambda _: next(completions)),
         prompts=prompts,
     )
-    await made.submit(request())
-    await made.drain()
-    made.advance(1)
-    found = hit("run/0/0/0#0", text=told)
+    await manager.submit(request())
+    await manager.drain()
+    manager.advance(1)
+    found = hit("run/0/0/0#0", text=text)
     names = [f"run/train/1/4/0/{number}" for number, _ in enumerate(answers, start=1)]
-    hits = [await made.refine(Question(name, task(), "Where to?", ()), found) for name in names]
-    await made.credit([one.use for one in hits], True, episode="run/1/4/0")
-    await made.aclose()
+    hits = [await manager.refine(Question(name, task(), "Where to?", ()), found) for name in names]
+    await manager.credit([found.use for found in hits], True, episode="run/1/4/0")
+    await manager.aclose()
     dump(load(["room"], sets=["extractor.model=tiny-actor"]), folder / "config.json")
 
 
 REFINED, KEPT = '[{"op": "refine", "text": "Two rooms west."}]', '[{"op": "return"}]'
 
 SHOW_ANSWER = """\
-run/train/1/4/0/1, an answer to a question at step 1
-made from  0/0/0#0@1
+run/train/1/4/0/1, answer to a question at step 1
+source  0/0/0#0@1
 text
   Two rooms west.
 
-the episode that it guided
+guided episode
   step  episode    version  reward
      1  run/1/4/0        1      +1
 
-written by run/train/1/4/0/1: extractor version 0, 30 tokens, finish stop
+written by run/train/1/4/0/1: extractor version 0, 30 tokens, finish reason stop
 never trained on
 prompt
   <|im_start|>user
@@ -454,22 +465,22 @@ answer
 
 
 def test_an_answer_to_a_question_is_shown_by_its_generation(tmp_path: Path):
-    asyncio.run(asked(tmp_path, REFINED, KEPT))
+    asyncio.run(play_with_questions(tmp_path, REFINED, KEPT))
     assert lines("show", tmp_path, "run/train/1/4/0/1") == SHOW_ANSWER.splitlines()
     shown = lines("show", tmp_path, "0/0/0#0")
-    first = shown.index("the questions that it answered")
+    first = shown.index("answered questions")
     assert shown[first + 1 : first + 4] == [
         "  step  answer             version  text",
         "     1  run/train/1/4/0/1        1  Two rooms west.",
-        "     1  run/train/1/4/0/2        1  (as it stood)",
+        "     1  run/train/1/4/0/2        1  (unchanged)",
     ]
     assert lines("show", tmp_path, "run/train/1/4/0/2")[:4] == [
-        "run/train/1/4/0/2, an answer to a question at step 1",
-        "made from  0/0/0#0@1",
-        "The agent was told what was found, as it stood.",
+        "run/train/1/4/0/2, answer to a question at step 1",
+        "source  0/0/0#0@1",
+        "The agent received the retrieved experience unchanged.",
         "",
     ]
-    story = parsed("show", tmp_path, "run/train/1/4/0/1")
+    report = parsed("show", tmp_path, "run/train/1/4/0/1")
     refined = {
         "id": "run/train/1/4/0/1",
         "step": 1,
@@ -477,33 +488,34 @@ def test_an_answer_to_a_question_is_shown_by_its_generation(tmp_path: Path):
         "version": 1,
         "text": "Two rooms west.",
     }
-    assert (story["refinement"], story["answer"]) == (refined, f"{REFINED}<|im_end|>")
-    assert [use["reward"] for use in story["uses"]] == [1.0]
-    told = parsed("show", tmp_path, "0/0/0#0")
-    assert told["refinements"] == [refined, {**refined, "id": "run/train/1/4/0/2", "text": None}]
-    assert "no experience of this bank" in refused("show", tmp_path, "run/train/1/4/0/3")
+    assert (report["refinement"], report["answer"]) == (refined, f"{REFINED}<|im_end|>")
+    assert [use["reward"] for use in report["uses"]] == [1.0]
+    report = parsed("show", tmp_path, "0/0/0#0")
+    assert report["refinements"] == [refined, {**refined, "id": "run/train/1/4/0/2", "text": None}]
+    assert "no experience of this bank" in error_line("show", tmp_path, "run/train/1/4/0/3")
 
 
-def test_of_many_questions_the_last_are_shown(tmp_path: Path):
-    asyncio.run(asked(tmp_path, *[REFINED] * 11))
+def test_only_the_last_questions_are_listed(tmp_path: Path):
+    asyncio.run(play_with_questions(tmp_path, *[REFINED] * 11))
     shown = lines("show", tmp_path, "0/0/0#0")
-    first = shown.index("the last 10 of the 11 questions that it answered")
+    first = shown.index("answered questions (the last 10 of 11)")
     assert shown[first + 2].split()[1] == "run/train/1/4/0/2"
     assert len(parsed("show", tmp_path, "0/0/0#0")["refinements"]) == 11
 
 
-def test_without_the_extractors_tokenizer_the_rest_is_shown(run: Path, copy: Path):
+def test_show_works_without_the_extractors_tokenizer(run: Path, copy: Path):
     shown = lines("show", copy, "0/0/0#0")
     assert shown[:-1] == lines("show", run, "0/0/0#0")[: len(shown) - 1]
-    assert shown[-1].startswith("Its text cannot be told: run = ")
-    assert "holds no config.json" in shown[-1]
+    assert shown[-1].startswith("The answer cannot be decoded: run = ")
+    assert "contains no config.json" in shown[-1]
 
 
-def test_a_long_history_is_told_in_few_periods():
-    """Two episodes a step, of which those of steps 10 to 19 are won; 20 steps in periods of ⌈20 / 8⌉ = 3.
+def test_a_long_history_is_divided_into_few_periods():
+    """Check the periods of a history of 20 steps with two episodes each.
 
-    Of steps 9 to 11 the lifts are 0, 1/2 and 1: half = 3.182446 · √(1 + 1/2) / 3 = 1.299228.
-    Of step 19 there is one: 12.706205.
+    The episodes of steps 10 to 19 are won. A period has ⌈20 / 8⌉ = 3 steps. The lifts of steps 9 to
+    11 are 0, 1/2 and 1: half = 3.182446 · √(1 + 1/2) / 3 = 1.299228. Step 19 has one lift: half =
+    12.706205.
     """
     uses = [
         UseView(step, f"run/{step}/0/{member}", 1, 1.0 if step >= 10 else -1.0)
@@ -527,14 +539,14 @@ def test_a_long_history_is_told_in_few_periods():
     assert history([]) == []
 
 
-# ── search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── search ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
     async def nearest(query: str, name: str) -> str:
-        made = await opened(copy)
-        (found,) = await made.search([search(query, name=name)], counted=False)
-        await made.aclose()
+        manager = await open_bank(copy)
+        (found,) = await manager.search([search(query, name=name)], counted=False)
+        await manager.aclose()
         assert found is not None
         return found.use.uid
 
@@ -548,27 +560,27 @@ def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
     s = goal @ text
     cosine = (1 + 0.1 * s) / math.sqrt(
         1 + 0.2 * s + 0.01
-    )  # of g and g + w·t, with w = 0.1 and s = g·t
+    )  # cosine of g and g + w·t, with w = 0.1 and s = g·t
     assert lines("search", run, HALL.goal, "--limit", "1") == [
         "cosine  uid      lift  won  uses  step  goal                  text",
         f" {cosine:.3f}  0/1/0#0     –    –     0     0  Leave the long hall.  Follow the left wall.",
     ]
 
 
-def test_search_by_text_where_nothing_is_embedded_yet(run: Path, tmp_path: Path):
-    new = moved(run, tmp_path)
+def test_search_compares_texts_if_the_bank_has_no_vectors(run: Path, tmp_path: Path):
+    new = export_and_import(run, tmp_path)
     (row,) = parsed("search", new, "Follow the left wall.", "--limit", "1")
     assert row["uid"] == "run/0/1/0#0"
     assert row["similarity"] == pytest.approx(1.0)
 
 
-def test_search_refuses_vectors_that_it_cannot_compare_with(copy: Path):
+def test_search_refuses_vectors_of_another_embedder(copy: Path):
     with closing(sqlite3.connect(copy)) as db, db:
         db.execute("UPDATE facts SET value = 'qwen: goal + 0.1 text'")
-    assert "embedder = 'qwen: goal + 0.1 text'" in refused("search", copy, "west")
+    assert "embedder = 'qwen: goal + 0.1 text'" in error_line("search", copy, "west")
 
 
-# ── stats, queue, dead ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── stats, queue, dead ────────────────────────────────────────────────────────────────────────────
 
 
 def test_stats(run: Path):
@@ -585,39 +597,40 @@ def test_stats(run: Path):
     assert metrics["bytes"] == (run / "bank.sqlite").stat().st_size
 
 
-async def test_the_size_of_a_bank_that_is_open_is_with_its_log(tmp_path: Path):
-    made = await opened(path := tmp_path / "bank.sqlite")
-    await made.submit(request())
+async def test_the_size_of_an_open_bank_includes_its_log(tmp_path: Path):
+    manager = await open_bank(path := tmp_path / "bank.sqlite")
+    await manager.submit(request())
     sizes = [file.stat().st_size for file in (path, tmp_path / "bank.sqlite-wal")]
     assert parsed("stats", path)["bytes"] == sum(sizes) > sizes[0]
-    await made.aclose()
+    await manager.aclose()
 
 
 @pytest.mark.parametrize("version", ["0", "3", "9" * 5000])
-def test_a_version_that_was_never_written_is_no_experience(run: Path, version: str):
+def test_a_version_that_was_never_written_is_an_error(run: Path, version: str):
     assert lines("show", run, "0/0/0#0@1") == lines("show", run, "0/0/0#0@2")
-    assert "the newest version of that experience is 2. Leave the version out." in refused(
+    assert "the newest version of this experience is 2. Omit the version." in error_line(
         "show", run, f"0/0/0#0@{version}"
     )
 
 
-def test_what_a_merge_made_and_what_it_discarded(tmp_path: Path):
+def test_entries_created_and_discarded_by_a_merge(tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    tidy = '[{"op": "merge", "targets": [1, 2], "text": "Go west or south."}, {"op": "discard", "target": 3}]'
-    says = add("Go west.", "Go south.", "Be careful.")
+    merge_answer = '[{"op": "merge", "targets": [1, 2], "text": "Go west or south."}, {"op": "discard", "target": 3}]'
+    distil_answer = add("Go west.", "Go south.", "Be careful.")
 
     async def write() -> None:
-        made = await opened(
+        manager = await open_bank(
             path,
             engine=ScriptedEngine(
-                renderer(), lambda prompt: tidy if "user\nmerge\n" in prompt else says
+                renderer(),
+                lambda prompt: merge_answer if "user\nmerge\n" in prompt else distil_answer,
             ),
         )
-        await made.submit(request())
-        await made.drain()
-        made.advance(5)
-        await made.merge()
-        await made.aclose()
+        await manager.submit(request())
+        await manager.drain()
+        manager.advance(5)
+        await manager.merge()
+        await manager.aclose()
 
     asyncio.run(write())
     (uid,) = uids(path)
@@ -663,11 +676,11 @@ def test_queue_and_dead(run: Path):
     assert parsed("dead", run)[0]["reason"] == "engine: the prompt is too long"
 
 
-# ── diff ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── diff ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_diff(run: Path, copy: Path):
-    asyncio.run(go_another_way(copy))
+    asyncio.run(diverge(copy))
     assert lines("diff", run, copy) == DIFF.format(a=run, b=copy).splitlines()
     found = parsed("diff", copy, run)
     assert [lesson["text"] for lesson in found["only_a"]] == ["Go back."]
@@ -676,24 +689,24 @@ def test_diff(run: Path, copy: Path):
     assert same[2] == "only in A 0, only in B 0, in both 5"
 
 
-# ── a bank that began with another run's entries ────────────────────────────────────────────────────────────────────
+# ── a bank that started with entries of another run ───────────────────────────────────────────────
 
 
 def test_a_diff_as_json_has_the_same_limit(run: Path, copy: Path):
-    asyncio.run(go_another_way(copy))
+    asyncio.run(diverge(copy))
     result = bank("diff", run, copy, "--limit", "1", "--json")
     assert {name: len(part) for name, part in json.loads(result.stdout).items()} == {
         "only_a": 1,
         "only_b": 1,
         "both": 1,
     }
-    assert result.stderr == "3 of 6; --limit 0 for all\n"
+    assert result.stderr == "showing 3 of 6; use --limit 0 for all\n"
     assert len(parsed("diff", run, copy, "--limit", "0")["both"]) == 4
 
 
-def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_path: Path):
+def test_steps_of_earlier_runs_are_not_shown_as_steps_of_this_run(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    asyncio.run(another_run(run / "bank.sqlite", path))
+    asyncio.run(play_second_run(run / "bank.sqlite", path))
     assert {entry["uid"]: entry["step"] for entry in parsed("ls", path)} == dict.fromkeys(
         uids(run)
     ) | {"again/1/0/0#0": 1}
@@ -703,7 +716,7 @@ def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_
         "0/1/0#0     –    –     0     –  Leave the long hall.  Follow the left wall.",
     ]
     shown = lines("show", path, "0/0/0#0")
-    assert shown[6] == "retrieved 2 times, for the last time at step 1"
+    assert shown[6] == "retrieved 2 times, last at step 1"
     assert shown[12:14] == [
         "     –  update  0/0/0#0@2  run/1/0/0  Go southwest.",
         "     –  add     0/0/0#0@1  run/0/0/0  Go west.",
@@ -716,39 +729,39 @@ def test_steps_of_earlier_runs_are_not_told_as_those_of_this_one(run: Path, tmp_
     assert "     –  run/1/0/1          1      -1" in shown
     assert (
         lines("show", path, "0/0/0#1")[0]
-        == "run/0/0/0#1, version 1, evicted in an earlier run to make room for run/2/0/0"
+        == "run/0/0/0#1, version 1, evicted in an earlier run to free space for run/2/0/0"
     )
 
 
-def test_what_was_retrieved_in_an_earlier_run_alone(run: Path, tmp_path: Path):
+def test_an_entry_that_was_only_retrieved_in_an_earlier_run(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
     asyncio.run(ExperienceManager.start_from(run / "bank.sqlite", path))
-    assert "retrieved once, for the last time in an earlier run" in lines("show", path, "0/0/0#0")
+    assert "retrieved once, last in an earlier run" in lines("show", path, "0/0/0#0")
 
 
-def test_operations_of_earlier_runs_are_counted_apart(run: Path, tmp_path: Path):
+def test_operations_of_earlier_runs_are_counted_separately(run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    asyncio.run(another_run(run / "bank.sqlite", path))
+    asyncio.run(play_second_run(run / "bank.sqlite", path))
     earlier, now = parsed("stats", run), parsed("stats", path)
     assert (now["ops"], now["dropped"]) == ({"add": 1, "credit": 1, "retrieve": 1, "submit": 1}, {})
     assert (now["log"], now["step"], now["earlier"]) == (4, 1, earlier["log"])
     assert (earlier["step"], earlier["earlier"]) == (2, 0)
     assert lines("stats", path)[0].endswith(
-        f"MiB, 4 operations, the last at step 1, after {earlier['log']} of earlier runs"
+        f"MiB, 4 operations, last at step 1, and {earlier['log']} in earlier runs"
     )
     asyncio.run(ExperienceManager.start_from(path, tmp_path / "third.sqlite"))
     assert lines("stats", tmp_path / "third.sqlite")[0].endswith(
-        f"MiB, 0 operations, after {earlier['log'] + 4} of earlier runs"
+        f"MiB, 0 operations, and {earlier['log'] + 4} in earlier runs"
     )
 
 
-# ── while a run writes ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── while a run writes ────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_run_under_way_can_be_looked_into_and_is_not_disturbed(tmp_path: Path):
+async def test_a_bank_in_use_can_be_read_without_disturbing_the_run(tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    made = await opened(path)
-    writing = asyncio.create_task(keep_writing(made))
+    manager = await open_bank(path)
+    writing = asyncio.create_task(keep_writing(manager))
     seen = []
     for _ in range(3):
         seen.append(
@@ -766,62 +779,64 @@ async def test_a_run_under_way_can_be_looked_into_and_is_not_disturbed(tmp_path:
     assert seen == sorted(seen)
     for command in (["prune", path, "--max-entries", "1", "--yes"], ["dead", path, "--retry"]):
         assert (
-            "is writing to it. End that one first, or work on a copy."
-            in await asyncio.to_thread(refused, *command, code=1)
+            "is writing to the bank. End that process first, or use a copy of the bank."
+            in await asyncio.to_thread(error_line, *command, code=1)
         )
     assert not writing.done()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    written = (await made.stats())["queue/done"]
-    await made.aclose()
+    written = (await manager.stats())["queue/done"]
+    await manager.aclose()
     assert written > 0
     assert (await asyncio.to_thread(parsed, "stats", path))["queue"]["done"] == written
     await asyncio.to_thread(lines, "prune", path, "--max-entries", "1", "--yes")
 
 
-async def keep_writing(made: ExperienceManager) -> None:
+async def keep_writing(manager: ExperienceManager) -> None:
     step = 0
     while True:
-        await made.submit(request(step, note="west"))
-        await made.drain()
+        await manager.submit(request(step, note="west"))
+        await manager.drain()
         step += 1
 
 
-async def test_one_reader_sees_one_state(tmp_path: Path):
+async def test_a_reader_sees_one_state(tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    made = await opened(path)
-    with reading(path) as view:
+    manager = await open_bank(path)
+    with open_reader(path) as view:
         assert view.entries() == []
-        await made.submit(request(note="west"))
-        await made.drain()
+        await manager.submit(request(note="west"))
+        await manager.drain()
         assert view.entries() == []
         assert view.queue()["done"] == 0
-    with reading(path) as view:
+    with open_reader(path) as view:
         assert len(view.entries()) == 2
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_a_writer_that_comes_and_goes_leaves_a_reader_its_state(copy: Path, tmp_path: Path):
-    with reading(copy) as view:
+async def test_a_reader_keeps_its_state_while_writers_open_and_close_the_bank(
+    copy: Path, tmp_path: Path
+):
+    with open_reader(copy) as view:
         entries, requests = view.entries(None), view.queue()
-    with reading(copy) as view:
+    with open_reader(copy) as view:
         assert view.queue() == requests
-        made = await opened(copy)
+        manager = await open_bank(copy)
         for step in range(40):
-            await made.submit(request(9, step, note="west"))
-        await made.drain()
-        await made.aclose()
+            await manager.submit(request(9, step, note="west"))
+        await manager.drain()
+        await manager.aclose()
         assert (view.entries(None), view.queue()) == (entries, requests)
         assert [view.lineage(entry.unit)[0].text for entry in entries] == [
             entry.text for entry in entries
         ]
-    with reading(copy) as view:
+    with open_reader(copy) as view:
         assert view.queue()["done"] == requests["done"] + requests["pending"] + 40
     assert not list(await asyncio.to_thread(tmp_path.glob, "*-*")), "no log"
 
 
-def test_looking_leaves_nothing_behind(run: Path):
+def test_reading_changes_no_files(run: Path):
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     for command in (
         ["ls", run],
@@ -834,7 +849,7 @@ def test_looking_leaves_nothing_behind(run: Path):
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
 
 
-def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_path: Path):
+def test_a_bank_of_version_1_can_be_read_and_is_upgraded_by_a_change(tmp_path: Path):
     path = bank_of_version_1(tmp_path / "bank.sqlite")
     before = path.read_bytes()
     written = ["run/0/0/2#0", "run/0/0/0#0", "run/0/0/0#2", "run/0/0/0#1"]
@@ -846,7 +861,7 @@ def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_pat
     assert len(lines("export", path)) == 1 + 3
     assert path.read_bytes() == before
     assert lines("dead", path, "--retry") == [
-        "1 dead episode is queued again; it waits until the run goes on"
+        "queued 1 dead episode again; it waits until the run continues"
     ]
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
@@ -854,13 +869,13 @@ def test_a_bank_of_version_1_can_be_looked_into_and_a_change_upgrades_it(tmp_pat
     assert parsed("stats", path)["queue"] == {"pending": 3, "leased": 0, "done": 4, "dead": 0}
 
 
-# ── hostile texts ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── hostile texts ─────────────────────────────────────────────────────────────────────────────────
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J \x9b31m \u202eevil\u2066 \x7f\x08\r[bold red]markup[/] :skull: a\tb\nsecond line"
 
 
-def test_nothing_of_an_answer_is_obeyed(tmp_path: Path):
-    asyncio.run(asked(tmp_path, json.dumps([{"op": "refine", "text": HOSTILE}])))
+def test_control_characters_of_an_answer_are_escaped(tmp_path: Path):
+    asyncio.run(play_with_questions(tmp_path, json.dumps([{"op": "refine", "text": HOSTILE}])))
     for name in ("run/train/1/4/0/1", "0/0/0#0"):
         for options in ([], ["--json"]):
             output = bank("show", tmp_path, name, *options).output
@@ -869,15 +884,15 @@ def test_nothing_of_an_answer_is_obeyed(tmp_path: Path):
     assert parsed("show", tmp_path, "run/train/1/4/0/1")["refinement"]["text"] == HOSTILE.strip()
 
 
-def test_nothing_of_a_text_is_obeyed(tmp_path: Path):
+def test_control_characters_of_texts_are_escaped(tmp_path: Path):
     async def write() -> None:
-        made = await opened(
+        manager = await open_bank(
             tmp_path / "bank.sqlite", engine=ScriptedEngine(renderer(), lambda prompt: add(HOSTILE))
         )
-        await made.submit(request(of=task(f"ro{HOSTILE}om", f"Go{HOSTILE}.")))
-        await made.drain()
-        await made.submit(request(1, of=task("room", HOSTILE), shown=(hit("run/0/0/0#0"),)))
-        await made.aclose()
+        await manager.submit(request(of=task(f"ro{HOSTILE}om", f"Go{HOSTILE}.")))
+        await manager.drain()
+        await manager.submit(request(1, of=task("room", HOSTILE), shown=(hit("run/0/0/0#0"),)))
+        await manager.aclose()
 
     asyncio.run(write())
     dump(load(["room"], sets=["extractor.model=tiny-actor"]), tmp_path / "config.json")
@@ -909,10 +924,10 @@ def test_nothing_of_a_text_is_obeyed(tmp_path: Path):
     assert "  second line" in shown, "a text of several lines is shown as one"
 
 
-# ── what is no bank ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files that are not banks ──────────────────────────────────────────────────────────────────────
 
 
-def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
+def test_each_error_is_one_line(copy: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("Once upon a time. " * 99)
     for name, reason in (
@@ -927,18 +942,18 @@ def test_each_mistake_is_one_line(copy: Path, tmp_path: Path):
             ["prune", "--max-entries", "1"],
             ["dead", "--retry"],
         ):
-            assert reason in refused(command[0], tmp_path / name, *command[1:])
+            assert reason in error_line(command[0], tmp_path / name, *command[1:])
     assert not (tmp_path / "none").exists()
     with closing(sqlite3.connect(copy)) as db:
         db.execute("PRAGMA user_version = 99")
-    assert "its schema version 99 is newer than this crl's" in refused("ls", copy)
+    assert "its schema version 99 is newer than this crl's" in error_line("ls", copy)
 
 
-def test_arguments_that_are_no_unicode(run: Path, tmp_path: Path):
-    assert r"uid = 'a\udcff': it is no Unicode text. Give it in UTF-8." in refused(
+def test_arguments_that_are_not_unicode(run: Path, tmp_path: Path):
+    assert r"uid = 'a\udcff': is not valid Unicode. Give it in UTF-8." in error_line(
         "show", run, "a\udcff"
     )
-    assert r"text = '\udcff': it is no Unicode text. Give it in UTF-8." in refused(
+    assert r"text = '\udcff': is not valid Unicode. Give it in UTF-8." in error_line(
         "search", run, "\udcff"
     )
     path = tmp_path / "x\udcff.sqlite"
@@ -946,20 +961,20 @@ def test_arguments_that_are_no_unicode(run: Path, tmp_path: Path):
     assert parsed("stats", path)["bank"] == str(path)
 
 
-def test_a_damaged_page_is_one_line(copy: Path):
+def test_a_damaged_page_is_reported_on_one_line(copy: Path):
     whole = copy.read_bytes()
     copy.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
-    assert "The file is damaged: restore a copy" in refused("ls", copy, code=1)
+    assert "The file is damaged: restore a copy" in error_line("ls", copy, code=1)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9])
-def test_a_bank_that_was_cut_off_is_damaged(copy: Path, share: float):
+def test_a_truncated_bank_is_damaged(copy: Path, share: float):
     whole = copy.read_bytes()
     copy.write_bytes(whole[: int(share * len(whole))])
-    whole_copy = "Restore a copy (and first remove the -wal and -shm files beside it, which are not the copy's)"
+    whole_copy = "Restore a copy (first delete the -wal and -shm files next to it; they are not part of the copy)"
     assert (
-        f"it is damaged (database disk image is malformed). {whole_copy}, or give a run directory"
-        in refused("ls", copy)
+        f"the file is damaged (database disk image is malformed). {whole_copy}, or give a run directory"
+        in error_line("ls", copy)
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from banks import bank, finished_run, refused, uids
+from banks import bank, error_line, finished_run, uids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ needs_mounts = pytest.mark.skipif(
 )
 
 
-def within(
+def run_in_mount(
     mount: str, folder: Path, command: Sequence[str | Path], then: str = "true"
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in a namespace in which `mount` was executed first.
@@ -77,12 +77,12 @@ print(json.dumps([[result.exit_code, result.stdout, result.stderr] for result in
 """
 
 
-def commands(
+def bank_commands(
     mount: str, folder: Path, *wanted: Sequence[str | Path], then: str = "true"
 ) -> list[tuple[int, str, str]]:
     """Return exit code, stdout and stderr of each `crl bank` command."""
     listed = json.dumps([list(map(str, command)) for command in wanted])
-    done = within(mount, folder, [sys.executable, "-c", COMMANDS, listed], then=then)
+    done = run_in_mount(mount, folder, [sys.executable, "-c", COMMANDS, listed], then=then)
     assert done.returncode == 0, done.stderr
     return [tuple(result) for result in json.loads(done.stdout)]
 
@@ -100,7 +100,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 # ── a full disk ───────────────────────────────────────────────────────────────────────────────────
 
-FILLS_IT = """
+FILL_DISK = """
 import asyncio, os, sys
 from pathlib import Path
 from extractors import request
@@ -123,21 +123,21 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 @needs_mounts
-async def test_what_was_acknowledged_before_the_disk_was_full_is_there(tmp_path: Path) -> None:
+async def test_a_full_disk_loses_no_acknowledged_request(tmp_path: Path) -> None:
     (folder := tmp_path / "full").mkdir()
     (safe := tmp_path / "safe").mkdir()
     full = FULL.replace("{size}", "400k")
-    done = within(
+    done = run_in_mount(
         full,
         folder,
-        [sys.executable, "-c", FILLS_IT, folder / "bank.sqlite"],
+        [sys.executable, "-c", FILL_DISK, folder / "bank.sqlite"],
         then=f"cp {{}}/bank.sqlite* {safe}",
     )
     assert done.returncode == 0, done.stderr
     acknowledged, message = done.stdout.strip().split(" ", 1)
     assert message == (
-        f"{folder}/bank.sqlite: database or disk is full. Free some disk space; "
-        "what was acknowledged before is safe."
+        f"{folder}/bank.sqlite: database or disk is full. Free some disk space. "
+        "All acknowledged changes are saved."
     )
     assert int(acknowledged) > 5
     store = await Store.open(safe / "bank.sqlite")
@@ -148,38 +148,40 @@ async def test_what_was_acknowledged_before_the_disk_was_full_is_there(tmp_path:
 
 
 @needs_mounts
-def test_an_import_to_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_an_import_to_a_full_disk_leaves_no_files(run: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "full").mkdir()
     lessons = tmp_path / "lessons.jsonl"
     lessons.write_text(bank("export", run).stdout, "utf-8")
     left = tmp_path / "left"
     full = FULL.replace("{size}", "100k")
-    ((code, _, said),) = commands(
+    ((code, _, stderr),) = bank_commands(
         full, folder, ["import", folder / "new.sqlite", lessons], then=f"ls -A {{}} > {left}"
     )
     assert code == 1
-    assert "database or disk is full. Free some disk space" in said
-    assert said.count("\n") == 1
+    assert "database or disk is full. Free some disk space" in stderr
+    assert stderr.count("\n") == 1
     assert left.read_text() == ""
 
 
 @needs_mounts
-def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path: Path) -> None:
+def test_a_command_on_a_full_disk_changes_nothing(copy: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "full").mkdir()
     full = (
         f"{FULL.replace('{size}', '400k')}; cp {copy}/* {{}}; "
         f"cat /dev/zero > {{}}/filler 2> /dev/null || true"
     )
     changes = [["dead", folder, "--retry"], ["prune", folder, "--max-entries", "1", "--yes"]]
-    for code, _, said in commands(full, folder, *changes, then=f"rm {{}}/filler; cp {{}}/* {copy}"):
-        assert (code, said) == (
+    for code, _, stderr in bank_commands(
+        full, folder, *changes, then=f"rm {{}}/filler; cp {{}}/* {copy}"
+    ):
+        assert (code, stderr) == (
             1,
             f"error: {folder}/bank.sqlite: No space left on device. Free some disk space.\n",
         )
     assert len(uids(copy)) == 5
     assert bank("dead", copy).stdout.count("run/0/0/3") == 1
     assert sorted(path.name for path in copy.iterdir()) == ["bank.sqlite", "config.json"], (
-        "what SQLite could not make is gone again"
+        "SQLite's files were removed"
     )
 
 
@@ -187,7 +189,7 @@ def test_a_change_that_a_full_disk_refuses_changes_nothing(copy: Path, tmp_path:
 
 
 @needs_mounts
-def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: Path) -> None:
+def test_a_read_only_bank_can_be_read_but_not_changed(copy: Path) -> None:
     looking = [
         ["ls", copy],
         ["stats", copy],
@@ -197,7 +199,7 @@ def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: P
     ]
     changing = [["dead", copy, "--retry"], ["prune", copy, "--max-entries", "1", "--yes"]]
     (lessons := copy.parent / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
-    *found, retried, pruned, imported = commands(
+    *found, retried, pruned, imported = bank_commands(
         READ_ONLY, copy, *looking, *changing, ["import", copy / "new.sqlite", lessons]
     )
     assert found == [(0, bank(*command).stdout, "") for command in looking]
@@ -208,13 +210,13 @@ def test_a_bank_that_may_only_be_read_can_be_looked_into_and_not_changed(copy: P
     assert retried == pruned == (1, "", refusal)
     assert imported[0] == 2
     assert (
-        f"{copy}/new.sqlite': cannot be made (Read-only file system). Choose a directory"
+        f"{copy}/new.sqlite': cannot be created (Read-only file system). Choose a directory"
         in imported[2]
     )
     assert len(list(copy.iterdir())) == 2
 
 
-KILLED = """
+WRITE_AND_EXIT = """
 import os, sqlite3, sys
 db = sqlite3.connect(sys.argv[1])
 db.execute("UPDATE entries SET text = 'Go north.' WHERE uid = 'run/0/0/0#0'")
@@ -224,24 +226,24 @@ os._exit(0)  # killed, and nothing closed
 
 
 @needs_mounts
-def test_the_bank_of_a_killed_run_that_may_only_be_read(copy: Path) -> None:
+def test_a_read_only_bank_of_a_killed_run(copy: Path) -> None:
     """Check commands on the bank of a killed run in a read-only directory.
 
     The last writes are in the bank's write-ahead log. A reader that cannot create SQLite's index of
     the log cannot read the log.
     """
-    subprocess.run([sys.executable, "-c", KILLED, copy / "bank.sqlite"], check=True)
+    subprocess.run([sys.executable, "-c", WRITE_AND_EXIT, copy / "bank.sqlite"], check=True)
     looking = [["ls", copy], ["stats", copy], ["export", copy]]
-    whole = commands(READ_ONLY, copy, *looking)
+    whole = bank_commands(READ_ONLY, copy, *looking)
     assert {code for code, *_ in whole} == {0}
     assert "Go north." in whole[0][1]
     (copy / "bank.sqlite-shm").unlink()
-    said = (
-        f"error: bank = '{copy}/bank.sqlite': it was not closed, "
-        "and what is in bank.sqlite-wal beside it can only be read where both and "
-        "their directory are writable. Copy both files to such a directory and use that copy.\n"
+    stderr = (
+        f"error: bank = '{copy}/bank.sqlite': the bank was not closed, so its last changes are "
+        "only in bank.sqlite-wal; they can be read only if both files and their directory are "
+        "writable. Copy both files to a writable directory and use the copy.\n"
     )
-    assert commands(READ_ONLY, copy, *looking) == [(2, "", said)] * 3
+    assert bank_commands(READ_ONLY, copy, *looking) == [(2, "", stderr)] * 3
     assert "Go north." in bank("ls", copy).stdout
 
 
@@ -253,16 +255,16 @@ AS_NOBODY = "if not os.geteuid(): os.setgroups([]), os.setgid(65534), os.setuid(
 It must run after all imports, because only root may be able to read the modules.
 """
 
-LOOKS = f"""
+READ_BANK = f"""
 import json, os, sys
 from pathlib import Path
 from crl.config import load
 from crl.errors import ConfigError
-from crl.manager.reading import reading
+from crl.manager.reading import open_reader
 {AS_NOBODY}
 path = Path(sys.argv[1])
 try:
-    with reading(path) as bank:
+    with open_reader(path) as bank:
         print(json.dumps([[entry.text for entry in bank.entries()],\
  sorted(os.listdir(path.parent))]))
 except ConfigError as error:
@@ -270,7 +272,7 @@ except ConfigError as error:
 """
 
 
-def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) -> None:
+def test_a_reader_without_write_permission_creates_no_files(run: Path) -> None:
     """Check a reader that may write the bank's directory but not the bank.
 
     The reader could not remove files that it creates there, and the owner could not use them.
@@ -279,7 +281,7 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
     def looked() -> Any:
         return json.loads(
             subprocess.run(
-                [sys.executable, "-c", LOOKS, path],
+                [sys.executable, "-c", READ_BANK, path],
                 env=ENVIRONMENT,
                 check=True,
                 capture_output=True,
@@ -290,7 +292,7 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
         os.chmod(folder, 0o777)
         path = Path(shutil.copy(run / "bank.sqlite", folder))
         path.chmod(0o644)
-        subprocess.run([sys.executable, "-c", KILLED, path], check=True)
+        subprocess.run([sys.executable, "-c", WRITE_AND_EXIT, path], check=True)
         log, index = (path.with_name(f"bank.sqlite-{name}") for name in ("wal", "shm"))
         for file in (path, log, index):
             file.chmod(0o444)
@@ -301,8 +303,8 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
         )
         index.unlink()
         assert (
-            "and what is in bank.sqlite-wal beside it can only be read where both and "
-            "their directory are writable"
+            "its last changes are only in bank.sqlite-wal; they can be read only if both files "
+            "and their directory are writable"
         ) in looked()
         log.unlink()
         texts, files = looked()
@@ -310,21 +312,21 @@ def test_a_reader_who_may_not_write_the_bank_makes_nothing_beside_it(run: Path) 
         assert os.listdir(folder) == ["bank.sqlite"]
 
 
-FAILS = f"""
+RUN_COMMANDS = f"""
 import json, os, sys
-from banks import bank, refused
+from banks import bank, error_line
 known, *paths = sys.argv[1:]
 COMMANDS = [["ls"], ["stats"], ["export"], ["dead", "--retry"],\
  ["prune", "--max-entries", "9", "--yes"]]
 for name, *options in COMMANDS:
     bank(name, known, *options), bank(name, "none", *options)
 {AS_NOBODY}
-print(json.dumps([[refused(name, path, *options) for name, *options in COMMANDS]\
+print(json.dumps([[error_line(name, path, *options) for name, *options in COMMANDS]\
  for path in paths]))
 """
 
 
-def test_what_cannot_be_read_is_named_with_the_reason(copy: Path, tmp_path: Path) -> None:
+def test_unreadable_files_are_named_with_the_reason(copy: Path, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o755)
         closed, locked, barred = (
@@ -344,21 +346,21 @@ def test_what_cannot_be_read_is_named_with_the_reason(copy: Path, tmp_path: Path
             closed.with_name("x" * 300): "File name too long",
             closed / "bank.sqlite": "Not a directory",
         }
-        said = json.loads(
-            subprocess.check_output([sys.executable, "-c", FAILS, copy, *wanted], env=ENVIRONMENT)
+        stderr = json.loads(
+            subprocess.check_output(
+                [sys.executable, "-c", RUN_COMMANDS, copy, *wanted], env=ENVIRONMENT
+            )
         )
         locked.chmod(0o700)
-    remedy = (
-        "Give a run directory that holds a bank.sqlite, or such a file, of this version of crl."
-    )
-    for (path, reason), errors in zip(wanted.items(), said, strict=True):
+    remedy = "Give a run directory or a bank.sqlite file of this version of crl."
+    for (path, reason), errors in zip(wanted.items(), stderr, strict=True):
         file = path / "bank.sqlite" if path in (locked, barred) else path
         assert errors == [
             f"error: bank = '{file}': it cannot be read ({reason}). {remedy}\n"
         ] * len(errors)
-    assert "'/dev/null': it is no file" in refused("ls", "/dev/null")
+    assert "'/dev/null': it is not a regular file" in error_line("ls", "/dev/null")
     (lessons := tmp_path / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
-    assert "cannot be made (File name too long)" in refused(
+    assert "cannot be created (File name too long)" in error_line(
         "import", tmp_path / ("x" * 300), lessons
     )
 
@@ -389,11 +391,11 @@ def train(
         method,
         "--plain",
     ]
-    return within(mount, folder, [*CRL, "train", *options, *sets], then)
+    return run_in_mount(mount, folder, [*CRL, "train", *options, *sets], then)
 
 
 @needs_mounts
-def test_no_run_begins_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_no_run_starts_in_a_read_only_directory(tmp_path: Path) -> None:
     done = train(READ_ONLY, tmp_path, "complementary")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: run_dir = ")
@@ -408,16 +410,16 @@ def test_no_run_begins_where_nothing_can_be_written(tmp_path: Path) -> None:
             "complementary",
             "500k",
             (
-                "/mine/bank.sqlite: database or disk is full. Free some disk space; "
-                "what was acknowledged before is safe."
+                "/mine/bank.sqlite: database or disk is full. Free some disk space. "
+                "All acknowledged changes are saved."
             ),
         ),
         (
             "grpo",
             "60k",
             (
-                "/mine: No space left on device. Free some disk space; "
-                "the checkpoints that are there are whole."
+                "/mine: No space left on device. Free some disk space. "
+                "All existing checkpoints are complete."
             ),
         ),
     ],
@@ -473,7 +475,7 @@ def damaged(whole: bytes, seed: int, cut: bool) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), cut=st.booleans(), command=st.sampled_from(LOOKING + CHANGING))
-def test_a_damaged_bank_is_one_line_or_still_good_enough(
+def test_a_damaged_bank_gives_one_error_line_or_a_result(
     run: Path, seed: int, cut: bool, command: list[str]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

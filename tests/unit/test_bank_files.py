@@ -13,48 +13,48 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from banks import bank, copy_of, finished_run, lines, opened
+from banks import bank, copy_of, finished_run, lines, open_bank
 from extractors import request, search
 from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.errors import ConfigError, StoreError
 from crl.manager.database import check_bank
-from crl.manager.reading import reading
+from crl.manager.reading import open_reader
 from crl.manager.records import Stamp
 from crl.manager.store import Store
 
 # ── other names ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_symlink_is_the_bank_that_it_leads_to(tmp_path: Path) -> None:
+async def test_a_symlink_stands_for_its_target(tmp_path: Path) -> None:
     path, link = tmp_path / "bank.sqlite", tmp_path / "elsewhere" / "link.sqlite"
     link.parent.mkdir()
     link.symlink_to(path)
-    made = await opened(path)
-    await made.submit(request(note="west"))
-    await made.drain()
+    manager = await open_bank(path)
+    await manager.submit(request(note="west"))
+    await manager.drain()
     with pytest.raises(
-        StoreError, match=f"link.sqlite: process {os.getpid()} on .* is writing to it"
+        StoreError, match=f"link.sqlite: process {os.getpid()} on .* is writing to the bank"
     ):
         await Store.open(link)
     assert bank("prune", link, "--max-entries", "1", "--yes").exit_code == 1
-    with reading(link) as reader:
+    with open_reader(link) as reader:
         assert [entry.text for entry in reader.entries()] == ["Go west.", "Mind the trap."], (
-            "what is in the log beside the file too"
+            "includes the write-ahead log"
         )
     copy = tmp_path / "copy.sqlite"
-    await made.start_from(link, copy)
-    await made.aclose()
+    await manager.start_from(link, copy)
+    await manager.aclose()
     assert len(lines("export", copy)) == len(lines("export", link)) == 3
     store = await Store.open(link)
-    with pytest.raises(StoreError, match="is writing to it"):
+    with pytest.raises(StoreError, match="is writing to the bank"):
         await Store.open(path)
     await store.aclose()
     assert os.listdir(link.parent) == ["link.sqlite"]
 
 
-async def test_a_bank_with_two_names_is_refused(tmp_path: Path) -> None:
+async def test_a_bank_with_two_hard_links_is_refused(tmp_path: Path) -> None:
     path, other = tmp_path / "bank.sqlite", tmp_path / "other.sqlite"
     await (await Store.open(path)).aclose()
     os.link(path, other)
@@ -62,12 +62,12 @@ async def test_a_bank_with_two_names_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             StoreError,
             match=(
-                rf"{name.name}: it has 2 names \(hard links\).*Copy the file, "
-                r"and use the copy\.$"
+                rf"{name.name}: the file has 2 hard links.*Copy the file and "
+                r"use the copy\.$"
             ),
         ):
             await Store.open(name)
-        with pytest.raises(ConfigError, match=r"it has 2 names \(hard links\)"), reading(name):
+        with pytest.raises(ConfigError, match=r"the file has 2 hard links"), open_reader(name):
             pass
     other.unlink()
     await (await Store.open(path)).aclose()
@@ -76,7 +76,7 @@ async def test_a_bank_with_two_names_is_refused(tmp_path: Path) -> None:
 # ── closing ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_closing_twice_is_closing(tmp_path: Path) -> None:
+async def test_closing_twice_is_allowed(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.aclose()
     await store.aclose()
@@ -86,7 +86,7 @@ async def test_closing_twice_is_closing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_closing_that_is_cancelled_closes(tmp_path: Path, turns: int) -> None:
+async def test_a_cancelled_close_completes(tmp_path: Path, turns: int) -> None:
     """Check that a cancelled `aclose` completes, even while it waits for a commit.
 
     Otherwise, the bank could not be opened again.
@@ -117,7 +117,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
-def changed(run: Path, folder: Path, *statements: str) -> Path:
+def changed_copy(run: Path, folder: Path, *statements: str) -> Path:
     """Return the path of a copy of the run's bank after these statements."""
     path = copy_of(run, folder)
     with closing(sqlite3.connect(path)) as db:
@@ -127,7 +127,7 @@ def changed(run: Path, folder: Path, *statements: str) -> Path:
     return path
 
 
-def trained(path: Path, folder: Path) -> tuple[int, str]:
+def train_from(path: Path, folder: Path) -> tuple[int, str]:
     """Return exit code and stderr of a run that starts from the bank."""
     sizes = (
         "rollout.groups=2",
@@ -162,32 +162,33 @@ def trained(path: Path, folder: Path) -> tuple[int, str]:
 
 
 DAMAGED = (
-    "The file is damaged: restore a copy (and first remove the -wal and -shm files beside it, "
-    "which are not the copy's) or choose "
-    "another path."
+    "The file is damaged: restore a copy (first delete the -wal and -shm files next to it; "
+    "they are not part of the copy) or choose another path."
 )
 
 
 @pytest.mark.parametrize("version", [0, -1])
-async def test_a_version_that_no_crl_writes(run: Path, tmp_path: Path, version: int) -> None:
-    path = changed(run, tmp_path, f"PRAGMA user_version = {version}")
+async def test_an_invalid_schema_version_is_refused(
+    run: Path, tmp_path: Path, version: int
+) -> None:
+    path = changed_copy(run, tmp_path, f"PRAGMA user_version = {version}")
     with pytest.raises(
         StoreError,
         match=(
-            rf"copy.sqlite: the bank has schema version {version}, which no crl writes\. "
+            rf"copy.sqlite: the bank's schema version {version} is not valid\. "
             rf"{re.escape(DAMAGED)}$"
         ),
     ):
         await Store.open(path)
     result = bank("ls", path)
-    reason = f"its schema version {version} is one that no crl writes: the file is damaged"
+    reason = f"its schema version {version} is not valid, so the file is damaged"
     assert (result.exit_code, reason in result.stderr) == (2, True), result.output
 
 
-def test_a_run_does_not_start_from_a_version_that_no_crl_writes(run: Path, tmp_path: Path) -> None:
-    code, said = trained(changed(run, tmp_path, "PRAGMA user_version = 0"), tmp_path)
-    assert (code, said.count("\n")) == (2, 1), said
-    assert "its schema version 0 is one that no crl writes" in said
+def test_a_run_does_not_start_from_an_invalid_schema_version(run: Path, tmp_path: Path) -> None:
+    code, stderr = train_from(changed_copy(run, tmp_path, "PRAGMA user_version = 0"), tmp_path)
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert "its schema version 0 is not valid" in stderr
 
 
 VECTORS = {
@@ -200,46 +201,46 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("statement", VECTORS.values(), ids=VECTORS)
-def test_vectors_that_no_embedder_made(run: Path, tmp_path: Path, statement: str) -> None:
-    path = changed(run, tmp_path, statement)
-    code, said = trained(path, tmp_path)
-    assert (code, said.count("\n")) == (1, 1), said
-    for error in (said, bank("search", path, "west").stderr):
+def test_invalid_vectors_are_refused(run: Path, tmp_path: Path, statement: str) -> None:
+    path = changed_copy(run, tmp_path, statement)
+    code, stderr = train_from(path, tmp_path)
+    assert (code, stderr.count("\n")) == (1, 1), stderr
+    for error in (stderr, bank("search", path, "west").stderr):
         assert error.startswith("error: ")
         assert (
-            "bank.sqlite: it cannot be read (" in error
-            or "copy.sqlite: it cannot be read (" in error
+            "bank.sqlite: the bank has unreadable rows (" in error
+            or "copy.sqlite: the bank has unreadable rows (" in error
         )
         assert DAMAGED in error
 
 
-async def reopened(path: Path) -> None:
-    made = await opened(path)
-    assert await made.search([search("Go southwest.")]) != [None]
-    await made.aclose()
+async def reopen_and_search(path: Path) -> None:
+    manager = await open_bank(path)
+    assert await manager.search([search("Go southwest.")]) != [None]
+    await manager.aclose()
 
 
-def test_vectors_of_another_dimension_are_made_again(run: Path, tmp_path: Path) -> None:
+def test_vectors_of_another_dimension_are_computed_again(run: Path, tmp_path: Path) -> None:
     """Check that vectors of another dimension are computed again.
 
     An embedder may have changed and still have the same name.
     """
-    path = changed(run, tmp_path, "UPDATE entries SET vector = substr(vector, 1, 8)")
+    path = changed_copy(run, tmp_path, "UPDATE entries SET vector = substr(vector, 1, 8)")
     assert (
-        "the bank's vectors are not of the embedder that search has"
+        "the vectors of the bank cannot be compared with those of the search's embedder"
         in bank("search", path, "west").stderr
     )
-    asyncio.run(reopened(path))
+    asyncio.run(reopen_and_search(path))
     assert bank("search", path, "west").exit_code == 0
 
 
 @pytest.mark.parametrize("table", ["units", "entries", "log"])
-def test_a_table_that_is_gone(run: Path, tmp_path: Path, table: str) -> None:
-    path = changed(run, tmp_path, f"DROP TABLE {table}")
-    code, said = trained(path, tmp_path)
-    assert (code, said.count("\n")) == (1, 1), said
+def test_a_missing_table_is_refused(run: Path, tmp_path: Path, table: str) -> None:
+    path = changed_copy(run, tmp_path, f"DROP TABLE {table}")
+    code, stderr = train_from(path, tmp_path)
+    assert (code, stderr.count("\n")) == (1, 1), stderr
     for error in (
-        said,
+        stderr,
         bank("stats", path).stderr,
         bank("prune", path, "--max-entries", "1", "--yes").stderr,
     ):
@@ -249,13 +250,15 @@ def test_a_table_that_is_gone(run: Path, tmp_path: Path, table: str) -> None:
 def test_a_frozen_run_does_not_start_from_a_bank_without_its_tables(
     run: Path, tmp_path: Path
 ) -> None:
-    path = changed(run, tmp_path, "DROP TABLE entries")
-    with pytest.raises(ConfigError, match=r"it is damaged \(no such table: entries\)\. Choose\.$"):
-        check_bank(path, "bank.init", "Choose", guiding=True)
+    path = changed_copy(run, tmp_path, "DROP TABLE entries")
+    with pytest.raises(
+        ConfigError, match=r"the file is damaged \(no such table: entries\)\. Choose\.$"
+    ):
+        check_bank(path, "bank.init", "Choose", require_entries=True)
 
 
-async def test_rows_that_no_crl_wrote(run: Path, tmp_path: Path) -> None:
-    path = changed(
+async def test_malformed_rows_are_refused(run: Path, tmp_path: Path) -> None:
+    path = changed_copy(
         run,
         tmp_path,
         "UPDATE requests SET payload = '[]' WHERE payload IS NOT NULL",
@@ -264,7 +267,8 @@ async def test_rows_that_no_crl_wrote(run: Path, tmp_path: Path) -> None:
     store = await Store.open(path)
     for reading_them in (store.lease(), store.generations(["run/0/0/0"])):
         with pytest.raises(
-            StoreError, match=rf"copy.sqlite: it cannot be read \(.*\. {re.escape(DAMAGED)}$"
+            StoreError,
+            match=rf"copy.sqlite: the bank has unreadable rows \(.*\. {re.escape(DAMAGED)}$",
         ):
             await reading_them
     await store.aclose()

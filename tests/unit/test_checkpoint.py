@@ -38,11 +38,11 @@ async def learner(tiny_actor: Path) -> AsyncIterator[LocalLearner]:
     await learner.aclose()
 
 
-async def save(learner: LocalLearner, root: Path, step: int, companion: Path) -> Path:
-    return await save_checkpoint(root, step, {"actor": learner}, {"actor": companion}, STATE)
+async def save(learner: LocalLearner, root: Path, step: int, model_dir: Path) -> Path:
+    return await save_checkpoint(root, step, {"actor": learner}, {"actor": model_dir}, STATE)
 
 
-async def test_a_stranger_can_load_it(
+async def test_transformers_can_load_a_checkpoint(
     learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
     path = await save(learner, tmp_path / "checkpoints", 4, tiny_actor)
@@ -70,33 +70,33 @@ async def test_a_stranger_can_load_it(
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-async def test_only_what_belongs_beside_the_weights_travels(
+async def test_only_tokenizer_files_and_the_profile_are_copied(
     learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
-    companion = tmp_path / "companion"
-    shutil.copytree(tiny_actor, companion)
-    (companion / "merges.txt").write_text("a b")
-    (companion / "config.json").write_text("{}")
-    (companion / "model.safetensors.index.json").write_text(
+    model_dir = tmp_path / "companion"
+    shutil.copytree(tiny_actor, model_dir)
+    (model_dir / "merges.txt").write_text("a b")
+    (model_dir / "config.json").write_text("{}")
+    (model_dir / "model.safetensors.index.json").write_text(
         '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
     )
-    (companion / "model-00001-of-00002.safetensors").write_bytes(b"old weights")
-    (companion / "onnx").mkdir()
-    actor = await save(learner, tmp_path / "checkpoints", 1, companion) / "actor"
+    (model_dir / "model-00001-of-00002.safetensors").write_bytes(b"old weights")
+    (model_dir / "onnx").mkdir()
+    actor = await save(learner, tmp_path / "checkpoints", 1, model_dir) / "actor"
     assert (actor / "merges.txt").read_text() == "a b"
     assert json.loads((actor / "config.json").read_text())["model_type"] == "qwen2", (
         "the model's own config wins"
     )
-    left = {path.name for path in actor.iterdir()}
-    assert not left & {
+    copied_names = {path.name for path in actor.iterdir()}
+    assert not copied_names & {
         "model.safetensors.index.json",
         "model-00001-of-00002.safetensors",
         "onnx",
         "recipe.json",
-    }, "they describe other weights"
+    }, "these files describe other weights"
 
 
-async def test_saving_twice_is_saving_once(
+async def test_saving_twice_changes_nothing(
     learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
     path = await save(learner, tmp_path, 2, tiny_actor)
@@ -105,7 +105,7 @@ async def test_saving_twice_is_saving_once(
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
 
 
-async def test_the_states_are_those_of_the_complete_checkpoints(
+async def test_states_of_complete_checkpoints(
     learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
     assert saved_states(tmp_path) == []
@@ -115,7 +115,7 @@ async def test_the_states_are_those_of_the_complete_checkpoints(
     assert saved_states(tmp_path) == [STATE, STATE]
 
 
-async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(
+async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
     learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
     class Broken(LocalLearner):
@@ -129,16 +129,16 @@ async def test_a_save_that_fails_leaves_no_checkpoint_and_can_be_repeated(
     with pytest.raises(LearnerError):
         await save(Broken(), tmp_path / "run" / "checkpoints", 3, tiny_actor)
     assert not (tmp_path / "run" / "checkpoints" / "3").exists(), (
-        "the name is only given to what is complete"
+        "only a complete checkpoint gets the name"
     )
     with pytest.raises(
         ConfigError,
-        match=r"run = .*run': it holds no complete checkpoint\. Give a run that reached",
+        match=r"run = .*run': has no complete checkpoint\. Use a run that has written",
     ):
         latest_checkpoint(tmp_path / "run" / "checkpoints")
     await save(learner, tmp_path / "run" / "checkpoints", 3, tiny_actor)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], (
-        "the draft is gone"
+        "the partial directory was removed"
     )
 
 
@@ -149,7 +149,7 @@ def checkpoint(root: Path, name: str, *, manifest: bool = True) -> Path:
     return root / name
 
 
-def test_the_newest_is_the_numeric_maximum_of_the_complete_ones(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path: Path) -> None:
     for name in ("2", "9", "10"):
         checkpoint(tmp_path, name)
     checkpoint(tmp_path, "80", manifest=False)
@@ -158,7 +158,7 @@ def test_the_newest_is_the_numeric_maximum_of_the_complete_ones(tmp_path: Path) 
     assert latest_checkpoint(tmp_path) == tmp_path / "10"
 
 
-def test_a_run_without_a_checkpoint_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_a_config_error(tmp_path: Path) -> None:
     checkpoint(tmp_path / "checkpoints", "1", manifest=False)
     for root in (tmp_path / "checkpoints", tmp_path / "none"):
         with pytest.raises(ConfigError) as raised:

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: texts, exit codes, one clear line for an error."""
+"""Tests of the command line: output, exit codes, and errors as one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crl.errors import ConfigError, EngineError
 from crl.manager.database import Database
 from crl.run.plan import plan
 
-IN_A_PROCESS = [sys.executable, "-c", "from crl.cli.main import main; main()"]
+COMMAND = [sys.executable, "-c", "from crl.cli.main import main; main()"]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def one_line_error(result, code: int = 2) -> str:
 
 
 class FakeRun:
-    """Stands where `crl.run.main` stands, so that no torch is needed; records how it was called."""
+    """Replacement of `crl.run.main` that needs no torch and records its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException = 0) -> None:
         self.calls: list[tuple] = []
@@ -61,7 +61,7 @@ class FakeRun:
         return self.outcome
 
 
-def test_help_is_instant_and_without_torch():
+def test_help_does_not_import_torch():
     code = (
         "import sys\nfrom crl.cli.main import main\ntry: main()\n"
         "finally: print(sorted({'torch', 'transformers', 'nle', 'rich', 'numpy'} & set(sys.modules)))"
@@ -90,15 +90,13 @@ def test_help_texts():
     assert crl("--version").output == "crl 0.1.0\n"
 
 
-def test_bad_input_in_a_process_of_its_own(model: str):
+def test_bad_input_in_a_separate_process(model: str):
     result = subprocess.run(
-        [*IN_A_PROCESS, "train", "--tasks", "rom", "--set", model], capture_output=True, text=True
+        [*COMMAND, "train", "--tasks", "rom", "--set", model], capture_output=True, text=True
     )
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith(
-        "error: tasks = 'rom': is not a task that crl knows. Did you mean room?"
-    )
+    assert result.stderr.startswith("error: tasks = 'rom': is not a known task. Did you mean room?")
     assert result.stderr.count("\n") == 1
 
 
@@ -109,26 +107,24 @@ def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path
         asyncio.run(bank_of_one_entry(path := tmp_path / "bank.sqlite"))
         words = [*words, str(path)]
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [*IN_A_PROCESS, *words], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        ended = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("words", [["tasks"], ["bank", "ls"], ["bank", "stats", "--json"]])
-def test_a_closed_output_is_nobodys_mistake(words: list[str], tmp_path: Path):
+def test_a_closed_output_is_not_an_error(words: list[str], tmp_path: Path):
     if words[0] == "bank":
         asyncio.run(bank_of_one_entry(path := tmp_path / "bank.sqlite"))
         words = [*words, str(path)]
     ended = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *IN_A_PROCESS, *words],
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *words],
         stderr=subprocess.PIPE,
         text=True,
     )
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
-def test_each_mistake_is_one_line(model: str, tmp_path: Path):
+def test_each_error_is_one_line(model: str, tmp_path: Path):
     assert "Did you mean rollout.groups?" in one_line_error(
         crl("train", "--tasks", "room", "--set", model, "--set", "rollout.group=3")
     )
@@ -145,7 +141,7 @@ def test_each_mistake_is_one_line(model: str, tmp_path: Path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     taken = crl("train", "--tasks", "room", "--set", model, "--run-dir", str(tmp_path / "there"))
-    assert "it exists and is not empty" in one_line_error(taken)
+    assert ": exists and is not empty" in one_line_error(taken)
 
 
 def test_usage_errors_exit_with_2():
@@ -160,7 +156,7 @@ def test_usage_errors_exit_with_2():
         assert "Traceback" not in result.output
 
 
-def test_train_hands_over_the_config_and_its_exit_code(
+def test_train_passes_on_the_config_and_the_exit_code(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = FakeRun(monkeypatch, outcome=1)
@@ -207,7 +203,7 @@ def test_the_default_run_directory(model: str, tmp_path: Path, monkeypatch: pyte
     assert run.calls[1][1].name.startswith("room-grpo-")
 
 
-def test_how_a_run_ends_is_the_exit_code(model: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_end_of_a_run_determines_the_exit_code(model: str, monkeypatch: pytest.MonkeyPatch):
     FakeRun(monkeypatch, outcome=EngineError("the engine\nis gone"))
     assert (
         one_line_error(crl("train", "--tasks", "room", "--set", model), code=1)
@@ -237,10 +233,10 @@ def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert made == [(tmp_path / "m", 3)]
 
 
-# ── --dry-run ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── --dry-run ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_dry_run_prints_the_plan_and_makes_nothing(
+def test_a_dry_run_prints_the_plan_and_creates_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -248,17 +244,17 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(
     assert result.exit_code == 0
     assert not (tmp_path / "runs").exists()
     for line in (
-        "engine       torch on cuda when present, else cpu, 1 CPU thread",
+        "engine       torch on cuda if available, else cpu, 1 CPU thread",
         "environments 4 threads",
         "room  compact rendering: the actor's model declares the compact profile",
         "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
-        "          2 minibatches of about 64 rollouts = as many optimizer updates",
+        "          2 minibatches of about 64 rollouts, one optimizer update each",
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
         "eval      2 times, 768 episodes at the start and 2,816 later = at most 3,584 episodes at temperature 1",
         # 2 · 256 known, 256 new; later also 64 places · 4 · (5 + 3 visits)
-        "extractor  a step for every 32 credit units",
-        "bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts empty",
-        "retrieval  4 of 8 members are guided, one experience per rollout, chosen by credit; 50% of searches try what was tried least",
+        "extractor  one training step per 32 credit units",
+        "bank       every episode is distilled; at most 8 experiences per goal (evicts by credit); starts empty",
+        "retrieval  4 of 8 members are guided, one experience per rollout, chosen by credit; 50% of searches choose the least retrieved one",
     ):
         assert line in result.output.splitlines()
     assert "\nextractor  " in result.output.split("── models ──")[1].split("──")[0]
@@ -271,7 +267,7 @@ def test_the_plan_without_experience(model: str):
     assert "\nextractor" not in text.split("── models ──")[1]
 
 
-def test_the_plans_config_is_toml_again(model: str):
+def test_the_config_of_the_plan_is_valid_toml(model: str):
     config = load(["room"], sets=[model])
     text = plan(config).split("── devices ──")[0].removeprefix("── resolved config ──")
     expected = config.model_dump()
@@ -299,13 +295,13 @@ def test_the_plan_follows_the_settings(model: str):
     ]
     text = plan(load(["room"], sets=[model, *sets]))
     assert "torch on cpu, 1 CPU thread" in text
-    assert "room  full rendering: set by hand" in text
+    assert "room  full rendering: set in the config" in text
     assert "rollouts, synchronous" in text
     assert "eval      3 times × 512 episodes" in text
     assert "eval      1 time × 2,816 episodes" in plan(load(["room"], sets=[model, "run.steps=0"]))
 
 
-def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: Path):
+def test_the_plan_shows_the_settings_of_experience(model: str, tmp_path: Path):
     bank = tmp_path / "bank.sqlite"
     asyncio.run(bank_of_one_entry(bank))
     sets = [
@@ -318,7 +314,7 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
     lines = plan(load(["room"], sets=[model, *sets])).splitlines()
     assert "extractor  not trained" in lines
     assert (
-        f"bank       every episode is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}"
+        f"bank       every episode is distilled; at most 8 experiences per goal (evicts by credit); starts from {bank}"
         in lines
     )
     assert (
@@ -330,15 +326,15 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
         load(["room"], sets=[model, "critic.enabled=true", "critic.warmup=2"])
     ).splitlines()
     assert (
-        "critic     the actor accepts, refines or rejects what was found; before the first step 2 batches without experience"
+        "critic     the actor accepts, refines or rejects each retrieved experience; warm-up of 2 batches without experience"
         in lines
     )
-    late = "an unfinished episode goes on for 4 turns, for the extractor alone"
+    late = "unfinished episodes continue for at most 4 turns, only for distillation"
     assert any(late in line for line in lines)
     lines = plan(load(["room"], sets=[model, f"bank.init={bank}", "bank.frozen=true"])).splitlines()
     assert "extractor  not trained" in lines
     assert (
-        f"bank       frozen: nothing is distilled; at most 8 experiences of one goal (evicts by credit); starts as {bank}"
+        f"bank       frozen: nothing is distilled; at most 8 experiences per goal (evicts by credit); starts from {bank}"
         in lines
     )
     assert not any(late in line for line in lines), "no extractor reads it"
@@ -347,7 +343,7 @@ def test_the_plan_says_what_the_switches_of_experience_do(model: str, tmp_path: 
 PLACES = "  32 places, 8 permanent, the others for 5 visits"
 
 
-def test_the_plan_counts_places_where_there_are_some(model: str, tmp_path: Path):
+def test_the_plan_only_shows_places_that_persist(model: str, tmp_path: Path):
     (tmp_path / "model" / "crl.json").unlink()
     sets = [model, "method=grpo"]
     lines = plan(load(["room", "alfworld"], sets=sets)).splitlines()
@@ -368,15 +364,15 @@ def test_the_plan_counts_places_where_there_are_some(model: str, tmp_path: Path)
     [
         (
             "online",
-            "changes nothing, since alfworld has no places that persist (its EnvSpec has no revisit). Set it to 0, or declare",
+            "has no effect because alfworld has no persistent places (its EnvSpec has no revisit). Set it to 0, or define",
         ),
         (
             "probe",
-            "changes nothing, since nobody knows the right advice in alfworld (its EnvSpec has no advisor). Set it to 0, or declare",
+            "has no effect because the right advice in alfworld is unknown (its EnvSpec has no advisor). Set it to 0, or define",
         ),
     ],
 )
-def test_evaluations_that_an_environment_declares_nothing_for_are_refused(
+def test_evaluations_that_an_environment_does_not_support_are_refused(
     model: str, tmp_path: Path, size: str, said: str, command: str
 ):
     (tmp_path / "model" / "crl.json").unlink()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from doors import House, dice, house, renderer, runner, scripted, until
+from doors import OpenHost, dice, open_host, renderer, runner, scripted, until
 
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.base import StreamSettings
@@ -29,15 +29,15 @@ def stream() -> Mixture:
     return Mixture({"doors": PlaceStream("doors", "Find the {place}.", 7, StreamSettings())})
 
 
-class Barrier(ScriptedEngine):
+class BlockingEngine(ScriptedEngine):
     """Engine that answers a step's requests after `open` was called for the step.
 
-    `asking` counts the waiting requests by step.
+    `waiting_requests` counts the waiting requests by step.
     """
 
     def __init__(self) -> None:
         super().__init__(renderer(), dice)
-        self.asking: dict[int, int] = {}
+        self.waiting_requests: dict[int, int] = {}
         self._open: dict[int, asyncio.Event] = {}
 
     def open(self, step: int) -> None:
@@ -53,12 +53,12 @@ class Barrier(ScriptedEngine):
     ) -> Completion:
         assert session is not None
         step = int(session.split("/")[1])
-        self.asking[step] = self.asking.get(step, 0) + 1
+        self.waiting_requests[step] = self.waiting_requests.get(step, 0) + 1
         await self._open.setdefault(step, asyncio.Event()).wait()
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-class Mortal(ScriptedEngine):
+class DyingEngine(ScriptedEngine):
     """Engine that dies at its n-th request (from 0). This request and all later ones fail."""
 
     def __init__(self, n: int) -> None:
@@ -79,8 +79,8 @@ class Mortal(ScriptedEngine):
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-def collector(
-    home: House,
+def make_collector(
+    hosted: OpenHost,
     engine: Engine,
     source: Any = None,
     *,
@@ -96,14 +96,14 @@ def collector(
     }
     gate = StalenessGate(G, staleness, completed)
     sampler = parts.pop("sampler", None)
-    run = runner(engine, home.host, **({"sampler": sampler} if sampler else {}))
+    run = runner(engine, hosted.host, **({"sampler": sampler} if sampler else {}))
     return Collector(run, source or stream(), parts.pop("planner"), gate, **parts)
 
 
 @asynccontextmanager
-async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
+async def running(collector: Collector) -> AsyncIterator[asyncio.Task[None]]:
     """Run the collector in the background. Check that no task is left at the end."""
-    task = asyncio.create_task(part.run())
+    task = asyncio.create_task(collector.run())
     try:
         async with asyncio.timeout(60):
             yield task
@@ -112,20 +112,20 @@ async def running(part: Collector) -> AsyncIterator[asyncio.Task[None]]:
         with suppress(asyncio.CancelledError):
             await task
         await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "something is left hanging"
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is still running"
 
 
-async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory]]:
+async def collected(collector: Collector, steps: int = STEPS) -> list[list[Trajectory]]:
     """Return all batches of a run. Complete each batch as soon as it is available.
 
     If the collector fails, the wait for its batches ends too.
     """
     batches = []
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        tasks.create_task(part.run())
-        while part.completed_steps < steps:
-            batches.append(await part.batch(part.completed_steps))
-            await part.complete(part.completed_steps)
+        tasks.create_task(collector.run())
+        while collector.completed_steps < steps:
+            batches.append(await collector.batch(collector.completed_steps))
+            await collector.complete(collector.completed_steps)
     return batches
 
 
@@ -134,9 +134,9 @@ async def collected(part: Collector, steps: int = STEPS) -> list[list[Trajectory
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 async def test_batches_follow_the_stream(staleness: int) -> None:
-    async with house() as home:
+    async with open_host() as hosted:
         batches = await collected(
-            collector(home, ScriptedEngine(renderer(), dice), staleness=staleness)
+            make_collector(hosted, ScriptedEngine(renderer(), dice), staleness=staleness)
         )
     tasks = stream().draw(G * STEPS)
     for step, batch in enumerate(batches):
@@ -151,7 +151,7 @@ async def test_batches_follow_the_stream(staleness: int) -> None:
     assert len({t.task.goal for batch in batches for t in batch}) > 1
 
 
-async def test_the_order_does_not_depend_on_who_finishes_first() -> None:
+async def test_the_order_does_not_depend_on_the_order_of_completion() -> None:
     """Check the order when the members of the first group take the longest."""
 
     class Slow(ScriptedEngine):
@@ -161,19 +161,19 @@ async def test_the_order_does_not_depend_on_who_finishes_first() -> None:
             await asyncio.sleep(0.02 * (5 - int(group) - int(member)))
             return await super().generate(ids, sampling, session=session, rng=rng)
 
-    async with house() as home:
-        (batch,) = await collected(collector(home, Slow(renderer(), dice), steps=1), steps=1)
+    async with open_host() as hosted:
+        (batch,) = await collected(make_collector(hosted, Slow(renderer(), dice), steps=1), steps=1)
     assert [(t.group, t.member) for t in batch] == [(g, m) for g in range(G) for m in range(K)]
 
 
-async def test_the_planner_decides_what_each_member_is() -> None:
+async def test_the_planner_determines_each_members_condition() -> None:
     class Half:
         def plan(self, task: Task, members: int, step: int) -> list[RolloutPlan]:
             return [RolloutPlan("guided" if member == 0 else "free") for member in range(members)]
 
-    async with house() as home:
+    async with open_host() as hosted:
         (batch,) = await collected(
-            collector(home, scripted("open"), planner=Half(), steps=1), steps=1
+            make_collector(hosted, scripted("open"), planner=Half(), steps=1), steps=1
         )
     assert [t.condition for t in batch] == ["guided", "free", "free"] * G
 
@@ -183,46 +183,55 @@ async def test_the_planner_decides_what_each_member_is() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 async def test_rollouts_run_exactly_as_far_ahead_as_the_gate_allows(staleness: int) -> None:
-    engine, ahead = Barrier(), staleness + 1
-    async with house() as home, running(part := collector(home, engine, staleness=staleness)):
-        await until(lambda: sum(engine.asking.values()) >= ahead * G * K)
-        assert engine.asking == dict.fromkeys(range(ahead), G * K)
+    engine, ahead = BlockingEngine(), staleness + 1
+    async with (
+        open_host() as hosted,
+        running(collector := make_collector(hosted, engine, staleness=staleness)),
+    ):
+        await until(lambda: sum(engine.waiting_requests.values()) >= ahead * G * K)
+        assert engine.waiting_requests == dict.fromkeys(range(ahead), G * K)
         for step in range(ahead):
             engine.open(step)
-        await part.batch(0)
+        await collector.batch(0)
         await until(lambda: True)
-        assert max(engine.asking) == staleness, "what is finished is not yet completed"
-        await part.complete(0)
-        await until(lambda: ahead in engine.asking)
-        assert max(engine.asking) == ahead
+        assert max(engine.waiting_requests) == staleness, "a finished step is not completed yet"
+        await collector.complete(0)
+        await until(lambda: ahead in engine.waiting_requests)
+        assert max(engine.waiting_requests) == ahead
 
 
 async def test_a_batch_waits_for_all_its_groups() -> None:
-    engine = Barrier()
-    async with house() as home, running(part := collector(home, engine, staleness=1)):
+    engine = BlockingEngine()
+    async with (
+        open_host() as hosted,
+        running(collector := make_collector(hosted, engine, staleness=1)),
+    ):
         engine.open(1)
-        await until(lambda: len(engine.asking) == 2)
-        waiting = asyncio.create_task(part.batch(0))
+        await until(lambda: len(engine.waiting_requests) == 2)
+        waiting = asyncio.create_task(collector.batch(0))
         await until(lambda: True)
-        assert not waiting.done(), "a later step is finished, this one is not"
+        assert not waiting.done(), "only the later step is finished"
         engine.open(0)
         assert {t.step for t in await waiting} == {0}
 
 
 async def test_run_ends_when_every_group_has_finished() -> None:
-    async with house() as home, running(part := collector(home, scripted("open"), steps=2)) as task:
+    async with (
+        open_host() as hosted,
+        running(collector := make_collector(hosted, scripted("open"), steps=2)) as task,
+    ):
         for step in range(2):
-            await part.batch(step)
-            await part.complete(step)
+            await collector.batch(step)
+            await collector.complete(step)
         await task
-        assert part.completed_steps == 2
+        assert collector.completed_steps == 2
 
 
-async def test_a_resumed_collector_goes_on_with_its_step() -> None:
+async def test_a_resumed_collector_continues_with_its_step() -> None:
     source = stream()
     source.draw(2 * G)
-    async with house() as home:
-        batches = await collected(collector(home, scripted("open"), source, completed=2))
+    async with open_host() as hosted:
+        batches = await collected(make_collector(hosted, scripted("open"), source, completed=2))
     assert [t.group for batch in batches for t in batch] == [
         group for group in range(2 * G, 4 * G) for _ in range(K)
     ]
@@ -232,86 +241,88 @@ async def test_a_resumed_collector_goes_on_with_its_step() -> None:
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_errors_are_in_the_batch_and_the_run_goes_on() -> None:
-    async with house(broken={stream().draw(G)[1].seed}) as home:
-        batches = await collected(collector(home, scripted("open")))
+async def test_errors_are_in_the_batch_and_the_run_continues() -> None:
+    async with open_host(broken={stream().draw(G)[1].seed}) as hosted:
+        batches = await collected(make_collector(hosted, scripted("open")))
     assert [bool(t.error) for t in batches[0]] == [False] * K + [True] * K
     assert [(t.group, t.member) for t in batches[0]][K:] == [(1, member) for member in range(K)]
     assert not any(t.error for batch in batches[1:] for t in batch)
 
 
-async def test_nothing_but_errors_is_a_batch_too() -> None:
-    async with house() as home:
-        batches = await collected(collector(home, scripted("crash"), staleness=1))
+async def test_a_batch_may_contain_only_errors() -> None:
+    async with open_host() as hosted:
+        batches = await collected(make_collector(hosted, scripted("crash"), staleness=1))
     assert [len(batch) for batch in batches] == [G * K] * STEPS
     assert all(t.error for batch in batches for t in batch)
 
 
 @pytest.mark.parametrize("requests", [0, 7, 20])
 @pytest.mark.parametrize("in_waves", [False, True])
-async def test_a_dead_engine_ends_the_run(requests: int, in_waves: bool) -> None:
-    engine = Mortal(requests)
+async def test_an_engine_error_ends_the_run(requests: int, in_waves: bool) -> None:
+    engine = DyingEngine(requests)
     sampler = LockstepSampler(engine) if in_waves else None
-    async with house() as home:
-        part = collector(home, engine, staleness=0 if in_waves else 1, sampler=sampler)
+    async with open_host() as hosted:
+        collector = make_collector(hosted, engine, staleness=0 if in_waves else 1, sampler=sampler)
         with pytest.raises(ExceptionGroup) as raised:
-            await collected(part)
-        causes = leaves(raised.value)
+            await collected(collector)
+        causes = leaf_errors(raised.value)
         assert causes
         assert all(isinstance(cause, EngineError) for cause in causes)
-        assert not home.host._lent
+        assert not hosted.host._acquired
 
 
-def leaves(group: BaseExceptionGroup) -> list[BaseException]:
+def leaf_errors(group: BaseExceptionGroup) -> list[BaseException]:
     return [
         leaf
         for error in group.exceptions
-        for leaf in (leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+        for leaf in (leaf_errors(error) if isinstance(error, BaseExceptionGroup) else [error])
     ]
 
 
-async def test_a_cancelled_collector_gives_every_environment_back() -> None:
-    engine = Barrier()
-    async with house() as home:
-        async with running(collector(home, engine, staleness=1)):
-            await until(lambda: sum(engine.asking.values()) == 2 * G * K)
-            assert len(home.host._lent) == 2 * G * K
-        assert not home.host._lent
+async def test_a_cancelled_collector_releases_every_environment() -> None:
+    engine = BlockingEngine()
+    async with open_host() as hosted:
+        async with running(make_collector(hosted, engine, staleness=1)):
+            await until(lambda: sum(engine.waiting_requests.values()) == 2 * G * K)
+            assert len(hosted.host._acquired) == 2 * G * K
+        assert not hosted.host._acquired
 
 
 # ── resuming ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def drawn(state: State) -> int:
+def drawn_tasks(state: State) -> int:
     return state["drawn"]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_the_sources_state_is_that_before_the_first_step_that_is_not_completed(
+async def test_the_source_state_precedes_the_first_incomplete_step(
     staleness: int,
 ) -> None:
-    engine, source = Barrier(), stream()
+    engine, source = BlockingEngine(), stream()
     async with (
-        house() as home,
-        running(part := collector(home, engine, source, staleness=staleness)),
+        open_host() as hosted,
+        running(collector := make_collector(hosted, engine, source, staleness=staleness)),
     ):
-        assert drawn(part.source_state()) == 0
+        assert drawn_tasks(collector.source_state()) == 0
         for step in range(STEPS):
             ahead = min(step + staleness, STEPS - 1)
-            await until(lambda ahead=ahead: engine.asking.get(ahead) == G * K)
-            assert drawn(source.state()) == (ahead + 1) * G, "the collector itself is ahead"
-            assert drawn(part.source_state()) == step * G
+            await until(lambda ahead=ahead: engine.waiting_requests.get(ahead) == G * K)
+            assert drawn_tasks(source.state()) == (ahead + 1) * G, (
+                "the collector has drawn tasks of later steps"
+            )
+            assert drawn_tasks(collector.source_state()) == step * G
             resumed = stream()
-            resumed.load_state(part.source_state())
+            resumed.load_state(collector.source_state())
             engine.open(step)
-            assert resumed.draw(G) == [t.task for t in (await part.batch(step))[::K]], (
+            assert resumed.draw(G) == [t.task for t in (await collector.batch(step))[::K]], (
                 "a resumed run draws the same tasks again"
             )
-            assert drawn(part.source_state()) == step * G, (
-                "a batch that is not trained yet is played again"
+            assert drawn_tasks(collector.source_state()) == step * G, (
+                "a batch that is not trained yet will be played again"
             )
-            await part.complete(step)
-            assert drawn(part.source_state()) == (step + 1) * G
+            await collector.complete(step)
+            assert drawn_tasks(collector.source_state()) == (step + 1) * G
 
 
 async def test_observations_count_in_a_synchronous_run() -> None:
@@ -330,15 +341,18 @@ async def test_observations_count_in_a_synchronous_run() -> None:
             return {**super().state(), "seen": self.seen}
 
     source = Observer({"doors": PlaceStream("doors", "{place}", 0, StreamSettings())})
-    async with house() as home, running(part := collector(home, scripted("open"), source)):
+    async with (
+        open_host() as hosted,
+        running(collector := make_collector(hosted, scripted("open"), source)),
+    ):
         for step in range(STEPS):
-            source.observe(await part.batch(step))
-            await part.complete(step)
+            source.observe(await collector.batch(step))
+            await collector.complete(step)
             await until(lambda: True)
-            assert part.source_state()["seen"] == (step + 1) * G * K
+            assert collector.source_state()["seen"] == (step + 1) * G * K
 
 
-async def test_the_groups_of_a_step_start_one_after_the_other_once_all_have_joined():
+async def test_groups_start_one_after_another_when_all_have_joined():
     """Check that other tasks run between the starts of two groups.
 
     Waves wait for all members that have joined. They must therefore know all members of a step
@@ -363,10 +377,12 @@ async def test_the_groups_of_a_step_start_one_after_the_other_once_all_have_join
             turns += 1
             await asyncio.sleep(0)
 
-    async with house() as home:
+    async with open_host() as hosted:
         engine = scripted("open")
-        part = collector(home, engine, planner=Watching(0.0), sampler=Joining(engine), steps=1)
-        async with running(part) as task:
+        collector = make_collector(
+            hosted, engine, planner=Watching(0.0), sampler=Joining(engine), steps=1
+        )
+        async with running(collector) as task:
             other = asyncio.create_task(others())
             await task
             other.cancel()

@@ -1,4 +1,4 @@
-"""The config tree, its layers, and the texts that a user reads when something is wrong with it."""
+"""Tests of the config: schema, layers, shipped files and error messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from crl.config.models import ModelSize, model_profile, model_size, resolve_mode
 from crl.config.schema import RunConfig, TaskConfig
 from crl.config.validate import dotted_keys, validated
 from crl.errors import ConfigError
-from crl.manager.settings import unseen
+from crl.manager.settings import no_progress
 from crl.monitor.plain import PlainMonitor
-from crl.run.assemble import _bank_parts
+from crl.run.assemble import _bank_factory
 from crl.run.main import train
 from crl.run.plan import overview, plan
-from crl.run.tasks import require_engine, require_told, specs
+from crl.run.tasks import require_engine, require_prompts_used, specs
 
 SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
 SHIPPED_MIXTURES = [path for path in SHIPPED if catalog.mixture(path)]
@@ -34,7 +34,7 @@ SHIPPED_PRESETS = sorted((catalog.tasks_dir() / "presets").glob("*.toml"))
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model directory as far as the config looks: it declares the compact profile."""
+    """Return a model directory with the files that the config reads. Its profile is compact."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -46,14 +46,14 @@ def resolved(model: Path, *sets: str, tasks: tuple[str, ...] = ("room",), **kwar
     return load(tasks, sets=[f"actor.model={model}", *sets], **kwargs)
 
 
-def refusal(model: Path, *sets: str, **kwargs) -> str:
+def config_error(model: Path, *sets: str, **kwargs) -> str:
     with pytest.raises(ConfigError) as caught:
         resolved(model, *sets, **kwargs)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
-# ── what is shipped ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is shipped ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("path", SHIPPED_TASKS, ids=lambda path: path.stem)
@@ -104,7 +104,7 @@ def test_defaults_are_the_papers(model: Path):
 
 
 def test_node8_is_the_papers_main_configuration():
-    """Every value that CRL C.2 gives for its runs of several tasks."""
+    """Check the values that CRL C.2 states for runs with several tasks."""
     config = load(["three"], preset="node8")
     assert (config.actor.model, config.extractor.model) == (
         "Qwen/Qwen2.5-7B-Instruct",
@@ -156,7 +156,7 @@ def test_node8_is_the_papers_main_configuration():
 
 
 def test_the_papers_runs_of_one_task():
-    """Turns and tokens that CRL C.2 gives for them."""
+    """Check the turns and tokens that CRL C.2 states for these runs."""
     limits = {
         name: load([name], preset="node8").tasks[name] for name in ("room", "webshop", "alfworld")
     }
@@ -165,7 +165,7 @@ def test_the_papers_runs_of_one_task():
     }  # fmt: skip
 
 
-def test_every_field_says_what_it_is():
+def test_every_field_has_a_description():
     def fields(kind):
         for name, field in kind.model_fields.items():
             yield f"{kind.__name__}.{name}", field.description
@@ -182,11 +182,11 @@ def test_the_config_imports_without_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-# ── layers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_meant_for_tiny_models_is_theirs_alone(model: Path):
-    """By the profile of the model: the preset's [compact] table and the tasks'; others get the paper's values."""
+def test_compact_settings_only_apply_to_tiny_models(model: Path):
+    """Check that [compact] tables only apply to models with the compact profile."""
     tiny = resolved(model)
     assert (
         tiny.actor.optimizer.learning_rate,
@@ -205,9 +205,9 @@ def test_what_is_meant_for_tiny_models_is_theirs_alone(model: Path):
     ) == (1e-6, 32_768, 30)
 
 
-def test_a_response_leaves_room_for_its_prompt(model: Path):
+def test_a_response_leaves_tokens_for_its_prompt(model: Path):
     with pytest.raises(
-        ConfigError, match=r"tasks\.room\.max_response_tokens = 1024: leaves no room"
+        ConfigError, match=r"tasks\.room\.max_response_tokens = 1024: leaves no tokens"
     ):
         resolved(model, "tasks.room.max_response_tokens=1024")
 
@@ -224,7 +224,7 @@ def test_later_layers_win(model: Path, tmp_path: Path):
     config = resolved(model, preset=str(preset))
     assert config.rollout.groups == 2
     assert config.tasks["room"].turns == 4, "a task's file over the preset"
-    assert config.rollout.group_size == 8, "the default stands where nobody sets it"
+    assert config.rollout.group_size == 8, "the default, if no layer sets the key"
 
 
 def test_the_models_profile_chooses_the_rendering(model: Path):
@@ -237,7 +237,7 @@ def test_the_models_profile_chooses_the_rendering(model: Path):
     assert resolved(model, "tasks.room.turns=7").tasks["room"].turns == 7
 
 
-def test_a_task_from_a_file_of_ones_own(model: Path, tmp_path: Path):
+def test_a_task_from_a_file_of_the_user(model: Path, tmp_path: Path):
     mine = tmp_path / "mine.toml"
     mine.write_text(
         'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\ncontext = "window(3)"\n'
@@ -276,25 +276,26 @@ def test_a_malformed_set_is_refused(text: str):
         parse_set(text)
 
 
-# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_unknown_keys_name_what_was_meant(model: Path, tmp_path: Path):
-    text = refusal(model, "rollout.group_sise=4")
+def test_unknown_keys_come_with_a_suggestion(model: Path, tmp_path: Path):
+    text = config_error(model, "rollout.group_sise=4")
     assert text.startswith(
         "rollout.group_sise = 4: is not a setting. Did you mean rollout.group_size? Available: groups, group_size,"
     )
-    assert "Did you mean run.steps?" in refusal(model, "steps=4")
+    assert "Did you mean run.steps?" in config_error(model, "steps=4")
     assert (
         "tasks.room.stream.place = 4: is not a setting. Did you mean tasks.room.stream.places?"
-        in refusal(model, "tasks.room.stream.place=4")
+        in config_error(model, "tasks.room.stream.place=4")
     )
-    assert "tasks.rom = {'turns': 4}: is not a task of this run. Did you mean room?" in refusal(
-        model, "tasks.rom.turns=4"
+    assert (
+        "tasks.rom = {'turns': 4}: is not a task of this run. Did you mean room?"
+        in config_error(model, "tasks.rom.turns=4")
     )
     preset = tmp_path / "mine.toml"
     preset.write_text("[actor]\nminibatch = 2\n")
-    text = refusal(model, preset=str(preset))
+    text = config_error(model, preset=str(preset))
     assert (
         f"actor.minibatch = 2: is not a setting (from {preset}). Did you mean actor.minibatches?"
         in text
@@ -302,71 +303,75 @@ def test_unknown_keys_name_what_was_meant(model: Path, tmp_path: Path):
 
 
 def test_bad_values_say_why_and_what_to_do(model: Path):
-    assert refusal(model, "rollout.group_size=1") == (
+    assert config_error(model, "rollout.group_size=1") == (
         "rollout.group_size = 1: should be greater than or equal to 2. Correct it in --set rollout.group_size "
-        "(Number K of rollouts of one identical task in a group.\n\n"
-        "At least 2, because advantages compare the members of a group.)."
+        "(Number K of rollouts of one identical task in a group)."
     )
-    assert "run.steps = -1: should be greater than or equal to 0. Correct it in --steps" in refusal(
-        model, options={"run.steps": -1}
+    assert (
+        "run.steps = -1: should be greater than or equal to 0. Correct it in --steps"
+        in config_error(model, options={"run.steps": -1})
     )
-    assert "rollout.groups = 'two': should be a valid integer" in refusal(
+    assert "rollout.groups = 'two': should be a valid integer" in config_error(
         model, "rollout.groups=two"
     )
-    assert "rollout.groups = '2': should be a valid integer" in refusal(model, 'rollout.groups="2"')
-    assert "actor.ratio = 'word': should be 'token' or 'sequence'" in refusal(
+    assert "rollout.groups = '2': should be a valid integer" in config_error(
+        model, 'rollout.groups="2"'
+    )
+    assert "actor.ratio = 'word': should be 'token' or 'sequence'" in config_error(
         model, "actor.ratio=word"
     )
-    assert "actor.temperature = 0: should be greater than 0" in refusal(
+    assert "actor.temperature = 0: should be greater than 0" in config_error(
         model, "actor.temperature=0"
     )
-    assert "eval.temperature = nan: should be a finite number" in refusal(
+    assert "eval.temperature = nan: should be a finite number" in config_error(
         model, "eval.temperature=nan"
     )
     assert (
         "run = 3: is a section, not a value. Set one of its keys: run.seed, run.steps"
-        in refusal(model, "run=3")
+        in config_error(model, "run=3")
     )
-    assert '\'window(0)\': should be "full" or "window(n)" with n at least 1' in refusal(
+    assert '\'window(0)\': should be "full" or "window(n)" with n at least 1' in config_error(
         model, "tasks.room.context=window(0)"
     )
     assert (
         "tasks.room.stream.permanent = 33: is more than tasks.room.stream.places, which is 32"
-        in refusal(model, "tasks.room.stream.permanent=33")
+        in config_error(model, "tasks.room.stream.permanent=33")
     )
-    assert "tasks.room.eval.known = 256: needs places that stay" in refusal(
+    assert "tasks.room.eval.known = 256: requires permanent places" in config_error(
         model, "tasks.room.stream.permanent=0"
     )
-    assert "actor.minibatches = 999: is more than the 128 rollouts of a step" in refusal(
+    assert "actor.minibatches = 999: is more than the 128 rollouts of a step" in config_error(
         model, "actor.minibatches=999"
     )
 
 
 def test_unknown_names(model: Path):
-    assert "tasks = 'rom': is not a task that crl knows. Did you mean room? Available: " in refusal(
+    assert "tasks = 'rom': is not a known task. Did you mean room? Available: " in config_error(
         model, tasks=("rom",)
     )
-    assert "preset = 'gpu': is not a preset that crl knows. Did you mean gpu1?" in refusal(
+    assert "preset = 'gpu': is not a known preset. Did you mean gpu1?" in config_error(
         model, preset="gpu"
     )
-    assert "method = 'gpro': is not a method. Did you mean grpo? Available: " in refusal(
+    assert "method = 'gpro': is not a method. Did you mean grpo? Available: " in config_error(
         model, options={"method": "gpro"}
     )
-    assert "tasks = 'nope.toml': there is no such file" in refusal(model, tasks=("nope.toml",))
+    assert "tasks = 'nope.toml': there is no such file" in config_error(model, tasks=("nope.toml",))
 
 
-def test_a_value_where_a_section_belongs_does_not_vanish(model: Path, tmp_path: Path):
+def test_a_value_in_place_of_a_section_is_refused(model: Path, tmp_path: Path):
     preset = tmp_path / "mine.toml"
     preset.write_text("[[actor]]\nminibatches = 2\n")
-    text = refusal(model, preset=str(preset))
+    text = config_error(model, preset=str(preset))
     assert (
         text
-        == "actor = [{'minibatches': 2}]: is a value, so there can be no actor.model. Remove one of the two."
+        == "actor = [{'minibatches': 2}]: is a value, not a section, so it cannot contain actor.model. "
+        "Remove one of the two settings."
     )
-    assert "run.steps = 100: is a value, so there can be no run.steps.x" in refusal(
-        model, "run.steps.x=1"
+    assert (
+        "run.steps = 100: is a value, not a section, so it cannot contain run.steps.x"
+        in config_error(model, "run.steps.x=1")
     )
-    assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in refusal(
+    assert "tasks.room.stream.x = {'y': 1}: is not a setting. Available: places" in config_error(
         model, "tasks.room.stream.x.y=1"
     )
 
@@ -385,47 +390,52 @@ SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS} - {""})
         ("[{ x = 1 }]", "[{'x': 1}]"),
     ],
 )
-def test_no_section_is_a_value(model: Path, value: str, shown: str):
+def test_a_section_cannot_be_set_to_a_value(model: Path, value: str, shown: str):
     for section in SECTIONS:
-        own = rf"is a section, not a value\. Set one of its keys: {section}\.|is a value, so there can be no {section}\."
+        own = (
+            rf"is a section, not a value\. Set one of its keys: {section}\.|"
+            rf"is a value, not a section, so it cannot contain {section}\."
+        )
         assert re.match(
-            rf"{section} = {re.escape(shown)}: ({own})", refusal(model, f"{section}={value}")
+            rf"{section} = {re.escape(shown)}: ({own})", config_error(model, f"{section}={value}")
         )
 
 
 @pytest.mark.parametrize("value", ["{ x = 1 }", "[[1]]", "~nobody-has-this-name/x", '"a\\u0000b"'])
-def test_whatever_a_setting_is_set_to_is_read_or_refused(model: Path, value: str):
+def test_any_value_is_accepted_or_raises_a_config_error(model: Path, value: str):
     for key in KEYS:
         with suppress(ConfigError):
             resolved(model, f"{key}={value}")
 
 
 @pytest.mark.parametrize("text", ["compact = 3", "[[compact]]\nx = 1"])
-def test_what_a_preset_has_for_tiny_models_is_a_table(model: Path, tmp_path: Path, text: str):
+def test_compact_in_a_preset_must_be_a_table(model: Path, tmp_path: Path, text: str):
     (preset := tmp_path / "mine.toml").write_text(text)
-    said = refusal(model, preset=str(preset))
-    assert said.startswith("compact = ")
-    assert said.endswith(f"is not a table. Write [compact] and its settings in {preset}.")
+    message = config_error(model, preset=str(preset))
+    assert message.startswith("compact = ")
+    assert message.endswith(f"is not a table. Write [compact] and its settings in {preset}.")
 
 
-def test_tasks_are_named_once_and_chosen_by_their_option(model: Path):
+def test_tasks_are_given_once_and_by_their_option(model: Path):
     assert (
-        refusal(model, tasks=("room", "room"))
-        == "tasks = 'room,room': room is there twice. Name each task once."
+        config_error(model, tasks=("room", "room"))
+        == "tasks = 'room,room': contains room twice. Give each task once."
     )
-    assert "tasks = '': names no task. Give at least one" in refusal(model, tasks=("",))
-    assert "tasks = 'room': cannot be set here. Use --tasks A,B." in refusal(model, "tasks=room")
-    assert "Use --preset NAME" in refusal(model, "preset=cpu")
+    assert "tasks = '': contains no task. Give at least one" in config_error(model, tasks=("",))
+    assert "tasks = 'room': cannot be set by --set or in a file. Use --tasks A,B." in config_error(
+        model, "tasks=room"
+    )
+    assert "Use --preset NAME" in config_error(model, "preset=cpu")
 
 
 def test_broken_toml_names_file_and_line(model: Path, tmp_path: Path):
     broken = tmp_path / "broken.toml"
     broken.write_text('env = "room"\nturns = = 3\n')
-    text = refusal(model, tasks=(str(broken),))
+    text = config_error(model, tasks=(str(broken),))
     assert text.startswith(f"tasks = '{broken}:2': is not valid TOML: ")
     assert text.endswith("Correct line 2.")
     broken.write_text("[run]\nsteps")
-    assert f"preset = '{broken}:2': is not valid TOML" in refusal(model, preset=str(broken))
+    assert f"preset = '{broken}:2': is not valid TOML" in config_error(model, preset=str(broken))
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(broken, "preset")
@@ -435,37 +445,39 @@ def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: P
     mine = tmp_path / "mine.toml"
     base = 'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n'
     mine.write_text(base.replace("turns = 5\n", ""))
-    assert f"tasks.mine.turns = None: is missing. Correct it in {mine}" in refusal(
+    assert f"tasks.mine.turns = None: is missing. Correct it in {mine}" in config_error(
         model, tasks=(str(mine),)
     )
     (
         model / "crl.json"
     ).unlink()  # the full profile does not use [compact], and finds its mistakes all the same
     mine.write_text(base + "[compact]\nturnz = 5\n")
-    text = refusal(model, tasks=(str(mine),))
+    text = config_error(model, tasks=(str(mine),))
     assert (
         f"tasks.mine.compact.turnz = 5: is not a setting (from {mine}). Did you mean tasks.mine.compact.turns?"
         in text
     )
     mine.write_text(base + "compact = 3\n")
-    assert "tasks.mine.compact = 3: is not a table" in refusal(model, tasks=(str(mine),))
+    assert "tasks.mine.compact = 3: is not a table" in config_error(model, tasks=(str(mine),))
 
 
-def test_no_task_is_called_as_all_together(model: Path, tmp_path: Path):
+def test_a_task_may_not_have_the_name_of_the_aggregate(model: Path, tmp_path: Path):
     path = tmp_path / "overall.toml"
     path.write_text('env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n')
-    assert "tasks.overall.name = 'overall': is what all tasks together are called." in refusal(
-        model, tasks=(str(path),)
+    assert (
+        "tasks.overall.name = 'overall': is reserved for the aggregate over all tasks."
+        in config_error(model, tasks=(str(path),))
     )
 
 
 def test_the_sequence_ratio_has_its_own_clip(model: Path):
     actor = resolved(model, "actor.ratio=sequence").actor
     assert (actor.clip_low, actor.clip_high) == (3e-4, 3e-4)
-    text = refusal(model, "actor.ratio=sequence", "actor.clip_high=0.2")
+    text = config_error(model, "actor.ratio=sequence", "actor.clip_high=0.2")
     assert text == (
-        'actor.clip_high = 0.2: is a clip for token ratios, but actor.ratio is "sequence": a length-normalised sequence ratio never '
-        "gets that far from 1, so nothing would be clipped. Leave the clip out (it is then 0.0003) or use --set actor.ratio=token."
+        'actor.clip_high = 0.2: is too wide for actor.ratio = "sequence": a length-normalised '
+        "sequence ratio stays so close to 1 that nothing would be clipped. Leave it out (the "
+        "default is 0.0003), or use --set actor.ratio=token."
     )
 
 
@@ -473,37 +485,42 @@ def test_the_sequence_ratio_has_its_own_clip(model: Path):
     "key", ["actor.top_p", "actor.top_k", "actor.min_p", "eval.top_p", "engine.top_k"]
 )
 def test_truncated_sampling_is_refused_with_the_reason(model: Path, key: str):
-    text = refusal(model, f"{key}=0.9")
-    assert text.startswith(f"{key} = 0.9: is refused because sampling is by temperature only")
-    assert "renormalises over the tokens that survive" in text
+    text = config_error(model, f"{key}=0.9")
+    assert text.startswith(f"{key} = 0.9: is not supported: top_p, top_k and min_p renormalise")
+    assert "importance ratios against the trainer's full softmax would be wrong" in text
 
 
 def test_settings_that_contradict_each_other(model: Path):
-    text = refusal(model, "run.deterministic=true")
-    assert text.startswith("run.deterministic = True: needs rollout.max_staleness = 0, which is 1")
+    text = config_error(model, "run.deterministic=true")
+    assert text.startswith(
+        "run.deterministic = True: requires rollout.max_staleness = 0, but it is 1"
+    )
     assert text.endswith("Add --set rollout.max_staleness=0.")
     assert resolved(model, "run.deterministic=true", "rollout.max_staleness=0").run.deterministic
-    text = refusal(model, "actor.importance_cap=2.0")
-    assert 'actor.importance_cap = 2.0: is legal only with actor.old_logp = "recompute"' in text
-    assert text.endswith("Remove it or add --set actor.old_logp=recompute.")
+    text = config_error(model, "actor.importance_cap=2.0")
+    assert (
+        'actor.importance_cap = 2.0: requires actor.old_logp = "recompute", but it is "behaviour"'
+        in text
+    )
+    assert text.endswith("Remove it, or add --set actor.old_logp=recompute.")
     assert (
         resolved(model, "actor.importance_cap=2.0", "actor.old_logp=recompute").actor.importance_cap
         == 2.0
     )
 
 
-# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── models ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_model_that_does_not_exist(model: Path, tmp_path: Path):
-    assert "actor.model = 'no/such': is neither a bundled model nor a directory" in refusal(
+    assert "actor.model = 'no/such': is neither a bundled model nor a directory" in config_error(
         model, "actor.model=no/such"
     )
     (tmp_path / "empty").mkdir()
-    assert "that directory holds no config.json" in refusal(
+    assert "the directory contains no config.json" in config_error(
         model, f"actor.model={tmp_path / 'empty'}"
     )
-    assert "actor.model = 3: should be a valid string" in refusal(model, "actor.model=3")
+    assert "actor.model = 3: should be a valid string" in config_error(model, "actor.model=3")
 
 
 def test_a_models_path_is_saved_absolute(model: Path, monkeypatch: pytest.MonkeyPatch):
@@ -511,7 +528,7 @@ def test_a_models_path_is_saved_absolute(model: Path, monkeypatch: pytest.Monkey
     assert load(["room"], sets=["actor.model=model"]).actor.model == str(model.resolve())
 
 
-def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(
+def test_prompt_files_are_saved_as_absolute_paths_and_checked_before_a_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -524,15 +541,15 @@ def test_prompts_of_ones_own_are_saved_absolute_and_checked_before_a_run(
     with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
         train(config, tmp_path / "run", command="", screen=PlainMonitor())
     assert not (tmp_path / "run").exists()
-    assert "prompts.distill = 'x': is not a setting. Did you mean prompts.distil?" in refusal(
+    assert "prompts.distill = 'x': is not a setting. Did you mean prompts.distil?" in config_error(
         model, "prompts.distill=x"
     )
-    assert "prompts.actor = '': string should have at least 1 character" in refusal(
+    assert "prompts.actor = '': string should have at least 1 character" in config_error(
         model, "prompts.actor="
     )
 
 
-def test_bundled_models_are_known_by_name(
+def test_bundled_models_are_found_by_name(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "models" / "mini").mkdir(parents=True)
@@ -541,7 +558,7 @@ def test_bundled_models_are_known_by_name(
     assert resolve_model("mini") == tmp_path / "models" / "mini"
     config = load(["room"], sets=["actor.model=mini", "extractor.model=mini"])
     assert (config.actor.model, config.extractor.model) == ("mini", "mini")
-    assert "Did you mean mini? Available: mini" in refusal(model, "actor.model=mimi")
+    assert "Did you mean mini? Available: mini" in config_error(model, "actor.model=mimi")
 
 
 def test_a_bad_profile_is_refused(model: Path):
@@ -575,7 +592,7 @@ def test_a_models_size_is_read_from_its_shards(model: Path):
         model_size(model)
 
 
-# ── RUN/config.json ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── RUN/config.json ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_saved_config_is_the_same_config(model: Path, tmp_path: Path):
@@ -594,8 +611,8 @@ def test_the_saved_config_is_the_same_config(model: Path, tmp_path: Path):
     }
 
 
-def test_a_run_that_is_none_or_cannot_be_read(model: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"is not a run directory, it holds no config\.json"):
+def test_a_directory_that_is_not_a_readable_run(model: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"is not a run directory: it contains no config\.json"):
         load_saved(tmp_path / "nope")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -628,11 +645,11 @@ def test_the_tree_is_frozen_and_its_keys_are_listed(model: Path):
         validated(TaskConfig, {**config.tasks["room"].model_dump(), "stream": {"places": 0}})
 
 
-# ── extractor and bank ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── extractor and bank ────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_meant_for_tiny_extractors_is_theirs_alone(model: Path, tmp_path: Path):
-    """[compact.extractor] by the extractor's profile, the other compact tables by the actor's."""
+def test_compact_extractor_settings_only_apply_to_tiny_extractors(model: Path, tmp_path: Path):
+    """Check that [compact.extractor] depends on the extractor, and other tables on the actor."""
     (big := tmp_path / "big").mkdir()
     (big / "config.json").write_text("{}")
 
@@ -698,60 +715,64 @@ def test_the_papers_values_for_experience(model: Path):
     assert (config.complementary.guided, config.complementary.advantages) == (0.5, "split")
 
 
-def test_a_method_without_experience_asks_for_no_extractor(model: Path):
+def test_a_method_without_experience_needs_no_extractor(model: Path):
     grpo = {"method": "grpo"}
     config = resolved(model, "extractor.model=no/such", "bank.frozen=true", options=grpo)
     assert not config.with_experience
-    assert config.extractor.max_response_tokens == 4096, "no profile was looked at"
+    assert config.extractor.max_response_tokens == 4096, "the profile is not read"
     assert resolved(model).with_experience
-    assert "extractor.model = 'no/such': is neither a bundled model nor a directory" in refusal(
-        model, "extractor.model=no/such"
+    assert (
+        "extractor.model = 'no/such': is neither a bundled model nor a directory"
+        in config_error(model, "extractor.model=no/such")
     )
-    assert "extractor.batch = 0: should be greater than or equal to 1" in refusal(
+    assert "extractor.batch = 0: should be greater than or equal to 1" in config_error(
         model, "extractor.batch=0", options=grpo
     )
 
 
 def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    text = refusal(model, f"extractor.model={tmp_path / 'empty'}")
+    text = config_error(model, f"extractor.model={tmp_path / 'empty'}")
     assert text.startswith(
-        f"extractor.model = '{tmp_path / 'empty'}': that directory holds no config.json"
+        f"extractor.model = '{tmp_path / 'empty'}': the directory contains no config.json"
     )
-    assert "extractor.model = 3: should be a valid string" in refusal(model, "extractor.model=3")
+    assert "extractor.model = 3: should be a valid string" in config_error(
+        model, "extractor.model=3"
+    )
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text("{}")
     (tmp_path / "odd" / "crl.json").write_text('{"profile": "tiny"}')
-    text = refusal(model, f"extractor.model={tmp_path / 'odd'}")
+    text = config_error(model, f"extractor.model={tmp_path / 'odd'}")
     assert text.startswith("extractor.model = ")
     assert 'declares the profile "tiny"' in text
 
 
-def test_a_group_is_shared_evenly(model: Path):
-    assert refusal(model, "rollout.group_size=5") == (
-        "complementary.guided = 0.5: is no whole number of members of a group of 5 (rollout.group_size). "
+def test_the_guided_share_must_fit_the_group(model: Path):
+    assert config_error(model, "rollout.group_size=5") == (
+        "complementary.guided = 0.5: gives no whole number of members in a group of 5 (rollout.group_size). "
         "Choose a multiple of 1/5, or another group size."
     )
     assert (
         resolved(model, "rollout.group_size=5", "complementary.guided=0.6").complementary.guided
         == 0.6
     )
-    alone = ("rollout.group_size=4", "complementary.guided=0.75")
-    assert refusal(model, *alone).startswith(
-        "complementary.guided = 0.75: leaves one guided or one free member of 4, whose advantage among its like is always 0."
+    one_free = ("rollout.group_size=4", "complementary.guided=0.75")
+    assert config_error(model, *one_free).startswith(
+        "complementary.guided = 0.75: gives one guided or one free member in a group of 4: it is compared "
+        "with no other member, so its advantage is always 0."
     )
-    assert resolved(model, *alone, "complementary.advantages=cross")
-    everybody = ("complementary.guided=1", "extractor.baseline=batch")
-    assert resolved(model, "rollout.group_size=5", *everybody).rollout.group_size == 5
+    assert resolved(model, *one_free, "complementary.advantages=cross")
+    all_guided = ("complementary.guided=1", "extractor.baseline=batch")
+    assert resolved(model, "rollout.group_size=5", *all_guided).rollout.group_size == 5
     assert (
         resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
     )
 
 
-def test_a_group_without_free_members_is_no_baseline(model: Path):
-    assert refusal(model, "complementary.guided=1") == (
-        "extractor.baseline = 'group': compares with a group's members without experience, and with complementary.guided = 1 there are "
-        "none. Add --set extractor.baseline=batch."
+def test_the_group_baseline_needs_free_members(model: Path):
+    assert config_error(model, "complementary.guided=1") == (
+        "extractor.baseline = 'group': is computed from the free members of a group, and with "
+        "complementary.guided = 1 there are none. Add --set extractor.baseline=batch."
     )
     assert (
         resolved(model, "complementary.guided=1", "extractor.baseline=batch").extractor.baseline
@@ -760,57 +781,60 @@ def test_a_group_without_free_members_is_no_baseline(model: Path):
     assert (
         resolved(model, "complementary.guided=1", "extractor.train=false").extractor.baseline
         == "group"
-    ), "nobody is trained"
+    ), "the extractor is not trained"
 
 
-def test_what_a_bank_cannot_be(model: Path, tmp_path: Path):
-    assert refusal(model, "bank.frozen=true") == (
-        "bank.frozen = True: an empty bank to which nothing is written guides nobody. Give bank.init too."
+def test_invalid_bank_settings(model: Path, tmp_path: Path):
+    assert config_error(model, "bank.frozen=true") == (
+        "bank.frozen = True: the bank would stay empty, because bank.init is not set and nothing is "
+        "written to a frozen bank. Also set bank.init."
     )
-    text = refusal(model, "extractor.max_response_tokens=1024")
+    text = config_error(model, "extractor.max_response_tokens=1024")
     assert text.startswith(
-        "extractor.max_response_tokens = 1024: leaves no room for a prompt in extractor.max_context_tokens, which is 1024"
+        "extractor.max_response_tokens = 1024: leaves no tokens for the prompt: "
+        "extractor.max_context_tokens is 1024. Lower it, or raise extractor.max_context_tokens."
     )
-    assert "bank.frosen = True: is not a setting. Did you mean bank.frozen?" in refusal(
+    assert "bank.frosen = True: is not a setting. Did you mean bank.frozen?" in config_error(
         model, "bank.frosen=true"
     )
-    assert "Did you mean retrieval.choice?" in refusal(model, "retrieval.choise=credit")
-    assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in refusal(
+    assert "Did you mean retrieval.choice?" in config_error(model, "retrieval.choise=credit")
+    assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in config_error(
         model, "retrieval.choice=best"
     )
-    assert "complementary.guided = 'half': should be a valid number" in refusal(
+    assert "complementary.guided = 'half': should be a valid number" in config_error(
         model, "complementary.guided=half"
     )
-    assert "complementary.guided = 1.5: should be less than or equal to 1" in refusal(
+    assert "complementary.guided = 1.5: should be less than or equal to 1" in config_error(
         model, "complementary.guided=1.5"
     )
-    assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in refusal(
+    assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in config_error(
         model, "extractor.malformed_reward=-2"
     )
 
 
-def test_what_a_critic_cannot_be(model: Path):
+def test_invalid_critic_settings(model: Path):
     assert not resolved(model).critic.enabled
     assert resolved(model, "critic.enabled=true").critic.max_response_tokens == 24, "a tiny actor's"
-    assert refusal(
+    assert config_error(
         model,
         "critic.enabled=true",
         "critic.warmup=0",
         "complementary.guided=1",
         "extractor.baseline=batch",
     ) == (
-        "critic.warmup = 0: leaves nothing to tell the actor's success rate from: with complementary.guided = 1 no later episode is free. "
-        "Choose at least 1."
+        "critic.warmup = 0: gives no estimate of the actor's success rate: with "
+        "complementary.guided = 1, all later episodes are guided. Choose at least 1."
     )
-    assert refusal(model, "critic.max_response_tokens=1024").startswith(
-        "critic.max_response_tokens = 1024: leaves no room for a prompt in actor.max_context_tokens, which is 1024"
+    assert config_error(model, "critic.max_response_tokens=1024").startswith(
+        "critic.max_response_tokens = 1024: leaves no tokens for the prompt: "
+        "actor.max_context_tokens is 1024"
     )
-    assert "critic.enough = 65: should be less than or equal to 64" in refusal(
+    assert "critic.enough = 65: should be less than or equal to 64" in config_error(
         model, "critic.enough=65"
     )
     with pytest.raises(
         ConfigError,
-        match=r"critic\.enabled = True: method grpo has no experience that the actor could judge",
+        match=r"critic\.enabled = True: the method grpo has no experience for the actor to judge",
     ):
         resolved(model, "critic.enabled=true", options={"method": "grpo"})
 
@@ -828,7 +852,7 @@ def test_a_banks_path_is_saved_absolute(
     assert resolved(model).bank.init == ""
 
 
-def test_a_run_of_before_there_were_merges_can_be_read(model: Path, tmp_path: Path):
+def test_a_run_from_before_merges_can_be_read(model: Path, tmp_path: Path):
     config = resolved(model)
     dump(config, tmp_path / "config.json")
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -838,7 +862,7 @@ def test_a_run_of_before_there_were_merges_can_be_read(model: Path, tmp_path: Pa
     assert load_saved(tmp_path).config.extractor.merge_every == 0
 
 
-def test_a_run_of_before_there_were_policies_evicts_as_it_did(model: Path, tmp_path: Path):
+def test_a_run_from_before_eviction_policies_keeps_its_policy(model: Path, tmp_path: Path):
     for choice, evict in (("credit", "credit"), ("diverse", "fifo")):
         dump(resolved(model, f"retrieval.choice={choice}"), tmp_path / "config.json")
         saved = json.loads((tmp_path / "config.json").read_text())
@@ -858,32 +882,34 @@ def test_a_run_of_before_there_were_policies_evicts_as_it_did(model: Path, tmp_p
         ("merge", "extractor.merge_every=5"),
     ],
 )
-def test_of_a_prompt_that_nobody_is_told_the_switch_is_named(model: Path, prompt: str, switch: str):
+def test_an_unused_prompt_is_refused_with_the_switch_that_uses_it(
+    model: Path, prompt: str, switch: str
+):
     def refused(*sets: str, **options: str) -> str:
         with pytest.raises(
             ConfigError,
-            match=rf"^prompts\.{prompt} = .*: no model of this run is told it\. Remove it, or ",
+            match=rf"^prompts\.{prompt} = .*: is not used by any model of this run\. Remove it, or ",
         ) as caught:
-            require_told(resolved(model, f"prompts.{prompt}=a.txt", *sets, options=options))
+            require_prompts_used(resolved(model, f"prompts.{prompt}=a.txt", *sets, options=options))
         return str(caught.value).partition("Remove it, or ")[2]
 
     assert refused() == f"add --set {switch}."
     assert refused(switch) == "give language models as actor.model and extractor.model.", (
-        "tiny ones know the game's texts alone"
+        "tiny models read no prompts"
     )
     assert refused(method="grpo") == "choose another method than grpo, which has no experience."
 
 
-async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
+async def test_bank_settings_are_passed_to_the_manager(model: Path):
     sets = ("bank.size=9", "bank.evict=lru", "bank.vote_out=2", "bank.duplicate=0.9")
     config = resolved(model, *sets)
     async with AsyncExitStack() as stack:
         with pytest.raises(
             ConfigError, match=r"^bank\.vote_out = 2: needs an extractor that is a language model"
         ):
-            await _bank_parts(config, specs(config), {}, unseen, stack)
+            await _bank_factory(config, specs(config), {}, no_progress, stack)
         config = resolved(model, *sets[:2], sets[3])
-        settings = (await _bank_parts(config, specs(config), {}, unseen, stack)).settings
+        settings = (await _bank_factory(config, specs(config), {}, no_progress, stack)).settings
         assert (
             settings.cap,
             settings.size,
@@ -892,8 +918,8 @@ async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
             settings.duplicate,
         ) == (8, 9, "lru", None, 0.9)
         untrained = (
-            await _bank_parts(
-                resolved(model, "extractor.train=false"), specs(config), {}, unseen, stack
+            await _bank_factory(
+                resolved(model, "extractor.train=false"), specs(config), {}, no_progress, stack
             )
         ).settings
         assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (
@@ -901,36 +927,42 @@ async def test_what_the_bank_keeps_is_the_settings_of_its_manager(model: Path):
             None,
         ), "nothing to train on is kept"
         judged = (
-            await _bank_parts(
-                resolved(model, "critic.enabled=true"), specs(config), {}, unseen, stack
+            await _bank_factory(
+                resolved(model, "critic.enabled=true"), specs(config), {}, no_progress, stack
             )
         ).settings
         assert (settings.credit.centred, judged.credit.centred) == (False, True), (
             "a verdict's score is no advantage"
         )
         frozen = (
-            await _bank_parts(
-                resolved(model, "bank.init=a", "bank.frozen=true"), specs(config), {}, unseen, stack
+            await _bank_factory(
+                resolved(model, "bank.init=a", "bank.frozen=true"),
+                specs(config),
+                {},
+                no_progress,
+                stack,
             )
         ).settings
         assert (frozen.cap, frozen.size) == (None, None), "nothing of a static bank goes"
 
 
-def test_a_policy_needs_a_bound(model: Path, tmp_path: Path):
+def test_an_eviction_policy_needs_a_size_limit(model: Path, tmp_path: Path):
     (big := tmp_path / "big").mkdir()
     (big / "config.json").write_text("{}")
     big_actor = f"actor.model={big}"
-    assert refusal(model, big_actor, "bank.evict=lru") == (
-        "bank.evict = 'lru': nothing is evicted from a bank without bounds. Give bank.cap or bank.size too."
+    assert config_error(model, big_actor, "bank.evict=lru") == (
+        "bank.evict = 'lru': a bank without bank.cap and bank.size evicts nothing. Also set bank.cap "
+        "or bank.size."
     )
-    assert "changes nothing, since nothing is evicted from a bank without bounds." in refusal(
-        model, big_actor, "bank.evict=fifo"
+    assert (
+        "has no effect because a bank without bank.cap and bank.size evicts nothing."
+        in config_error(model, big_actor, "bank.evict=fifo")
     )
     for bound in ("cap", "size"):
         assert resolved(model, big_actor, "bank.evict=lru", f"bank.{bound}=5").bank.evict == "lru"
 
 
-async def test_a_deterministic_run_waits_for_any_answer(model: Path):
+async def test_a_deterministic_run_has_no_answer_timeout(model: Path):
     for sets, lease in (
         ([], 3600.0),
         (["run.deterministic=true", "rollout.max_staleness=0"], None),
@@ -938,39 +970,43 @@ async def test_a_deterministic_run_waits_for_any_answer(model: Path):
         config = resolved(model, *sets)
         async with AsyncExitStack() as stack:
             assert (
-                await _bank_parts(config, specs(config), {}, unseen, stack)
+                await _bank_factory(config, specs(config), {}, no_progress, stack)
             ).settings.lease == lease
 
 
 def test_settings_of_another_engine_are_refused(model: Path):
     vllm = "engine.kind=vllm"
-    assert refusal(model, "engine.replicas=2") == (
-        "engine.replicas = 2: changes nothing, since engine.kind is torch. Add --set engine.kind=vllm, or leave it out."
+    assert config_error(model, "engine.replicas=2") == (
+        "engine.replicas = 2: has no effect because engine.kind is torch. "
+        "Add --set engine.kind=vllm, or leave it out."
     )
     assert resolved(model, vllm, "engine.replicas=2").engine.replicas == 2
-    assert refusal(model, vllm, "engine.device=cpu") == (
-        "engine.device = 'cpu': changes nothing, since engine.kind is vllm. Add --set engine.kind=torch, or leave it out."
+    assert config_error(model, vllm, "engine.device=cpu") == (
+        "engine.device = 'cpu': has no effect because engine.kind is vllm. "
+        "Add --set engine.kind=torch, or leave it out."
     )
     for key in ("top_p=0.9", "top_k=4", "min_p=0.1"):
-        assert "sampling is by temperature only" in refusal(model, vllm, f"engine.{key}")
+        assert "is not supported: top_p, top_k and min_p" in config_error(
+            model, vllm, f"engine.{key}"
+        )
 
 
 def test_what_vllm_cannot_do_is_refused(model: Path, tmp_path: Path):
     vllm, deterministic = "engine.kind=vllm", ("run.deterministic=true", "rollout.max_staleness=0")
-    assert refusal(model, vllm, *deterministic).startswith(
-        "run.deterministic = True: cannot be had with engine.kind = vllm: which requests"
+    assert config_error(model, vllm, *deterministic).startswith(
+        "run.deterministic = True: is not possible with engine.kind = vllm: "
     )
-    assert refusal(model, vllm, "engine.transfer=nccl") == (
-        "engine.transfer = 'nccl': needs a learner with processes of its own, but learner.kind is local. "
-        "Use --set learner.kind=deepspeed, or engine.transfer=file."
+    assert config_error(model, vllm, "engine.transfer=nccl") == (
+        "engine.transfer = 'nccl': requires a learner in separate processes, but learner.kind is local. "
+        "Use --set learner.kind=deepspeed, or --set engine.transfer=file."
     )
-    assert refusal(model, "embedder.kind=vllm").startswith(
-        "embedder.kind = 'vllm': serves an encoder's directory, but embedder.model is none"
+    assert config_error(model, "embedder.kind=vllm").startswith(
+        "embedder.kind = 'vllm': requires the directory of an encoder as embedder.model"
     )
     assert (
         resolved(model, "embedder.kind=vllm", f"embedder.model={tmp_path}").embedder.kind == "vllm"
     )
-    assert "must not depend on who shares a pass" in refusal(
+    assert "vectors depend on the other texts in the batch" in config_error(
         model, "embedder.kind=vllm", f"embedder.model={tmp_path}", *deterministic
     )
 
@@ -996,26 +1032,32 @@ def test_a_missing_vllm_is_named_with_its_extra(
     "key",
     ["ask.limit", "ask.deadline", "critic.warmup", "critic.enough", "critic.max_response_tokens"],
 )
-def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Path):
+def test_settings_of_a_part_that_is_off_are_refused(model: Path, key: str, tmp_path: Path):
     section, _, name = key.partition(".")
-    said = f"{key} = 2: changes nothing, since {section}.enabled is false. Add --set {section}.enabled=true, or leave it out."
-    assert refusal(model, f"{key}=2").replace("2.0", "2") == said
-    without = f"{key} = 2: changes nothing, since the method grpo has no experience. Leave it out, or choose another method."
-    assert refusal(model, f"{key}=2", options={"method": "grpo"}) == without
+    message = (
+        f"{key} = 2: has no effect because {section}.enabled is false. "
+        f"Add --set {section}.enabled=true, or leave it out."
+    )
+    assert config_error(model, f"{key}=2").replace("2.0", "2") == message
+    without = (
+        f"{key} = 2: has no effect because the method grpo has no experience. "
+        "Leave it out, or choose another method."
+    )
+    assert config_error(model, f"{key}=2", options={"method": "grpo"}) == without
     assert (
         getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=true"), section), name) == 2
     )
     assert (
         getattr(getattr(resolved(model, f"{key}=2", f"{section}.enabled=false"), section), name)
         == 2
-    ), "the user knows"
+    ), "the user gave the switch too"
     mine = tmp_path / "mine.toml"
     mine.write_text(f"[compact.{section}]\n{name} = 2\n")
     assert getattr(getattr(resolved(model, preset=str(mine)), section), name) == 2, (
         "of a tiny model, whenever it is on"
     )
     mine.write_text(f"[{section}]\n{name} = 2\n")
-    assert refusal(model, preset=str(mine)).replace("2.0", "2") == said
+    assert config_error(model, preset=str(mine)).replace("2.0", "2") == message
     assert (
         getattr(
             getattr(resolved(model, f"{section}.enabled=true", preset=str(mine)), section), name
@@ -1036,15 +1078,11 @@ def test_settings_of_what_is_off_are_refused(model: Path, key: str, tmp_path: Pa
         "extractor.merge_every=2",
     ],
 )
-def test_settings_of_what_is_written_to_a_frozen_bank_are_refused(
-    model: Path, setting: str, tmp_path: Path
-):
+def test_write_settings_of_a_frozen_bank_are_refused(model: Path, setting: str, tmp_path: Path):
     frozen = ("bank.init=a.sqlite", "bank.frozen=true")
     assert resolved(model, setting), "of one that is written"
-    said = (
-        "changes nothing, since bank.frozen is true: nothing is written. Leave one of the two out."
-    )
-    assert refusal(model, *frozen, setting).endswith(said)
+    message = "has no effect because bank.frozen is true. Remove one of the two settings."
+    assert config_error(model, *frozen, setting).endswith(message)
     assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 8, (
         "the preset's is no setting of the user's"
     )
@@ -1056,9 +1094,9 @@ def test_settings_of_what_is_written_to_a_frozen_bank_are_refused(
     )
 
 
-def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
-    assert refusal(model, "extractor.merge_tokens=99") == (
-        "extractor.merge_tokens = 99: changes nothing, since extractor.merge_every is 0. "
+def test_merge_tokens_without_merges_are_refused(model: Path):
+    assert config_error(model, "extractor.merge_tokens=99") == (
+        "extractor.merge_tokens = 99: has no effect because extractor.merge_every is 0. "
         "Add --set extractor.merge_every=5, or leave it out."
     )
     for every in (0, 5):
@@ -1067,48 +1105,49 @@ def test_the_size_of_merges_that_there_are_none_of_is_refused(model: Path):
                 model, "extractor.merge_tokens=99", f"extractor.merge_every={every}"
             ).extractor.merge_tokens
             == 99
-        ), "the user knows"
+        ), "the user gave the switch too"
     assert resolved(model, "extractor.merge_tokens=99", options={"method": "grpo"})
 
 
-def test_trials_are_of_the_choice_by_credit(model: Path):
-    assert refusal(model, "retrieval.choice=diverse", "retrieval.trials=0.25") == (
-        'retrieval.trials = 0.25: changes nothing, since retrieval.choice is "diverse", which spreads searches itself. '
+def test_trials_require_the_choice_by_credit(model: Path):
+    assert config_error(model, "retrieval.choice=diverse", "retrieval.trials=0.25") == (
+        'retrieval.trials = 0.25: has no effect because retrieval.choice is "diverse", which already '
+        "favours rarely retrieved experiences. "
         "Add --set retrieval.choice=credit, or leave it out."
     )
     assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", (
-        "the preset's own trials wait"
+        "the preset's trials are ignored"
     )
     assert (
         resolved(model, "retrieval.choice=diverse", "retrieval.trials=0.0").retrieval.trials == 0.0
-    ), "which is what it comes to"
+    ), "0 states the actual behaviour"
     assert resolved(model, "retrieval.trials=0.25").retrieval.trials == 0.25
 
 
-def test_listening_is_compared_with_free_members(model: Path):
-    everybody = ("complementary.guided=1", "extractor.baseline=batch")
-    assert resolved(model, *everybody), "the preset's own weight of it waits"
+def test_comparisons_with_free_members_require_free_members(model: Path):
+    all_guided = ("complementary.guided=1", "extractor.baseline=batch")
+    assert resolved(model, *all_guided), "the preset's weight is ignored"
     for key in ("complementary.listening", "complementary.self_distillation"):
-        assert refusal(model, *everybody, f"{key}=0.5") == (
-            f"{key} = 0.5: changes nothing, since complementary.guided is 1: there is no free member to compare "
-            "with. Leave one of the two out."
+        assert config_error(model, *all_guided, f"{key}=0.5") == (
+            f"{key} = 0.5: has no effect because complementary.guided is 1, so a group has no free "
+            "members to compare with. Remove one of the two settings."
         )
-        assert resolved(model, *everybody, f"{key}=0"), "which is what it comes to"
+        assert resolved(model, *all_guided, f"{key}=0"), "0 states the actual behaviour"
 
 
-def test_a_run_that_was_saved_with_settings_of_what_is_off_can_be_read(model: Path, tmp_path: Path):
+def test_a_saved_run_with_settings_of_a_part_that_is_off_can_be_read(model: Path, tmp_path: Path):
     dump(resolved(model, "ask.limit=2", "ask.enabled=false"), tmp_path / "config.json")
     assert load_saved(tmp_path).config.ask.limit == 2
 
 
-def test_overtime_is_planned_only_where_episodes_are_distilled(model: Path):
+def test_overtime_is_only_planned_if_episodes_are_distilled(model: Path):
     frozen = resolved(model, "bank.frozen=true", "bank.init=bank.sqlite")
-    alone = resolved(model, options={"method": "grpo"})
-    assert (resolved(model).distils, frozen.distils, alone.distils) == (True, False, False)
-    assert "goes on for 4 turns, for the extractor alone" in overview(
+    grpo = resolved(model, options={"method": "grpo"})
+    assert (resolved(model).distils, frozen.distils, grpo.distils) == (True, False, False)
+    assert "continue for at most 4 turns, only for distillation" in overview(
         resolved(model, "actor.model=tiny-actor")
     )
-    assert "goes on for" not in overview(
+    assert "continue for" not in overview(
         resolved(model, "actor.model=tiny-actor", options={"method": "grpo"})
     )
 
@@ -1120,10 +1159,13 @@ def test_questions_are_off_and_few_for_tiny_models(model: Path):
         tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
     ).ask
     assert (paper.enabled, paper.limit, paper.deadline) == (False, 3, 30.0)
-    assert "ask.limit = 0: should be greater than or equal to 1" in refusal(model, "ask.limit=0")
-    assert "ask.deadline = 0.0: should be greater than 0" in refusal(model, "ask.deadline=0.0")
-    assert refusal(model, "ask.enabled=true", options={"method": "grpo"}) == (
-        "ask.enabled = True: changes nothing, since the method grpo has no bank to ask. Leave it out, or choose another method."
+    assert "ask.limit = 0: should be greater than or equal to 1" in config_error(
+        model, "ask.limit=0"
+    )
+    assert "ask.deadline = 0.0: should be greater than 0" in config_error(model, "ask.deadline=0.0")
+    assert config_error(model, "ask.enabled=true", options={"method": "grpo"}) == (
+        "ask.enabled = True: has no effect because the method grpo has no bank to ask. "
+        "Leave it out, or choose another method."
     )
     assert resolved(model, "ask.enabled=false", options={"method": "grpo"})
     assert resolved(model, preset="node8", options={"method": "grpo"}).ask.enabled, (

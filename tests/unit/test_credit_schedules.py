@@ -17,16 +17,16 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from extractors import RETURN, Scribe, add, hit, manager, request, search, update
+from extractors import RETURN, NoteEngine, add, hit, open_manager, request, search, update
 
 from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, RetrievalSettings
 from crl.manager.records import UnitKey
 from crl.manager.upkeep import evict
 from crl.types import ExperienceUse
 
-COOLDOWN, ALPHA, KEPT, MALFORMED = 2, 0.5, 2, -1.0
+COOLDOWN, ALPHA, WINDOW_STEPS, MALFORMED = 2, 0.5, 2, -1.0
 SETTINGS = ManagerSettings(
-    keep_steps=KEPT, retrieval=RetrievalSettings(margin=2.0, min_similarity=-1.0),
+    credit_window_steps=WINDOW_STEPS, retrieval=RetrievalSettings(margin=2.0, min_similarity=-1.0),
     credit=CreditSettings(COOLDOWN, ALPHA, MALFORMED),
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ ANSWERS = {
     "bad": "Hm.",
 }
 
-MEMORY = Path("/dev/shm")
+RAM_FOLDER = Path("/dev/shm")
 """Folder for thousands of banks that need not wait for a disk."""
 
 # ── the model ─────────────────────────────────────────────────────────────────────────────────────
@@ -51,7 +51,7 @@ class Unit:
     credited: int = 0
     credit: float = 0.0
     pending: list[float] = field(default_factory=list)
-    returned: int | None = None
+    last_returned: int | None = None
     """Last step that returned the unit from a search."""
 
 
@@ -72,7 +72,7 @@ class Model:
     generations: dict[str, Generation] = field(default_factory=dict)
     waiting: list[UnitKey] = field(default_factory=list)
     """Units with pending rewards, in order."""
-    told: dict[str, tuple[list[UnitKey], bool]] = field(default_factory=dict)
+    credited_episodes: dict[str, tuple[list[UnitKey], bool]] = field(default_factory=dict)
     """Uses and outcome of each credited episode."""
 
     def write(self, unit: UnitKey, generation: str) -> None:
@@ -99,7 +99,7 @@ class Model:
             if note in ("two", "both"):
                 self.write(UnitKey(f"{name}#1", 1), name)
 
-    def tell(self, units: list[UnitKey], success: bool) -> None:
+    def credit(self, units: list[UnitKey], success: bool) -> None:
         reward = 1.0 if success else -1.0
         for key in dict.fromkeys(units):
             unit = self.units[key]
@@ -164,7 +164,7 @@ class Model:
 
     def may_earn(self, key: UnitKey) -> bool:
         unit = self.units[key]
-        recent = unit.returned is not None and unit.returned >= self.step - KEPT
+        recent = unit.last_returned is not None and unit.last_returned >= self.step - WINDOW_STEPS
         return bool(unit.pending) or self.active.get(key.uid) == key.version or recent
 
 
@@ -179,12 +179,12 @@ class Schedule:
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.rng = path, random.Random(seed)
-        self.engine, self.model = Scribe(ANSWERS), Model()
+        self.engine, self.model = NoteEngine(ANSWERS), Model()
         self.numbers = itertools.count()
-        self.guiding: list[UnitKey] = []
-        self.offered: dict[UnitKey, int] = {}
+        self.retrieved_units: list[UnitKey] = []
+        self.batch_counts: dict[UnitKey, int] = {}
         self.ids: list[str] = []
-        self.taken_at = self.trainings = 0
+        self.batch_step = self.trainings = 0
         self.snapshots: dict[int, Model] = {}
 
     async def play(self, operations: int) -> None:
@@ -192,12 +192,12 @@ class Schedule:
         for name in self.rng.choices(list(OPERATIONS), list(OPERATIONS.values()), k=operations):
             await getattr(self, name)()
             await self.compare()
-        await self.made.aclose()
+        await self.manager.aclose()
 
     async def open(self) -> None:
-        self.made: ExperienceManager = await manager(self.path, self.engine, SETTINGS)
-        self.made.advance(self.model.step)
-        self.offered = {}
+        self.manager: ExperienceManager = await open_manager(self.path, self.engine, SETTINGS)
+        self.manager.advance(self.model.step)
+        self.batch_counts = {}
 
     def any_unit(self) -> UnitKey | None:
         """Return a random unit, or None if there is none.
@@ -205,8 +205,14 @@ class Schedule:
         Units that guided recently or are in training are more likely.
         """
         keys = [key for key in self.model.units if key.version]
-        busy = [key for key in (*self.offered, *self.guiding[-3:]) if key in keys]
-        return self.rng.choice(busy if busy and self.rng.random() < 0.7 else keys) if keys else None
+        recent_units = [
+            key for key in (*self.batch_counts, *self.retrieved_units[-3:]) if key in keys
+        ]
+        return (
+            self.rng.choice(recent_units if recent_units and self.rng.random() < 0.7 else keys)
+            if keys
+            else None
+        )
 
     async def distil(self) -> None:
         shown = self.any_unit()
@@ -214,39 +220,39 @@ class Schedule:
         episode = request(
             self.model.step, next(self.numbers), note=note, shown=(hit(*shown),) if shown else ()
         )
-        await self.made.submit(episode)
-        await self.made.drain()
+        await self.manager.submit(episode)
+        await self.manager.drain()
         self.model.distil(episode.id, note, shown)
         self.model.prune()
 
     async def retrieve(self) -> None:
-        (found,) = await self.made.search([search(group=next(self.numbers))])
+        (found,) = await self.manager.search([search(group=next(self.numbers))])
         assert bool(found) == bool(self.model.active)
         if found:
             assert self.model.active[found.use.uid] == found.use.version
-            self.guiding.append(UnitKey(found.use.uid, found.use.version))
-            self.model.units[self.guiding[-1]].returned = self.model.step
+            self.retrieved_units.append(UnitKey(found.use.uid, found.use.version))
+            self.model.units[self.retrieved_units[-1]].last_returned = self.model.step
 
     async def credit(self) -> None:
         drawn = [self.any_unit() for _ in range(self.rng.randint(1, 3))]
         units, success = [unit for unit in drawn if unit], self.rng.random() < 0.5
         episode = f"episode {next(self.numbers)}"
-        await self._tell(episode, units, success)
-        self.model.told[episode] = (units, success)
-        self.model.tell(units, success)
+        await self._credit(episode, units, success)
+        self.model.credited_episodes[episode] = (units, success)
+        self.model.credit(units, success)
 
     async def credit_again(self) -> None:
-        if self.model.told:
-            episode = self.rng.choice(list(self.model.told))
-            await self._tell(episode, *self.model.told[episode])
+        if self.model.credited_episodes:
+            episode = self.rng.choice(list(self.model.credited_episodes))
+            await self._credit(episode, *self.model.credited_episodes[episode])
 
-    async def _tell(self, episode: str, units: list[UnitKey], success: bool) -> None:
+    async def _credit(self, episode: str, units: list[UnitKey], success: bool) -> None:
         uses = [ExperienceUse(*key, self.model.units[key].generation, "start") for key in units]
-        await self.made.credit(uses, success, episode=episode)
+        await self.manager.credit(uses, success, episode=episode)
 
     async def take(self) -> None:
         n = self.rng.choice([1, 1, 2, 3, 4, 8])
-        samples, batch = await self.made.take_batch(n, self.model.step), self.model.batch(n)
+        samples, batch = await self.manager.take_batch(n, self.model.step), self.model.batch(n)
         assert (samples is None) == (not batch)
         if samples:
             expected = self.model.samples(batch)
@@ -257,17 +263,17 @@ class Schedule:
                 for value in (sample.reward, sample.weight, sample.advantage)
             ]
             assert found == pytest.approx([value for row in expected.values() for value in row])
-            self.offered, self.ids = (
+            self.batch_counts, self.ids = (
                 {key: len(self.model.units[key].pending) for key in batch},
                 list(expected),
             )
-            self.taken_at = self.model.step
+            self.batch_step = self.model.step
 
     async def mark(self) -> None:
-        if self.offered:
-            await self.made.mark_trained(self.ids, self.taken_at)
-            self.model.train(self.offered, self.taken_at)
-            self.offered = {}
+        if self.batch_counts:
+            await self.manager.mark_trained(self.ids, self.batch_step)
+            self.model.train(self.batch_counts, self.batch_step)
+            self.batch_counts = {}
             self.trainings += 1
 
     async def train(self) -> None:
@@ -279,8 +285,8 @@ class Schedule:
 
     async def advance(self) -> None:
         self.model.step += self.rng.randint(1, 2)
-        self.made.advance(self.model.step)
-        await self.made.flush()
+        self.manager.advance(self.model.step)
+        await self.manager.flush()
         self.model.prune()
 
     async def merge(self) -> None:
@@ -294,39 +300,39 @@ class Schedule:
             ops.insert(0, {"op": "discard", "target": 3})
             del self.model.active[rest[0]]
         self.engine.merging = json.dumps(ops)
-        await self.made.merge()
+        await self.manager.merge()
         del self.model.active[first], self.model.active[second]
-        made = list(self.made._bank.entries.values())[-1]
-        assert made.parents[0].startswith(f"{first}@")
-        self.model.write(made.unit, made.generation)
+        merged = list(self.manager._bank.entries.values())[-1]
+        assert merged.parents[0].startswith(f"{first}@")
+        self.model.write(merged.unit, merged.generation)
 
     async def evict(self) -> None:
         """Evict an entry as `crl bank prune` does between two runs."""
         if self.model.active:
             uid = self.rng.choice(list(self.model.active))
-            await self.made.aclose()
+            await self.manager.aclose()
             assert await evict(self.path, [UnitKey(uid, self.model.active.pop(uid))]) == 1
             await self.open()
 
     async def reopen(self) -> None:
         """Reopen the bank, which then offers taken but unmarked samples again."""
-        await self.made.aclose()
+        await self.manager.aclose()
         await self.open()
 
     async def snapshot(self) -> None:
-        self.snapshots[await self.made.snapshot()] = copy.deepcopy(self.model)
+        self.snapshots[await self.manager.snapshot()] = copy.deepcopy(self.model)
 
-    async def go_back(self) -> None:
+    async def roll_back(self) -> None:
         if self.snapshots:
             seq = self.rng.choice(list(self.snapshots))
-            await self.made.rollback(seq)
-            self.model, self.offered = copy.deepcopy(self.snapshots[seq]), {}
+            await self.manager.rollback(seq)
+            self.model, self.batch_counts = copy.deepcopy(self.snapshots[seq]), {}
             self.snapshots = {
                 known: model for known, model in self.snapshots.items() if known <= seq
             }
 
     async def compare(self) -> None:
-        model, store = self.model, self.made._store
+        model, store = self.model, self.manager._store
         pending = [
             (
                 unit.pending.unit,
@@ -336,7 +342,7 @@ class Schedule:
                 unit.c_train,
                 unit.t_last,
             )
-            for unit in await store.ready()
+            for unit in await store.ready_units()
         ]
         expected = [
             (key, model.units[key], model.generations[model.units[key].generation])
@@ -359,7 +365,7 @@ class Schedule:
         }
         entries = [
             (*entry.unit, entry.credited, entry.credit)
-            for entry in self.made._bank.entries.values()
+            for entry in self.manager._bank.entries.values()
         ]
         current = [
             (uid, version, model.units[UnitKey(uid, version)])
@@ -372,15 +378,15 @@ class Schedule:
 
 OPERATIONS = {
     "distil": 4, "retrieve": 4, "credit": 8, "credit_again": 1, "take": 2, "mark": 2, "train": 6,
-    "advance": 3, "merge": 0.5, "evict": 0.5, "reopen": 0.5, "snapshot": 0.7, "go_back": 0.4,
+    "advance": 3, "merge": 0.5, "evict": 0.5, "reopen": 0.5, "snapshot": 0.7, "roll_back": 0.4,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 400))]
 )
-def test_every_reward_is_trained_on_once_or_pending_whatever_happens_between(seed: int) -> None:
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+def test_every_reward_is_pending_or_trained_on_once(seed: int) -> None:
+    with tempfile.TemporaryDirectory(dir=RAM_FOLDER if RAM_FOLDER.is_dir() else None) as folder:
         schedule = Schedule(Path(folder) / "bank.sqlite", seed)
         asyncio.run(schedule.play(150))
     assert schedule.trainings

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from doors import HIT, TASK, Shelf, house, renderer, runner, until
+from doors import HIT, TASK, RecordingRetriever, open_host, renderer, runner, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from crl.prompts import prompt
 from crl.protocols import Engine, Hit
 from crl.rollout.critic import MALFORMED, MAX_CHARS, Critic, Critique, parse_critique
 from crl.rollout.episode import EpisodeKey
-from crl.rollout.rates import GOALS, SuccessRates
+from crl.rollout.rates import MAX_GOALS, SuccessRates
 from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.run.critic import Warmup
 from crl.types import (
@@ -80,23 +80,23 @@ def test_verdicts(completion: str, critique: Critique) -> None:
     assert parse_critique(f"Let me see.</think>{completion}", thinking=True) == critique
 
 
-def test_thoughts_that_do_not_end_are_no_verdict() -> None:
+def test_unfinished_thinking_is_malformed() -> None:
     assert parse_critique("reject", thinking=True) == MALFORMED
 
 
 @given(st.text())
-def test_whatever_an_actor_says_is_read(completion: str) -> None:
+def test_any_text_is_parsed(completion: str) -> None:
     critique = parse_critique(completion)
     assert critique.malformed <= (critique.verdict == "accept")
     assert bool(critique.text) == (critique.verdict == "refine")
 
 
 def test_a_verdict_applied() -> None:
-    assert Critique("accept").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="accept"))
-    assert Critique("refine", "Push.").applied(HIT) == replace(
+    assert Critique("accept").apply_to(HIT) == replace(HIT, use=replace(HIT.use, verdict="accept"))
+    assert Critique("refine", "Push.").apply_to(HIT) == replace(
         HIT, text="Push.", use=replace(HIT.use, verdict="refine")
     )
-    assert Critique("reject").applied(HIT) == replace(HIT, use=replace(HIT.use, verdict="reject"))
+    assert Critique("reject").apply_to(HIT) == replace(HIT, use=replace(HIT.use, verdict="reject"))
 
 
 # ── prompts of the actor ──────────────────────────────────────────────────────────────────────────
@@ -109,9 +109,7 @@ def test_the_prompt_of_a_tiny_actor() -> None:
         "Open it.\nhint 1 Open means open.\nwon 4 of 10\njudge",
     )
     (segment,) = CompactCriticPrompt()(TASK, HIT, None)
-    assert segment.text == "Open it.\nhint 1 Open means open.\njudge", (
-        "of no episode nothing is told"
-    )
+    assert segment.text == "Open it.\nhint 1 Open means open.\njudge", "an unknown rate is omitted"
 
 
 def test_the_prompt_of_a_language_model() -> None:
@@ -135,26 +133,26 @@ def test_the_prompt_of_a_language_model() -> None:
 # ── one verdict for a group ───────────────────────────────────────────────────────────────────────
 
 
-class Actor(ScriptedEngine):
-    """Engine that plays `open` and judges by `says`.
+class JudgingEngine(ScriptedEngine):
+    """Engine that plays `open` and judges by `judgement`.
 
     It records the sessions, the draws and the sampling settings of its critiques.
     """
 
     def __init__(
-        self, says: str | Callable[[str], str] = "accept", *, error: Exception | None = None
+        self, judgement: str | Callable[[str], str] = "accept", *, error: Exception | None = None
     ) -> None:
-        super().__init__(renderer(), lambda text: self._say(text))
-        self.says, self.error = says, error
+        super().__init__(renderer(), lambda text: self._answer(text))
+        self.judgement, self.error = judgement, error
         self.critiques: list[tuple[str | None, int | None, Sampling]] = []
         self.order: list[str] = []
-        self.go = asyncio.Event()
-        self.go.set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
-    def _say(self, text: str) -> str:
+    def _answer(self, text: str) -> str:
         if "judge" not in text:
             return "open"
-        return self.says if isinstance(self.says, str) else self.says(text)
+        return self.judgement if isinstance(self.judgement, str) else self.judgement(text)
 
     async def generate(
         self,
@@ -167,7 +165,7 @@ class Actor(ScriptedEngine):
         self.order.append(session or "")
         if "/critic/" in (session or ""):
             self.critiques.append((session, rng, sampling))
-            await self.go.wait()
+            await self.may_answer.wait()
             if self.error:
                 raise self.error
         return await super().generate(ids, sampling, session=session, rng=rng)
@@ -176,7 +174,7 @@ class Actor(ScriptedEngine):
 def critic(
     sampler: Sampler, rates: SuccessRates | None = None, *, tokens: int = 32, max_context: int = 512
 ) -> Critic:
-    rates = rates or SuccessRates(enough=8, window=64)
+    rates = rates or SuccessRates(min_episodes=8, window=64)
     return Critic(
         sampler,
         renderer(),
@@ -202,25 +200,25 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_members_of_a_group_have_one_verdict() -> None:
-    engine = Actor("refine Push.")
+async def test_the_members_of_a_group_share_one_verdict() -> None:
+    engine = JudgingEngine("refine Push.")
     judge = critic(DirectSampler(engine))
     for member in range(4):
         judge.join(key(member))
     together = await asyncio.gather(*(judge.judge(key(member), TASK, HIT) for member in range(3)))
     late = await judge.judge(key(3), TASK, HIT)
-    assert [one.text for one in [*together, late]] == ["Push."] * 4
+    assert [judged.text for judged in [*together, late]] == ["Push."] * 4
     assert len(engine.critiques) == 1
     await judge.judge(key(0), TASK, hit("other"))
     judge.join(key(0, group=6))
     await judge.judge(key(0, group=6), TASK, HIT)
     assert len({draw for _, draw, _ in engine.critiques}) == len(engine.critiques) == 3, (
-        "another experience, another group"
+        "one draw per experience and group"
     )
     assert {sampling for *_, sampling in engine.critiques} == {
         Sampling(32, renderer().stop_ids, 0.7)
     }
-    metrics = judge.take()
+    metrics = judge.take_metrics()
     assert metrics.pop("critic/sampled_tokens") == 3 * len(
         renderer().encode("refine Push.<|im_end|>")
     )
@@ -229,18 +227,18 @@ async def test_the_members_of_a_group_have_one_verdict() -> None:
         "critic/malformed": 0.0,
     }  # fmt: skip
     assert metrics["perf/critic_p50_ms"] >= 0
-    assert judge.take() == {}
+    assert judge.take_metrics() == {}
 
 
-async def test_a_verdict_is_forgotten_with_its_group() -> None:
+async def test_a_verdict_is_deleted_with_its_group() -> None:
     """Check that a verdict is deleted with its group.
 
     Every evaluation uses the same keys, and the actor changes in between.
     """
-    engine = Actor("accept")
+    engine = JudgingEngine("accept")
     judge = critic(DirectSampler(engine))
-    for says, verdict in (("accept", "accept"), ("reject", "reject")):
-        engine.says = says
+    for judgement, verdict in (("accept", "accept"), ("reject", "reject")):
+        engine.judgement = judgement
         for member in (0, 1):
             judge.join(key(member))
         for member in (0, 1):
@@ -248,7 +246,7 @@ async def test_a_verdict_is_forgotten_with_its_group() -> None:
             judge.leave(key(member))
     assert len(engine.critiques) == 2
     assert engine.critiques[0][1] == engine.critiques[1][1], (
-        "the same draw: weights and rates alone make a difference"
+        "the same draw: only weights and rates can change the verdict"
     )
     assert not judge._groups
 
@@ -256,47 +254,49 @@ async def test_a_verdict_is_forgotten_with_its_group() -> None:
 @pytest.mark.parametrize(
     "refused", [RolloutError("engine", "too long"), None], ids=["refused", "unreadable"]
 )
-async def test_what_cannot_be_judged_is_accepted_and_counted(refused: RolloutError | None) -> None:
-    judge = critic(DirectSampler(Actor("north", error=refused)))
+async def test_an_experience_that_cannot_be_judged_is_accepted_and_counted(
+    refused: RolloutError | None,
+) -> None:
+    judge = critic(DirectSampler(JudgingEngine("north", error=refused)))
     judged = await judge.judge(key(0), TASK, HIT)
     assert (judged.text, judged.use.verdict) == (HIT.text, "accept")
-    metrics = judge.take()
+    metrics = judge.take_metrics()
     assert (metrics["critic/accept"], metrics["critic/malformed"]) == (1.0, 1.0)
 
 
-async def test_a_refinement_that_is_cut_off_is_malformed() -> None:
-    judge = critic(DirectSampler(Actor("refine Push the door, and then again.")), tokens=4)
+async def test_a_truncated_refinement_is_malformed() -> None:
+    judge = critic(DirectSampler(JudgingEngine("refine Push the door, and then again.")), tokens=4)
     assert (await judge.judge(key(0), TASK, HIT)).text == HIT.text
-    assert judge.take()["critic/malformed"] == 1.0
-    longer = critic(DirectSampler(Actor("refine Push.")), max_context=20)
-    assert (await longer.judge(key(0), TASK, HIT)).text == HIT.text, "no room for an answer"
+    assert judge.take_metrics()["critic/malformed"] == 1.0
+    longer = critic(DirectSampler(JudgingEngine("refine Push.")), max_context=20)
+    assert (await longer.judge(key(0), TASK, HIT)).text == HIT.text, "no tokens left for an answer"
 
 
-async def test_a_dead_engine_is_everybodys_error() -> None:
-    judge = critic(DirectSampler(Actor(error=EngineError("gone"))))
+async def test_an_engine_error_reaches_all_members() -> None:
+    judge = critic(DirectSampler(JudgingEngine(error=EngineError("gone"))))
     outcomes = await asyncio.gather(
         *(judge.judge(key(member), TASK, HIT) for member in range(3)), return_exceptions=True
     )
     assert [str(outcome) for outcome in outcomes] == ["gone"] * 3
 
 
-@pytest.mark.parametrize("sampler_of", [DirectSampler, LockstepSampler])
-async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(
-    sampler_of: Callable[[Engine], Sampler],
+@pytest.mark.parametrize("sampler_class", [DirectSampler, LockstepSampler])
+async def test_cancelling_the_first_member_does_not_cancel_the_verdict(
+    sampler_class: Callable[[Engine], Sampler],
 ) -> None:
-    engine = Actor("reject")
-    engine.go.clear()
-    sampler = sampler_of(engine)
+    engine = JudgingEngine("reject")
+    engine.may_answer.clear()
+    sampler = sampler_class(engine)
     judge = critic(sampler)
     keys = [key(member) for member in range(3)]
-    for one in keys:
-        sampler.join(one.session)
-        judge.join(one)
-    waiting = [asyncio.create_task(judge.judge(one, TASK, HIT)) for one in keys]
+    for member_key in keys:
+        sampler.join(member_key.session)
+        judge.join(member_key)
+    waiting = [asyncio.create_task(judge.judge(member_key, TASK, HIT)) for member_key in keys]
     await settled()
     waiting[0].cancel()
     await settled()
-    engine.go.set()
+    engine.may_answer.set()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(outcomes[0], asyncio.CancelledError)
     assert [outcome.use.verdict for outcome in outcomes[1:] if isinstance(outcome, Hit)] == [
@@ -305,17 +305,19 @@ async def test_cancelling_the_first_member_takes_the_verdict_from_nobody(
     ]
     assert len(engine.critiques) == 1
     if isinstance(sampler, LockstepSampler):
-        assert sampler._live == {one.session for one in keys[1:]}, (
-            "back, but for the one that was cancelled"
+        assert sampler._live == {member_key.session for member_key in keys[1:]}, (
+            "all members except the cancelled one have joined again"
         )
 
 
-async def test_with_its_last_episode_a_question_is_given_up() -> None:
-    engine = Actor("reject")
-    engine.go.clear()
+async def test_the_request_is_cancelled_with_its_last_episode() -> None:
+    engine = JudgingEngine("reject")
+    engine.may_answer.clear()
     waves = LockstepSampler(engine)
-    async with house() as home:
-        run = runner(engine, home.host, sampler=waves, retriever=Shelf(), judge=critic(waves))
+    async with open_host() as hosted:
+        run = runner(
+            engine, hosted.host, sampler=waves, retriever=RecordingRetriever(), judge=critic(waves)
+        )
         run.join(key(0))
         playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
         async with asyncio.timeout(60):
@@ -331,8 +333,8 @@ async def test_with_its_last_episode_a_question_is_given_up() -> None:
 # ── waves ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Delayed(Actor):
-    """Actor whose answers take `delays` rounds of the event loop."""
+class DelayedEngine(JudgingEngine):
+    """Engine whose answers take `delays` rounds of the event loop."""
 
     def __init__(self, delays: Sequence[int]) -> None:
         super().__init__("accept")
@@ -347,11 +349,11 @@ class Delayed(Actor):
         rng: int | None = None,
     ) -> Completion:
         completion = await super().generate(ids, sampling, session=session, rng=rng)
-        await passes(self.delays.pop() if self.delays else 0)
+        await wait_rounds(self.delays.pop() if self.delays else 0)
         return completion
 
 
-async def passes(n: int) -> None:
+async def wait_rounds(n: int) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
 
@@ -363,25 +365,27 @@ An experience of 0 means that the member is free, 1 means that the search finds 
 """
 
 
-async def member(waves: LockstepSampler, judge: Critic, at: EpisodeKey, plan: Member) -> None:
+async def member(
+    waves: LockstepSampler, judge: Critic, member_key: EpisodeKey, plan: Member
+) -> None:
     before, searching, found, _ = plan
     try:
-        await passes(before)
+        await wait_rounds(before)
         if found:
-            await waves.turn(at.session)
-            await passes(searching)
+            await waves.wait_turn(member_key.session)
+            await wait_rounds(searching)
         if found > 1:
-            await judge.judge(at, TASK, hit(f"e{found}"))
+            await judge.judge(member_key, TASK, hit(f"e{found}"))
         for turn in range(2):
             await waves.generate(
                 renderer().encode("play"),
                 Sampling(4, renderer().stop_ids),
-                session=at.session,
+                session=member_key.session,
                 rng=turn,
             )
     finally:
-        waves.leave(at.session)
-        judge.leave(at)
+        waves.leave(member_key.session)
+        judge.leave(member_key)
 
 
 async def play_waves(
@@ -391,7 +395,7 @@ async def play_waves(
 
     `plans` holds the members of each group.
     """
-    engine = Delayed(delays)
+    engine = DelayedEngine(delays)
     waves = LockstepSampler(engine)
     judge = critic(waves)
     members = [
@@ -399,23 +403,28 @@ async def play_waves(
         for group, of_group in enumerate(plans)
         for m, plan in enumerate(of_group)
     ]
-    for at, _ in members:
-        waves.join(at.session)
-        judge.join(at)
+    for member_key, _ in members:
+        waves.join(member_key.session)
+        judge.join(member_key)
     async with asyncio.timeout(60):
-        tasks = [asyncio.create_task(member(waves, judge, at, plan)) for at, plan in members]
+        tasks = [
+            asyncio.create_task(member(waves, judge, member_key, plan))
+            for member_key, plan in members
+        ]
         if cancelled_after is not None:
-            await passes(cancelled_after)
+            await wait_rounds(cancelled_after)
             for task, (_, plan) in zip(tasks, members, strict=True):
                 if plan[3]:
                     task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    await passes(5)
-    assert asyncio.all_tasks() == {asyncio.current_task()}, "something is left hanging"
+    await wait_rounds(5)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is still running"
     assert not waves._live
-    assert not waves._held
+    assert not waves._waiting
     assert not judge._groups
-    survivors = {at.session for at, plan in members if cancelled_after is None or not plan[3]}
+    survivors = {
+        member_key.session for member_key, plan in members if cancelled_after is None or not plan[3]
+    }
     assert all(engine.order.count(session) == 2 for session in survivors)
     return engine.order
 
@@ -430,15 +439,13 @@ MEMBERS = st.lists(
 
 
 @given(plans=MEMBERS, delays=st.lists(st.integers(0, 5), max_size=30))
-def test_who_shares_a_wave_does_not_depend_on_timing(
-    plans: list[list[Member]], delays: list[int]
-) -> None:
+def test_waves_do_not_depend_on_timing(plans: list[list[Member]], delays: list[int]) -> None:
     at_once = [[(0, 0, found, False) for _, _, found, _ in group] for group in plans]
     assert asyncio.run(play_waves(plans, delays)) == asyncio.run(play_waves(at_once, []))
 
 
 @given(plans=MEMBERS, delays=st.lists(st.integers(0, 5), max_size=30), after=st.integers(1, 40))
-def test_whoever_is_cancelled_nobody_else_is_held_up(
+def test_cancelled_members_do_not_block_the_others(
     plans: list[list[Member]], delays: list[int], after: int
 ) -> None:
     asyncio.run(play_waves(plans, delays, cancelled_after=after))
@@ -460,19 +467,21 @@ async def test_waves_with_critiques_by_hand() -> None:
 # ── episodes ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def played(
-    engine: Actor, plan: RolloutPlan = GUIDED, **changes: Any
-) -> tuple[Trajectory, Critic, Shelf]:
-    shelf, sampler = Shelf(), DirectSampler(engine)
+async def play_episode(
+    engine: JudgingEngine, plan: RolloutPlan = GUIDED, **changes: Any
+) -> tuple[Trajectory, Critic, RecordingRetriever]:
+    retriever, sampler = RecordingRetriever(), DirectSampler(engine)
     judge = critic(sampler)
-    async with house() as home:
-        run = runner(engine, home.host, sampler=sampler, retriever=shelf, judge=judge, **changes)
+    async with open_host() as hosted:
+        run = runner(
+            engine, hosted.host, sampler=sampler, retriever=retriever, judge=judge, **changes
+        )
         run.join(key(1))
-        return await run.play(key(1), TASK, plan), judge, shelf
+        return await run.play(key(1), TASK, plan), judge, retriever
 
 
-async def test_an_accepted_experience_guides() -> None:
-    trajectory, _, _ = await played(Actor("accept"))
+async def test_an_accepted_experience_guides_the_episode() -> None:
+    trajectory, _, _ = await play_episode(JudgingEngine("accept"))
     assert (trajectory.used, trajectory.shown, trajectory.rejected) == (
         (replace(HIT.use, verdict="accept"),),
         (HIT.text,),
@@ -480,8 +489,8 @@ async def test_an_accepted_experience_guides() -> None:
     )
 
 
-async def test_a_refined_experience_guides_in_the_actors_words() -> None:
-    trajectory, _, _ = await played(Actor("refine Push it."))
+async def test_a_refined_experience_guides_with_the_refined_text() -> None:
+    trajectory, _, _ = await play_episode(JudgingEngine("refine Push it."))
     assert (trajectory.used, trajectory.shown) == (
         (replace(HIT.use, verdict="refine"),),
         ("Push it.",),
@@ -490,13 +499,13 @@ async def test_a_refined_experience_guides_in_the_actors_words() -> None:
     assert HIT.text not in renderer().decode(trajectory.traces[0].ids)
 
 
-async def test_after_a_reject_the_episode_goes_on_without() -> None:
+async def test_after_a_reject_the_episode_continues_without_experience() -> None:
     """Check that an episode with a rejected experience plays token for token like a free one.
 
     For the advantages, its condition is still guided.
     """
-    trajectory, _, _ = await played(Actor("reject"))
-    free, _, _ = await played(Actor("reject"), FREE)
+    trajectory, _, _ = await play_episode(JudgingEngine("reject"))
+    free, _, _ = await play_episode(JudgingEngine("reject"), FREE)
     assert (trajectory.condition, trajectory.used, trajectory.shown) == ("guided", (), ())
     assert trajectory.rejected == (replace(HIT.use, verdict="reject"),)
     assert (trajectory.segments, trajectory.traces, trajectory.success) == (
@@ -506,26 +515,31 @@ async def test_after_a_reject_the_episode_goes_on_without() -> None:
     )
 
 
-async def test_what_the_critic_says_is_not_trained() -> None:
-    trajectory, judge, _ = await played(Actor("refine Push it."))
+async def test_critiques_are_not_trained() -> None:
+    trajectory, judge, _ = await play_episode(JudgingEngine("refine Push it."))
     (trace,) = trajectory.traces
     assert (
         renderer().decode([i for i, m in zip(trace.ids, trace.mask, strict=True) if m])
         == "open<|im_end|>"
     )
     assert "judge" not in renderer().decode(trace.ids)
-    assert not judge._groups, "the episode has left"
+    assert not judge._groups, "the group is deleted when its last episode leaves"
 
 
-async def test_a_free_episode_is_never_asked() -> None:
-    engine = Actor("reject")
-    trajectory, judge, shelf = await played(engine, FREE)
-    assert (engine.critiques, shelf.asked, judge.take(), trajectory.rejected) == ([], [], {}, ())
-    with pytest.raises(ValueError, match="must not have seen an experience"):
+async def test_free_episodes_have_no_critiques() -> None:
+    engine = JudgingEngine("reject")
+    trajectory, judge, retriever = await play_episode(engine, FREE)
+    assert (engine.critiques, retriever.requests, judge.take_metrics(), trajectory.rejected) == (
+        [],
+        [],
+        {},
+        (),
+    )
+    with pytest.raises(ValueError, match="must contain neither an experience"):
         replace(trajectory, rejected=(replace(HIT.use, verdict="reject"),))
 
 
-def test_a_trajectory_keeps_used_and_rejected_apart() -> None:
+def test_used_and_rejected_experiences_are_separate() -> None:
     cases: list[dict[str, Any]] = [
         {"used": (replace(HIT.use, verdict="reject"),), "shown": ("x",)},
         {"rejected": (replace(HIT.use, verdict="accept"),)},
@@ -543,56 +557,62 @@ async def test_retrieval_and_verdict_do_not_wait_for_the_reset() -> None:
     They wait only if the query needs the first observation.
     """
     for observed in (False, True):
-        engine, begun, resume = Actor("accept"), asyncio.Event(), asyncio.Event()
-        async with house() as home:
-            acquire = home.host.acquire
+        engine, reset_started, resume = JudgingEngine("accept"), asyncio.Event(), asyncio.Event()
+        async with open_host() as hosted:
+            acquire = hosted.host.acquire
 
-            async def slow(task: Task, acquire=acquire, begun=begun, resume=resume) -> Any:
+            async def slow(
+                task: Task, acquire=acquire, reset_started=reset_started, resume=resume
+            ) -> Any:
                 environment = await acquire(task)
                 reset = environment.reset
 
                 async def late(task: Task) -> Observation:
-                    begun.set()
+                    reset_started.set()
                     await resume.wait()
                     return await reset(task)
 
                 environment.reset = late  # pyright: ignore[reportAttributeAccessIssue]
                 return environment
 
-            home.host.acquire = slow
-            context = ChatContext({"doors": ""}, observed=frozenset({"doors"} if observed else ()))
+            hosted.host.acquire = slow
+            context = ChatContext(
+                {"doors": ""}, observation_in_query=frozenset({"doors"} if observed else ())
+            )
             run = runner(
                 engine,
-                home.host,
-                retriever=Shelf(),
+                hosted.host,
+                retriever=RecordingRetriever(),
                 judge=critic(DirectSampler(engine)),
                 context=context,
             )
             playing = asyncio.create_task(run.play(key(0), TASK, GUIDED))
-            await begun.wait()
+            await reset_started.wait()
             await (settled() if observed else until(lambda engine=engine: bool(engine.critiques)))
             assert len(engine.critiques) == (not observed)
             resume.set()
             assert (await playing).success
 
 
-async def test_a_search_is_made_also_where_the_reset_fails() -> None:
+async def test_a_failed_reset_does_not_prevent_the_search() -> None:
     """Check that the searches do not depend on whether the search or the reset ends first."""
-    engine, shelf = Actor("accept"), Shelf()
-    async with house(broken={TASK.seed}) as home:
-        trajectory = await runner(engine, home.host, retriever=shelf).play(key(0), TASK, GUIDED)
+    engine, retriever = JudgingEngine("accept"), RecordingRetriever()
+    async with open_host(broken={TASK.seed}) as hosted:
+        trajectory = await runner(engine, hosted.host, retriever=retriever).play(
+            key(0), TASK, GUIDED
+        )
     assert trajectory.error is not None
     assert "rusty" in trajectory.error
-    assert len(shelf.asked) == 1
+    assert len(retriever.requests) == 1
 
 
-async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
+async def test_the_warm_up_plays_episodes_for_the_rates() -> None:
     """Check the warm-up with two batches of two groups.
 
     At first, the task of the first group fails at its reset. Then, the tasks of both groups fail.
     """
 
-    class Rooms:
+    class TaskStream:
         def draw(self, n: int) -> list[Task]:
             return [replace(TASK, seed=seed) for seed in range(n)]
 
@@ -602,14 +622,18 @@ async def test_the_warm_up_plays_what_the_rates_take_in() -> None:
 
         def load_state(self, state: dict[str, Any]) -> None: ...
 
-    for broken, played in (({0}, 2 * 1 * 3), ({0, 1}, 0)):
-        rates = SuccessRates(enough=1, window=64)
-        async with house(broken=broken) as home:
+    for broken, num_recorded in (({0}, 2 * 1 * 3), ({0, 1}, 0)):
+        rates = SuccessRates(min_episodes=1, window=64)
+        async with open_host(broken=broken) as hosted:
             episodes = await Warmup(
-                runner(Actor(), home.host), Rooms(), batches=2, groups=2, group_size=3
+                runner(JudgingEngine(), hosted.host),
+                TaskStream(),
+                batches=2,
+                groups=2,
+                group_size=3,
             ).play()
-        assert (len(episodes), rates.observe(episodes)) == (2 * 2 * 3, played)
-        assert rates.metrics() == ({"doors": 1.0} if played else {})
+        assert (len(episodes), rates.observe(episodes)) == (2 * 2 * 3, num_recorded)
+        assert rates.metrics() == ({"doors": 1.0} if num_recorded else {})
 
 
 # ── success rates ─────────────────────────────────────────────────────────────────────────────────
@@ -633,8 +657,8 @@ def rate(rates: SuccessRates, goal: str, name: str = "room") -> float | None:
 
 
 def test_rates_by_hand() -> None:
-    rates = SuccessRates(enough=3, window=4)
-    assert rate(rates, "a") is None, "nothing is known"
+    rates = SuccessRates(min_episodes=3, window=4)
+    assert rate(rates, "a") is None, "no episode yet"
     assert (
         rates.observe(
             [
@@ -651,13 +675,13 @@ def test_rates_by_hand() -> None:
         rates.observe([episode("b", True, error="env: lost"), episode("c", True, name="maze")]) == 1
     )
     assert rate(rates, "a") == pytest.approx(2 / 3), (
-        "the task's: there are not enough of the goal's"
+        "the task's rate, because the goal has too few episodes"
     )
     rates.observe([episode("a", True)])
     assert (rate(rates, "a"), rate(rates, "b")) == (1.0, 0.75)
-    assert rate(rates, "a", "maze") == 1.0, "a goal is of its task"
+    assert rate(rates, "a", "maze") == 1.0, "goals of different tasks are separate"
     rates.observe([episode("a", False)] * 2)
-    assert rate(rates, "a") == 0.5, "of the last four"
+    assert rate(rates, "a") == 0.5, "only the last four episodes count"
     assert rates.metrics() == {"maze": 1.0, "room": 0.25}
 
 
@@ -665,21 +689,21 @@ def test_rates_by_hand() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30),
     st.lists(st.tuples(st.sampled_from("abc"), st.booleans())),
 )
-def test_rates_go_on_from_their_state(
+def test_rates_continue_from_their_state(
     before: list[tuple[str, bool]], after: list[tuple[str, bool]]
 ) -> None:
-    one, other = SuccessRates(enough=2, window=5), SuccessRates(enough=2, window=5)
-    one.observe([episode(*each) for each in before])
-    other.load_state(json.loads(json.dumps(one.state())))
-    for rates in (one, other):
-        rates.observe([episode(*each) for each in after])
-    assert one.state() == other.state()
-    assert [rate(one, goal) for goal in "abc"] == [rate(other, goal) for goal in "abc"]
+    rates, restored = SuccessRates(min_episodes=2, window=5), SuccessRates(min_episodes=2, window=5)
+    rates.observe([episode(*each) for each in before])
+    restored.load_state(json.loads(json.dumps(rates.state())))
+    for success_rates in (rates, restored):
+        success_rates.observe([episode(*each) for each in after])
+    assert rates.state() == restored.state()
+    assert [rate(rates, goal) for goal in "abc"] == [rate(restored, goal) for goal in "abc"]
 
 
-def test_old_goals_are_forgotten() -> None:
-    rates = SuccessRates(enough=1, window=4)
+def test_the_oldest_goals_are_deleted() -> None:
+    rates = SuccessRates(min_episodes=1, window=4)
     rates.observe([episode("first", True)])
-    rates.observe([episode(str(i), False) for i in range(GOALS + 10)])
-    assert len(rates.state()["goals"]) == GOALS
-    assert rate(rates, "first") == 0.0, "the task's"
+    rates.observe([episode(str(i), False) for i in range(MAX_GOALS + 10)])
+    assert len(rates.state()["goals"]) == MAX_GOALS
+    assert rate(rates, "first") == 0.0, "the task's rate"

@@ -1,6 +1,7 @@
-"""The dashboard: what lines come to, what is drawn of it in which window, and that the terminal is given back.
+"""Tests of the dashboard: folding of lines, drawing by window size, and restoring of the terminal.
 
-The pictures are in golden/*.txt. After a change that is meant: `CRL_GOLDEN=write pytest tests/unit/test_dashboard.py`, then read the diff.
+The expected drawings are in golden/*.txt. After an intended change, run
+`CRL_GOLDEN=write pytest tests/unit/test_dashboard.py` and read the diff.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from crl.cli.dashboard import Dashboard, Lines, _experience, render
+from crl.cli.dashboard import Dashboard, LineStream, _experience, render
 from crl.cli.draw import (
     GUIDED,
     LineGroup,
+    allocate_lines,
     bar,
     duration,
     format_number,
     one_line,
     printable,
-    share_out,
-    spark,
+    sparkline,
 )
 from crl.cli.main import _is_terminal, _screen
 from crl.config.load import load
@@ -70,7 +71,7 @@ class Clock:
         return self.now
 
 
-# ── runs to look at ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs to look at ───────────────────────────────────────────────────────────────────────────────
 
 
 def started(method: str, *tasks: str, clock: Clock | None = None) -> SnapshotMonitor:
@@ -219,7 +220,7 @@ def empty() -> Snapshot:
     return started("complementary", "room").snapshot()
 
 
-# ── pictures ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pictures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def picture(snapshot: Snapshot, width: int, height: int, *, colour: bool = False) -> str:
@@ -247,7 +248,7 @@ def picture(snapshot: Snapshot, width: int, height: int, *, colour: bool = False
         ("empty-80x24", empty, 80, 24),
     ],
 )
-def test_the_pictures(name, make, width, height):
+def test_drawings_equal_the_golden_files(name, make, width, height):
     drawn, path = picture(make(), width, height), GOLDEN / f"{name}.txt"
     if os.environ.get("CRL_GOLDEN") == "write":
         path.parent.mkdir(exist_ok=True)
@@ -255,7 +256,7 @@ def test_the_pictures(name, make, width, height):
     assert drawn == path.read_text("utf-8")
 
 
-def test_without_experience_there_is_nothing_about_it():
+def test_without_experience_the_dashboard_does_not_mention_it():
     text = picture(grpo(), 140, 40)
     for word in ("extractor", "bank", "guided", "experiences", "retrieval", "queue", "advice"):
         assert word not in text
@@ -275,14 +276,15 @@ SNAPSHOTS = {"complementary": complementary(), "grpo": grpo(), "empty": empty()}
 
 
 @given(st.sampled_from(sorted(SNAPSHOTS)), st.integers(40, 200), st.integers(10, 60))
-def test_every_window_is_kept_to(which, width, height):
+def test_a_drawing_fits_every_window(which, width, height):
     assert fits(picture(SNAPSHOTS[which], width, height), width, height)
 
 
 def test_the_best_lift_is_shown_first():
-    """8 groups: half = 2.306004 · √1.375 / 8 = 0.338004; 9: 2.262157 / 9 = 0.251351.
+    """Check the order by the lower end of lift.
 
-    2: 4.302653 · √1.125 / 2 = 2.281826. The lower ends are −0.09, −0.25 and −1. The last
+    8 groups: half = 2.306004 · √1.375 / 8 = 0.338004; 9: 2.262157 / 9 = 0.251351; 2: 4.302653 ·
+    √1.125 / 2 = 2.281826. The lower ends are −0.09, −0.25 and −1. The last
     experience has no group.
     """
     rows = (
@@ -299,14 +301,14 @@ def test_the_best_lift_is_shown_first():
     ("lift", "style"),
     [(Lift(1, 0.25), None), (Lift(40, 0.25), GUIDED), (Lift(40, -0.25), "red"), (None, None)],
 )
-def test_a_lift_has_a_colour_once_its_interval_excludes_none(lift: Lift | None, style: str | None):
+def test_a_lift_has_a_colour_if_its_interval_excludes_zero(lift: Lift | None, style: str | None):
     line = _experience(experience("go east.", retrieved=9, lift=lift), 100)
     assert [span.style for span in line.spans if span.style in (GUIDED, "red")] == (
         [style] if style else []
     )
 
 
-def test_the_least_important_goes_first():
+def test_a_small_window_leaves_out_the_least_important_sections():
     small, tall = picture(complementary(), 80, 10), picture(complementary(), 80, 60)
     assert "step" in small
     assert "guided" in small
@@ -315,7 +317,7 @@ def test_the_least_important_goes_first():
     assert len(tall.splitlines()) > 40
 
 
-FIGURES = st.none() | st.floats() | st.integers(-(10**12), 10**12) | st.text(max_size=5)
+METRIC_VALUES = st.none() | st.floats() | st.integers(-(10**12), 10**12) | st.text(max_size=5)
 NAMES = sorted(
     {
         *guided(1),
@@ -331,11 +333,11 @@ NAMES = sorted(
 
 @settings(max_examples=60)
 @given(
-    st.dictionaries(st.sampled_from(NAMES), FIGURES),
-    st.dictionaries(st.sampled_from(NAMES), FIGURES),
+    st.dictionaries(st.sampled_from(NAMES), METRIC_VALUES),
+    st.dictionaries(st.sampled_from(NAMES), METRIC_VALUES),
     st.integers(40, 160),
 )
-def test_any_figures_can_be_drawn(first, second, width):
+def test_any_metrics_can_be_drawn(first, second, width):
     monitor = started("complementary", "room")
     for step, metrics in enumerate((first, second)):
         for kind in ("train", "extractor", "bank", "eval", "probe", "other"):
@@ -343,7 +345,7 @@ def test_any_figures_can_be_drawn(first, second, width):
     assert fits(picture(monitor.snapshot(), width, 24), width, 24)
 
 
-# ── hostile texts ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── hostile texts ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_each_of_several_tasks_has_a_line():
@@ -370,7 +372,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("colour", [False, True])
-def test_hostile_texts_are_shown_and_not_obeyed(text, colour):
+def test_hostile_texts_are_escaped(text, colour):
     monitor = started("complementary", "room")
     monitor.experiences([experience(text, task=text[:20])])
     monitor.note(text)
@@ -387,7 +389,7 @@ def test_hostile_texts_are_shown_and_not_obeyed(text, colour):
     assert "\x1b]" not in drawn
 
 
-def test_markup_stays_text():
+def test_markup_is_shown_as_text():
     monitor = started("complementary", "room")
     monitor.experiences([experience("[bold]a[/bold] :smile: \x1b[2J b\nc")])
     assert "[bold]a[/bold] :smile: \\x1b[2J b c" in picture(monitor.snapshot(), 80, 24)
@@ -401,7 +403,7 @@ def test_no_text_breaks_the_window(text, task, width):
     assert fits(picture(monitor.snapshot(), width, 20), width, 20)
 
 
-# ── what it is drawn with ───────────────────────────────────────────────────────────────────────────────────────────
+# ── elements of the drawing ───────────────────────────────────────────────────────────────────────
 
 
 def test_numbers():
@@ -418,13 +420,13 @@ def test_numbers():
 
 
 def test_sparklines():
-    assert spark(Series((0.0, None, 0.5, 1.0)), 10, 0, 1) == "▁ ▅█"
-    assert spark(Series((0.0, None, 0.5, 1.0)), 2, 0, 1) == "▅█"
-    assert spark(Series((5.0, 5.0)), 10) == "▅▅", "a constant is in the middle"
-    assert spark(Series((-1e308, 1e308)), 10) == "▁█"
-    assert spark(Series((2.0, -1.0)), 10, 0, 1) == "█▁"
+    assert sparkline(Series((0.0, None, 0.5, 1.0)), 10, 0, 1) == "▁ ▅█"
+    assert sparkline(Series((0.0, None, 0.5, 1.0)), 2, 0, 1) == "▅█"
+    assert sparkline(Series((5.0, 5.0)), 10) == "▅▅", "a constant is in the middle"
+    assert sparkline(Series((-1e308, 1e308)), 10) == "▁█"
+    assert sparkline(Series((2.0, -1.0)), 10, 0, 1) == "█▁"
     assert [
-        spark(Series(values), width) for values, width in (((), 5), ((None,), 5), ((1.0,), 0))
+        sparkline(Series(values), width) for values, width in (((), 5), ((None,), 5), ((1.0,), 0))
     ] == ["", "", ""]
 
 
@@ -434,17 +436,17 @@ def test_bars():
     assert bar([(0.0, "a", "")], 5).plain == ""
 
 
-def test_lines_are_shared_out_by_weight():
+def test_lines_are_allocated_by_priority():
     from rich.text import Text
 
     lines = [Text(str(n)) for n in range(9)]
     sections = {
-        "a": LineGroup(lines, least=2, title="A"),
-        "b": LineGroup(lines, least=1),
+        "a": LineGroup(lines, min_lines=2, title="A"),
+        "b": LineGroup(lines, min_lines=1),
         "c": LineGroup(()),
     }
     share = {
-        height: share_out(sections, height, weight="abc", growth="bac")
+        height: allocate_lines(sections, height, priority="abc", growth="bac")
         for height in (2, 3, 4, 13, 30)
     }
     assert [(s["a"], s["b"]) for s in share.values()] == [(0, 2), (2, 0), (2, 1), (3, 9), (9, 9)]
@@ -452,10 +454,10 @@ def test_lines_are_shared_out_by_weight():
     assert [t.plain for t in LineGroup(lines, title="A").draw(1, 10)] == ["── A ─────", "0"]
 
 
-# ── folding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── folding ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_figures_are_followed_and_none_is_remembered():
+def test_values_of_metrics_are_appended_and_missing_ones_are_none():
     monitor = started("grpo", "room")
     for step, loss in enumerate((0.5, None, float("nan"), "x", 0.25), start=1):
         monitor.log(step, "train", {"actor/loss": loss, "actor/updates": 2, "extractor/loss": 9.0})
@@ -469,7 +471,7 @@ def test_figures_are_followed_and_none_is_remembered():
     assert (s.extractor, s.bank) == (None, None)
 
 
-def test_every_kind_of_line_finds_its_place():
+def test_every_kind_of_line_is_folded():
     s = complementary()
     assert s.extractor is not None
     assert s.bank is not None
@@ -508,21 +510,21 @@ def test_memory_is_bounded():
     assert len(s.experiences) == EXPERIENCES
 
 
-def test_the_time_that_is_left():
+def test_the_remaining_time():
     clock = Clock()
     monitor = started("grpo", "room", clock=clock)
     for step in (1, 2, 3):
         if step <= 2:
-            assert monitor.snapshot().left is None
+            assert monitor.snapshot().remaining is None
         clock.now += 10
         monitor.log(step, "train", {})
     clock.now += 4
-    assert (monitor.snapshot().elapsed, monitor.snapshot().left) == (34, 125 * 10 - 4)
+    assert (monitor.snapshot().elapsed, monitor.snapshot().remaining) == (34, 125 * 10 - 4)
     clock.now += 10_000
-    assert monitor.snapshot().left == 0
+    assert monitor.snapshot().remaining == 0
 
 
-# ── the terminal ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the terminal ──────────────────────────────────────────────────────────────────────────────────
 
 ENTER, LEAVE, SHOW, HIDE = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h", "\x1b[?25l"
 
@@ -540,7 +542,7 @@ class Watched(Dashboard):
         return super()._frame()
 
 def wait():
-    print("waiting")  # is kept, like the notes
+    print("waiting")  # is buffered, like the notes
     time.sleep(120)
 
 async def stopped():
@@ -569,7 +571,10 @@ print("after")
 
 @contextlib.contextmanager
 def in_terminal(*command: str, **environment: str) -> Iterator[tuple[subprocess.Popen, int]]:
-    """A process whose terminal is a pseudo-terminal of 80×24, and the descriptor to read it by."""
+    """Start a process in a pseudo-terminal of 80×24.
+
+    Yield the process and the descriptor of its output.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     surroundings = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
@@ -591,7 +596,7 @@ def in_terminal(*command: str, **environment: str) -> Iterator[tuple[subprocess.
 
 
 def read(descriptor: int, until: str | None = None) -> str:
-    """What the terminal was sent, to its end or until there is `until`."""
+    """Return the output of the terminal, to its end or until it contains `until`."""
     seen, deadline = b"", time.monotonic() + 120
     while time.monotonic() < deadline and (
         until is None or until not in seen.decode("utf-8", "ignore")
@@ -624,7 +629,7 @@ def read(descriptor: int, until: str | None = None) -> str:
     ],
     ids=["the end", "an error", "Ctrl-C", "SIGTERM"],
 )
-def test_the_terminal_is_given_back(action, number, code, says):
+def test_the_terminal_is_restored(action, number, code, says):
     with in_terminal(sys.executable, "-c", APPLICATION.replace("{action}", action)) as (
         process,
         terminal,
@@ -645,7 +650,7 @@ def test_the_terminal_is_given_back(action, number, code, says):
     assert "\x1b" not in after.replace(SHOW, "").replace(LEAVE, "").split("Traceback")[0]
 
 
-def test_a_dashboard_that_never_began_leaves_no_trace():
+def test_a_dashboard_that_was_never_started_writes_nothing():
     stream = io.StringIO()
     screen = Dashboard(RunInfo("one", "grpo", ("room",), 5), stream=stream)
     screen.close()
@@ -655,9 +660,9 @@ def test_a_dashboard_that_never_began_leaves_no_trace():
     assert stream.getvalue() == "late\\x1b[2J\n"
 
 
-def test_lines_come_whole():
+def test_a_line_stream_passes_on_complete_lines():
     seen: list[str] = []
-    stream = Lines(sys.__stdout__, seen.append)  # pyright: ignore[reportArgumentType]
+    stream = LineStream(sys.__stdout__, seen.append)  # pyright: ignore[reportArgumentType]
     print("a", "b", file=stream, end="")
     print("c\nd\n\ne", file=stream)
     stream.write("10 %\r20 %\r\n")
@@ -667,7 +672,7 @@ def test_lines_come_whole():
     assert seen[-1] == "rest"
 
 
-# ── which of the two ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dashboard or plain lines ──────────────────────────────────────────────────────────────────────
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from crl.algo import micro_batches, rank_shares
 from crl.config.load import load
 from crl.errors import ConfigError
-from crl.learners.deepspeed import RankSettings, shared_out
+from crl.learners.deepspeed import RankSettings, split_minibatches
 from crl.run import assemble
 from crl.run.assemble import NO_GPU
-from crl.run.gpu_plan import Assigned
+from crl.run.gpu_plan import GpuAssignment
 from crl.run.installed import require_learner
 from crl.run.plan import plan
 from crl.types import Minibatch, TokenTrace, TrainSample
@@ -24,33 +24,33 @@ from crl.types import Minibatch, TokenTrace, TrainSample
 
 
 @pytest.mark.parametrize(
-    ("sets", "said"),
+    ("sets", "message"),
     [
         (
             ["learner.ranks=2"],
             (
-                'learner.ranks = 2: changes nothing, since learner.kind is "local". '
+                'learner.ranks = 2: has no effect because learner.kind is "local". '
                 "Add --set learner.kind=deepspeed"
             ),
         ),
-        (["learner.zero=3"], "learner.zero = 3: changes nothing"),
-        (["learner.kind=local", "learner.offload=true"], "learner.offload = True: changes nothing"),
+        (["learner.zero=3"], "learner.zero = 3: has no effect"),
+        (["learner.kind=local", "learner.offload=true"], "learner.offload = True: has no effect"),
         (["learner.kind=deepspeed", "learner.zero=4"], "learner.zero = 4"),
         (["learner.kind=deepspeed", "learner.ranks=0"], "learner.ranks = 0"),
         (
             ["learner.kind=deepspeed", "learner.zero=0", "learner.offload=true"],
-            "learner.offload = True: needs an optimizer that ZeRO",
+            "learner.offload = True: requires ZeRO, but learner.zero is 0",
         ),
         (["learner.kind=deepsped"], "learner.kind = 'deepsped'"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(sets: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_contradictory_settings_are_rejected(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
         load(["room"], sets=sets)
-    assert said in str(refused.value)
+    assert message in str(raised.value)
 
 
-def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -75,11 +75,11 @@ def test_the_plan_names_ranks_and_stage() -> None:
         "learner.device=cpu",
         "learner.activation_checkpointing=true",
     ]
-    said = (
+    message = (
         "deepspeed on cpu, 1 CPU thread each; "
-        "2 ranks of each model, ZeRO-3, activations computed again"
+        "2 ranks of each model, ZeRO-3, activation checkpointing"
     )
-    assert said in plan(load(["room"], sets=sets))
+    assert message in plan(load(["room"], sets=sets))
 
 
 # ── sharing a minibatch ───────────────────────────────────────────────────────────────────────────
@@ -111,7 +111,7 @@ def test_shares_by_hand(lengths: list[int], ranks: int, shares: list[list[int]])
 
 
 @given(st.lists(st.integers(1, 4000), max_size=60), st.integers(1, 8))
-def test_no_rank_has_more_than_the_mean_by_over_a_sample(lengths: list[int], ranks: int) -> None:
+def test_no_rank_exceeds_the_mean_by_more_than_one_sample(lengths: list[int], ranks: int) -> None:
     shares = rank_shares(lengths, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
     assert max(sum(lengths[i] for i in share) for share in shares) <= sum(lengths) / ranks + max(
@@ -119,18 +119,20 @@ def test_no_rank_has_more_than_the_mean_by_over_a_sample(lengths: list[int], ran
     )
 
 
-def test_micro_batches_of_the_ranks_are_alike() -> None:
+def test_ranks_have_similar_numbers_of_micro_batches() -> None:
     """Check episodes of 100 to 1,000 tokens on four ranks.
 
     Passes that the ranks make together must be of similar size.
     """
     lengths = [100 + 9 * (37 * i % 101) for i in range(128)]
     budget = 4096
-    cuts = [micro_batches([lengths[i] for i in share], budget) for share in rank_shares(lengths, 4)]
-    assert max(map(len, cuts)) - min(map(len, cuts)) <= 1
+    micro_batch_lists = [
+        micro_batches([lengths[i] for i in share], budget) for share in rank_shares(lengths, 4)
+    ]
+    assert max(map(len, micro_batch_lists)) - min(map(len, micro_batch_lists)) <= 1
 
 
-def test_shares_keep_what_belongs_to_the_whole_minibatch() -> None:
+def test_shares_keep_the_values_of_the_whole_minibatch() -> None:
     def sample(length: int, weight: float) -> TrainSample:
         columns: dict[str, Any] = {"ids": (1,) * length, "mask": (0,) + (1,) * (length - 1)}
         return TrainSample(
@@ -141,7 +143,7 @@ def test_shares_keep_what_belongs_to_the_whole_minibatch() -> None:
         Minibatch((sample(4, 0.1), sample(9, 0.2), sample(6, 0.7)), 40),
         Minibatch((sample(3, 1.0),), 2),
     ]
-    first, second = shared_out(whole, 2)
+    first, second = split_minibatches(whole, 2)
     assert first == [Minibatch((whole[0].samples[1],), 40), whole[1]]
     assert second == [Minibatch((whole[0].samples[2], whole[0].samples[0]), 40), Minibatch((), 2)]
     with pytest.raises(ValueError, match="ranks must be at least 1"):
@@ -163,7 +165,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankSettings, int, di
     return calls
 
 
-async def handed_out(*sets: str, assigned: Assigned = NO_GPU) -> None:
+async def start_learner(*sets: str, assigned: GpuAssignment = NO_GPU) -> None:
     config = load(["room"], sets=["learner.kind=deepspeed", "learner.ranks=2", *sets])
     role = assemble._actor(config)
     await assemble._deepspeed_learner(
@@ -176,8 +178,8 @@ async def handed_out(*sets: str, assigned: Assigned = NO_GPU) -> None:
 
 
 async def test_ranks_on_the_cpu(started: list[Any]) -> None:
-    await handed_out("learner.device=cpu", "learner.activation_checkpointing=true")
-    await handed_out(
+    await start_learner("learner.device=cpu", "learner.activation_checkpointing=true")
+    await start_learner(
         "learner.device=cpu", "learner.precision=bfloat16", "engine.kind=vllm", "engine.replicas=3"
     )
     (first, ranks, options), (second, _, others) = started
@@ -191,7 +193,7 @@ async def test_ranks_on_the_cpu(started: list[Any]) -> None:
     assert (options["gpus"], options["receivers"], others["receivers"]) == ((), 0, 0)
 
 
-async def test_ranks_on_gpus_are_those_of_the_plan(
+async def test_ranks_use_the_gpus_of_the_plan(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -201,7 +203,7 @@ async def test_ranks_on_gpus_are_those_of_the_plan(
         "engine.tensor_parallel=2",
         "engine.transfer=nccl",
     )
-    await handed_out(*nccl, assigned=Assigned(("GPU-a", "GPU-b")))
+    await start_learner(*nccl, assigned=GpuAssignment(("GPU-a", "GPU-b")))
     settings, _, options = started[0]
     assert (settings.device, settings.precision) == ("cuda", "float32"), (
         "the bundled models are in float32"
@@ -210,12 +212,12 @@ async def test_ranks_on_gpus_are_those_of_the_plan(
     with pytest.raises(
         ConfigError, match=r"learner\.device = 'auto': torch finds a GPU, but nvidia-smi lists none"
     ):
-        await handed_out()
+        await start_learner()
 
 
-async def test_what_ranks_cannot_do(started: list[Any]) -> None:
+async def test_unsupported_settings_of_ranks_are_rejected(started: list[Any]) -> None:
     with pytest.raises(ConfigError, match=r"learner\.zero = 0: keeps no float32 weights"):
-        await handed_out("learner.device=cpu", "learner.precision=bfloat16", "learner.zero=0")
+        await start_learner("learner.device=cpu", "learner.precision=bfloat16", "learner.zero=0")
     with pytest.raises(ConfigError, match=r"engine\.transfer = 'nccl': NCCL sends from GPU to GPU"):
-        await handed_out("learner.device=cpu", "engine.kind=vllm", "engine.transfer=nccl")
+        await start_learner("learner.device=cpu", "engine.kind=vllm", "engine.transfer=nccl")
     assert not started

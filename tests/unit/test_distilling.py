@@ -22,7 +22,7 @@ from extractors import (
     WordEmbedder,
     add,
     answering,
-    manager,
+    open_manager,
     request,
     search,
     task,
@@ -67,9 +67,9 @@ def thinking_renderer() -> ChatRenderer:
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
     )
-    made = ChatRenderer(tokenizer, renderer().stop_ids)
-    assert made.text([Segment("user", "x", "task")]).endswith("<|im_start|>assistant\n<think>\n")
-    return made
+    manager = ChatRenderer(tokenizer, renderer().stop_ids)
+    assert manager.text([Segment("user", "x", "task")]).endswith("<|im_start|>assistant\n<think>\n")
+    return manager
 
 
 def episode(step: int, group: int, *, guided_by=(), success: bool = False) -> DistilRequest:
@@ -83,7 +83,7 @@ def episode(step: int, group: int, *, guided_by=(), success: bool = False) -> Di
     )
     used, shown = tuple(hit.use for hit in hits), tuple(hit.text for hit in hits)
     condition = "guided" if hits else "free"
-    return DistilRequest.of(
+    return DistilRequest.from_trajectory(
         "run",
         Trajectory(
             task(), step, group, 0, condition, segments, success=success, used=used, shown=shown
@@ -91,7 +91,7 @@ def episode(step: int, group: int, *, guided_by=(), success: bool = False) -> Di
     )
 
 
-async def distilled(
+async def distil_answer(
     path: Path,
     answer: str,
     *,
@@ -105,7 +105,7 @@ async def distilled(
     chat, answers = chat or renderer(), iter([f"<think>Well.</think>{add(OLD)}", answer])
     engine = ScriptedEngine(chat, lambda _: next(answers))
     writer = FullDistilPrompt(prompt("distil"), chat, max_tokens=8000)
-    made = await ExperienceManager.open(
+    manager = await ExperienceManager.open(
         path / "bank.sqlite",
         engine,
         WordEmbedder(),
@@ -114,18 +114,18 @@ async def distilled(
         settings,
         seed=0,
     )
-    await made.submit(episode(0, 0))
-    await made.drain()
-    await made.submit(episode(1, 0, guided_by=await made.search([search()])))
-    await made.drain()
+    await manager.submit(episode(0, 0))
+    await manager.drain()
+    await manager.submit(episode(1, 0, guided_by=await manager.search([search()])))
+    await manager.drain()
     names = {"run/0/0/0#0": "old"}
     bank = {
         f"{names.get(entry.uid, entry.uid)}@{entry.version}": entry.text
-        for entry in made.latest(99)
+        for entry in manager.latest(99)
     }
-    metrics = await made.stats()
+    metrics = await manager.stats()
     assert metrics["queue/done"] == 2
-    await made.aclose()
+    await manager.aclose()
     return bank, {
         name.removeprefix("dropped/"): count
         for name, count in metrics.items()
@@ -133,9 +133,9 @@ async def distilled(
     }
 
 
-KEPT = {"old@1": OLD}
+UNCHANGED = {"old@1": OLD}
 UPDATED = {"old@2": NEW}
-ADDED = {**KEPT, "run/1/0/0#0@1": OTHER}
+ADDED = {**UNCHANGED, "run/1/0/0#0@1": OTHER}
 
 ANSWERS = {
     "thinking, prose and a code fence": (
@@ -152,100 +152,102 @@ ANSWERS = {
     "a comma after the last operation": (f"</think>{add(OTHER)[:-1]},]", ADDED, {}),
     "a comma after the last field": (
         f"</think>[{add(OTHER)[1:-2]},}}, {update(NEW)[1:]}", {"old@2": NEW}, {"not JSON": 1}),
-    "single quotes": (f"</think>[{{'op': 'add', 'text': '{OTHER}'}}]", KEPT, {"not JSON": 1}),
+    "single quotes": (f"</think>[{{'op': 'add', 'text': '{OTHER}'}}]", UNCHANGED, {"not JSON": 1}),
     "a line break within a text": (f'</think>[{{"op": "add", "text": "{OTHER}\n\t- Go."}}]',
-                                  {**KEPT, "run/1/0/0#0@1": f"{OTHER}\n\t- Go."}, {}),
+                                  {**UNCHANGED, "run/1/0/0#0@1": f"{OTHER}\n\t- Go."}, {}),
     "the number as a string": ("</think>" + update(NEW).replace(": 1,", ': "1",'), UPDATED, {}),
-    "a target that was not shown": (f"</think>{update(NEW, target=2)[:-1]}, {add(OTHER)[1:]}",
-                                    {**KEPT, "run/1/0/0#0@1": OTHER}, {"target out of range": 1}),
-    "the id for a target": (
-        "</think>" + update(NEW).replace(": 1,", ': "run/0/0/0#0",'), KEPT, {"no target": 1}),
-    "an operation that is none": (
-        '</think>[{"op": "delete", "target": 1}]', KEPT, {"unknown op": 1}),
-    "a text that is none": (
-        '</think>[{"op": "add", "text": ["Go", "west"]}]', KEPT, {"no text": 1}),
-    "nothing, as a list": ("</think>\n\n[]", KEPT, {}),
-    "nothing, as an operation": (f"</think>\n```json\n{RETURN}\n```", KEPT, {}),
+    "a target that was not shown": (
+        f"</think>{update(NEW, target=2)[:-1]}, {add(OTHER)[1:]}",
+        {**UNCHANGED, "run/1/0/0#0@1": OTHER}, {"target out of range": 1}),
+    "an id as the target": (
+        "</think>" + update(NEW).replace(": 1,", ': "run/0/0/0#0",'), UNCHANGED, {"no target": 1}),
+    "an unknown operation": (
+        '</think>[{"op": "delete", "target": 1}]', UNCHANGED, {"unknown op": 1}),
+    "a text that is a list": (
+        '</think>[{"op": "add", "text": ["Go", "west"]}]', UNCHANGED, {"no text": 1}),
+    "nothing, as a list": ("</think>\n\n[]", UNCHANGED, {}),
+    "nothing, as an operation": (f"</think>\n```json\n{RETURN}\n```", UNCHANGED, {}),
     "nothing, in prose": (
-        "</think>There is nothing new to learn from this episode.", KEPT,
+        "</think>There is nothing new to learn from this episode.", UNCHANGED,
         {"no op in the answer": 1}),
-    "no answer at all": (f"{THOUGHTS}</think>", KEPT, {"no op in the answer": 1}),
-    "a thought that does not end": (f"<think>{THOUGHTS}", KEPT, {"the thinking did not end": 1}),
+    "no answer at all": (f"{THOUGHTS}</think>", UNCHANGED, {"no op in the answer": 1}),
+    "a thought that does not end": (
+        f"<think>{THOUGHTS}", UNCHANGED, {"the thinking did not end": 1}),
     "a thought that does not end, after an answer": (
-        f"{add(OTHER)}<think>But", KEPT, {"the thinking did not end": 1}),
-    "an answer that is cut": (
+        f"{add(OTHER)}<think>But", UNCHANGED, {"the thinking did not end": 1}),
+    "a truncated answer": (
         f"</think>{add(OTHER)[:-1]}, {update(NEW)[1:30]}", ADDED, {"not JSON": 1}),
     "one thought after another": (
         f"<think>a</think>{add('A draft.')}<think>b</think>{add(OTHER)}", ADDED, {}),
     "too many operations": (
-        f"</think>{add(*[OTHER] * 500)}", {**KEPT, **{f"run/1/0/0#{i}@1": OTHER for i in range(3)}},
-                            {"too many ops": 497}),
-    "a text without end": (f"</think>{add('west ' * 5000)}", KEPT, {"text too long": 1}),
+        f"</think>{add(*[OTHER] * 500)}",
+        {**UNCHANGED, **{f"run/1/0/0#{i}@1": OTHER for i in range(3)}}, {"too many ops": 497}),
+    "a text without end": (f"</think>{add('west ' * 5000)}", UNCHANGED, {"text too long": 1}),
 }  # fmt: skip
 """Sampled answer, expected bank, and expected drops of each case."""
 
-ROOMY = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=100_000))
+LONG_ANSWERS = ManagerSettings(
+    retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=100_000)
+)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_answers_of_thinking_models(tmp_path, answer):
     sampled, bank, dropped = ANSWERS[answer]
-    assert await distilled(tmp_path, sampled, settings=ROOMY) == (bank, dropped)
+    assert await distil_answer(tmp_path, sampled, settings=LONG_ANSWERS) == (bank, dropped)
 
 
 @pytest.mark.parametrize(
     ("answer", "bank", "dropped"),
     [
         (f"{THOUGHTS}\n</think>\n\n{update(NEW)}", UPDATED, {}),
-        (f"{THOUGHTS}\n\n{update(NEW)}", KEPT, {"the thinking did not end": 1}),
-        (add(OTHER), KEPT, {"the thinking did not end": 1}),
+        (f"{THOUGHTS}\n\n{update(NEW)}", UNCHANGED, {"the thinking did not end": 1}),
+        (add(OTHER), UNCHANGED, {"the thinking did not end": 1}),
     ],
 )
-async def test_when_the_template_opens_the_thinking_an_answer_needs_its_end(
+async def test_an_answer_needs_the_end_of_a_thinking_opened_by_the_template(
     tmp_path, answer, bank, dropped
 ):
-    assert await distilled(tmp_path, answer, chat=thinking_renderer()) == (bank, dropped)
+    assert await distil_answer(tmp_path, answer, chat=thinking_renderer()) == (bank, dropped)
 
 
-async def test_an_answer_that_hits_the_limit_of_tokens_keeps_what_was_complete(tmp_path):
+async def test_complete_ops_of_a_truncated_answer_are_used(tmp_path):
     answer = f"<think>Well.</think>[{add(OTHER)[1:-1]}, {add('west ' * 999)[1:]}"
     settings = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=200))
-    assert await distilled(tmp_path, answer, settings=settings) == (ADDED, {"not JSON": 1})
+    assert await distil_answer(tmp_path, answer, settings=settings) == (ADDED, {"not JSON": 1})
 
 
-async def test_limits_are_the_settings(tmp_path):
+async def test_the_limits_of_the_settings_apply(tmp_path):
     settings = ManagerSettings(
         retrieval=SETTINGS.retrieval,
         distil=DistilSettings(limits=OpLimits(max_ops=1, max_chars=40)),
     )
-    assert await distilled(tmp_path, f"</think>{add(OTHER, NEW)}", settings=settings) == (
+    assert await distil_answer(tmp_path, f"</think>{add(OTHER, NEW)}", settings=settings) == (
         ADDED,
         {"too many ops": 1},
     )
     (tmp_path / "again").mkdir()
-    assert await distilled(tmp_path / "again", f"</think>{add(NEW)}", settings=settings) == (
-        KEPT,
+    assert await distil_answer(tmp_path / "again", f"</think>{add(NEW)}", settings=settings) == (
+        UNCHANGED,
         {"text too long": 1},
     )
 
 
-async def test_an_episode_too_long_for_any_prompt_is_dead_with_its_reason(tmp_path):
+async def test_an_episode_without_a_possible_prompt_is_dead(tmp_path):
     writer = FullDistilPrompt(prompt("distil"), renderer(), max_tokens=100)
     engine = answering(lambda _: add(OTHER))
-    made = await manager(
+    manager = await open_manager(
         tmp_path / "bank.sqlite", engine, SETTINGS, prompts=Prompts(writer, write_merge)
     )
-    await made.submit(episode(0, 0))
-    await made.drain()
-    assert (await made.stats()).items() >= {"queue/dead": 1, "bank/size": 0}.items()
+    await manager.submit(episode(0, 0))
+    await manager.drain()
+    assert (await manager.stats()).items() >= {"queue/dead": 1, "bank/size": 0}.items()
     assert engine.requests == []
-    await made.aclose()
+    await manager.aclose()
 
 
 @pytest.mark.parametrize("threaded", [True, False])
-async def test_prompts_are_written_one_at_a_time_and_beside_the_event_loop_where_that_is_asked_for(
-    tmp_path, threaded
-):
+async def test_prompts_are_written_one_at_a_time_and_on_a_thread_if_threaded(tmp_path, threaded):
     seen: list[tuple[bool, int]] = []
     writing = 0
 
@@ -258,15 +260,15 @@ async def test_prompts_are_written_one_at_a_time_and_beside_the_event_loop_where
         return write_prompt(request)
 
     engine = answering(lambda _: f"<think>{THOUGHTS}</think>{add(OTHER)}")
-    made = await manager(
+    manager = await open_manager(
         tmp_path / "bank.sqlite",
         engine,
         replace(SETTINGS, threaded=threaded),
         prompts=Prompts(writer, write_merge),
     )
     for member in range(8):
-        await made.submit(request(member=member))
-    await made.drain()
+        await manager.submit(request(member=member))
+    await manager.drain()
     assert seen == [(not threaded, 1)] * 8
-    assert sorted(made._bank.entries) == [f"run/0/0/{member}#0" for member in range(8)]
-    await made.aclose()
+    assert sorted(manager._bank.entries) == [f"run/0/0/{member}#0" for member in range(8)]
+    await manager.aclose()

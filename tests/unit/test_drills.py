@@ -20,26 +20,33 @@ import torch
 from crl.engines.torch import TorchEngine
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks, probe_tasks
-from crl.envs.room.lessons import digest, from_here, lesson, places, read, true_bearing
+from crl.envs.room.lessons import (
+    digest,
+    from_here,
+    lesson,
+    read,
+    true_stairs_direction,
+    visited_cells,
+)
 from crl.envs.webshop.lessons import read as read_shop
 from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.embed import HashEmbedder
 from crl.manager.ops import parse_merge
 from crl.manager.records import Entry
-from crl.manager.upkeep import make_bank
-from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING, COMPACT_OFFER
+from crl.manager.upkeep import create_bank
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.merging import CompactMergePrompt
 from crl.modeling import load_model, load_tokenizer, stop_ids
 from crl.models.drills import alfworld, grids, room, webshop
-from crl.models.drills.drill import OFFER, Episode, chunk, tidied
+from crl.models.drills.drill import OFFER, Episode, merge_answer, random_chunk
 from crl.models.drills.room import (
-    Refinements,
-    claims,
+    RoomRefinements,
+    makes_claim,
     merges,
+    random_lesson,
     refine_prompt,
     refinement,
-    some_lesson,
 )
 from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
 from crl.models.warm_start import Demonstration, demonstrated_trace
@@ -49,7 +56,7 @@ from crl.types import Sampling, Segment
 
 
 @dataclass(frozen=True)
-class Speaker:
+class ChatModel:
     engine: TorchEngine
     chat: ChatRenderer
 
@@ -67,21 +74,22 @@ def renderer(path: Path) -> ChatRenderer:
 
 
 @asynccontextmanager
-async def speaker(path: Path) -> AsyncIterator[Speaker]:
+async def open_model(path: Path) -> AsyncIterator[ChatModel]:
     engine = TorchEngine(load_model(path, torch.device("cpu")), max_batch=128, max_context=1024)
     try:
-        yield Speaker(engine, renderer(path))
+        yield ChatModel(engine, renderer(path))
     finally:
         await engine.aclose()
 
 
-async def right(model: Speaker, demonstrations: Sequence[Demonstration], tokens: int) -> float:
+async def accuracy(model: ChatModel, demonstrations: Sequence[Demonstration], tokens: int) -> float:
     """Return the fraction of demonstrations whose last message the model reproduces."""
-    said = await asyncio.gather(
+    answers = await asyncio.gather(
         *(model.answer(prompt, tokens, i) for i, (*prompt, _) in enumerate(demonstrations))
     )
     return sum(
-        answer == told.text for answer, (*_, told) in zip(said, demonstrations, strict=True)
+        answer == expected.text
+        for answer, (*_, expected) in zip(answers, demonstrations, strict=True)
     ) / len(demonstrations)
 
 
@@ -89,19 +97,19 @@ async def right(model: Speaker, demonstrations: Sequence[Demonstration], tokens:
 
 
 @pytest.fixture(scope="module")
-def asking() -> list[Episode]:
+def walks() -> list[Episode]:
     return list(ASKING_WALKS.episodes(random.Random(1), demonstration_tasks(600)))
 
 
-def question(episode: Episode) -> int | None:
+def question_index(episode: Episode) -> int | None:
     """Return the index of the segment in which the agent asks, or None."""
     return next(
         (i for i, segment in enumerate(episode.segments) if segment.origin == "tool_call"), None
     )
 
 
-def test_the_tool_is_offered_before_the_first_observation(asking: list[Episode]) -> None:
-    for walk in asking:
+def test_the_tool_is_offered_before_the_first_observation(walks: list[Episode]) -> None:
+    for walk in walks:
         opening = [segment.origin for segment in walk.segments[: 4 if walk.hint else 3]]
         assert opening == ["task", *(["experience"] if walk.hint else []), "tool_spec", "env"]
         assert [segment.text for segment in walk.segments if segment.origin == "tool_spec"] == [
@@ -109,62 +117,62 @@ def test_the_tool_is_offered_before_the_first_observation(asking: list[Episode])
         ]
 
 
-def test_agents_ask_once_and_soon_and_not_when_they_see_the_stairs(asking: list[Episode]) -> None:
-    for walk in asking:
-        at = question(walk)
-        if at is None:
+def test_agents_ask_at_most_once_early_and_not_in_sight_of_the_stairs(walks: list[Episode]) -> None:
+    for walk in walks:
+        index = question_index(walk)
+        if index is None:
             continue
         before, call, reply, after = (
-            walk.segments[:at],
-            walk.segments[at],
-            walk.segments[at + 1],
-            walk.segments[at + 2],
+            walk.segments[:index],
+            walk.segments[index],
+            walk.segments[index + 1],
+            walk.segments[index + 2],
         )
         assert (call.text, reply.origin, after.origin) == (COMPACT_CALL, "tool_result", "policy")
         assert sum(segment.origin == "policy" for segment in before) <= 2
         assert "stairs " not in before[-1].text
-        assert not any(segment.origin == "tool_call" for segment in walk.segments[at + 1 :])
+        assert not any(segment.origin == "tool_call" for segment in walk.segments[index + 1 :])
     asked = {
-        told: [question(walk) is not None for walk in asking if (walk.hint is None) == told]
-        for told in (True, False)
+        free: [question_index(walk) is not None for walk in walks if (walk.hint is None) == free]
+        for free in (True, False)
     }
     assert sum(asked[True]) / len(asked[True]) > 1.5 * sum(asked[False]) / len(asked[False]) > 0.1
 
 
-def test_agents_do_what_they_are_answered(asking: list[Episode]) -> None:
+def test_agents_follow_the_reply_to_their_question(walks: list[Episode]) -> None:
     """Check that the next action usually follows a correct answer.
 
     The exceptions are slips, walls, and stairs that come into sight.
     """
     replies, followed = Counter[str](), list[bool]()
-    for walk in asking:
-        at = question(walk)
-        if at is None:
+    for walk in walks:
+        index = question_index(walk)
+        if index is None:
             continue
-        text, action = walk.segments[at + 1].text, walk.segments[at + 2].text
+        text, action = walk.segments[index + 1].text, walk.segments[index + 2].text
         refined = text in map(from_here, COMPASS)
         replies[
-            "nothing" if text == COMPACT_NOTHING else "refined" if refined else read(text)[0]
+            "nothing" if text == COMPACT_NO_RESULT else "refined" if refined else read(text)[0]
         ] += 1
-        *_, here = places(walk.segments[:at])
-        if text == from_here(true_bearing(int(walk.task.params["lgen"]), here) or ""):
+        *_, here = visited_cells(walk.segments[:index])
+        if text == from_here(true_stairs_direction(int(walk.task.params["lgen"]), here) or ""):
             followed.append(text == from_here(action))
     assert sum(followed) >= 0.9 * len(followed) >= 40
     assert replies["refined"] > replies["nothing"] > 0 < replies["exit"]
     assert replies["other"] == 0
 
 
-def test_a_question_is_taught_with_what_comes_of_it(
-    asking: list[Episode], tiny_actor: Path
+def test_a_question_is_trained_together_with_the_moves(
+    walks: list[Episode], tiny_actor: Path
 ) -> None:
     chat = renderer(tiny_actor)
-    walk = next(walk for walk in asking if question(walk) is not None)
+    walk = next(walk for walk in walks if question_index(walk) is not None)
     trace = demonstrated_trace(walk.segments, chat)
-    said = chat.decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask])
-    assert said == "".join(
+    trained_text = chat.decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask])
+    assert trained_text == "".join(
         f"{s.text}<|im_end|>" for s in walk.segments if s.origin in ("policy", "tool_call")
     )
-    assert f"{COMPACT_CALL}<|im_end|>" in said
+    assert f"{COMPACT_CALL}<|im_end|>" in trained_text
 
 
 # ── answers to a question ─────────────────────────────────────────────────────────────────────────
@@ -178,7 +186,7 @@ def conversation(*texts: str) -> list[Segment]:
 
 
 @pytest.mark.parametrize(
-    ("texts", "told", "written"),
+    ("texts", "direction", "refined"),
     [
         (("at 2 1\ndark east",), "north", "north"),
         # from (1, 2) to (0, -2): 14° off north
@@ -196,23 +204,23 @@ def conversation(*texts: str) -> list[Segment]:
          "northeast", "east"),
     ],
 )  # fmt: skip
-def test_a_lesson_is_fitted_to_where_the_agent_is(
-    texts: tuple[str, ...], told: str, written: str
+def test_a_lesson_is_adapted_to_the_agents_position(
+    texts: tuple[str, ...], direction: str, refined: str
 ) -> None:
     assert (
-        refinement(conversation(*texts), lesson("exit", told))
-        == f'[{{"op":"refine","text":"from here go {written}."}}]'
+        refinement(conversation(*texts), lesson("exit", direction))
+        == f'[{{"op":"refine","text":"from here go {refined}."}}]'
     )
-    assert refinement(conversation(*texts), lesson("walk", told)) == '[{"op":"return"}]'
+    assert refinement(conversation(*texts), lesson("walk", direction)) == '[{"op":"return"}]'
 
 
-def test_what_the_extractor_is_asked_on_the_way() -> None:
+def test_the_refine_prompt_in_the_middle_of_an_episode() -> None:
     (task,) = demonstration_tasks(1)
-    asked = [
+    segments = [
         *conversation("at 2 1\ndark east", "southeast", "at 3 2\ndark east"),
         Segment("assistant", COMPACT_CALL, "tool_call"),
     ]
-    (prompt,) = refine_prompt(task, asked, "be careful.")
+    (prompt,) = refine_prompt(task, segments, "be careful.")
     assert prompt.text.splitlines() == [
         task.goal,
         "hint 1 be careful.",
@@ -222,35 +230,35 @@ def test_what_the_extractor_is_asked_on_the_way() -> None:
     ]
 
 
-def test_an_answer_on_the_way_is_no_lesson_of_an_episode() -> None:
+def test_an_adapted_lesson_is_not_read_as_a_lesson_of_an_episode() -> None:
     assert read(from_here("north")) == ("other", None)
 
 
-async def test_the_shipped_extractor_fits_lessons(tiny_extractor: Path) -> None:
-    demonstrations = list(Refinements(EXTRACTOR_WALKS).make(random.Random(3), 250))
-    async with speaker(tiny_extractor) as extractor:
-        assert await right(extractor, demonstrations, 40) >= 0.85
+async def test_the_shipped_extractor_adapts_lessons(tiny_extractor: Path) -> None:
+    demonstrations = list(RoomRefinements(EXTRACTOR_WALKS).make(random.Random(3), 250))
+    async with open_model(tiny_extractor) as extractor:
+        assert await accuracy(extractor, demonstrations, 40) >= 0.85
 
 
 # ── merging the entries of a place ────────────────────────────────────────────────────────────────
 
 
-def entry(text: str, won: int = 0, of: int = 0) -> Entry:
+def entry(text: str, won: int = 0, episodes: int = 0) -> Entry:
     return Entry(
-        f"{text}/{won}/{of}",
+        f"{text}/{won}/{episodes}",
         1,
         text,
         "room",
         "Room: the jade attic.",
         "g",
         (0, 1),
-        credited=of,
-        credit=2.0 * won - of,
+        credited=episodes,
+        credit=2.0 * won - episodes,
     )
 
 
 @pytest.mark.parametrize(
-    ("entries", "written"),
+    ("entries", "expected"),
     [
         (
             [entry("from the start go east.", 3, 4), entry("be careful."),
@@ -271,31 +279,31 @@ def entry(text: str, won: int = 0, of: int = 0) -> Entry:
          "[]"),
     ],
 )  # fmt: skip
-def test_what_becomes_of_a_chunk(entries: list[Entry], written: str) -> None:
-    assert tidied(entries, claims) == written
-    parsed = parse_merge(written, len(entries))
+def test_the_merge_answer_to_a_chunk(entries: list[Entry], expected: str) -> None:
+    assert merge_answer(entries, makes_claim) == expected
+    parsed = parse_merge(expected, len(entries))
     assert (len(parsed.ops), parsed.dropped) == (1, {})
 
 
-def test_chunks_are_as_a_bank_holds_them(tiny_extractor: Path) -> None:
+def test_random_chunks_need_different_ops(tiny_extractor: Path) -> None:
     """Check which ops random chunks need, and the length of the answers.
 
     Some chunks need a merge, some a discard, and some neither. Every answer fits into 40 tokens.
     """
     rng, chat = random.Random(0), renderer(tiny_extractor)
-    chunks = [chunk(rng, NAME, some_lesson) for _ in range(500)]
+    chunks = [random_chunk(rng, NAME, random_lesson) for _ in range(500)]
     assert {len(entries) for entries in chunks} == {2, 3, 4, 5, 6}
-    answers = [tidied(entries, claims) for entries in chunks]
+    answers = [merge_answer(entries, makes_claim) for entries in chunks]
     ops = Counter(parse_merge(answer, 6).ops[0].kind for answer in answers)
     assert min(ops["merge"], ops["keep"]) >= 150
     assert ops["discard"] >= 15
     assert max(len(chat.encode(answer)) for answer in answers) + 1 <= 40
 
 
-async def test_the_shipped_extractor_tidies_chunks(tiny_extractor: Path) -> None:
+async def test_the_shipped_extractor_merges_chunks(tiny_extractor: Path) -> None:
     """Check the shipped extractor at temperature 1. It overlooks some duplicates."""
-    async with speaker(tiny_extractor) as extractor:
-        assert await right(extractor, list(merges(random.Random(11), 300)), 40) >= 0.7
+    async with open_model(tiny_extractor) as extractor:
+        assert await accuracy(extractor, list(merges(random.Random(11), 300)), 40) >= 0.7
 
 
 async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_path: Path) -> None:
@@ -303,7 +311,7 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
 
     In most places that hold a lesson twice, one copy must remain.
     """
-    made = [
+    entries = [
         replace(entry(text), uid=f"{place}/{i}", goal=f"Room: the {place}.")
         for place, direction in zip(
             ("jade attic", "red cell", "cold mill", "iron gate"), COMPASS, strict=False
@@ -312,10 +320,10 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
             (lesson("exit", direction), "be careful.", lesson("exit", direction))
         )
     ]  # fmt: skip
-    await asyncio.to_thread(make_bank, tmp_path / "bank.sqlite", made)
+    await asyncio.to_thread(create_bank, tmp_path / "bank.sqlite", entries)
     prompts = Prompts(CompactDistilPrompt({NAME: digest}), CompactMergePrompt())
     settings = ManagerSettings(cap=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1))
-    async with speaker(tiny_extractor) as extractor:
+    async with open_model(tiny_extractor) as extractor:
         manager = await ExperienceManager.open(
             tmp_path / "bank.sqlite", extractor.engine, HashEmbedder(), extractor.chat, prompts,
             settings, seed=0,
@@ -340,8 +348,8 @@ VERDICTS = {
             word for word in text.split() if word in ("is", "first.", "careful.")
         ),
     ),
-    "maze": (grids.GridBank(grids.MAZE).verdicts, grids.claims),
-    "keyroom": (grids.GridBank(grids.KEYROOM).verdicts, grids.claims),
+    "maze": (grids.LessonDrills(grids.MAZE).verdicts, grids.makes_claim),
+    "keyroom": (grids.LessonDrills(grids.KEYROOM).verdicts, grids.makes_claim),
 }
 """Drill and function that returns the claim of a lesson, by task."""
 
@@ -353,7 +361,7 @@ def test_verdicts_teach_the_format_and_not_which_lessons_help(name: str) -> None
     Only the success rate shows whether a lesson is useful.
     """
     verdicts, kind_of = VERDICTS[name]
-    said: defaultdict[object, Counter[str]] = defaultdict(Counter)
+    counts_by_kind: defaultdict[object, Counter[str]] = defaultdict(Counter)
     for prompt, answer in verdicts(random.Random(0), 3000):
         text, won = re.search(
             "^hint 1 (.*)\nwon (.*) of 10$",
@@ -366,9 +374,9 @@ def test_verdicts_teach_the_format_and_not_which_lessons_help(name: str) -> None
         assert critique.text == (text if critique.verdict == "refine" else ""), (
             "what to write instead is left to RL"
         )
-        said[kind_of(text)][critique.verdict] += 1
-    assert len(said) > 1
-    for counts in said.values():
+        counts_by_kind[kind_of(text)][critique.verdict] += 1
+    assert len(counts_by_kind) > 1
+    for counts in counts_by_kind.values():
         for verdict in ("accept", "refine", "reject"):
             assert counts[verdict] / counts.total() == pytest.approx(
                 1 / 3, abs=4 * (2 / 9 / counts.total()) ** 0.5
@@ -382,36 +390,36 @@ def test_a_verdict_is_short(tiny_actor: Path) -> None:
     question fits into the 4 tokens of a turn.
     """
     chat = renderer(tiny_actor)
-    said = [
+    answers = [
         answer.text
         for verdicts, _ in VERDICTS.values()
         for _, answer in verdicts(random.Random(1), 200)
     ]
-    assert max(len(chat.encode(text)) for text in said) + 1 <= 24
+    assert max(len(chat.encode(text)) for text in answers) + 1 <= 24
     assert len(chat.encode(COMPACT_CALL)) + 1 <= 4
 
 
-async def test_the_shipped_actor_rejects_where_the_place_is_mastered_and_nowhere_else(
+async def test_the_shipped_actor_rejects_only_in_mastered_places(
     tiny_actor: Path,
 ) -> None:
-    async with speaker(tiny_actor) as actor:
-        asked = [
-            (prompt, told.text == "reject")
-            for *prompt, told in room.verdicts(random.Random(11), 300)
+    async with open_model(tiny_actor) as actor:
+        prompts = [
+            (prompt, answer.text == "reject")
+            for *prompt, answer in room.verdicts(random.Random(11), 300)
         ]
-        said = await asyncio.gather(
-            *(actor.answer(prompt, 24, i) for i, (prompt, _) in enumerate(asked))
+        answers = await asyncio.gather(
+            *(actor.answer(prompt, 24, i) for i, (prompt, _) in enumerate(prompts))
         )
-    verdicts = [parse_critique(text or "") for text in said]
-    assert sum(verdict.malformed for verdict in verdicts) <= 0.05 * len(said)
-    right = sum(
+    verdicts = [parse_critique(text or "") for text in answers]
+    assert sum(verdict.malformed for verdict in verdicts) <= 0.05 * len(answers)
+    correct = sum(
         (verdict.verdict == "reject") == mastered
-        for verdict, (_, mastered) in zip(verdicts, asked, strict=True)
+        for verdict, (_, mastered) in zip(verdicts, prompts, strict=True)
     )
-    assert right >= 0.95 * len(said)
+    assert correct >= 0.95 * len(answers)
 
 
-async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(
+async def test_the_shipped_actor_asks_only_if_offered_and_follows_the_reply(
     tiny_actor: Path,
 ) -> None:
     tasks = probe_tasks(200)
@@ -425,20 +433,22 @@ async def test_the_shipped_actor_asks_where_it_may_and_does_what_it_is_told(
                 Segment("user", "at 3 3\ndark north east south west", "env"),
             ]
 
-    async with speaker(tiny_actor) as actor:
+    async with open_model(tiny_actor) as actor:
 
-        async def said(prompts: Iterator[list[Segment]]) -> list[str | None]:
+        async def answers(prompts: Iterator[list[Segment]]) -> list[str | None]:
             return await asyncio.gather(
                 *(actor.answer(prompt, 4, i) for i, prompt in enumerate(prompts))
             )
 
-        assert (await said(openings(offer=False))).count(COMPACT_CALL) <= 0.05 * len(tasks)
-        assert (await said(openings(offer=True))).count(COMPACT_CALL) >= 20
-        told = random.Random(0).choices(list(COMPASS), k=len(tasks))
+        assert (await answers(openings(offer=False))).count(COMPACT_CALL) <= 0.05 * len(tasks)
+        assert (await answers(openings(offer=True))).count(COMPACT_CALL) >= 20
+        directions = random.Random(0).choices(list(COMPASS), k=len(tasks))
         call = Segment("assistant", COMPACT_CALL, "tool_call")
-        replied = (
-            [*opening, call, Segment("user", from_here(way), "tool_result")]
-            for opening, way in zip(openings(True), told, strict=True)
+        prompts = (
+            [*opening, call, Segment("user", from_here(direction), "tool_result")]
+            for opening, direction in zip(openings(True), directions, strict=True)
         )
-        went = await said(replied)
-    assert sum(way == gone for way, gone in zip(told, went, strict=True)) >= 0.85 * len(told)
+        moves = await answers(prompts)
+    assert sum(
+        direction == move for direction, move in zip(directions, moves, strict=True)
+    ) >= 0.85 * len(directions)

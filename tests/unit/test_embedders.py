@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 import torch
 from banks import bank, copy_of, finished_run, parsed
-from extractors import WordEmbedder, add, answering, manager, request, search
+from extractors import WordEmbedder, add, answering, open_manager, request, search
 from transformers import AutoModel, AutoTokenizer
 
 from crl.config.load import dump, load
 from crl.config.schema import EmbedderSection
 from crl.embedders import open_embedder, require_embedder
-from crl.embedders.encoder import EncoderEmbedder, pooled
+from crl.embedders.encoder import EncoderEmbedder, pool_states
 from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
-from crl.embedders.recipe import EncoderSettings, read_recipe
+from crl.embedders.recipe import EncoderSettings, read_encoder_settings
 from crl.errors import ConfigError, EngineError
 from crl.manager import ManagerSettings, RetrievalSettings
 from crl.run.plan import plan
@@ -49,7 +49,9 @@ TEXTS = [
 # ── directories ───────────────────────────────────────────────────────────────────────────────────
 
 
-def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: Any) -> Path:
+def sentence_transformer_directory(
+    folder: Path, model: Path, pooling: Mapping[str, Any], **files: Any
+) -> Path:
     """Copy `model` to `folder` in the format of sentence-transformers. Return the folder.
 
     `files` are further JSON files. Their names have no .json.
@@ -66,7 +68,7 @@ def described(folder: Path, model: Path, pooling: Mapping[str, Any], **files: An
     return folder
 
 
-def hidden_of(path: Path, text: str, limit: int = 64) -> torch.Tensor:
+def hidden_states(path: Path, text: str, limit: int = 64) -> torch.Tensor:
     """Return the last hidden states [t, h] of one text, computed alone and without padding."""
     ids = AutoTokenizer.from_pretrained(path)(
         text or " ", truncation=True, max_length=limit, return_tensors="pt"
@@ -81,7 +83,7 @@ def unit(vector: torch.Tensor) -> np.ndarray:
 
 def encode(path: Path, *texts: str, **options: Any) -> np.ndarray:
     async def run() -> np.ndarray:
-        encoder = EncoderEmbedder(read_recipe(path), "cpu", **options)
+        encoder = EncoderEmbedder(read_encoder_settings(path), "cpu", **options)
         try:
             return await encoder.embed(texts)
         finally:
@@ -90,8 +92,8 @@ def encode(path: Path, *texts: str, **options: Any) -> np.ndarray:
     return asyncio.run(run())
 
 
-def name_of(recipe: EncoderSettings) -> str:
-    encoder = EncoderEmbedder(recipe, "cpu")
+def name_of(settings: EncoderSettings) -> str:
+    encoder = EncoderEmbedder(settings, "cpu")
     encoder.close()
     return encoder.name
 
@@ -104,24 +106,22 @@ def test_pooling_by_hand(left: bool):
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     if left:
         hidden[0], mask[0] = hidden[0].roll(1, 0), mask[0].roll(1, 0)
-    assert pooled(hidden, mask, "mean").tolist() == [[2.0, 4.0], [6.0, 1.0]]
-    assert pooled(hidden, mask, "cls").tolist() == [[1.0, 2.0], [4.0, 0.0]]
-    assert pooled(hidden, mask, "lasttoken").tolist() == [[3.0, 6.0], [8.0, 1.0]]
+    assert pool_states(hidden, mask, "mean").tolist() == [[2.0, 4.0], [6.0, 1.0]]
+    assert pool_states(hidden, mask, "cls").tolist() == [[1.0, 2.0], [4.0, 0.0]]
+    assert pool_states(hidden, mask, "lasttoken").tolist() == [[3.0, 6.0], [8.0, 1.0]]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_a_plain_encoder_is_pooled_by_the_mean_whatever_shares_its_batch(
-    random_bert: Path, batch: int
-):
+def test_the_default_is_mean_pooling_with_any_batch_size(random_bert: Path, batch: int):
     vectors = encode(random_bert, *TEXTS, batch=batch)
     assert (vectors.shape, vectors.dtype) == ((5, 32), np.float32)
     assert np.allclose(
-        vectors, [unit(hidden_of(random_bert, text).mean(0)) for text in TEXTS], atol=1e-5
+        vectors, [unit(hidden_states(random_bert, text).mean(0)) for text in TEXTS], atol=1e-5
     )
     assert abs(vectors[0] @ vectors[1]) < 0.99
 
 
-def test_no_text_no_vector(random_bert: Path):
+def test_embedding_no_texts(random_bert: Path):
     assert encode(random_bert).shape == (0, 32)
 
 
@@ -140,23 +140,27 @@ def test_no_text_no_vector(random_bert: Path):
         ({"pooling_mode": "cls"}, 0),
     ],
 )
-def test_the_files_of_sentence_transformers_say_how_it_is_pooled(
+def test_pooling_is_read_from_sentence_transformers_files(
     random_bert: Path, tmp_path: Path, pooling: dict, row: int
 ):
-    path = described(tmp_path / "encoder", random_bert, pooling)
+    path = sentence_transformer_directory(tmp_path / "encoder", random_bert, pooling)
     assert np.allclose(
-        encode(path, *TEXTS), [unit(hidden_of(random_bert, text)[row]) for text in TEXTS], atol=1e-5
+        encode(path, *TEXTS),
+        [unit(hidden_states(random_bert, text)[row]) for text in TEXTS],
+        atol=1e-5,
     )
 
 
 def test_a_decoder_gives_its_last_token(random_qwen3: Path, tmp_path: Path):
-    path = described(tmp_path / "decoder", random_qwen3, {"pooling_mode_lasttoken": True})
-    saved = AutoTokenizer.from_pretrained(path)
-    saved.padding_side = "left"  # as in Qwen3-Embedding
-    saved.save_pretrained(path)
+    path = sentence_transformer_directory(
+        tmp_path / "decoder", random_qwen3, {"pooling_mode_lasttoken": True}
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.padding_side = "left"  # as in Qwen3-Embedding
+    tokenizer.save_pretrained(path)
     assert np.allclose(
         encode(path, *TEXTS),
-        [unit(hidden_of(random_qwen3, text, 4096)[-1]) for text in TEXTS],
+        [unit(hidden_states(random_qwen3, text, 4096)[-1]) for text in TEXTS],
         atol=1e-5,
     )
 
@@ -166,7 +170,7 @@ def test_default_prompt_lower_case_and_token_limit(random_bert: Path, tmp_path: 
         "prompts": {"query": "Search: ", "document": "Text: "},
         "default_prompt_name": "document",
     }
-    path = described(
+    path = sentence_transformer_directory(
         tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True},
         config_sentence_transformers=prompts,
         sentence_bert_config={"max_seq_length": 9, "do_lower_case": True},
@@ -174,25 +178,29 @@ def test_default_prompt_lower_case_and_token_limit(random_bert: Path, tmp_path: 
     long = "Go WEST, then wait. " * 9
     assert np.allclose(
         encode(path, long)[0],
-        unit(hidden_of(random_bert, f"text: {long.lower()}", 9).mean(0)),
+        unit(hidden_states(random_bert, f"text: {long.lower()}", 9).mean(0)),
         atol=1e-5,
     )
     prompts["default_prompt_name"] = None  # type: ignore[assignment]
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     assert np.allclose(
-        encode(path, "Go WEST")[0], unit(hidden_of(random_bert, "go west", 9).mean(0)), atol=1e-5
+        encode(path, "Go WEST")[0],
+        unit(hidden_states(random_bert, "go west", 9).mean(0)),
+        atol=1e-5,
     )
 
 
-def test_a_text_longer_than_the_model_reads_is_cut(random_bert: Path):
+def test_a_text_longer_than_the_models_limit_is_truncated(random_bert: Path):
     long = "north east south west " * 100
     assert np.allclose(
-        encode(random_bert, long)[0], unit(hidden_of(random_bert, long).mean(0)), atol=1e-5
+        encode(random_bert, long)[0], unit(hidden_states(random_bert, long).mean(0)), atol=1e-5
     )
 
 
-def test_model_in_a_folder_of_its_own(random_bert: Path, tmp_path: Path):
-    path = described(tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True})
+def test_a_model_in_a_subfolder(random_bert: Path, tmp_path: Path):
+    path = sentence_transformer_directory(
+        tmp_path / "encoder", random_bert, {"pooling_mode_mean_tokens": True}
+    )
     (path / "0_Transformer").mkdir()
     for file in random_bert.iterdir():
         (path / file.name).rename(path / "0_Transformer" / file.name)
@@ -201,7 +209,9 @@ def test_model_in_a_folder_of_its_own(random_bert: Path, tmp_path: Path):
     assert np.allclose(encode(path, "Go west."), encode(random_bert, "Go west."), atol=1e-6)
 
 
-def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp_path: Path):
+def test_the_name_depends_on_everything_that_determines_the_vectors(
+    random_bert: Path, tmp_path: Path
+):
     moved, other = (
         copytree(random_bert, tmp_path / "moved"),
         copytree(random_bert, tmp_path / "other"),
@@ -213,16 +223,16 @@ def test_its_name_follows_from_what_the_vectors_depend_on(random_bert: Path, tmp
     assert name_of(EncoderSettings(moved)) == name
     assert name.startswith("bert-")
     assert name.endswith("-32")
-    recipes = (
+    settings = (
         EncoderSettings(other),
         EncoderSettings(random_bert, "cls"),
         EncoderSettings(random_bert, prompt="a "),
-        EncoderSettings(random_bert, lower=True),
+        EncoderSettings(random_bert, lowercase=True),
     )
-    assert len({name, *map(name_of, recipes)}) == 5
+    assert len({name, *map(name_of, settings)}) == 5
 
 
-async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
+async def test_an_encoder_computes_on_one_separate_thread(random_bert: Path):
     encoder, threads = EncoderEmbedder(EncoderSettings(random_bert), "cpu"), set()
     encoder._model.register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
     await asyncio.gather(*(encoder.embed(TEXTS) for _ in range(4)))
@@ -231,7 +241,7 @@ async def test_an_encoder_computes_on_a_thread_of_its_own(random_bert: Path):
     assert threading.current_thread().name not in threads
 
 
-async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path):
+async def test_a_failing_encoder_raises_an_engine_error(random_bert: Path):
     encoder = EncoderEmbedder(EncoderSettings(random_bert), "cpu")
     (
         encoder._model.get_input_embeddings()
@@ -247,38 +257,38 @@ async def test_an_encoder_that_fails_is_an_engine_that_failed(random_bert: Path)
 
 # ── an endpoint ───────────────────────────────────────────────────────────────────────────────────
 
-Answer = tuple[int, Any]
+Response = tuple[int, Any]
 """HTTP status and body. A body of bytes is sent unchanged, any other body as JSON."""
 
 
-CUT_OFF = b"wait until"
+TRUNCATED = b"wait until"
 """Ending of a body whose Content-Length is larger than the body."""
 
 
 class Endpoint:
     """HTTP server on this machine.
 
-    `asked` holds the requests with their headers. `answer` returns the answer to the n-th request,
-    counted from 0.
+    `requests` holds the requests with their headers. `respond` returns the response to the n-th
+    request, counted from 0.
     """
 
-    def __init__(self, answer: Callable[[int, dict], Answer]) -> None:
-        self.asked: list[tuple[str, dict, dict]] = []
+    def __init__(self, respond: Callable[[int, dict], Response]) -> None:
+        self.requests: list[tuple[str, dict, dict]] = []
         lock = threading.Lock()
-        asked = self.asked
+        requests = self.requests
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with lock:
-                    n = len(asked)
-                    asked.append((self.path, body, dict(self.headers)))
-                status, data = answer(n, body)
+                    n = len(requests)
+                    requests.append((self.path, body, dict(self.headers)))
+                status, data = respond(n, body)
                 text = data if isinstance(data, bytes) else json.dumps(data).encode()
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", "/elsewhere")
-                if text.endswith(CUT_OFF):
+                if text.endswith(TRUNCATED):
                     self.send_header("Content-Length", str(len(text) + 9))
                 self.end_headers()
                 self.wfile.write(text)
@@ -293,7 +303,7 @@ class Endpoint:
 
     @property
     def sizes(self) -> list[int]:
-        return [len(body["input"]) for _, body, _ in self.asked]
+        return [len(body["input"]) for _, body, _ in self.requests]
 
     def close(self) -> None:
         self.server.shutdown()
@@ -303,16 +313,16 @@ class Endpoint:
 @pytest.fixture
 def serve(
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[Callable[[int, dict], Answer]], Endpoint]]:
+) -> Iterator[Callable[[Callable[[int, dict], Response]], Endpoint]]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    made: list[Endpoint] = []
+    endpoints: list[Endpoint] = []
 
-    def start(answer: Callable[[int, dict], Answer]) -> Endpoint:
-        made.append(Endpoint(answer))
-        return made[-1]
+    def start(respond: Callable[[int, dict], Response]) -> Endpoint:
+        endpoints.append(Endpoint(respond))
+        return endpoints[-1]
 
     yield start
-    for endpoint in made:
+    for endpoint in endpoints:
         endpoint.close()
 
 
@@ -320,7 +330,7 @@ def numbers(text: str) -> list[float]:
     return [float(len(text)), 3.0, 0.0]
 
 
-def embeddings(n: int, body: dict) -> Answer:
+def embeddings(n: int, body: dict) -> Response:
     """Return embeddings that are neither in the order of the texts nor of unit norm."""
     rows = [
         {"index": i, "embedding": numbers(text), "object": "embedding"}
@@ -329,68 +339,70 @@ def embeddings(n: int, body: dict) -> Answer:
     return 200, {"object": "list", "data": rows[::-1], "model": body["model"]}
 
 
-async def connected(endpoint: Endpoint, **options: Any) -> EndpointEmbedder:
-    made = EndpointEmbedder(endpoint.url, "words", "sk-secret", backoff=0.001, **options)
-    await made.connect()
-    return made
+async def connect(endpoint: Endpoint, **options: Any) -> EndpointEmbedder:
+    embedder = EndpointEmbedder(endpoint.url, "words", "sk-secret", backoff=0.001, **options)
+    await embedder.connect()
+    return embedder
 
 
-async def test_an_endpoint_is_asked_in_batches_and_its_vectors_are_made_unit(serve):
+async def test_an_endpoint_receives_batches_and_its_vectors_are_normalised(serve):
     endpoint = serve(embeddings)
-    made = await connected(endpoint, batch=2)
-    vectors = await made.embed(TEXTS)
+    embedder = await connect(endpoint, batch=2)
+    vectors = await embedder.embed(TEXTS)
     plain = np.array([numbers(text or " ") for text in TEXTS], np.float32)
     assert np.allclose(vectors, plain / np.linalg.norm(plain, axis=1, keepdims=True), atol=1e-6)
-    assert (vectors.dtype, made.dim, made.name) == (np.float32, 3, "words-3")
+    assert (vectors.dtype, embedder.dim, embedder.name) == (np.float32, 3, "words-3")
     assert endpoint.sizes == [1, 2, 2, 1]
-    path, body, headers = endpoint.asked[1]
+    path, body, headers = endpoint.requests[1]
     assert (path, body["model"], body["encoding_format"]) == ("/v1/embeddings", "words", "float")
     assert headers["Authorization"] == "Bearer sk-secret"
-    assert (await made.embed([])).shape == (0, 3)
-    made.close()
+    assert (await embedder.embed([])).shape == (0, 3)
+    embedder.close()
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_what_is_refused_for_now_is_sent_again(serve, status: int):
+async def test_temporary_failures_are_retried(serve, status: int):
     endpoint = serve(
         lambda n, body: embeddings(n, body) if n in (0, 3) else (status, {"error": "wait"})
     )
-    made = await connected(endpoint)
-    assert (await made.embed(["Go west."])).shape == (1, 3)
+    embedder = await connect(endpoint)
+    assert (await embedder.embed(["Go west."])).shape == (1, 3)
     assert endpoint.sizes == [1, 1, 1, 1]
     with pytest.raises(
-        EngineError, match=rf"/v1/embeddings: {status} .*wait.*, {ATTEMPTS} times in a row"
+        EngineError, match=rf"/v1/embeddings: {status} .*wait.*{ATTEMPTS} attempts failed"
     ):
-        await made.embed(["Go west."])
-    assert len(endpoint.asked) == 4 + ATTEMPTS
-    made.close()
+        await embedder.embed(["Go west."])
+    assert len(endpoint.requests) == 4 + ATTEMPTS
+    embedder.close()
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(503, "503 Service Unavailable: wait until, "), (200, "IncompleteRead")]
+    ("status", "message"), [(503, "503 Service Unavailable: wait until"), (200, "IncompleteRead")]
 )
-async def test_an_answer_that_breaks_off_is_asked_for_again(serve, status: int, said: str):
-    endpoint = serve(lambda n, body: embeddings(n, body) if n in (0, 2) else (status, CUT_OFF))
-    made = await connected(endpoint)
-    assert (await made.embed(["Go west."])).shape == (1, 3)
-    assert len(endpoint.asked) == 3
-    with pytest.raises(EngineError, match=rf"/v1/embeddings: {said}.*{ATTEMPTS} times in a row"):
-        await made.embed(["Go west."])
-    made.close()
+async def test_a_truncated_response_is_retried(serve, status: int, message: str):
+    endpoint = serve(lambda n, body: embeddings(n, body) if n in (0, 2) else (status, TRUNCATED))
+    embedder = await connect(endpoint)
+    assert (await embedder.embed(["Go west."])).shape == (1, 3)
+    assert len(endpoint.requests) == 3
+    with pytest.raises(
+        EngineError, match=rf"/v1/embeddings: {message}.*{ATTEMPTS} attempts failed"
+    ):
+        await embedder.embed(["Go west."])
+    embedder.close()
 
 
 @pytest.mark.parametrize(
     "url", ["http://[::1/v1", "http://höst/v1/é", "http://" + "x" * 99 + ".y/v1"]
 )
-async def test_a_url_that_cannot_be_asked(url: str):
-    made = EndpointEmbedder(url, "words", backoff=0.0)
+async def test_an_invalid_url(url: str):
+    embedder = EndpointEmbedder(url, "words", backoff=0.0)
     with pytest.raises(EngineError, match=r"^embedder http://"):
-        await made.connect()
-    made.close()
+        await embedder.connect()
+    embedder.close()
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("response", "message"),
     [
         (
             (401, {"error": "Incorrect API key provided: sk-secret"}),
@@ -398,50 +410,51 @@ async def test_a_url_that_cannot_be_asked(url: str):
         ),
         ((404, {"error": "no model words"}), "404 Not Found: .*no model words"),
         ((302, b""), "302 Found"),
-        ((200, b"<html>"), "holds no embeddings of 1 texts: <html>"),
-        ((200, {"data": []}), "holds no embeddings of 1 texts"),
+        ((200, b"<html>"), "does not contain embeddings of 1 texts: <html>"),
+        ((200, {"data": []}), "does not contain embeddings of 1 texts"),
         (
             (200, {"data": [{"index": 0, "embedding": [1.0, 2.0]}]}),
-            "vectors of 2 numbers came, not of 3 as at first",
+            "the vectors now have dimension 2, not 3 as in the first response",
         ),
         (
             (200, b'{"data": [{"index": 0, "embedding": [1.0, NaN, 0.0]}]}'),
-            "no vectors of finite numbers",
+            "are not vectors of finite numbers",
         ),
-        ((200, {"data": [{"index": 0, "embedding": "AACA"}]}), "holds no embeddings"),
-        ((200, {"data": [{"index": 0, "embedding": [1.0, 10**400, 0.0]}]}), "holds no embeddings"),
+        ((200, {"data": [{"index": 0, "embedding": "AACA"}]}), "does not contain embeddings"),
+        (
+            (200, {"data": [{"index": 0, "embedding": [1.0, 10**400, 0.0]}]}),
+            "does not contain embeddings",
+        ),
         (
             (200, {"data": [{"index": 10**400, "embedding": [1.0, 2.0, 0.0]}]}),
-            "holds no embeddings",
+            "does not contain embeddings",
         ),
         (
             (200, b'{"data": [{"index": 0, "embedding": [1e39, 1e400, 0.0]}]}'),
-            "no vectors of finite numbers",
+            "are not vectors of finite numbers",
         ),
-        ((200, b'{"data": ' + b"[" * 100_000), "holds no embeddings"),
+        ((200, b'{"data": ' + b"[" * 100_000), "does not contain embeddings"),
         (
             (200, b'{"data": [{"index": 0, "embedding": ' + b"[" * 99 + b"]" * 99 + b"}]}"),
-            "holds no embeddings",
+            "does not contain embeddings",
         ),
-        ((401, CUT_OFF), "401 Unauthorized: wait until$"),
+        ((401, TRUNCATED), "401 Unauthorized: wait until$"),
     ],
 )
-async def test_what_will_not_go_well_fails_at_once_with_what_was_said(
-    serve, answer: Answer, said: str
-):
-    endpoint = serve(lambda n, body: answer if n else embeddings(n, body))
-    made = await connected(endpoint)
-    with pytest.raises(EngineError, match=said) as caught:
-        await made.embed(["Go west."])
+async def test_permanent_failures_are_not_retried(serve, response: Response, message: str):
+    endpoint = serve(lambda n, body: response if n else embeddings(n, body))
+    embedder = await connect(endpoint)
+    with pytest.raises(EngineError, match=message) as caught:
+        await embedder.embed(["Go west."])
     assert "sk-secret" not in str(caught.value)
-    assert len(endpoint.asked) == 2
-    made.close()
+    assert len(endpoint.requests) == 2
+    embedder.close()
 
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def refused(**settings: Any) -> str:
+async def config_error(**settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         async with open_embedder(EmbedderSection(**settings)):
             raise AssertionError("opened")
@@ -462,10 +475,10 @@ async def test_the_config_opens_each_kind(
         async with open_embedder(section) as embedder:
             assert embedder.dim == dim
             assert (await embedder.embed(["Go west."])).shape == (1, dim)
-    assert endpoint.asked[0][2]["Authorization"] == "Bearer sk-secret"
+    assert endpoint.requests[0][2]["Authorization"] == "Bearer sk-secret"
 
 
-async def test_an_encoder_of_a_deterministic_run_reads_texts_one_by_one(random_bert: Path):
+async def test_a_deterministic_run_embeds_texts_one_by_one(random_bert: Path):
     async with open_embedder(
         EmbedderSection(model=str(random_bert)), deterministic=True
     ) as embedder:
@@ -478,20 +491,23 @@ async def test_an_encoder_of_a_deterministic_run_reads_texts_one_by_one(random_b
         )
 
 
-async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPatch):
+async def test_an_endpoint_that_does_not_answer(serve, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
-    gone = serve(embeddings)
-    gone.close()
-    text = await refused(model=gone.url, name="words")
-    assert text.startswith(f"embedder.model = '{gone.url}': embedder {gone.url}/embeddings: ")
+    endpoint = serve(embeddings)
+    endpoint.close()
+    text = await config_error(model=endpoint.url, name="words")
+    assert text.startswith(
+        f"embedder.model = '{endpoint.url}': embedder {endpoint.url}/embeddings: "
+    )
     assert "refused" in text
     assert text.endswith(
-        "Check embedder.model, embedder.name and embedder.key_env, and that the endpoint is up."
+        "Check embedder.model, embedder.name and embedder.key_env, "
+        "and that the endpoint is running."
     )
-    text = await refused(model=gone.url, name="words", key_env="NO_SUCH_KEY")
+    text = await config_error(model=endpoint.url, name="words", key_env="NO_SUCH_KEY")
     assert text == (
-        "embedder.key_env = 'NO_SUCH_KEY': the environment holds no such variable. "
-        "Export it, or leave it out."
+        "embedder.key_env = 'NO_SUCH_KEY': this environment variable is not set or is empty. "
+        "Export it, or remove the setting."
     )
 
 
@@ -499,41 +515,40 @@ async def test_an_endpoint_that_is_not_there(serve, monkeypatch: pytest.MonkeyPa
     "key",
     ["sk-secret\r", "sk-secret\n", "\tsk-secret", "sk-secret…", "sk-secret\udcff", "sk-sécret"],
 )
-async def test_a_key_that_cannot_be_sent_is_refused_and_not_told(
+async def test_an_invalid_key_is_rejected_and_not_printed(
     serve, monkeypatch: pytest.MonkeyPatch, key: str
 ):
     monkeypatch.setenv("WORDS_KEY", key)
     endpoint = serve(embeddings)
-    text = await refused(model=endpoint.url, name="words", key_env="WORDS_KEY")
+    text = await config_error(model=endpoint.url, name="words", key_env="WORDS_KEY")
     assert text == (
-        "embedder.key_env = 'WORDS_KEY': what that variable holds cannot be sent: "
-        "of its characters some are no printable ASCII, "
-        "such as the end of a line. Export the key alone."
+        "embedder.key_env = 'WORDS_KEY': the variable's value cannot be sent: it contains "
+        "non-printable or non-ASCII characters, such as a line end. Export only the key."
     )
-    assert endpoint.asked == []
+    assert endpoint.requests == []
     with pytest.raises(ConfigError, match="cannot be sent"):
         require_embedder(EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY"))
 
 
-async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path):
-    assert "is neither hash nor a URL, and no directory. Use hash, " in await refused(
+async def test_a_directory_without_an_encoder(random_bert: Path, tmp_path: Path):
+    assert "is not hash, a URL or a directory. Use hash, " in await config_error(
         model=str(tmp_path / "none")
     )
-    assert "holds no config.json" in await refused(model=str(tmp_path))
+    assert "contains no config.json" in await config_error(model=str(tmp_path))
     pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
-    assert "its pooling is mean and max_tokens" in await refused(
-        model=str(described(tmp_path / "max", random_bert, pooling))
+    assert "the pooling mean and max_tokens is not supported" in await config_error(
+        model=str(sentence_transformer_directory(tmp_path / "max", random_bert, pooling))
     )
-    dense = described(tmp_path / "dense", random_bert, {})
+    dense = sentence_transformer_directory(tmp_path / "dense", random_bert, {})
     (dense / "modules.json").write_text(
         '[{"path": "", "type": "a.Transformer"}, {"path": "2_Dense", "type": "a.Dense"}]'
     )
-    assert "has a module that is not served: Dense" in await refused(model=str(dense))
+    assert "lists a module that is not supported: Dense" in await config_error(model=str(dense))
     (dense / "modules.json").write_text("[{")
-    assert "modules.json': it cannot be read (JSONDecodeError" in await refused(model=str(dense))
+    assert "modules.json': cannot be read (JSONDecodeError" in await config_error(model=str(dense))
     (dense / "modules.json").unlink()
     (dense / "model.safetensors").write_bytes(b"none")
-    assert "it cannot be loaded (" in await refused(model=str(dense))
+    assert "the model cannot be loaded (" in await config_error(model=str(dense))
 
 
 @pytest.mark.parametrize(
@@ -541,20 +556,23 @@ async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path)
     [
         (
             ["embedder.model=http://127.0.0.1/v1"],
-            "embedder.name = '': an endpoint serves models by name. Give the model's name there.",
+            (
+                "embedder.name = '': is required because embedder.model is the URL of an endpoint. "
+                "Set it to the name of the model at the endpoint."
+            ),
         ),
         (
             ["embedder.name=words"],
             (
-                "embedder.name = 'words': is of an endpoint, but embedder.model is no URL. "
-                "Leave it out."
+                "embedder.name = 'words': only applies to an endpoint, but embedder.model is not a "
+                "URL. Leave it out."
             ),
         ),
         (
             ["embedder.key_env=KEY"],
             (
-                "embedder.key_env = 'KEY': is of an endpoint, but embedder.model is no URL. "
-                "Leave it out."
+                "embedder.key_env = 'KEY': only applies to an endpoint, but embedder.model is not "
+                "a URL. Leave it out."
             ),
         ),
         (
@@ -564,9 +582,9 @@ async def test_a_directory_that_is_no_encoder(random_bert: Path, tmp_path: Path)
                 "run.deterministic=true",
                 "rollout.max_staleness=0",
             ],
-            "embedder.model = 'http://h/v1': with run.deterministic the vectors must not depend "
-            "on what else an endpoint computes. "
-            "Use hash or an encoder's directory.",
+            "embedder.model = 'http://h/v1': cannot be an endpoint with run.deterministic: its "
+            "vectors may depend on the other requests that it serves. "
+            "Use hash, or the directory of an encoder.",
         ),
     ],
 )
@@ -588,48 +606,48 @@ def test_a_saved_run_finds_its_encoder_from_anywhere(
 # ── the bank ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_another_embedder_embeds_a_bank_again_in_parts(
+async def test_a_new_embedder_embeds_the_bank_again_in_batches(
     random_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("crl.manager.manager.EMBEDDED", 2)
+    monkeypatch.setattr("crl.manager.manager.EMBED_BATCH", 2)
     texts = ["Go west.", "Go east.", "Mind the trap."]
     path, engine = tmp_path / "bank.sqlite", answering(lambda prompt: add(*texts))
     settings = ManagerSettings(retrieval=RetrievalSettings(margin=0.0, min_similarity=-1.0))
-    made = await manager(path, engine, settings)
-    await made.submit(request())
-    await made.drain()
-    await made.aclose()
+    opened = await open_manager(path, engine, settings)
+    await opened.submit(request())
+    await opened.drain()
+    await opened.aclose()
     notes: list[str] = []
     words = WordEmbedder()
     words.name = "other words"
-    made = await manager(
+    opened = await open_manager(
         path, engine, settings, embedder=words, progress=embedding_progress(notes.append)
     )
-    await made.aclose()
+    await opened.aclose()
     assert words.calls == [texts[:2], texts[2:]]
-    assert notes == ["embedding the bank's experiences, 3"]
+    assert notes == ["embedding 3 experiences of the bank"]
     async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
         for _ in range(2):
-            made = await manager(
+            opened = await open_manager(
                 path, engine, settings, embedder=encoder, progress=embedding_progress(notes.append)
             )
-            (hit,) = await made.search([search("Mind the trap.")])
+            (hit,) = await opened.search([search("Mind the trap.")])
             assert hit is not None
             assert hit.text == "Mind the trap."
-            await made.aclose()
+            await opened.aclose()
     assert len(notes) == 2  # the second time, there was nothing to embed
 
 
-async def test_an_endpoint_that_goes_away_fails_the_search(
+async def test_a_search_fails_if_the_endpoint_fails(
     serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
-    embedder = await connected(endpoint := serve(embeddings))
-    made = await manager(tmp_path / "bank.sqlite", answering(str), embedder=embedder)
+    embedder = await connect(endpoint := serve(embeddings))
+    opened = await open_manager(tmp_path / "bank.sqlite", answering(str), embedder=embedder)
     endpoint.close()
     with pytest.raises(EngineError, match=r"embedder http://.*/v1/embeddings: "):
-        await made.search([search("Go west.")])
-    await made.aclose()
+        await opened.search([search("Go west.")])
+    await opened.aclose()
     embedder.close()
 
 
@@ -645,17 +663,17 @@ def test_in_a_terminal_progress_is_a_bar():
     code = "with embedding_progress(print)(4) as advance:\n    advance(3)\n    advance(1)"
     screen, terminal = pty.openpty()
     command = [sys.executable, "-c", f"from crl.run.progress import embedding_progress\n{code}"]
-    surroundings = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=terminal, env=surroundings
+        command, stdout=subprocess.PIPE, stderr=terminal, env=environment
     ) as process:
         os.close(terminal)
-        shown = b"".join(iter(partial(read_terminal, screen), b"")).decode()
-        said, _ = process.communicate()
+        screen_text = b"".join(iter(partial(read_terminal, screen), b"")).decode()
+        output, _ = process.communicate()
     os.close(screen)
-    assert (process.returncode, said) == (0, b"")
-    assert "embedding the bank" in shown
-    assert "100%" in shown
+    assert (process.returncode, output) == (0, b"")
+    assert "embedding the bank" in screen_text
+    assert "100%" in screen_text
 
 
 def test_a_dry_run_names_the_embedder(random_bert: Path, tmp_path: Path):
@@ -663,7 +681,7 @@ def test_a_dry_run_names_the_embedder(random_bert: Path, tmp_path: Path):
         load(["room"], sets=[f"embedder.model={random_bert}", "embedder.device=cpu"])
     ).splitlines()
     assert f"embedder   {random_bert} on cpu" in lines
-    with pytest.raises(ConfigError, match="is neither hash nor a URL"):
+    with pytest.raises(ConfigError, match="is not hash, a URL or a directory"):
         plan(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
 
 
@@ -672,19 +690,21 @@ def test_bank_search_uses_the_embedder_of_the_run(random_bert: Path, tmp_path: P
 
     async def embed_again() -> None:
         async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
-            await (await manager(run / "bank.sqlite", answering(str), embedder=encoder)).aclose()
+            await (
+                await open_manager(run / "bank.sqlite", answering(str), embedder=encoder)
+            ).aclose()
 
     asyncio.run(embed_again())
-    alone = copy_of(run, tmp_path)
+    bank_copy = copy_of(run, tmp_path)
     dump(
         load(["room"], sets=["extractor.model=tiny-actor", f"embedder.model={random_bert}"]),
         run / "config.json",
     )
     rows = parsed("search", run, "Mind the trap.")
     assert (rows[0]["text"], rows[0]["similarity"]) == ("Mind the trap.", pytest.approx(1.0))
-    result = bank("search", alone, "Mind the trap.")
+    result = bank("search", bank_copy, "Mind the trap.")
     assert result.exit_code == 2
     assert (
-        "the bank's vectors are not of the embedder that search has. It has hash-char_wb-2-4-384"
+        "cannot be compared with those of the search's embedder, hash-char_wb-2-4-384"
         in result.stderr
     )

@@ -1,6 +1,6 @@
 """The thread host, the registry and the scratch folder, with small fake games.
 
-The tests of the host cover deadlines, failures and reuse.
+The tests of the host cover timeouts, failures and reuse.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from crl import scratch
 from crl.envs import registry
 from crl.envs.actions import parse_choice
-from crl.envs.base import EnvSpec, Game, StreamSettings, play
+from crl.envs.base import EnvSpec, Game, StreamSettings, play_episode
 from crl.envs.host import ThreadHost
 from crl.envs.places import PlaceStream
 from crl.errors import ConfigError, RolloutError
@@ -31,7 +31,7 @@ from crl.types import StepResult, Task
 
 TASK = Task("fake", seed=3, split="train", goal="Guess.")
 NUMBERS = tuple("01234567")
-MEETING = threading.Barrier(2, timeout=60)  # passes only if two calls run at the same time
+BARRIER = threading.Barrier(2, timeout=60)  # passes only if two calls run at the same time
 
 
 class Guess:
@@ -49,8 +49,8 @@ class Guess:
     def step(self, action: str) -> StepResult:
         assert not self.closed.is_set()
         self.threads.add(threading.get_ident())
-        if action in MISDEEDS:
-            return MISDEEDS[action](self)
+        if action in FAULTS:
+            return FAULTS[action](self)
         guess = parse_choice(action, NUMBERS)
         if guess is None:
             return StepResult("Answer with one number from 0 to 7.", valid=False)
@@ -62,10 +62,10 @@ class Guess:
 
 
 def _raise(error: BaseException) -> Callable[[Guess], StepResult]:
-    def misdeed(game: Guess) -> StepResult:
+    def fault(game: Guess) -> StepResult:
         raise error
 
-    return misdeed
+    return fault
 
 
 def _hang(game: Guess) -> StepResult:
@@ -74,7 +74,7 @@ def _hang(game: Guess) -> StepResult:
 
 
 def _meet(game: Guess) -> StepResult:
-    MEETING.wait()
+    BARRIER.wait()
     return StepResult("met")
 
 
@@ -83,7 +83,7 @@ def _sleep(game: Guess) -> StepResult:
     return StepResult("slept")
 
 
-MISDEEDS: dict[str, Callable[[Guess], StepResult]] = {
+FAULTS: dict[str, Callable[[Guess], StepResult]] = {
     "raise": _raise(ValueError("broken dice")),
     "stop": _raise(StopIteration()),
     "exit": _raise(SystemExit(3)),
@@ -117,11 +117,11 @@ def spec_of(make: Callable[[], Game], hosting: str = "threads") -> EnvSpec:
         make_game=lambda rendering: make(),
         task_source=lambda seed, settings: PlaceStream("fake", "{place}", seed, settings),
         eval_tasks=lambda split, n, seed, settings: (),
-        scripted_player=lambda rng: Counter(),
+        scripted_player=lambda rng: CountingPlayer(),
     )
 
 
-class Counter:
+class CountingPlayer:
     def begin(self, goal: str, observation: str) -> None:
         self.next = 0
 
@@ -147,7 +147,7 @@ def game_of(environment: object) -> Guess:
     return game
 
 
-async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
+async def test_plays_an_episode_and_reuses_the_game_released_last() -> None:
     async with hosting() as host:
         first, second = await host.acquire(TASK), await host.acquire(TASK)
         assert (await first.reset(TASK)).text == "Guess a number from 0 to 7. (Guess.)"
@@ -161,7 +161,7 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
         await host.release(second)
         assert game_of(await host.acquire(TASK)) is games[1]
         assert game_of(await host.acquire(TASK)) is games[0]
-        with pytest.raises(RolloutError, match="given back"):
+        with pytest.raises(RolloutError, match="released"):
             await first.step("1")
     assert all(game.closed.is_set() for game in games)
     with pytest.raises(RolloutError, match="closed"):
@@ -169,7 +169,7 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("misdeed", "words"),
+    ("fault", "words"),
     [
         ("raise", "env: fake: step: ValueError: broken dice"),
         ("stop", "StopIteration"),
@@ -186,15 +186,13 @@ async def test_plays_an_episode_and_reuses_the_game_given_back_last() -> None:
         ("poor", r"ValueError: an episode's reward must be in \[0, 1\], not -0.5"),
     ],
 )
-async def test_a_failing_game_costs_its_episode_and_is_never_reused(
-    misdeed: str, words: str
-) -> None:
+async def test_a_failing_game_fails_its_episode_and_is_never_reused(fault: str, words: str) -> None:
     async with hosting(threads=1) as host:
         environment = await host.acquire(TASK)
         await environment.reset(TASK)
         broken = game_of(environment)
         with pytest.raises(RolloutError, match=words) as caught:
-            await environment.step(misdeed)
+            await environment.step(fault)
         assert caught.value.kind == "env"
         assert broken.closed.is_set()
         with pytest.raises(RolloutError, match="failed"):
@@ -206,7 +204,7 @@ async def test_a_failing_game_costs_its_episode_and_is_never_reused(
         assert (host.failures, host.replaced) == (1, 0)
 
 
-async def test_the_range_of_rewards_is_an_episodes() -> None:
+async def test_the_reward_range_applies_to_the_whole_episode() -> None:
     async with hosting() as host:
         environment = await host.acquire(TASK)
         for _ in range(2):
@@ -239,22 +237,21 @@ async def test_a_reset_that_returns_no_text() -> None:
             await environment.reset(TASK)
 
 
-async def test_a_hung_game_is_abandoned_with_its_thread_and_the_capacity_stays() -> None:
+async def test_a_hung_game_and_its_thread_are_replaced() -> None:
     async with hosting(threads=2) as host:
         hung = [await host.acquire(TASK) for _ in range(2)]
         games = [game_of(environment) for environment in hung]
         for environment in hung:
             await environment.reset(TASK)
-        patient, host.crew.deadline = host.crew.deadline, 0.1
+        original_timeout, host.thread_pool.timeout = host.thread_pool.timeout, 0.1
         errors = await asyncio.gather(
             *(environment.step("hang") for environment in hung), return_exceptions=True
         )
         assert all(
-            isinstance(error, RolloutError) and "deadline of 0.1 s" in str(error)
-            for error in errors
+            isinstance(error, RolloutError) and "timeout of 0.1 s" in str(error) for error in errors
         )
         assert (host.failures, host.replaced) == (2, 2)
-        host.crew.deadline = patient
+        host.thread_pool.timeout = original_timeout
         fresh = [await host.acquire(TASK) for _ in range(2)]
         assert not {id(game_of(environment)) for environment in fresh} & {
             id(game) for game in games
@@ -273,25 +270,25 @@ async def test_a_hung_game_is_abandoned_with_its_thread_and_the_capacity_stays()
         )
 
 
-async def test_the_deadline_does_not_count_the_wait_for_a_thread() -> None:
-    """Check that the deadline of a call starts when a thread takes the call.
+async def test_the_timeout_does_not_include_the_wait_for_a_thread() -> None:
+    """Check that the timeout of a call starts when a thread takes the call.
 
-    The second call is made with a deadline that is shorter than its wait. The deadline is raised
+    The second call is made with a timeout that is shorter than its wait. The timeout is raised
     before a thread takes the call.
     """
     async with hosting(threads=1) as host:
         first, second = [await host.acquire(TASK) for _ in range(2)]
         ahead = asyncio.create_task(first.step("hang"))
         await asyncio.sleep(0)
-        patient, host.crew.deadline = host.crew.deadline, 0.05
+        original_timeout, host.thread_pool.timeout = host.thread_pool.timeout, 0.05
         waiting = asyncio.create_task(second.step("sleep"))
         await asyncio.sleep(0.1)
-        host.crew.deadline = patient
+        host.thread_pool.timeout = original_timeout
         game_of(first).unhang.set()
         assert ((await ahead).text, (await waiting).text) == ("too late", "slept")
 
 
-async def test_no_more_threads_than_allowed() -> None:
+async def test_the_number_of_threads_is_limited() -> None:
     async with hosting(threads=3) as host:
         environments = [await host.acquire(TASK) for _ in range(12)]
         await asyncio.gather(*(environment.step("sleep") for environment in environments))
@@ -300,7 +297,7 @@ async def test_no_more_threads_than_allowed() -> None:
         )
 
 
-async def test_a_cancelled_call_gives_its_game_up() -> None:
+async def test_a_cancelled_call_discards_its_game() -> None:
     async with hosting(threads=1) as host:
         environment = await host.acquire(TASK)
         game = game_of(environment)
@@ -333,7 +330,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_takes_it_closes_its_game
         assert (await running).text == "too late"
 
 
-async def test_a_game_that_cannot_be_made() -> None:
+async def test_a_game_that_cannot_be_created() -> None:
     def broken() -> Game:
         raise OSError("no display")
 
@@ -354,8 +351,8 @@ async def test_a_game_that_cannot_be_made() -> None:
     async with hosting(refused) as host:
         with pytest.raises(ConfigError, match="needs the extra"):
             await host.acquire(TASK)
-    async with hosting(slow, deadline=0.05) as host:
-        with pytest.raises(RolloutError, match="make overran its deadline"):
+    async with hosting(slow, timeout=0.05) as host:
+        with pytest.raises(RolloutError, match="make exceeded its timeout"):
             await host.acquire(TASK)
         overrun.set()
         while not late:  # noqa: ASYNC110
@@ -363,25 +360,27 @@ async def test_a_game_that_cannot_be_made() -> None:
         assert late[0].closed.wait(60), "made too late: closed, not leaked"
 
 
-async def test_closing_the_host_closes_lent_games_too() -> None:
+async def test_closing_the_host_closes_acquired_games() -> None:
     async with hosting() as host:
         game = game_of(await host.acquire(TASK))
     assert game.closed.is_set()
 
 
-def test_what_a_thread_host_refuses() -> None:
-    with pytest.raises(ValueError, match="not hosted by threads: fake"):
+def test_invalid_arguments_of_a_thread_host() -> None:
+    with pytest.raises(ValueError, match="hosting is 'threads', not: fake"):
         ThreadHost({"fake": (spec_of(Guess, hosting="processes"), "full")})
-    with pytest.raises(ValueError, match="positive deadline"):
-        ThreadHost({}, deadline=0.0)
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        ThreadHost({}, timeout=0.0)
 
 
 def test_a_scripted_player_plays_through_text() -> None:
-    played = play(Guess(), TASK, Counter(), turns=8)
+    played = play_episode(Guess(), TASK, CountingPlayer(), turns=8)
     assert played.success
     assert played.reward == 1.0
     assert len(played.observations) == len(played.actions) + 1
-    assert not play(Guess(), Task("fake", 3, "train", ""), Counter(), turns=1).success
+    assert not play_episode(
+        Guess(), Task("fake", 3, "train", ""), CountingPlayer(), turns=1
+    ).success
 
 
 # ── the registry ──────────────────────────────────────────────────────────────────────────────────
@@ -401,12 +400,12 @@ def test_finds_environments_by_name_and_by_path() -> None:
         (
             "rooom",
             (
-                r"tasks.room.env = 'rooom': no such environment; there are: .*room.*\. "
+                r"tasks.room.env = 'rooom': unknown environment \(available: .*room.*\)\. "
                 r"Did you mean 'room'\?"
             ),
         ),
-        ("chess", "Choose one of them; an environment of your own is named"),
-        (":SPEC", "no such environment"),
+        ("chess", "Choose one of them, or name your own environment as"),
+        (":SPEC", "unknown environment"),
         ("no_such_module:SPEC", "there is no module 'no_such_module'"),
         (f"{__name__}:TASK", "not an EnvSpec"),
         (f"{__name__}:NOBODY", "not an EnvSpec"),
@@ -425,7 +424,7 @@ def test_an_unknown_environment_is_a_config_error(name: str, words: str) -> None
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_a_users_module_that_fails_is_one_clear_error(
+def test_a_users_module_that_fails_is_a_config_error(
     body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = f"broken_{abs(hash(body))}"
@@ -456,7 +455,7 @@ def test_stream_settings_are_checked() -> None:
 # ── the scratch folder ────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
+def test_only_the_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from crl.scratch import scratch_folder\n"
         "folder = scratch_folder(Path(sys.argv[1])); (folder / 'left').touch(); "
@@ -469,10 +468,10 @@ def test_a_killed_process_is_swept_and_a_living_one_is_not(tmp_path: Path) -> No
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         assert folder.parent == tmp_path
-        assert scratch.sweep_scratch(tmp_path) == 0
+        assert scratch.remove_stale_folders(tmp_path) == 0
         assert (folder / "left").exists()
         os.kill(process.pid, signal.SIGKILL)
-    assert scratch.sweep_scratch(tmp_path) == 1
+    assert scratch.remove_stale_folders(tmp_path) == 1
     assert list(tmp_path.iterdir()) == []
 
 

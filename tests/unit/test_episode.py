@@ -13,9 +13,9 @@ from doors import (
     RULES,
     TASK,
     Doors,
-    House,
-    Shelf,
-    house,
+    OpenHost,
+    RecordingRetriever,
+    open_host,
     renderer,
     runner,
     script,
@@ -36,7 +36,7 @@ FREE, GUIDED = RolloutPlan("free"), RolloutPlan("guided")
 KEY = EpisodeKey("train", step=2, group=5, member=1)
 
 
-class Failing(ScriptedEngine):
+class FailingEngine(ScriptedEngine):
     """Engine that raises `error` from request number `turn` on (counted from 0)."""
 
     def __init__(self, error: Exception, turn: int) -> None:
@@ -56,7 +56,7 @@ class Failing(ScriptedEngine):
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-class Notary(ScriptedEngine):
+class SeedRecorder(ScriptedEngine):
     """Engine that records the seed of every request."""
 
     def __init__(self) -> None:
@@ -75,16 +75,16 @@ class Notary(ScriptedEngine):
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-async def played(*actions: str, **changes) -> tuple[Trajectory, ScriptedEngine, list[Doors]]:
+async def play_actions(*actions: str, **changes) -> tuple[Trajectory, ScriptedEngine, list[Doors]]:
     engine = scripted(*actions)
-    async with house() as home:
-        trajectory = await runner(engine, home.host, **changes).play(KEY, TASK, FREE)
-        assert not lent(home.host), "the environment was not given back"
-        return trajectory, engine, home.games
+    async with open_host() as hosted:
+        trajectory = await runner(engine, hosted.host, **changes).play(KEY, TASK, FREE)
+        assert not acquired_count(hosted.host), "the environment was not released"
+        return trajectory, engine, hosted.games
 
 
-def lent(host: ThreadHost) -> int:
-    return len(host._lent)
+def acquired_count(host: ThreadHost) -> int:
+    return len(host._acquired)
 
 
 def text(trace: TokenTrace) -> str:
@@ -106,7 +106,7 @@ def prompts(engine: ScriptedEngine) -> list[str]:
 
 
 async def test_a_whole_episode() -> None:
-    trajectory, engine, (game,) = await played("wait", "shout", "open")
+    trajectory, engine, (game,) = await play_actions("wait", "shout", "open")
     assert game.actions == ["wait", "shout", "open"]
     assert trajectory.segments == (
         Segment("system", RULES, "task"),
@@ -142,73 +142,77 @@ async def test_a_whole_episode() -> None:
     )  # fmt: skip
 
 
-async def test_a_lost_episode_is_over_and_no_error() -> None:
-    trajectory, _, _ = await played("coin", "lose")
+async def test_a_lost_episode_ends_without_error() -> None:
+    trajectory, _, _ = await play_actions("coin", "lose")
     assert (trajectory.turns, trajectory.reward, trajectory.success) == (2, 0.5, False)
     assert (trajectory.truncated, trajectory.error) == (False, None)
 
 
-async def test_success_stays_success() -> None:
-    trajectory, _, _ = await played("peek", "lose")
+async def test_success_is_never_withdrawn() -> None:
+    trajectory, _, _ = await play_actions("peek", "lose")
     assert (trajectory.success, trajectory.turns) == (True, 2)
 
 
-async def test_the_shaper_has_the_last_word_on_the_reward() -> None:
+async def test_the_shaper_determines_the_reward() -> None:
     class Doubled:
         def shape(self, trajectory: Trajectory) -> dict[str, float]:
             return {"outcome": trajectory.rewards["outcome"], "turns": -0.1 * trajectory.turns}
 
-    trajectory, _, _ = await played("wait", "open", shaper=Doubled())
+    trajectory, _, _ = await play_actions("wait", "open", shaper=Doubled())
     assert trajectory.rewards == {"outcome": 1.0, "turns": pytest.approx(-0.2)}
     assert trajectory.reward == pytest.approx(0.8)
 
 
-async def test_what_guides_an_episode_is_on_its_trajectory() -> None:
-    shelf = Shelf()
-    async with house() as home:
-        guided = await runner(scripted("open"), home.host, retriever=shelf).play(KEY, TASK, GUIDED)
+async def test_the_trajectory_records_the_experience() -> None:
+    retriever = RecordingRetriever()
+    async with open_host() as hosted:
+        guided = await runner(scripted("open"), hosted.host, retriever=retriever).play(
+            KEY, TASK, GUIDED
+        )
     assert (guided.condition, guided.used, guided.shown) == ("guided", (HIT.use,), (HIT.text,))
     assert guided.segments[2] == Segment("user", "Open means open.", "experience")
     assert "Open means open." in text(guided.traces[0])
-    assert shelf.asked == [SearchRequest(TASK.goal, TASK, 5, 1)]
+    assert retriever.requests == [SearchRequest(TASK.goal, TASK, 5, 1)]
 
 
 async def test_a_free_episode_never_searches() -> None:
-    shelf = Shelf()
-    async with house() as home:
-        free = await runner(scripted("open"), home.host, retriever=shelf).play(KEY, TASK, FREE)
-        without = await runner(scripted("open"), home.host).play(KEY, TASK, FREE)
-    assert shelf.asked == [], "even though there would be something to find"
+    retriever = RecordingRetriever()
+    async with open_host() as hosted:
+        free = await runner(scripted("open"), hosted.host, retriever=retriever).play(
+            KEY, TASK, FREE
+        )
+        without = await runner(scripted("open"), hosted.host).play(KEY, TASK, FREE)
+    assert retriever.requests == [], "no search, although the retriever would return a hit"
     assert (free.condition, free.used, free.shown) == ("free", (), ())
     assert free == without
 
 
-async def test_a_guided_episode_that_finds_nothing_stays_guided() -> None:
-    shelf, engine = Shelf(None), scripted("open")
-    async with house() as home:
-        guided = await runner(engine, home.host, retriever=shelf).play(KEY, TASK, GUIDED)
-        free = await runner(engine, home.host, retriever=shelf).play(KEY, TASK, FREE)
-    assert len(shelf.asked) == 1
+async def test_a_guided_episode_without_a_hit_stays_guided() -> None:
+    retriever, engine = RecordingRetriever(None), scripted("open")
+    async with open_host() as hosted:
+        guided = await runner(engine, hosted.host, retriever=retriever).play(KEY, TASK, GUIDED)
+        free = await runner(engine, hosted.host, retriever=retriever).play(KEY, TASK, FREE)
+    assert len(retriever.requests) == 1
     assert (guided.condition, guided.used, guided.shown) == ("guided", (), ())
     assert guided.segments == free.segments
-    assert engine.requests[0] == engine.requests[1], "token for token the prompt of a free episode"
+    assert engine.requests[0] == engine.requests[1], "the prompt equals that of a free episode"
 
 
 @pytest.mark.parametrize("instructions", [RULES, ""], ids=["full", "compact"])
-async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructions: str) -> None:
+async def test_guidance_is_exactly_one_segment_of_the_prompt(instructions: str) -> None:
     """Compare the rendered prompts of a guided and a free episode on every turn.
 
     Without the line of the experience, they must be equal.
     """
     engine = scripted("wait")
     context = ChatContext({"doors": instructions})
-    async with house() as home:
-        guided = await runner(engine, home.host, retriever=Shelf(), context=context).play(
-            KEY, TASK, GUIDED
-        )
-        free = await runner(engine, home.host, retriever=Shelf(), context=context).play(
-            KEY, TASK, FREE
-        )
+    async with open_host() as hosted:
+        guided = await runner(
+            engine, hosted.host, retriever=RecordingRetriever(), context=context
+        ).play(KEY, TASK, GUIDED)
+        free = await runner(
+            engine, hosted.host, retriever=RecordingRetriever(), context=context
+        ).play(KEY, TASK, FREE)
     with_it, without_it = prompts(engine)[:3], prompts(engine)[3:]
     assert [prompt.count(HIT.text) for prompt in with_it] == [1, 1, 1]
     assert not any(HIT.text in prompt for prompt in without_it)
@@ -219,36 +223,36 @@ async def test_guidance_is_one_segment_of_the_prompt_and_nothing_else(instructio
     assert tuple(s for s in guided.segments if s.origin != "experience") == free.segments
 
 
-async def test_a_query_holds_the_first_observation_where_the_task_says_so() -> None:
+async def test_a_query_contains_the_first_observation_if_the_task_requires_it() -> None:
     cases: list[tuple[frozenset[str], str]] = [
         (frozenset(), "Open it."),
         (frozenset({"doors"}), "Open it.\nA door."),
     ]
-    for observed, query in cases:
-        shelf = Shelf()
-        async with house() as home:
-            context = ChatContext({"doors": RULES}, observed=observed)
-            await runner(scripted("open"), home.host, retriever=shelf, context=context).play(
+    for observation_in_query, query in cases:
+        retriever = RecordingRetriever()
+        async with open_host() as hosted:
+            context = ChatContext({"doors": RULES}, observation_in_query=observation_in_query)
+            await runner(scripted("open"), hosted.host, retriever=retriever, context=context).play(
                 KEY, TASK, GUIDED
             )
-        assert [request.query for request in shelf.asked] == [query]
+        assert [request.query for request in retriever.requests] == [query]
 
 
 async def test_a_search_waits_for_its_turn() -> None:
     order: list[str] = []
 
-    class Turns(Counting):
-        async def turn(self, session: str) -> None:
+    class Turns(RecordingSampler):
+        async def wait_turn(self, session: str) -> None:
             order.append(f"turn {session}")
 
-    class Noted(Shelf):
+    class Noted(RecordingRetriever):
         async def search(self, requests: Sequence[SearchRequest]) -> list:
             order.append("search")
             return await super().search(requests)
 
     engine = scripted("open")
-    async with house() as home:
-        run = runner(engine, home.host, sampler=Turns(engine), retriever=Noted())
+    async with open_host() as hosted:
+        run = runner(engine, hosted.host, sampler=Turns(engine), retriever=Noted())
         await run.play(KEY, TASK, GUIDED)
         await run.play(KEY, TASK, FREE)
     assert order == [f"turn {KEY.session}", "search"]
@@ -257,16 +261,16 @@ async def test_a_search_waits_for_its_turn() -> None:
 # ── overtime ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_unfinished_episode_goes_on_for_the_record_alone() -> None:
+async def test_overtime_is_only_recorded() -> None:
     limits = {"doors": Limits(2, 32, overtime=2)}
-    late, _, (game,) = await played("coin", "wait", "coin", "open", limits=limits)
+    late, _, (game,) = await play_actions("coin", "wait", "coin", "open", limits=limits)
     assert game.actions == ["coin", "wait", "coin", "open"]
     assert (late.turns, late.reward, late.rewards, late.success) == (
         2,
         0.5,
         {"outcome": 0.5},
         False,
-    ), "too late is lost"
+    ), "a success in overtime does not count"
     assert (late.truncated, late.error) == (True, None)
     assert late.overtime_turns == 2
     assert [s.text for s in late.segments if s.origin == "policy"] == [
@@ -275,26 +279,28 @@ async def test_an_unfinished_episode_goes_on_for_the_record_alone() -> None:
         "coin",
         "open",
     ]
-    assert late.segments[-1] == Segment("user", "It opens.", "env"), "what the extractor reads"
+    assert late.segments[-1] == Segment("user", "It opens.", "env"), (
+        "the extractor reads the overtime turns"
+    )
     (trace,) = late.traces
-    assert sampled(trace) == "coin<|im_end|>wait<|im_end|>", "late tokens are not trained on"
+    assert sampled(trace) == "coin<|im_end|>wait<|im_end|>", "overtime tokens are not trained"
     assert set(trace.versions) == {-1, 0}
     late_tokens = sum(len(renderer().encode(text + "<|im_end|>")) for text in ("coin", "open"))
-    assert late.sampled_tokens == sum(trace.mask) + late_tokens, (
-        "late ones were sampled all the same"
+    assert late.sampled_tokens == sum(trace.mask) + late_tokens, "overtime tokens count as sampled"
+    on_time, _, _ = await play_actions(
+        "coin", "wait", "coin", "open", limits={"doors": Limits(2, 32)}
     )
-    on_time, _, _ = await played("coin", "wait", "coin", "open", limits={"doors": Limits(2, 32)})
     assert (late.turns, late.reward, late.success, late.truncated) == (
         on_time.turns, on_time.reward, on_time.success, on_time.truncated,
     )  # fmt: skip
     assert (on_time.overtime_turns, on_time.sampled_tokens) == (0, sum(trace.mask))
-    assert late.traces == on_time.traces, (
-        "what is trained is what would have been trained without overtime"
+    assert late.traces == on_time.traces, "overtime does not change the training samples"
+
+
+async def test_overtime_is_limited() -> None:
+    trajectory, engine, (game,) = await play_actions(
+        "wait", limits={"doors": Limits(2, 32, overtime=3)}
     )
-
-
-async def test_overtime_ends_too() -> None:
-    trajectory, engine, (game,) = await played("wait", limits={"doors": Limits(2, 32, overtime=3)})
     assert (len(game.actions), len(engine.requests), trajectory.turns, trajectory.truncated) == (
         5,
         5,
@@ -304,9 +310,11 @@ async def test_overtime_ends_too() -> None:
     assert trajectory.overtime_turns == 3
 
 
-async def test_an_episode_that_is_over_has_no_overtime() -> None:
+async def test_a_finished_episode_has_no_overtime() -> None:
     for actions, success in ((("wait", "open"), True), (("wait", "lose"), False)):
-        trajectory, _, (game,) = await played(*actions, limits={"doors": Limits(2, 32, overtime=3)})
+        trajectory, _, (game,) = await play_actions(
+            *actions, limits={"doors": Limits(2, 32, overtime=3)}
+        )
         assert (game.actions, trajectory.turns) == (list(actions), 2)
         assert (trajectory.success, trajectory.truncated, trajectory.overtime_turns) == (
             success,
@@ -315,33 +323,37 @@ async def test_an_episode_that_is_over_has_no_overtime() -> None:
         )
 
 
-async def test_success_of_an_unfinished_episode_on_time_stays_and_late_mistakes_do_not_count() -> (
-    None
-):
-    trajectory, _, _ = await played("peek", "shout", limits={"doors": Limits(1, 32, overtime=2)})
+async def test_success_before_overtime_stays_and_late_invalid_actions_do_not_count() -> None:
+    trajectory, _, _ = await play_actions(
+        "peek", "shout", limits={"doors": Limits(1, 32, overtime=2)}
+    )
     assert (trajectory.success, trajectory.invalid_actions, trajectory.turns) == (True, 0, 1)
 
 
-async def test_the_score_is_the_last_one_on_time() -> None:
-    assert (await played("polish", "open"))[0].score is None, "no longer graded"
-    late, _, _ = await played("wait", "polish", "open", limits={"doors": Limits(2, 32, overtime=2)})
-    assert (late.score, late.reward) == (0.4, 0.0), "it is not trained on"
+async def test_the_score_is_the_last_one_before_overtime() -> None:
+    assert (await play_actions("polish", "open"))[0].score is None, "the last result has no score"
+    late, _, _ = await play_actions(
+        "wait", "polish", "open", limits={"doors": Limits(2, 32, overtime=2)}
+    )
+    assert (late.score, late.reward) == (0.4, 0.0), "the score is not part of the reward"
 
 
-async def test_every_late_turn_draws_for_itself() -> None:
-    engine = Notary()
-    async with house() as home:
-        await runner(engine, home.host, limits={"doors": Limits(2, 32, overtime=2)}).play(
+async def test_every_overtime_turn_has_its_own_draw() -> None:
+    engine = SeedRecorder()
+    async with open_host() as hosted:
+        await runner(engine, hosted.host, limits={"doors": Limits(2, 32, overtime=2)}).play(
             KEY, TASK, FREE
         )
         early = list(engine.seeds)
-        await runner(engine, home.host, limits={"doors": Limits(4, 32)}).play(KEY, TASK, FREE)
+        await runner(engine, hosted.host, limits={"doors": Limits(4, 32)}).play(KEY, TASK, FREE)
     assert len(set(early)) == 4
     assert engine.seeds[4:] == early
 
 
-async def test_what_breaks_in_overtime_ends_the_record_and_is_no_error() -> None:
-    trajectory, _, _ = await played("coin", "crash", limits={"doors": Limits(1, 32, overtime=2)})
+async def test_a_failure_in_overtime_ends_the_record_without_error() -> None:
+    trajectory, _, _ = await play_actions(
+        "coin", "crash", limits={"doors": Limits(1, 32, overtime=2)}
+    )
     assert (trajectory.error, trajectory.turns, trajectory.reward, trajectory.truncated) == (
         None,
         1,
@@ -350,21 +362,25 @@ async def test_what_breaks_in_overtime_ends_the_record_and_is_no_error() -> None
     )
     assert trajectory.rewards == {"outcome": 0.5}
     limits = {"doors": Limits(2, 32, overtime=3)}
-    async with house() as home:
-        cut = await outcome(home, Failing(RolloutError("engine", "no room"), 3), limits=limits)
-        assert not lent(home.host)
-        whole = await outcome(home, scripted("wait"), limits=limits)
-        early = await outcome(home, Failing(RolloutError("engine", "no room"), 1), limits=limits)
+    async with open_host() as hosted:
+        cut = await play_free(
+            hosted, FailingEngine(RolloutError("engine", "no room"), 3), limits=limits
+        )
+        assert not acquired_count(hosted.host)
+        whole = await play_free(hosted, scripted("wait"), limits=limits)
+        early = await play_free(
+            hosted, FailingEngine(RolloutError("engine", "no room"), 1), limits=limits
+        )
     assert (cut.error, cut.turns, cut.truncated) == (None, 2, True)
     assert [s.text for s in cut.segments if s.origin == "policy"] == ["wait"] * 3
     assert (cut.traces, cut.rewards, cut.success) == (whole.traces, whole.rewards, whole.success)
     assert early.error == "engine: no room"
 
 
-async def test_late_turns_of_a_window_are_no_samples() -> None:
-    async with house() as home:
-        late = await outcome(
-            home, scripted("coin", "wait"), limits={"doors": Limits(2, 32, window=1, overtime=2)}
+async def test_overtime_turns_of_a_window_are_not_trained() -> None:
+    async with open_host() as hosted:
+        late = await play_free(
+            hosted, scripted("coin", "wait"), limits={"doors": Limits(2, 32, window=1, overtime=2)}
         )
     assert [sampled(trace) for trace in late.traces] == ["coin<|im_end|>", "coin<|im_end|>"]
 
@@ -373,48 +389,48 @@ async def test_late_turns_of_a_window_are_no_samples() -> None:
 
 
 async def test_the_turn_limit_truncates_and_keeps_the_reward() -> None:
-    trajectory, engine, (game,) = await played("coin")
+    trajectory, engine, (game,) = await play_actions("coin")
     assert (trajectory.turns, len(engine.requests), len(game.actions)) == (3, 3, 3)
     assert (trajectory.truncated, trajectory.error, trajectory.success) == (True, None, False)
     assert trajectory.reward == 1.5
-    assert trajectory.traces[0].mask[-1] == 1, "nothing is rendered that nobody answers"
+    assert trajectory.traces[0].mask[-1] == 1, "the trace ends with a sampled token"
 
 
-async def test_winning_on_the_last_turn_is_no_truncation() -> None:
-    trajectory, _, _ = await played("wait", "wait", "open")
+async def test_success_in_the_last_turn_is_not_truncated() -> None:
+    trajectory, _, _ = await play_actions("wait", "wait", "open")
     assert (trajectory.truncated, trajectory.success) == (False, True)
 
 
-async def test_a_cut_response_is_played_and_marked() -> None:
+async def test_a_truncated_response_is_played_and_marked() -> None:
     just_the_word = len(renderer().encode("open"))
-    trajectory, _, (game,) = await played("open", limits={"doors": Limits(3, just_the_word)})
+    trajectory, _, (game,) = await play_actions("open", limits={"doors": Limits(3, just_the_word)})
     assert game.actions == ["open"]
     assert (trajectory.truncated, trajectory.success, trajectory.reward) == (True, True, 1.0)
     assert sampled(trajectory.traces[0]) == "open", "no stop token was sampled"
 
 
-async def test_a_cut_response_in_the_middle_marks_the_whole_episode() -> None:
+async def test_a_truncated_response_in_the_middle_marks_the_whole_episode() -> None:
     one_too_few = len(renderer().encode("wait"))
-    trajectory, _, _ = await played("wait", "open", limits={"doors": Limits(3, one_too_few)})
+    trajectory, _, _ = await play_actions("wait", "open", limits={"doors": Limits(3, one_too_few)})
     assert (trajectory.truncated, trajectory.success, trajectory.turns) == (True, True, 2)
 
 
 async def context_for(turns: int, *actions: str) -> int:
     """Return the number of tokens in the prompt of turn `turns` (from 0)."""
-    _, engine, _ = await played(*actions)
+    _, engine, _ = await play_actions(*actions)
     return len(engine.requests[turns][1])
 
 
 async def test_the_context_limit_ends_the_episode_as_truncated() -> None:
     limit = await context_for(1, "coin")
-    trajectory, engine, (game,) = await played("coin", max_context=limit)
+    trajectory, engine, (game,) = await play_actions("coin", max_context=limit)
     assert (trajectory.turns, len(engine.requests), game.actions) == (1, 1, ["coin"])
     assert (trajectory.truncated, trajectory.error, trajectory.reward) == (True, None, 0.5)
 
 
-async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
+async def test_a_response_is_limited_by_the_remaining_context() -> None:
     limit = await context_for(1, "coin", "polish") + len(renderer().encode("polish")) - 1
-    trajectory, _, (game,) = await played("coin", "polish", max_context=limit)
+    trajectory, _, (game,) = await play_actions("coin", "polish", max_context=limit)
     assert game.actions[0] == "coin"
     assert "polish".startswith(game.actions[1])
     assert game.actions[1] != "polish"
@@ -422,8 +438,8 @@ async def test_a_response_gets_the_room_that_the_context_leaves() -> None:
     assert [len(trace.ids) for trace in trajectory.traces] == [limit]
 
 
-async def test_no_room_for_the_first_response() -> None:
-    trajectory, engine, _ = await played("open", max_context=10)
+async def test_no_tokens_left_for_the_first_response() -> None:
+    trajectory, engine, _ = await play_actions("open", max_context=10)
     assert (trajectory.turns, trajectory.truncated, trajectory.error, engine.requests) == (
         0,
         True,
@@ -435,19 +451,19 @@ async def test_no_room_for_the_first_response() -> None:
 
 async def test_no_sample_is_longer_than_the_context() -> None:
     limit = await context_for(1, "coin")
-    trajectory, _, _ = await played("coin", max_context=limit)
+    trajectory, _, _ = await play_actions("coin", max_context=limit)
     (trace,) = trajectory.traces
     assert len(trace.ids) <= limit
-    assert trace.mask[-1] == 1, "nothing is rendered that nobody answers"
+    assert trace.mask[-1] == 1, "the trace ends with a sampled token"
 
 
-async def test_a_window_shows_the_task_and_the_last_turns() -> None:
+async def test_a_window_contains_the_task_and_the_last_turns() -> None:
     coin_first = ScriptedEngine(
         renderer(), lambda prompt: "coin" if prompt.endswith(f"A door.{ANSWER_NEXT}") else "wait"
     )
-    async with house() as home:
-        one = await outcome(home, coin_first, limits={"doors": Limits(3, 32, window=1)})
-        two = await outcome(home, coin_first, limits={"doors": Limits(3, 32, window=2)})
+    async with open_host() as hosted:
+        one = await play_free(hosted, coin_first, limits={"doors": Limits(3, 32, window=1)})
+        two = await play_free(hosted, coin_first, limits={"doors": Limits(3, 32, window=2)})
     head = "<|im_start|>system\nFind the right door.<|im_end|>\n<|im_start|>user\nOpen it."
     assert prompts(coin_first)[:3] == [
         f"{head}\nA door.{ANSWER_NEXT}",
@@ -459,13 +475,13 @@ async def test_a_window_shows_the_task_and_the_last_turns() -> None:
         "wait<|im_end|>",
         "wait<|im_end|>",
     ]
-    assert len(one.segments) == 9, "the conversation is kept whole"
+    assert len(one.segments) == 9, "the trajectory has the whole conversation"
     assert prompts(coin_first)[5] == (
         f"{head}\nYou find a coin.{ANSWER_NEXT}wait<|im_end|>\n<|im_start|>user\n"
         f"Nothing happens.{ANSWER_NEXT}"
     )
     assert sampled(two.traces[2]) == "wait<|im_end|>", (
-        "earlier turns are context, trained in samples of their own"
+        "earlier turns are context; other samples train them"
     )
 
 
@@ -483,15 +499,15 @@ async def test_a_window_shows_the_task_and_the_last_turns() -> None:
     ],
 )
 async def test_thinking_is_not_played(response: str, action: str) -> None:
-    trajectory, _, (game,) = await played(response, limits={"doors": Limits(1, 64)})
+    trajectory, _, (game,) = await play_actions(response, limits={"doors": Limits(1, 64)})
     assert game.actions == [action]
     assert trajectory.segments[3] == Segment("assistant", response, "policy"), (
-        "it stays in the conversation"
+        "the thinking stays in the conversation"
     )
-    assert sampled(trajectory.traces[0]) == f"{response}<|im_end|>", "and is trained"
+    assert sampled(trajectory.traces[0]) == f"{response}<|im_end|>", "the thinking is trained"
 
 
-def test_what_was_thought_is_an_extra() -> None:
+def test_thinking_is_an_extra_of_the_response() -> None:
     parse = ChatContext({}).parse
     assert parse(TASK, "<think>x</think>y").extras == {"thinking": "<think>x"}
     assert parse(TASK, "y").extras == {}
@@ -500,8 +516,8 @@ def test_what_was_thought_is_an_extra() -> None:
 # ── draws ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_every_turn_of_every_member_draws_for_itself() -> None:
-    engine = Notary()
+async def test_every_turn_of_every_member_has_its_own_draw() -> None:
+    engine = SeedRecorder()
     keys = [
         KEY,
         replace(KEY, member=2),
@@ -509,74 +525,76 @@ async def test_every_turn_of_every_member_draws_for_itself() -> None:
         replace(KEY, step=3),
         replace(KEY, purpose="eval/doors/new"),
     ]
-    async with house() as home:
+    async with open_host() as hosted:
         for key in keys:
-            await runner(engine, home.host).play(key, TASK, FREE)
+            await runner(engine, hosted.host).play(key, TASK, FREE)
         first = list(engine.seeds)
         assert len(first) == len(set(first)) == 3 * len(keys)
-        await runner(engine, home.host).play(KEY, TASK, FREE)
-        assert engine.seeds[-3:] == first[:3], "the same address, the same draws"
-        await runner(engine, home.host, seed=1).play(KEY, TASK, FREE)
+        await runner(engine, hosted.host).play(KEY, TASK, FREE)
+        assert engine.seeds[-3:] == first[:3], "equal addresses have equal draws"
+        await runner(engine, hosted.host, seed=1).play(KEY, TASK, FREE)
         assert set(engine.seeds[-3:]).isdisjoint(first)
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def outcome(home: House, engine: ScriptedEngine, **changes) -> Trajectory:
-    return await runner(engine, home.host, **changes).play(KEY, TASK, FREE)
+async def play_free(hosted: OpenHost, engine: ScriptedEngine, **changes) -> Trajectory:
+    return await runner(engine, hosted.host, **changes).play(KEY, TASK, FREE)
 
 
-async def test_a_raising_game_becomes_an_error_trajectory() -> None:
-    async with house() as home:
-        trajectory = await outcome(home, scripted("coin", "crash"))
+async def test_a_failing_game_becomes_an_error_trajectory() -> None:
+    async with open_host() as hosted:
+        trajectory = await play_free(hosted, scripted("coin", "crash"))
         assert trajectory.error == "env: doors: step: ValueError: the door fell off"
         assert (trajectory.reward, trajectory.turns, trajectory.truncated) == (0.5, 1, False)
-        assert trajectory.segments[-1].text == "crash", "what led to it can be read"
-        assert lent(home.host) == 0
-        assert home.games[0].closed
-        assert (await outcome(home, scripted("open"))).success
-        assert len(home.games) == 2, "the broken game is not played again"
+        assert trajectory.segments[-1].text == "crash", (
+            "the conversation before the failure is recorded"
+        )
+        assert acquired_count(hosted.host) == 0
+        assert hosted.games[0].closed
+        assert (await play_free(hosted, scripted("open"))).success
+        assert len(hosted.games) == 2, "the broken game is not played again"
 
 
-async def test_a_game_that_cannot_begin() -> None:
-    async with house(broken={TASK.seed}) as home:
-        trajectory = await outcome(home, scripted("open"))
+async def test_a_failing_reset_becomes_an_error_trajectory() -> None:
+    async with open_host(broken={TASK.seed}) as hosted:
+        trajectory = await play_free(hosted, scripted("open"))
         assert trajectory.error == "env: doors: reset: ValueError: the hinges are rusty"
         assert (trajectory.segments, trajectory.traces, trajectory.turns) == ((), (), 0)
-        assert lent(home.host) == 0
+        assert acquired_count(hosted.host) == 0
 
 
 async def test_a_hanging_game_becomes_an_error_trajectory() -> None:
-    async with house() as home:
-        patient = home.host.crew.deadline
+    async with open_host() as hosted:
+        timeout = hosted.host.thread_pool.timeout
 
         def hang(prompt: str) -> str:
             if script("wait", "hang")(prompt) == "hang":
-                home.host.crew.deadline = 0.1
+                hosted.host.thread_pool.timeout = 0.1
             return script("wait", "hang")(prompt)
 
-        trajectory = await outcome(home, ScriptedEngine(renderer(), hang))
-        assert trajectory.error == "env: doors: step overran its deadline of 0.1 s"
+        trajectory = await play_free(hosted, ScriptedEngine(renderer(), hang))
+        assert trajectory.error == "env: doors: step exceeded its timeout of 0.1 s"
         assert trajectory.turns == 1
-        assert lent(home.host) == 0
-        home.host.crew.deadline = patient
-        assert (await outcome(home, scripted("open"))).success
+        assert acquired_count(hosted.host) == 0
+        hosted.host.thread_pool.timeout = timeout
+        assert (await play_free(hosted, scripted("open"))).success
 
 
-async def test_an_engines_rollout_error_costs_the_episode_and_not_its_game() -> None:
-    async with house() as home:
-        trajectory = await outcome(
-            home, Failing(RolloutError("engine", "that prompt is too long"), turn=1)
+async def test_a_rollout_error_of_the_engine_ends_the_episode_but_not_its_game() -> None:
+    async with open_host() as hosted:
+        trajectory = await play_free(
+            hosted, FailingEngine(RolloutError("engine", "that prompt is too long"), turn=1)
         )
         assert trajectory.error == "engine: that prompt is too long"
         assert (trajectory.turns, len(trajectory.traces)) == (1, 1)
-        assert lent(home.host) == 0
-        await outcome(home, scripted("open"))
-        assert len(home.games) == 1, "the game is lent again"
+        assert acquired_count(hosted.host) == 0
+        await play_free(hosted, scripted("open"))
+        assert len(hosted.games) == 1, "the game is used again"
 
 
-class Dying(ScriptedEngine):
+class CrashingEngine(ScriptedEngine):
     """Engine that loses the requests with the numbers in `lost`, counted from 0.
 
     It behaves like an engine that dies and is restarted.
@@ -600,10 +618,10 @@ class Dying(ScriptedEngine):
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
-async def test_an_episode_whose_engine_died_is_played_once_more() -> None:
-    async with house() as home:
-        whole = await outcome(home, Dying())
-        again = await outcome(home, Dying(2))
+async def test_an_episode_is_retried_once_after_a_transient_error() -> None:
+    async with open_host() as hosted:
+        whole = await play_free(hosted, CrashingEngine())
+        again = await play_free(hosted, CrashingEngine(2))
         assert whole.success
         assert (again.segments, again.turns, again.reward, again.error) == (
             whole.segments,
@@ -611,33 +629,33 @@ async def test_an_episode_whose_engine_died_is_played_once_more() -> None:
             whole.reward,
             None,
         )
-        assert lent(home.host) == 0
-        twice = await outcome(home, Dying(2, 4))
+        assert acquired_count(hosted.host) == 0
+        twice = await play_free(hosted, CrashingEngine(2, 4))
         assert (twice.error, twice.turns) == ("engine: it died", 1), (
-            "the second attempt is what it comes to"
+            "the result is that of the second attempt"
         )
-        assert lent(home.host) == 0
+        assert acquired_count(hosted.host) == 0
 
 
 @pytest.mark.parametrize("error", [EngineError("the engine is gone"), KeyError("a bug")])
-async def test_what_is_no_rollout_error_passes_through(error: Exception) -> None:
-    async with house() as home:
+async def test_other_errors_pass_through(error: Exception) -> None:
+    async with open_host() as hosted:
         with pytest.raises(type(error)) as raised:
-            await outcome(home, Failing(error, turn=1))
+            await play_free(hosted, FailingEngine(error, turn=1))
         assert raised.value is error
-        assert lent(home.host) == 0
+        assert acquired_count(hosted.host) == 0
 
 
-async def test_an_error_is_not_shaped() -> None:
+async def test_error_trajectories_are_not_shaped() -> None:
     class Never:
         def shape(self, trajectory: Trajectory) -> dict[str, float]:
             raise AssertionError("an episode that has no end has no outcome")
 
-    async with house() as home:
-        assert (await outcome(home, scripted("crash"), shaper=Never())).error
+    async with open_host() as hosted:
+        assert (await play_free(hosted, scripted("crash"), shaper=Never())).error
 
 
-class Counting:
+class RecordingSampler:
     """`Sampler` that records the sessions that left."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
@@ -650,7 +668,7 @@ class Counting:
     def leave(self, session: str) -> None:
         self.left.append(session)
 
-    async def turn(self, session: str) -> None:
+    async def wait_turn(self, session: str) -> None:
         pass
 
     async def generate(
@@ -661,26 +679,26 @@ class Counting:
 
 @pytest.mark.parametrize("actions", [("open",), ("crash",), ("wait",)])
 async def test_an_episode_always_leaves_its_sampler_once(actions: tuple[str, ...]) -> None:
-    sampler = Counting(scripted(*actions))
-    await played(*actions, sampler=sampler)
+    sampler = RecordingSampler(scripted(*actions))
+    await play_actions(*actions, sampler=sampler)
     assert sampler.left == [KEY.session]
 
 
-async def test_a_cancelled_episode_gives_everything_back() -> None:
-    async with house() as home:
-        sampler = Counting(scripted("hang"))
+async def test_a_cancelled_episode_releases_its_environment_and_leaves() -> None:
+    async with open_host() as hosted:
+        sampler = RecordingSampler(scripted("hang"))
         playing = asyncio.create_task(
-            runner(sampler.engine, home.host, sampler=sampler).play(KEY, TASK, FREE)
+            runner(sampler.engine, hosted.host, sampler=sampler).play(KEY, TASK, FREE)
         )
-        await until(lambda: any(game.actions for game in home.games))
+        await until(lambda: any(game.actions for game in hosted.games))
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        assert lent(home.host) == 0
+        assert acquired_count(hosted.host) == 0
         assert sampler.left == [KEY.session]
 
 
-async def test_episodes_compute_one_at_a_time() -> None:
+async def test_episodes_compute_one_after_another() -> None:
     """Check that the event loop runs once between the computations of any two episodes.
 
     This must hold for any number of simultaneous answers.
@@ -702,11 +720,11 @@ async def test_episodes_compute_one_at_a_time() -> None:
             rounds += 1
             await asyncio.sleep(0)
 
-    async with house() as home:
-        one = runner(scripted("wait"), home.host, context=Watched({"doors": RULES}))
+    async with open_host() as hosted:
+        episode_runner = runner(scripted("wait"), hosted.host, context=Watched({"doors": RULES}))
         counting = asyncio.create_task(count())
         await asyncio.gather(
-            *(one.play(replace(KEY, member=member), TASK, FREE) for member in range(16))
+            *(episode_runner.play(replace(KEY, member=member), TASK, FREE) for member in range(16))
         )
         counting.cancel()
     assert len(computed) == 16 * (1 + 3)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from doors import HIT, TASK, Shelf, dice, house, renderer, runner, scripted
+from doors import HIT, TASK, RecordingRetriever, dice, open_host, renderer, runner, scripted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,8 +38,8 @@ from crl.run.evaluate import (
     Evaluator,
     MeanSuccessRate,
     SuccessRate,
-    difference,
-    rate_of_visits,
+    clustered_success_rate,
+    difference_interval,
 )
 from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Split, Task, Trajectory
@@ -66,7 +66,7 @@ def test_wilson_by_hand(successes: int, episodes: int, low: float, high: float) 
 
 
 @given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_the_interval_is_one_of_probabilities_around_the_rate(counts: tuple[int, int]) -> None:
+def test_the_interval_contains_the_rate_and_is_symmetric(counts: tuple[int, int]) -> None:
     rate = SuccessRate(*counts)
     low, high = rate.interval
     assert 0.0 <= low <= rate.value <= high <= 1.0
@@ -80,7 +80,7 @@ def test_rates_as_text() -> None:
     assert str(SuccessRate(8, 8)) == "1.000 [0.676, 1.000]"
 
 
-def test_a_rate_of_nothing_is_no_number() -> None:
+def test_a_rate_without_episodes_is_nan() -> None:
     assert math.isnan(SuccessRate(0, 0).value)
     assert all(map(math.isnan, SuccessRate(0, 0).interval))
 
@@ -102,14 +102,14 @@ def test_a_mean_of_rates_by_hand() -> None:
     )  # 0.324411 / √2
 
 
-def test_a_difference_as_published() -> None:
+def test_a_difference_matches_published_numbers() -> None:
     # Newcombe 1998, table II (a), method 10
-    assert difference(SuccessRate(48, 80), SuccessRate(56, 70)) == pytest.approx(
+    assert difference_interval(SuccessRate(48, 80), SuccessRate(56, 70)) == pytest.approx(
         (0.0524, 0.3339), abs=5e-5
     )
 
 
-def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
+def test_overall_covers_the_conditions_that_all_tasks_have() -> None:
     rates: dict[EvalKey, SuccessRate] = {
         ("room", "known", "free"): SuccessRate(1, 4),
         ("room", "new", "free"): SuccessRate(8, 10),
@@ -129,14 +129,14 @@ def test_overall_is_over_the_settings_that_all_tasks_have() -> None:
         "eval/overall/new/success/free/high",
     } <= metrics.keys()
     assert Evaluation({("room", "new", "free"): SuccessRate(8, 10)}, {}, errors=0).overall == {}, (
-        "one task is no mixture"
+        "overall needs at least two tasks"
     )
 
 
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_names_of_the_figures() -> None:
+def test_metric_names() -> None:
     settings: list[EvalKey] = [
         ("room", "known", "free"),
         ("room", "new", "free"),
@@ -150,7 +150,8 @@ def test_the_names_of_the_figures() -> None:
     }
     evaluation = Evaluation(
         rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1, scores={new: 12.5},
-        visits={"room": [SuccessRate(0, 4), SuccessRate(3, 4)]}, lessons={"room": SuccessRate(3, 4)},
+        visits={"room": [SuccessRate(0, 4), SuccessRate(3, 4)]},
+        lessons={"room": SuccessRate(3, 4)},
         untrained_lessons={"room": SuccessRate(1, 4)},
     )  # fmt: skip
     metrics = evaluation.metrics()
@@ -186,12 +187,12 @@ def tasks(n: int, split: Split = "new") -> tuple[Task, ...]:
     return tuple(replace(TASK, seed=seed, split=split) for seed in range(n))
 
 
-class Crowd(ScriptedEngine):
-    """Engine that counts simultaneous requests. `most` is the maximum."""
+class CountingEngine(ScriptedEngine):
+    """Engine that counts simultaneous requests. `max_active` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__(renderer(), dice)
-        self.most = self._now = 0
+        self.max_active = self._active = 0
 
     async def generate(
         self,
@@ -201,10 +202,10 @@ class Crowd(ScriptedEngine):
         session: str | None = None,
         rng: int | None = None,
     ) -> Completion:
-        self._now += 1
-        self.most = max(self.most, self._now)
+        self._active += 1
+        self.max_active = max(self.max_active, self._active)
         await asyncio.sleep(0.005)
-        self._now -= 1
+        self._active -= 1
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
@@ -222,7 +223,7 @@ class Crowd(ScriptedEngine):
         ((2,), 1.0),
     ],
 )
-def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: float) -> None:
+def test_episodes_of_one_place_are_not_independent(won: tuple[int, ...], effective: float) -> None:
     played = [
         Trajectory(
             replace(TASK, goal=f"place {place}"), 0, 0, i, "guided", (), (), {}, success=i < wins
@@ -230,7 +231,7 @@ def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: 
         for place, wins in enumerate(won)
         for i in range(4)
     ]
-    rate = rate_of_visits(played)
+    rate = clustered_success_rate(played)
     assert rate == SuccessRate(
         sum(won),
         4 * len(won),
@@ -240,11 +241,11 @@ def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: 
         assert rate.interval == pytest.approx((0.5 - 0.312387, 0.5 + 0.312387), abs=1e-6)
 
 
-async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> None:
-    engine = Crowd()
-    async with house() as home:
+async def test_every_task_is_played_once_within_the_limit() -> None:
+    engine = CountingEngine()
+    async with open_host() as hosted:
         evaluator = Evaluator(
-            runner(engine, home.host),
+            runner(engine, hosted.host),
             {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)},
             EpisodeScheduler(4),
         )
@@ -257,15 +258,17 @@ async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> No
     assert sessions == {f"eval/doors/known/00000000/{i:08d}/0000" for i in range(3)} | {
         f"eval/doors/new/00000000/{i:08d}/0000" for i in range(10)
     }
-    assert engine.most <= 4
+    assert engine.max_active <= 4
 
 
 @pytest.mark.parametrize(
-    ("says", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)]
+    ("reply", "value", "turns"), [("open", 1.0, 1.0), ("lose", 0.0, 1.0), ("wait", 0.0, 3.0)]
 )
-async def test_success_is_the_environments_verdict(says: str, value: float, turns: float) -> None:
-    async with house() as home:
-        player = runner(scripted(says), home.host)
+async def test_success_is_decided_by_the_environment(
+    reply: str, value: float, turns: float
+) -> None:
+    async with open_host() as hosted:
+        player = runner(scripted(reply), hosted.host)
         evaluator = Evaluator(player, {("doors", "new"): tasks(2)}, EpisodeScheduler(8))
         result = await evaluator.evaluate()
     assert (
@@ -275,31 +278,31 @@ async def test_success_is_the_environments_verdict(says: str, value: float, turn
     ) == (value, turns, 0)
 
 
-async def test_an_episode_that_cannot_be_played_is_a_failure_and_counted() -> None:
-    async with house(broken={1}) as home:
-        player = runner(scripted("open"), home.host)
+async def test_an_episode_with_an_error_counts_as_a_failure() -> None:
+    async with open_host(broken={1}) as hosted:
+        player = runner(scripted("open"), hosted.host)
         evaluator = Evaluator(player, {("doors", "new"): tasks(4)}, EpisodeScheduler(2))
         result = await evaluator.evaluate()
     assert (result.rates["doors", "new", "free"], result.errors) == (SuccessRate(3, 4), 1)
 
 
 async def test_a_dead_engine_ends_the_evaluation() -> None:
-    class Dead(ScriptedEngine):
+    class DeadEngine(ScriptedEngine):
         async def generate(self, ids, sampling, *, session=None, rng=None) -> Completion:
             raise EngineError("gone")
 
-    async with house() as home:
+    async with open_host() as hosted:
         for sampler_of in (DirectSampler, LockstepSampler):
-            engine = Dead(renderer(), dice)
-            player = runner(engine, home.host, sampler=sampler_of(engine))
+            engine = DeadEngine(renderer(), dice)
+            player = runner(engine, hosted.host, sampler=sampler_of(engine))
             scheduler = EpisodeScheduler(4, in_order=sampler_of is LockstepSampler)
             with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
                 await Evaluator(player, {("doors", "new"): tasks(4)}, scheduler).evaluate()
             assert raised.value.split(EngineError)[1] is None, "nothing else went wrong"
-            assert not home.host._lent
+            assert not hosted.host._acquired
 
 
-class Noting(TorchEngine):
+class RecordingEngine(TorchEngine):
     """Engine that records its samples by session."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -322,43 +325,45 @@ class Noting(TorchEngine):
         return completion
 
 
-Noted = dict[str | None, tuple[list[tuple[int, ...]], list[float]]]
+Samples = dict[str | None, tuple[list[tuple[int, ...]], list[float]]]
 """Completions of each session, and the log-probs of their tokens."""
 
 
-Rooms = Mapping[EvalSet, Sequence[Task]]
+EvalSets = Mapping[EvalSet, Sequence[Task]]
 
 
-async def evaluated(
-    engine: Noting, player: EpisodeRunner, rooms: Rooms
-) -> tuple[Evaluation, Noted]:
+async def evaluate(
+    engine: RecordingEngine, player: EpisodeRunner, eval_sets: EvalSets
+) -> tuple[Evaluation, Samples]:
     engine.sampled.clear()
     engine._decoder._prefixes.clear()  # prefixes of the last evaluation; new weights clear them too
     scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, LockstepSampler))
-    return await Evaluator(player, rooms, scheduler).evaluate(), dict(engine.sampled)
+    return await Evaluator(player, eval_sets, scheduler).evaluate(), dict(engine.sampled)
 
 
 @asynccontextmanager
-async def sampled_rooms(
+async def room_evaluation(
     tiny_actor: Path, *, exact: bool = False
-) -> AsyncIterator[tuple[Noting, EpisodeRunner, dict[EvalSet, Sequence[Task]]]]:
-    """Yield the real tiny model, a runner with `LockstepSampler` that plays the room, and two eval sets.
+) -> AsyncIterator[tuple[RecordingEngine, EpisodeRunner, dict[EvalSet, Sequence[Task]]]]:
+    """Yield the real tiny model, a runner for the room, and two eval sets.
+
+    The runner has a `LockstepSampler`.
 
     With `exact`, the model computes in float64.
     """
     model = load_model(tiny_actor, torch.device("cpu"))
     if exact:
         model.double()
-    engine = Noting(model, max_batch=64, max_context=512)
+    engine = RecordingEngine(model, max_batch=64, max_context=512)
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
     settings = StreamSettings()
-    rooms: dict[EvalSet, Sequence[Task]] = {
+    eval_sets: dict[EvalSet, Sequence[Task]] = {
         ("room", "known"): SPEC.eval_tasks("known", 12, 0, settings),
         ("room", "new"): SPEC.eval_tasks("new", 12, 0, settings),
     }
     parts = {"context": ChatContext({"room": ""}), "limits": {"room": Limits(4, 4)}}
     try:
-        yield engine, runner(engine, host, sampler=LockstepSampler(engine), **parts), rooms
+        yield engine, runner(engine, host, sampler=LockstepSampler(engine), **parts), eval_sets
     finally:
         await engine.aclose()
         await host.aclose()
@@ -369,46 +374,52 @@ async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> No
 
     Another seed must give other episodes.
     """
-    async with sampled_rooms(tiny_actor) as (engine, player, rooms):
+    async with room_evaluation(tiny_actor) as (engine, player, eval_sets):
         players = [replace(player, seed=seed) for seed in (0, 0, 1)]
-        first, again, other = [await evaluated(engine, one, rooms) for one in players]
+        first, again, other = [await evaluate(engine, one, eval_sets) for one in players]
     assert again == first, "token for token"
     assert other[1] != first[1]
 
 
-async def alone_and_together(
-    engine: Noting, player: EpisodeRunner, rooms: Rooms
-) -> tuple[dict[EvalKey, SuccessRate], dict[EvalKey, SuccessRate], list[Noted]]:
+async def separate_and_joint(
+    engine: RecordingEngine, player: EpisodeRunner, eval_sets: EvalSets
+) -> tuple[dict[EvalKey, SuccessRate], dict[EvalKey, SuccessRate], list[Samples]]:
     """Evaluate the sets one by one and then together.
 
     Return the rates of the separate evaluations, the rates of the joint evaluation, and the samples
     of both.
     """
     alone: dict[EvalKey, SuccessRate] = {}
-    sampled: Noted = {}
-    for of, tasks in rooms.items():
-        evaluation, noted = await evaluated(engine, player, {of: tasks})
+    sampled: Samples = {}
+    for of, tasks in eval_sets.items():
+        evaluation, joint_samples = await evaluate(engine, player, {of: tasks})
         alone |= evaluation.rates
-        sampled |= noted
-    together, noted = await evaluated(engine, player, rooms)
-    return alone, dict(together.rates), [sampled, noted]
+        sampled |= joint_samples
+    together, joint_samples = await evaluate(engine, player, eval_sets)
+    return alone, dict(together.rates), [sampled, joint_samples]
 
 
-async def test_an_evaluation_does_not_depend_on_what_is_played_beside_it(tiny_actor: Path) -> None:
+async def test_an_evaluation_does_not_depend_on_concurrent_sets(tiny_actor: Path) -> None:
     """Compare evaluations of the sets one by one and together.
 
     In float64, rounding does not change a draw. In deterministic mode, the results are equal bit
     for bit.
     """
-    async with sampled_rooms(tiny_actor, exact=True) as (engine, player, rooms):
+    async with room_evaluation(tiny_actor, exact=True) as (engine, player, eval_sets):
         direct = replace(player, sampler=DirectSampler(engine))
-        alone, together, (sampled, noted) = await alone_and_together(engine, direct, rooms)
+        alone, together, (sampled, joint_samples) = await separate_and_joint(
+            engine, direct, eval_sets
+        )
     assert together == alone
-    assert {s: ids for s, (ids, _) in noted.items()} == {s: ids for s, (ids, _) in sampled.items()}
-    async with sampled_rooms(tiny_actor) as (engine, player, rooms):
-        alone, together, (sampled, noted) = await alone_and_together(engine, player, rooms)
+    assert {s: ids for s, (ids, _) in joint_samples.items()} == {
+        s: ids for s, (ids, _) in sampled.items()
+    }
+    async with room_evaluation(tiny_actor) as (engine, player, eval_sets):
+        alone, together, (sampled, joint_samples) = await separate_and_joint(
+            engine, player, eval_sets
+        )
     assert together == alone
-    assert noted == sampled, "log-probs too"
+    assert joint_samples == sampled, "log-probs too"
 
 
 async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
@@ -417,22 +428,22 @@ async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
     Later, half of the episodes find an experience.
     """
 
-    class Half(Shelf):
+    class HalfFilledShelf(RecordingRetriever):
         async def search(self, requests):
             return [HIT if request.group % 2 else None for request in requests]
 
     async def played(bank: Retriever) -> tuple[Evaluation, int]:
         engine = ScriptedEngine(renderer(), dice)
-        async with house() as home:
+        async with open_host() as hosted:
             sets: dict[EvalSet, Sequence[Task]] = {("doors", "known"): tasks(8, "known")}
-            player = runner(engine, home.host)
+            player = runner(engine, hosted.host)
             evaluator = Evaluator(player, sets, EpisodeScheduler(4), bank=bank)
             found = await evaluator.evaluate()
         prompts = [renderer().decode(ids) for _, ids in engine.requests]
         return found, sum(prompt.count("assistant") == 1 for prompt in prompts)
 
-    empty, once = await played(Shelf(None))
-    half, more = await played(Half())
+    empty, once = await played(RecordingRetriever(None))
+    half, more = await played(HalfFilledShelf())
     assert (once, more) == (8, 12)
     free, guided = ("doors", "known", "free"), ("doors", "known", "guided")
     assert empty.rates[guided] == empty.rates[free] == half.rates[free]

@@ -1,4 +1,4 @@
-"""The experience side of a run: credit, distillation, and training of the extractor."""
+"""The experience pipeline of a run: credit, distillation, and training of the extractor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from doors import renderer, until
-from extractors import Ledger, WordEmbedder, add, dump, logged, manager, request, search, task
+from extractors import (
+    RecordingMonitor,
+    WordEmbedder,
+    add,
+    dump,
+    logged,
+    open_manager,
+    request,
+    search,
+    task,
+)
 
 from crl.config.schema import OptimizerSection
 from crl.engines.scripted import ScriptedEngine
@@ -34,13 +44,13 @@ from crl.modeling import load_model
 from crl.protocols import DistillationFilter, ExtractorRole
 from crl.run.diagnostics import Diagnostics
 from crl.run.experience import (
-    ExperienceSide,
+    ExperiencePipeline,
     ExtractorTrainer,
     ReadOnlyRetriever,
+    credit_and_submit,
     extractor_minibatches,
     group_successes,
-    learn,
-    percentiles,
+    latency_percentiles,
 )  # fmt: skip
 from crl.types import (
     Completion,
@@ -61,29 +71,31 @@ SETTINGS = ManagerSettings(
 )
 
 
-def says(prompt: str) -> str:
+def lesson_for(prompt: str) -> str:
     """Return one lesson for an episode, different for each episode."""
     return add(f"Lesson of {prompt.splitlines()[1]}.")
 
 
-class Loading(LocalLearner):
-    """Real learner on the tiny actor that counts its batches. It fails if `dies` is set."""
+class RecordingLearner(LocalLearner):
+    """Real learner on the tiny actor that counts its batches. It fails if `fails` is set."""
 
     def __init__(self, path: Path) -> None:
         model = load_model(path, torch.device("cpu"))
         settings = TrainSettings(1.0, 8192, 1.0, recompute=False, importance_cap=None)
         super().__init__(model, CispoLoss(0.1, 0.1), OptimizerSection(learning_rate=1e-4), settings)
         self.batches: list[Sequence[Minibatch]] = []
-        self.dies = False
-        self.poison = TokenTrace()
+        self.fails = False
+        self.poisoned_trace = TokenTrace()
         """Trace with a non-finite gradient."""
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
-        if self.dies:
+        if self.fails:
             raise LearnerError("the learner failed")
         self.batches.append(minibatches)
         if any(
-            sample.trace == self.poison for minibatch in minibatches for sample in minibatch.samples
+            sample.trace == self.poisoned_trace
+            for minibatch in minibatches
+            for sample in minibatch.samples
         ):
             return StepStats(0, len(minibatches), {"samples": 2})
         return await super().step(minibatches)
@@ -91,19 +103,19 @@ class Loading(LocalLearner):
 
 @dataclass
 class Parts:
-    """Experience side and the parts that it consists of."""
+    """Experience pipeline and the parts that it consists of."""
 
-    side: ExperienceSide
+    experience: ExperiencePipeline
     bank: ExperienceManager
     engine: ScriptedEngine
-    learner: Loading
-    ledger: Ledger
+    learner: RecordingLearner
+    monitor: RecordingMonitor
     path: Path
 
     @property
     def trainer(self) -> ExtractorTrainer:
-        assert self.side.trainer
-        return self.side.trainer
+        assert self.experience.trainer
+        return self.experience.trainer
 
 
 @pytest.fixture(scope="module")
@@ -112,24 +124,28 @@ def actor(tiny_actor: Path) -> Path:
 
 
 @asynccontextmanager
-async def parts(
+async def open_parts(
     path: Path, model: Path, *, engine: ScriptedEngine | None = None, batch: int = 2,
     background: bool = False, distiller: DistillationFilter | None = None, merge_every: int = 0,
 ) -> AsyncIterator[Parts]:  # fmt: skip
-    engine, learner, ledger = engine or ScriptedEngine(renderer(), says), Loading(model), Ledger()
+    engine, learner, monitor = (
+        engine or ScriptedEngine(renderer(), lesson_for),
+        RecordingLearner(model),
+        RecordingMonitor(),
+    )
     diagnostics = Diagnostics({})
-    bank = await manager(path, engine, SETTINGS, on_distilled=diagnostics.distilled)
+    bank = await open_manager(path, engine, SETTINGS, on_distilled=diagnostics.record_distilled)
     trainer = ExtractorTrainer(
-        bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, ledger
+        bank, ExtractorRole(learner._trainer.loss, batch), learner, engine, monitor
     )
     cache = CachedEmbedder(WordEmbedder(), 8)
-    side = ExperienceSide(
-        bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, ledger,
-        run="run", background=background, merge_every=merge_every,
+    experience = ExperiencePipeline(
+        bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, monitor,
+        run_name="run", background=background, merge_every=merge_every,
     )  # fmt: skip
     try:
         async with asyncio.timeout(60):
-            yield Parts(side, bank, engine, learner, ledger, path)
+            yield Parts(experience, bank, engine, learner, monitor, path)
     finally:
         await bank.aclose()
         await learner.aclose()
@@ -152,10 +168,10 @@ def guided(step: int, group: int, member: int, success: bool, uid: str, **change
     return episode(step, group, member, "guided", success, used=[use], **changes)
 
 
-async def filled(made: Parts, groups: int) -> list[str]:
+async def fill(parts: Parts, groups: int) -> list[str]:
     """Fill the bank with one experience for each group of step 0. Return their uids."""
-    await made.side.observe([episode(0, group, 0) for group in range(groups)])
-    await made.side.complete(1, [])
+    await parts.experience.observe([episode(0, group, 0) for group in range(groups)])
+    await parts.experience.complete(1, [])
     return [f"run/0/{group}/0#0" for group in range(groups)]
 
 
@@ -163,8 +179,8 @@ async def filled(made: Parts, groups: int) -> list[str]:
 
 
 async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
-        first, second = await filled(made, 2)
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        first, second = await fill(parts, 2)
         batch = [
             guided(1, 0, 0, True, first), guided(1, 0, 1, False, first),
             guided(1, 0, 2, True, second, error="env: lost"),
@@ -172,62 +188,58 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
             episode(1, 0, 5, success=False), episode(1, 0, 6, error="env: lost"),
         ]  # fmt: skip
         for _ in range(2):  # repeating the call changes nothing
-            await made.side.observe(batch)
-            metrics = await made.bank.stats()
+            await parts.experience.observe(batch)
+            metrics = await parts.bank.stats()
             assert (metrics["queue/pending"], metrics["queue/done"]) == (5, 2), (
                 "both conditions, won and lost, but no errors"
             )
-        assert sorted(logged(made.path, "credit")) == [
+        assert sorted(logged(parts.path, "credit")) == [
             ("run/1/0/0", {"uid": first, "version": 1, "reward": 1.0}),
             ("run/1/0/1", {"uid": first, "version": 1, "reward": -1.0}),
         ]
-        assert [origin for origin, _ in logged(made.path, "submit")][2:] == [
+        assert [origin for origin, _ in logged(parts.path, "submit")][2:] == [
             f"run/1/0/{member}" for member in (0, 1, 3, 4, 5)
         ]
-        await made.side.complete(2, batch)
-        counters = {entry.uid: (entry.credited, entry.credit) for entry in made.bank.latest(99)}
+        await parts.experience.complete(2, batch)
+        counters = {entry.uid: (entry.credited, entry.credit) for entry in parts.bank.latest(99)}
         assert (counters[first], counters[second]) == ((2, 0.0), (0, 0.0))
         assert len(counters) == 7
 
 
-async def test_lessons_may_be_compared_with_what_their_group_came_to_without(
-    tmp_path: Path, actor: Path
-) -> None:
+async def test_rewards_can_be_compared_with_the_free_members(tmp_path: Path, actor: Path) -> None:
     """Compare rewards with the unguided members of a group.
 
     In group 0, one of three unguided members won: −1 − (−1/3). Group 1 has no unguided member, and
     in group 2 no unguided member completed. There is nothing to compare with, so their lessons are
     not trained on.
     """
-    for against_free, rewards in ((True, [-2 / 3]), (False, [-1.0, 1.0, 1.0])):
-        async with parts(tmp_path / f"{against_free}.sqlite", actor, batch=3) as made:
-            uids = await filled(made, 3)
+    for group_baseline, rewards in ((True, [-2 / 3]), (False, [-1.0, 1.0, 1.0])):
+        async with open_parts(tmp_path / f"{group_baseline}.sqlite", actor, batch=3) as parts:
+            uids = await fill(parts, 3)
             batch = [
                 guided(1, 0, 0, False, uids[0]), episode(1, 0, 1),
                 episode(1, 0, 2, success=False), episode(1, 0, 3, success=False),
                 guided(1, 1, 0, True, uids[1]),
                 guided(1, 2, 0, True, uids[2]), episode(1, 2, 1, error="env: lost"),
             ]  # fmt: skip
-            await learn(made.bank, "run", batch, [], against_free=against_free)
+            await credit_and_submit(parts.bank, "run", batch, [], group_baseline=group_baseline)
             assert [
-                unit.pending.reward for unit in await made.bank._store.ready()
+                unit.pending.reward for unit in await parts.bank._store.ready_units()
             ] == pytest.approx(rewards)
             credits = [
-                entry.credit for entry in sorted(made.bank.latest(3), key=lambda entry: entry.uid)
+                entry.credit for entry in sorted(parts.bank.latest(3), key=lambda entry: entry.uid)
             ]
-            assert credits == [-1.0, 1.0, 1.0], "what helped is recorded as it was"
+            assert credits == [-1.0, 1.0, 1.0], "the counters record the plain rewards"
 
 
-async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
-    tmp_path: Path, actor: Path
-) -> None:
+async def test_lifts_by_hand(tmp_path: Path, actor: Path) -> None:
     """Compare the lifts of two lessons with lifts worked by hand.
 
     `first` wins every episode that it guides, and so do the free members. `second` wins 1 of 2 in a
     group in which 1 of 4 won without it. In the last group, both conditions lose.
     """
-    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
-        first, second = await filled(made, 2)
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        first, second = await fill(parts, 2)
         batch = [
             *(guided(1, 0, member, True, first) for member in range(4)),
             *(episode(1, 0, 4 + member) for member in range(4)),
@@ -237,8 +249,8 @@ async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
             guided(1, 2, 0, False, second), episode(1, 2, 1, success=False),
         ]  # fmt: skip
         for _ in range(2):  # repeating the call changes nothing
-            await made.side.observe(batch)
-        found = {entry.uid: entry for entry in made.bank.best(9)}
+            await parts.experience.observe(batch)
+        found = {entry.uid: entry for entry in parts.bank.best(9)}
         assert (found[first].credited, found[first].credit, found[first].lift) == (
             4,
             4.0,
@@ -249,21 +261,19 @@ async def test_a_lesson_that_helps_no_more_than_none_has_no_lift(
             -1.0,
             Lift(2, 0.125, 2 * 0.125**2),
         )
-        assert logged(made.path, "lift") == [
+        assert logged(parts.path, "lift") == [
             ("run/1/0", {"uid": first, "version": 1, "guided": 1.0, "free": 1.0}),
             ("run/1/1", {"uid": second, "version": 1, "guided": 0.5, "free": 0.25}),
             ("run/1/2", {"uid": second, "version": 1, "guided": 0.0, "free": 0.0}),
         ]
-    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
-        assert {entry.uid: entry.lift for entry in made.bank.best(9)} == {
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        assert {entry.uid: entry.lift for entry in parts.bank.best(9)} == {
             first: Lift(1, 0.0),
             second: Lift(2, 0.125, 2 * 0.125**2),
         }
 
 
-async def test_a_group_without_free_members_says_nothing_of_lift(
-    tmp_path: Path, actor: Path
-) -> None:
+async def test_groups_without_a_lift(tmp_path: Path, actor: Path) -> None:
     """Check groups without a lift.
 
     No member was free, no free member completed, no member used an experience, or the experience
@@ -277,13 +287,13 @@ async def test_a_group_without_free_members_says_nothing_of_lift(
         replace(episode(1, 3, 0, "guided"), rejected=(use,)), episode(1, 3, 1),
     ]  # fmt: skip
     assert group_successes("run", batch) == {}
-    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
-        await filled(made, 1)
-        await made.side.observe(batch)
-        assert [entry.lift for entry in made.bank.best(9)] == [None]
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        await fill(parts, 1)
+        await parts.experience.observe(batch)
+        assert [entry.lift for entry in parts.bank.best(9)] == [None]
 
 
-def test_members_of_a_group_may_be_guided_by_different_lessons() -> None:
+def test_lifts_of_several_lessons_in_one_group() -> None:
     """Check lifts of several lessons in one group.
 
     Each lesson is compared with the group's free members. A success after a refined answer counts
@@ -306,26 +316,28 @@ def test_members_of_a_group_may_be_guided_by_different_lessons() -> None:
     }  # fmt: skip
 
 
-async def test_a_request_shows_what_guided_the_episode(tmp_path: Path, actor: Path) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor, batch=99) as made:
-        (first,) = await filled(made, 1)
-        await made.side.observe([guided(1, 0, 0, True, first), episode(1, 0, 1)])
-        await made.side.settle()
-        prompts = [renderer().decode(ids) for _, ids in made.engine.requests]
+async def test_a_distillation_request_shows_the_experience_of_the_episode(
+    tmp_path: Path, actor: Path
+) -> None:
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        (first,) = await fill(parts, 1)
+        await parts.experience.observe([guided(1, 0, 0, True, first), episode(1, 0, 1)])
+        await parts.experience.finish_pending()
+        prompts = [renderer().decode(ids) for _, ids in parts.engine.requests]
         assert [f"1. text of {first}" in prompt for prompt in prompts] == [False, True, False]
 
 
-async def test_a_frozen_bank_is_given_nothing_to_distil(tmp_path: Path, actor: Path) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor, distiller=NoEpisode()) as made:
-        await made.side.observe([episode(0, 0, member) for member in range(4)])
-        await made.side.settle()
-        assert (made.engine.requests, logged(made.path, "submit")) == ([], [])
+async def test_a_frozen_bank_distils_nothing(tmp_path: Path, actor: Path) -> None:
+    async with open_parts(tmp_path / "bank.sqlite", actor, distiller=NoEpisode()) as parts:
+        await parts.experience.observe([episode(0, 0, member) for member in range(4)])
+        await parts.experience.finish_pending()
+        assert (parts.engine.requests, logged(parts.path, "submit")) == ([], [])
 
 
 async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor) as made:
-        await filled(made, 10)
-        ((step, kind, metrics),) = made.ledger.lines
+    async with open_parts(tmp_path / "bank.sqlite", actor) as parts:
+        await fill(parts, 10)
+        ((step, kind, metrics),) = parts.monitor.lines
         assert (step, kind) == (1, "bank")
         assert (
             metrics.items()
@@ -337,21 +349,26 @@ async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
                 "log/seq": 20,
             }.items()
         )
-        assert "perf/search_p50_ms" not in metrics, "nobody searched"
-        assert [one.uid for one in made.ledger.newest[0]] == [
+        assert "perf/search_p50_ms" not in metrics, "there was no search"
+        assert [one.uid for one in parts.monitor.newest[0]] == [
             f"run/0/{group}/0#0" for group in range(9, 1, -1)
         ], "the newest eight"
-        assert made.bank.step == 1
-        await made.side.retriever.search([search(), search("x", name="attic")])
-        await made.side.complete(2, [])
-        assert made.ledger.of("bank")[1]["retrieval/hit_rate"] == 0.5
-        assert {"perf/search_p50_ms", "perf/search_p95_ms"} <= made.ledger.of("bank")[1].keys()
+        assert parts.bank.step == 1
+        await parts.experience.retriever.search([search(), search("x", name="attic")])
+        await parts.experience.complete(2, [])
+        assert parts.monitor.of_kind("bank")[1]["retrieval/hit_rate"] == 0.5
+        assert {"perf/search_p50_ms", "perf/search_p95_ms"} <= parts.monitor.of_kind("bank")[
+            1
+        ].keys()
 
 
 def test_percentiles_by_hand() -> None:
-    assert percentiles("search", []) == {}
-    assert percentiles("search", [0.003]) == {"perf/search_p50_ms": 3.0, "perf/search_p95_ms": 3.0}
-    hundred = percentiles("search", [i / 1000 for i in reversed(range(100))])
+    assert latency_percentiles("search", []) == {}
+    assert latency_percentiles("search", [0.003]) == {
+        "perf/search_p50_ms": 3.0,
+        "perf/search_p95_ms": 3.0,
+    }
+    hundred = latency_percentiles("search", [i / 1000 for i in reversed(range(100))])
     assert hundred == {
         "perf/search_p50_ms": pytest.approx(50),
         "perf/search_p95_ms": pytest.approx(95),
@@ -392,173 +409,179 @@ async def test_every_full_batch_is_trained_marked_synced_and_logged(
     tmp_path: Path, actor: Path
 ) -> None:
     """Check that five units make two batches of two. The fifth waits for another unit."""
-    async with parts(tmp_path / "bank.sqlite", actor) as made:
-        uids = await filled(made, 5)
-        before = {name: value.clone() for name, value in made.learner.model.state_dict().items()}
-        await made.side.observe(
+    async with open_parts(tmp_path / "bank.sqlite", actor) as parts:
+        uids = await fill(parts, 5)
+        before = {name: value.clone() for name, value in parts.learner.model.state_dict().items()}
+        await parts.experience.observe(
             [guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids)]
         )
-        assert made.learner.batches == [], "not before the step is over"
-        await made.side.complete(2, [])
-        assert [len(batch) for batch in made.learner.batches] == [1, 1], (
+        assert parts.learner.batches == [], "not before the step is over"
+        await parts.experience.complete(2, [])
+        assert [len(batch) for batch in parts.learner.batches] == [1, 1], (
             "one optimizer update a batch"
         )
-        assert (made.trainer.updates, made.engine.version, made.learner.version) == (2, 2, 2)
+        assert (parts.trainer.updates, parts.engine.version, parts.learner.version) == (2, 2, 2)
         assert any(
             not torch.equal(value, before[name])
-            for name, value in made.learner.model.state_dict().items()
+            for name, value in parts.learner.model.state_dict().items()
         )
-        first, second = made.ledger.of("extractor")
+        first, second = parts.monitor.of_kind("extractor")
         assert [line["extractor/updates"] for line in (first, second)] == [1, 2]
         assert [line["extractor/version"] for line in (first, second)] == [1, 2]
         assert (first["extractor/reward"], first["extractor/samples"]) == (0.0, 4), (
-            "two ops, and what came before each"
+            "two ops, each with the tokens before it"
         )
         assert {"extractor/loss", "time/train", "time/sync"} <= first.keys()
-        trained = [(origin, data) for origin, data in logged(made.path, "train") if data]
+        trained = [(origin, data) for origin, data in logged(parts.path, "train") if data]
         assert sorted(origin for origin, _ in trained) == sorted(uids[:4]), "oldest first"
         assert {(data["count"], abs(data["total"])) for _, data in trained} == {(1, 1.0)}
-        assert (await made.bank.stats())["buffer/ready"] == 1
-        await made.side.settle()
-        assert len(made.learner.batches) == 2, "nothing is trained twice"
-        await made.side.observe([guided(2, 0, 0, False, uids[0])])
-        await made.side.settle()
-        assert len(made.learner.batches) == 3, "what waited, and one that is ready anew"
+        assert (await parts.bank.stats())["buffer/ready"] == 1
+        await parts.experience.finish_pending()
+        assert len(parts.learner.batches) == 2, "nothing is trained twice"
+        await parts.experience.observe([guided(2, 0, 0, False, uids[0])])
+        await parts.experience.finish_pending()
+        assert len(parts.learner.batches) == 3, "the waiting unit and the newly credited one"
 
 
 async def test_a_batch_without_signal_is_marked_and_sends_nothing(
     tmp_path: Path, actor: Path
 ) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor) as made:
-        uids = await filled(made, 2)
-        await made.side.observe([guided(1, 0, i, True, uid) for i, uid in enumerate(uids)])
-        await made.side.settle()
-        assert (made.learner.batches, made.trainer.updates, made.engine.version) == ([()], 0, 0)
-        assert (await made.bank.stats())["buffer/ready"] == 0
-        assert made.ledger.of("extractor")[0]["extractor/reward"] == 1.0
+    async with open_parts(tmp_path / "bank.sqlite", actor) as parts:
+        uids = await fill(parts, 2)
+        await parts.experience.observe([guided(1, 0, i, True, uid) for i, uid in enumerate(uids)])
+        await parts.experience.finish_pending()
+        assert (parts.learner.batches, parts.trainer.updates, parts.engine.version) == ([()], 0, 0)
+        assert (await parts.bank.stats())["buffer/ready"] == 0
+        assert parts.monitor.of_kind("extractor")[0]["extractor/reward"] == 1.0
 
 
-async def test_a_skipped_batch_waits_for_the_next_step_and_holds_nothing_up(
-    tmp_path: Path, actor: Path
-) -> None:
+async def test_a_skipped_batch_is_postponed_to_the_next_step(tmp_path: Path, actor: Path) -> None:
     """Check a skipped batch: the first of six units is poisoned, and batches hold two units.
 
     The other unit of its batch is trained later, with a new unit. Units that were postponed less
     often come first.
     """
-    async with parts(tmp_path / "bank.sqlite", actor) as made:
-        uids = await filled(made, 7)
-        await made.side.observe(
+    async with open_parts(tmp_path / "bank.sqlite", actor) as parts:
+        uids = await fill(parts, 7)
+        await parts.experience.observe(
             [guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids[:6])]
         )
-        batch = await made.bank.take_batch(2, 1)
+        batch = await parts.bank.take_batch(2, 1)
         assert batch is not None
-        made.learner.poison = batch[0].trace
-        await made.side.complete(2, [])
-        assert (len(made.learner.batches), made.trainer.updates, made.trainer.skipped) == (3, 2, 1)
-        assert ["extractor/reward" in line for line in made.ledger.of("extractor")] == [
+        parts.learner.poisoned_trace = batch[0].trace
+        await parts.experience.complete(2, [])
+        assert (
+            len(parts.learner.batches),
+            parts.trainer.updates,
+            parts.trainer.skipped_updates,
+        ) == (3, 2, 1)
+        assert ["extractor/reward" in line for line in parts.monitor.of_kind("extractor")] == [
             False,
             True,
             True,
         ]
-        waiting = await made.bank._store.ready()
+        waiting = await parts.bank._store.ready_units()
         assert [unit.pending.unit.uid for unit in waiting] == uids[:2]
         assert [
             (unit.pending.count, unit.pending.total, unit.c_train, unit.t_last) for unit in waiting
         ] == [
             (1, 1.0, 0, None), (1, -1.0, 0, None)
         ]  # fmt: skip
-        await made.side.settle()
-        assert len(made.learner.batches) == 3, "not tried again within the step"
-        await made.side.complete(3, [])
-        assert (len(made.learner.batches), made.trainer.skipped) == (4, 2)
-        await made.side.observe([guided(2, 0, 0, False, uids[6])])
+        await parts.experience.finish_pending()
+        assert len(parts.learner.batches) == 3, "not tried again within the step"
+        await parts.experience.complete(3, [])
+        assert (len(parts.learner.batches), parts.trainer.skipped_updates) == (4, 2)
+        await parts.experience.observe([guided(2, 0, 0, False, uids[6])])
         for step, left in ((4, [*uids[:2], uids[6]]), (5, uids[:1])):
-            await made.side.complete(step, [])
-            assert [unit.pending.unit.uid for unit in await made.bank._store.ready()] == left
-            assert made.trainer.skipped == 3
+            await parts.experience.complete(step, [])
+            assert [unit.pending.unit.uid for unit in await parts.bank._store.ready_units()] == left
+            assert parts.trainer.skipped_updates == 3
 
 
 async def test_no_training_step_begins_while_training_is_paused(
     tmp_path: Path, actor: Path
 ) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor, background=True) as made:
-        running = asyncio.create_task(made.side.run())
-        uids = await filled(made, 2)
-        await until_distilled(made, 2)
-        async with made.side.paused():
-            state = await made.side.state([])
-            await made.side.observe(
+    async with open_parts(tmp_path / "bank.sqlite", actor, background=True) as parts:
+        running = asyncio.create_task(parts.experience.run())
+        uids = await fill(parts, 2)
+        await until_distilled(parts, 2)
+        async with parts.experience.paused():
+            state = await parts.experience.state([])
+            await parts.experience.observe(
                 [guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])]
             )
             await asyncio.sleep(0.1)
-            assert made.learner.batches == []
-        await until(lambda: made.trainer.updates == 1)
+            assert parts.learner.batches == []
+        await until(lambda: parts.trainer.updates == 1)
         assert state["extractor"] == {"learner": {"version": 0}, "updates": 0, "skipped_updates": 0}
-        assert (await made.side.state([]))["extractor"] == {
+        assert (await parts.experience.state([]))["extractor"] == {
             "learner": {"version": 1},
             "updates": 1,
             "skipped_updates": 0,
         }
-        assert (await made.side.state([]))["bank"] > state["bank"]
-        await cancelled(running)
+        assert (await parts.experience.state([]))["bank"] > state["bank"]
+        await cancel(running)
 
 
 # ── in the background, or at step boundaries ──────────────────────────────────────────────────────
 
 
-async def until_distilled(made: Parts, n: int) -> None:
-    while (await made.bank.stats())["queue/done"] < n:  # noqa: ASYNC110
+async def until_distilled(parts: Parts, n: int) -> None:
+    while (await parts.bank.stats())["queue/done"] < n:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
 
 
-async def cancelled(running: asyncio.Task[None]) -> None:
+async def cancel(running: asyncio.Task[None]) -> None:
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
 
 
-async def test_in_the_background_it_comes_to_the_same(tmp_path: Path, actor: Path) -> None:
+async def test_background_and_step_boundaries_give_the_same_result(
+    tmp_path: Path, actor: Path
+) -> None:
     found = []
     for background in (False, True):
-        async with parts(tmp_path / f"{background}.sqlite", actor, background=background) as made:
-            running = asyncio.create_task(made.side.run())
-            await made.side.observe([episode(0, group, 0) for group in range(6)])
-            await made.side.complete(1, [])
-            await until_distilled(made, 6)
+        async with open_parts(
+            tmp_path / f"{background}.sqlite", actor, background=background
+        ) as parts:
+            running = asyncio.create_task(parts.experience.run())
+            await parts.experience.observe([episode(0, group, 0) for group in range(6)])
+            await parts.experience.complete(1, [])
+            await until_distilled(parts, 6)
             uids = [f"run/0/{group}/0#0" for group in range(6)]
-            await made.side.observe(
+            await parts.experience.observe(
                 [guided(1, 0, i, success=i % 2 == 0, uid=uid) for i, uid in enumerate(uids)]
             )
-            await made.side.complete(2, [])
+            await parts.experience.complete(2, [])
             if background:
-                await until(lambda made=made: made.trainer.updates == 3)
-                await until_distilled(made, 12)
+                await until(lambda parts=parts: parts.trainer.updates == 3)
+                await until_distilled(parts, 12)
             else:
                 assert running.done(), "there is nothing to do in the background"
-            await cancelled(running)
-            await made.side.settle()
+            await cancel(running)
+            await parts.experience.finish_pending()
             entries = sorted(
                 (one.uid, one.version, one.text, one.credited, one.credit)
-                for one in made.bank.latest(99)
+                for one in parts.bank.latest(99)
             )
-            metrics = await made.bank.stats()
+            metrics = await parts.bank.stats()
             found.append(
                 (
                     entries,
                     {name: metrics[name] for name in ("queue/done", "buffer/ready", "log/seq")},
-                    made.trainer.updates,
+                    parts.trainer.updates,
                 )
             )
     assert found[0] == found[1]
     assert (len(found[0][0]), found[0][2]) == (12, 3)
 
 
-class Gated(ScriptedEngine):
+class GatedEngine(ScriptedEngine):
     """Engine that answers when the gate is open."""
 
     def __init__(self) -> None:
-        super().__init__(renderer(), says)
+        super().__init__(renderer(), lesson_for)
         self.gate, self.waiting = asyncio.Event(), 0
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
@@ -567,31 +590,31 @@ class Gated(ScriptedEngine):
         return await super().generate(ids, sampling, **options)
 
 
-async def test_a_step_does_not_wait_for_what_is_distilled_in_the_background(
+async def test_a_step_does_not_wait_for_background_distillation(
     tmp_path: Path, actor: Path
 ) -> None:
-    engine = Gated()
-    async with parts(tmp_path / "bank.sqlite", actor, engine=engine, background=True) as made:
-        running = asyncio.create_task(made.side.run())
-        await made.side.observe([episode(0, 0, 0)])
-        await made.side.complete(1, [])
+    engine = GatedEngine()
+    async with open_parts(tmp_path / "bank.sqlite", actor, engine=engine, background=True) as parts:
+        running = asyncio.create_task(parts.experience.run())
+        await parts.experience.observe([episode(0, 0, 0)])
+        await parts.experience.complete(1, [])
         await until(lambda: engine.waiting == 1)
-        assert made.bank.latest(1) == []
+        assert parts.bank.latest(1) == []
         engine.gate.set()
-        await until_distilled(made, 1)
-        await cancelled(running)
+        await until_distilled(parts, 1)
+        await cancel(running)
 
 
-async def test_a_deterministic_step_waits_for_all_of_it(tmp_path: Path, actor: Path) -> None:
-    engine = Gated()
-    async with parts(tmp_path / "bank.sqlite", actor, engine=engine) as made:
-        await made.side.observe([episode(0, 0, 0)])
-        completing = asyncio.create_task(made.side.complete(1, []))
+async def test_a_deterministic_step_waits_for_distillation(tmp_path: Path, actor: Path) -> None:
+    engine = GatedEngine()
+    async with open_parts(tmp_path / "bank.sqlite", actor, engine=engine) as parts:
+        await parts.experience.observe([episode(0, 0, 0)])
+        completing = asyncio.create_task(parts.experience.complete(1, []))
         await until(lambda: engine.waiting == 1)
         assert not completing.done()
         engine.gate.set()
         await completing
-        assert len(made.bank.latest(9)) == 1
+        assert len(parts.bank.latest(9)) == 1
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
@@ -605,9 +628,9 @@ def causes(group: BaseExceptionGroup) -> list[BaseException]:
     ]
 
 
-class Dying(ScriptedEngine):
+class FailingEngine(ScriptedEngine):
     def __init__(self) -> None:
-        super().__init__(renderer(), says)
+        super().__init__(renderer(), lesson_for)
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, **options) -> Completion:
         await self.health()
@@ -621,72 +644,72 @@ class Dying(ScriptedEngine):
 async def test_a_dead_extractor_ends_the_run_with_its_cause(
     background: bool, tmp_path: Path, actor: Path
 ) -> None:
-    async with parts(
-        tmp_path / "bank.sqlite", actor, engine=Dying(), background=background
-    ) as made:
-        running = asyncio.create_task(made.side.run())
-        await made.side.observe([episode(0, 0, 0)])
+    async with open_parts(
+        tmp_path / "bank.sqlite", actor, engine=FailingEngine(), background=background
+    ) as parts:
+        running = asyncio.create_task(parts.experience.run())
+        await parts.experience.observe([episode(0, 0, 0)])
         with pytest.raises(ExceptionGroup) as raised:
-            await (running if background else made.side.complete(1, []))
+            await (running if background else parts.experience.complete(1, []))
         assert [str(cause) for cause in causes(raised.value)] == ["the engine is gone"]
-        assert (await made.bank.stats())["queue/pending"] == 1, "nothing is lost"
+        assert (await parts.bank.stats())["queue/pending"] == 1, "nothing is lost"
 
 
 @pytest.mark.parametrize("background", [True, False])
 async def test_a_dead_learner_ends_the_run_and_spends_no_credit(
     background: bool, tmp_path: Path, actor: Path
 ) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor, background=background) as made:
-        running = asyncio.create_task(made.side.run())
-        uids = await filled(made, 2)
-        await until_distilled(made, 2)
-        made.learner.dies = True
-        await made.side.observe([guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])])
+    async with open_parts(tmp_path / "bank.sqlite", actor, background=background) as parts:
+        running = asyncio.create_task(parts.experience.run())
+        uids = await fill(parts, 2)
+        await until_distilled(parts, 2)
+        parts.learner.fails = True
+        await parts.experience.observe(
+            [guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, False, uids[1])]
+        )
         with pytest.raises((ExceptionGroup, CrlError)) as raised:
-            await (running if background else made.side.complete(2, []))
+            await (running if background else parts.experience.complete(2, []))
         leaves = (
             causes(raised.value) if isinstance(raised.value, ExceptionGroup) else [raised.value]
         )
         assert [type(cause) for cause in leaves] == [LearnerError]
-        assert (logged(made.path, "train"), made.engine.version) == ([], 0)
+        assert (logged(parts.path, "train"), parts.engine.version) == ([], 0)
 
 
 # ── evaluations ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_uncounted_search_finds_the_same_and_leaves_no_trace(
-    tmp_path: Path, actor: Path
-) -> None:
+async def test_a_read_only_search_changes_nothing(tmp_path: Path, actor: Path) -> None:
     path = tmp_path / "bank.sqlite"
-    async with parts(path, actor) as made:
-        await filled(made, 3)
-        before, counters = dump(path), [replace(one) for one in made.bank.latest(9)]
-        hits = await ReadOnlyRetriever(made.bank).search(
+    async with open_parts(path, actor) as parts:
+        await fill(parts, 3)
+        before, counters = dump(path), [replace(one) for one in parts.bank.latest(9)]
+        hits = await ReadOnlyRetriever(parts.bank).search(
             [search(group=group) for group in range(4)]
         )
         assert all(hits)
-        await made.bank.flush()
+        await parts.bank.flush()
         assert dump(path) == before
-        assert made.bank.latest(9) == counters
-        await made.bank.search([search()])
-        await made.bank.flush()
+        assert parts.bank.latest(9) == counters
+        await parts.bank.search([search()])
+        await parts.bank.flush()
         assert dump(path) != before, "a search of the run is counted"
 
 
-async def test_learning_credits_and_queues_under_a_name(tmp_path: Path, actor: Path) -> None:
-    async with parts(tmp_path / "bank.sqlite", actor) as made:
-        (first,) = await filled(made, 1)
+async def test_credit_and_submit_use_the_run_name(tmp_path: Path, actor: Path) -> None:
+    async with open_parts(tmp_path / "bank.sqlite", actor) as parts:
+        (first,) = await fill(parts, 1)
         batch = [guided(1, 0, 0, True, first), episode(1, 0, 1)]
-        await learn(made.bank, "online", batch, batch[1:])
-        assert [origin for origin, _ in logged(made.path, "credit")] == ["online/1/0/0"]
-        assert [origin for origin, _ in logged(made.path, "submit")][1:] == ["online/1/0/1"]
-        assert request().id == "run/0/0/0", "the same address under another name is another episode"
+        await credit_and_submit(parts.bank, "online", batch, batch[1:])
+        assert [origin for origin, _ in logged(parts.path, "credit")] == ["online/1/0/0"]
+        assert [origin for origin, _ in logged(parts.path, "submit")][1:] == ["online/1/0/1"]
+        assert request().id == "run/0/0/0", "the run name is part of the id"
 
 
 # ── the merge ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class Discarding(ScriptedEngine):
+class DiscardingEngine(ScriptedEngine):
     """Engine that discards the first entry of every chunk.
 
     It counts the merges that begin. They wait for the gate.
@@ -696,7 +719,9 @@ class Discarding(ScriptedEngine):
         super().__init__(
             renderer(),
             lambda prompt: (
-                '[{"op": "discard", "target": 1}]' if "user\nmerge\n" in prompt else says(prompt)
+                '[{"op": "discard", "target": 1}]'
+                if "user\nmerge\n" in prompt
+                else lesson_for(prompt)
             ),
         )
         self.merges, self.gate = 0, asyncio.Event()
@@ -708,38 +733,36 @@ class Discarding(ScriptedEngine):
         return await super().generate(ids, sampling, **options)
 
 
-async def test_the_bank_is_merged_every_so_many_steps(tmp_path: Path, actor: Path) -> None:
-    engine = Discarding()
+async def test_the_bank_is_merged_periodically(tmp_path: Path, actor: Path) -> None:
+    engine = DiscardingEngine()
     engine.gate.set()
-    async with parts(tmp_path / "bank.sqlite", actor, engine=engine, merge_every=2) as made:
+    async with open_parts(tmp_path / "bank.sqlite", actor, engine=engine, merge_every=2) as parts:
         for step in range(5):
-            await made.side.observe([episode(step, group, 0) for group in range(3)])
-            await made.side.complete(step + 1, [])
+            await parts.experience.observe([episode(step, group, 0) for group in range(3)])
+            await parts.experience.complete(step + 1, [])
         assert engine.merges == 2, "after steps 2 and 4"
-        sizes = [metrics["bank/size"] for metrics in made.ledger.of("bank")]
+        sizes = [metrics["bank/size"] for metrics in parts.monitor.of_kind("bank")]
         assert sizes == [3, 5, 8, 10, 13], "merged before the step is reported"
 
 
-async def test_in_the_background_a_step_does_not_wait_for_the_merge(
-    tmp_path: Path, actor: Path
-) -> None:
-    engine = Discarding()
+async def test_a_step_does_not_wait_for_a_background_merge(tmp_path: Path, actor: Path) -> None:
+    engine = DiscardingEngine()
     async with (
-        parts(
+        open_parts(
             tmp_path / "bank.sqlite", actor, engine=engine, background=True, merge_every=1
-        ) as made,
+        ) as parts,
         asyncio.TaskGroup() as tasks,
     ):
-        running = tasks.create_task(made.side.run())
-        await made.side.observe([episode(0, group, 0) for group in range(3)])
-        await made.bank.drain()
-        await made.side.complete(1, [])
+        running = tasks.create_task(parts.experience.run())
+        await parts.experience.observe([episode(0, group, 0) for group in range(3)])
+        await parts.bank.drain()
+        await parts.experience.complete(1, [])
         await until(lambda: engine.merges == 1)
         for skipped in (1, 2):
-            await made.side.complete(1 + skipped, [])
-            while (await made.bank.stats()).get("merge/skipped") != skipped:  # noqa: ASYNC110
+            await parts.experience.complete(1 + skipped, [])
+            while (await parts.bank.stats()).get("merge/skipped") != skipped:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert engine.merges == 1
         engine.gate.set()
-        await until(lambda: len(made.bank._bank.entries) == 2)
+        await until(lambda: len(parts.bank._bank.entries) == 2)
         running.cancel()

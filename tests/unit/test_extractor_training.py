@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from credited import ANSWERS, E0, W0, distil, lose, train, west_and_east, win
-from extractors import Ledger, Scribe, hit, request
+from credited import ANSWERS, EAST, WEST, distil, lose, open_bank_with_two_adds, train, win
+from extractors import NoteEngine, RecordingMonitor, hit, request
 
 from crl.config.schema import OptimizerSection
 from crl.learners.local import LocalLearner
@@ -44,21 +44,21 @@ async def gradient_of(learner: LocalLearner, samples: Sequence[ExtractorSample])
     return gradient(learner)
 
 
-async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tiny_actor):
+async def test_the_gradient_of_repeated_training_is_scaled_by_the_weight(tmp_path, tiny_actor):
     """Check that the gradient is proportional to the weight w: 1, 2^−½, 3^−½.
 
     Every batch holds the same tokens with r = ±1, so the baseline is 0 and only w differs.
     """
-    engine, learner = Scribe(ANSWERS), policy_gradient(tiny_actor)
-    made = await west_and_east(tmp_path, engine=engine, cooldown=2, alpha=0.5)
+    engine, learner = NoteEngine(ANSWERS), policy_gradient(tiny_actor)
+    manager = await open_bank_with_two_adds(tmp_path, engine=engine, cooldown=2, alpha=0.5)
     trainer = ExtractorTrainer(
-        made, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, Ledger()
+        manager, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, RecordingMonitor()
     )
     gradients = []
     for step in range(5):
-        made.advance(step)
-        await win(made, W0.use, f"{step} won")
-        await lose(made, E0.use, f"{step} lost")
+        manager.advance(step)
+        await win(manager, WEST.use, f"{step} won")
+        await lose(manager, EAST.use, f"{step} lost")
         await trainer.train()
         if trainer.updates > len(gradients):
             gradients.append((step, gradient(learner)))
@@ -68,29 +68,31 @@ async def test_what_is_trained_again_moves_the_model_by_its_weight(tmp_path, tin
     torch.testing.assert_close(second, 2**-0.5 * first)
     torch.testing.assert_close(third, 3**-0.5 * first)
     await learner.aclose()
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_within_a_batch_it_counts_by_its_weight(tmp_path, tiny_actor):
+async def test_units_of_a_batch_are_scaled_by_their_weights(tmp_path, tiny_actor):
     """Check the gradient of a unit with w = ½ in a batch with other units, for α = 1.
 
     * First batch: r = 1 and −1, so A = 1.
     * Second batch: w = ½, and new units with −1 and ½. The baseline is ½ − 1 + ½ = 0, so A = ½.
     """
     learner = policy_gradient(tiny_actor)
-    made = await west_and_east(tmp_path, cooldown=0, alpha=1.0)
-    await distil(made, request(group=2, note="north"), request(group=3, note="two"))
-    await win(made, W0.use, "1")
-    await lose(made, E0.use, "2")
+    manager = await open_bank_with_two_adds(tmp_path, cooldown=0, alpha=1.0)
+    await distil(manager, request(group=2, note="north"), request(group=3, note="two"))
+    await win(manager, WEST.use, "1")
+    await lose(manager, EAST.use, "2")
     own = [
-        sample for sample in (await train(made, 2, 1)).values() if sample.generation == "run/0/0/0"
+        sample
+        for sample in (await train(manager, 2, 1)).values()
+        if sample.generation == "run/0/0/0"
     ]
     first = await gradient_of(learner, own)
-    await win(made, W0.use, "3")
-    await lose(made, hit("run/0/2/0#0").use, "4")
-    await win(made, hit("run/0/3/0#0").use, "5", "6", "7")
-    await lose(made, hit("run/0/3/0#0").use, "8")
-    batch = await train(made, 3, 2)
+    await win(manager, WEST.use, "3")
+    await lose(manager, hit("run/0/2/0#0").use, "4")
+    await win(manager, hit("run/0/3/0#0").use, "5", "6", "7")
+    await lose(manager, hit("run/0/3/0#0").use, "8")
+    batch = await train(manager, 3, 2)
     assert [(s.weight, s.advantage) for s in batch.values()][:3] == [
         (0.5, 0.5),
         (1.0, -1.0),
@@ -101,4 +103,4 @@ async def test_within_a_batch_it_counts_by_its_weight(tmp_path, tiny_actor):
     )
     torch.testing.assert_close(again, 0.5 * first)
     await learner.aclose()
-    await made.aclose()
+    await manager.aclose()

@@ -32,14 +32,14 @@ def test_one_step_ahead_by_hand() -> None:
     assert [gate.may_start(i) for i in range(5)] == [True, True, True, True, False]
 
 
-def test_a_resumed_gate_goes_on_where_it_stopped() -> None:
+def test_a_resumed_gate_continues_at_its_step() -> None:
     gate = StalenessGate(groups_per_step=3, max_staleness=0, completed_steps=5)
     assert gate.may_start(15)
     assert not gate.may_start(18)
     gate.start(15)
 
 
-def test_misuse_is_refused() -> None:
+def test_invalid_calls_raise_errors() -> None:
     gate = StalenessGate(groups_per_step=2, max_staleness=0)
     with pytest.raises(ValueError, match="group 1 may not start"):
         gate.start(1)
@@ -63,7 +63,7 @@ def test_misuse_is_refused() -> None:
     steps=st.integers(1, 8),
     seed=st.integers(0, 2**32),
 )
-def test_every_schedule_ends_and_none_is_staler_than_allowed(
+def test_every_schedule_ends_within_the_staleness_bound(
     groups: int, staleness: int, steps: int, seed: int
 ) -> None:
     """Check that all groups run and that the bound holds at every start.
@@ -82,7 +82,7 @@ def test_every_schedule_ends_and_none_is_staler_than_allowed(
             choices.append("finish")
         if gate.ready(gate.completed_steps):
             choices.append("complete")
-        assert choices, "the gate is shut for ever"
+        assert choices, "deadlock: no group can start, finish or complete"
         match rng.choice(choices):
             case "start":
                 gate.start(started)

@@ -110,7 +110,7 @@ def transcript(spec: EnvSpec, task: Task) -> list:
     return lines
 
 
-def test_a_task_file_names_it(tmp_path: Path):
+def test_a_task_file_can_name_a_gem_environment(tmp_path: Path):
     path = tmp_path / "dice.toml"
     path.write_text(
         'env = "gem:game:Dice-v0"\nrendering = "full"\nturns = 3\n'
@@ -127,7 +127,7 @@ def test_a_task_file_names_it(tmp_path: Path):
     )
 
 
-def test_an_unknown_id_and_one_that_cannot_be_made():
+def test_an_unknown_id_and_an_environment_that_cannot_be_created():
     with pytest.raises(
         ConfigError,
         match=(
@@ -139,12 +139,12 @@ def test_an_unknown_id_and_one_that_cannot_be_made():
     broken = get_spec("gem:game:Broken-v0")
     with pytest.raises(
         ConfigError,
-        match=r"^env = 'gem:game:Broken-v0': cannot be made \(LookupError: no words\)\. Install",
+        match=r"^env = 'gem:game:Broken-v0': cannot be created \(LookupError: no words\)\. Install",
     ):
         broken.make_game("full").reset(tasks(broken, 1)[0])
 
 
-def test_what_the_agent_is_told_and_what_counts(dice: EnvSpec):
+def test_texts_rewards_and_valid_actions(dice: EnvSpec):
     seen = [line for task in tasks(dice, 40) for line in transcript(dice, task)]
     texts = [line for line in seen if isinstance(line, str)]
     results = [line for line in seen if not isinstance(line, str)]
@@ -156,7 +156,9 @@ def test_what_the_agent_is_told_and_what_counts(dice: EnvSpec):
     assert {(result.reward, result.success) for result in results if not result.success} == {
         (0.0, False)
     }
-    assert any(result.done and not result.success for result in results), "truncated is over too"
+    assert any(result.done and not result.success for result in results), (
+        "a truncated episode is also done"
+    )
     game = dice.make_game("full")
     game.reset(tasks(dice, 1)[0])
     assert game.step("I could say \\boxed{roll}. <answer>\\boxed{no}</answer>").valid is False, (
@@ -167,7 +169,7 @@ def test_what_the_agent_is_told_and_what_counts(dice: EnvSpec):
 
 
 @given(order=st.lists(st.integers(0, 2), max_size=20), draws=st.lists(st.booleans(), max_size=20))
-def test_games_in_any_order_are_each_as_if_alone(
+def test_interleaved_games_do_not_affect_each_other(
     dice: EnvSpec, order: list[int], draws: list[bool]
 ):
     alone = [transcript(dice, task) for task in tasks(dice, 3)]
@@ -183,11 +185,11 @@ def test_games_in_any_order_are_each_as_if_alone(
         if len(seen[number]) < len(alone[number]):
             seen[number].append(games[number].step("\\boxed{roll}"))
         if draws and draws[number % len(draws)]:
-            assert random.random() == outside.random(), "nobody else's draws are disturbed"
+            assert random.random() == outside.random(), "draws outside the games are not affected"
     assert seen == alone
 
 
-def test_games_in_threads_are_each_as_if_alone(dice: EnvSpec):
+def test_games_in_threads_do_not_affect_each_other(dice: EnvSpec):
     expected = [transcript(dice, task) for task in tasks(dice, 24)]
     seen: dict[int, list] = {}
 
@@ -203,7 +205,7 @@ def test_games_in_threads_are_each_as_if_alone(dice: EnvSpec):
     assert [seen[number] for number in range(24)] == expected
 
 
-def test_the_globals_are_left_as_they_were(dice: EnvSpec):
+def test_the_global_generators_are_restored(dice: EnvSpec):
     random.seed(2)
     np.random.seed(2)
     expected = random.random(), np.random.random()
@@ -213,7 +215,7 @@ def test_the_globals_are_left_as_they_were(dice: EnvSpec):
     assert (random.random(), np.random.random()) == expected
 
 
-def test_importing_it_leaves_logging_alone():
+def test_the_import_does_not_change_logging():
     code = (
         "import logging; from crl.envs.registry import get_spec; get_spec('gem:game:Dice-v0'); "
         "print(logging.getLogger().handlers)"
@@ -298,11 +300,11 @@ def test_a_run_trains_on_the_real_package(tmp_path: Path):
     assert len(episodes) == 2 * 16
     assert {(episode["task"], episode["error"]) for episode in episodes} == {("guess", None)}
     assert all(1 <= episode["turns"] <= 3 for episode in episodes)
-    told = [
+    observations = [
         next(segment["text"] for segment in episode["segments"] if segment["origin"] == "env")
         for episode in episodes
     ]
-    assert all(text.startswith("You are playing Guess The Number.") for text in told)
+    assert all(text.startswith("You are playing Guess The Number.") for text in observations)
     assert (
         len(
             {

@@ -12,15 +12,15 @@ import pytest
 
 from crl.config.models import model_shape
 from crl.config.schema import LearnerSection
-from crl.config.shapes import KNOWN, ModelShape, read_shape
+from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
 from crl.errors import ConfigError
 from crl.run.gpu_memory import (
+    EMBEDDER_WORK_BYTES,
     GIB,
-    LOGITS,
-    POOLING,
-    PREFILL,
-    PROCESS,
-    SERVING,
+    MAX_LOGITS,
+    PREFILL_TOKENS,
+    PROCESS_BYTES,
+    VLLM_WORK_BYTES,
     embedder_memory,
     host_memory,
     learner_memory,
@@ -31,7 +31,7 @@ from crl.run.gpu_memory import (
 
 SMALL = ModelShape(
     1_000_000_000, layers=2, hidden=8, intermediate=32, heads=4, kv_heads=2, head_dim=2,
-    vocabulary=100, max_context=512, half=True
+    vocabulary=100, max_context=512, half_precision=True
 )  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def deepspeed(**settings) -> LearnerSection:
 # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_sizes_are_those_of_the_architecture(name: str):
+@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
+def test_published_sizes_match_the_architecture(name: str):
     """Compare the number of parameters with the number on the model's page.
 
     The architecture of transformers is created with these sizes and without weights.
@@ -51,7 +51,7 @@ def test_known_sizes_are_those_of_the_architecture(name: str):
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    shape = KNOWN[name]
+    shape = PUBLISHED_SHAPES[name]
     settings: dict[str, Any] = dict(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
@@ -79,33 +79,35 @@ def test_sizes_are_read_from_a_directory(tiny_actor: Path):
     )
 
 
-def test_sizes_that_cannot_be_read_are_an_error(tmp_path: Path):
+def test_unreadable_sizes_are_an_error(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match="it holds no safetensors files, so its memory cannot be planned"
+        ConfigError, match="contains no safetensors files, so its memory use cannot be planned"
     ):
         model_shape(str(tmp_path))
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(
         struct.pack("<Q", len(header)) + header + b"\0" * 8
     )
-    with pytest.raises(ConfigError, match="its sizes cannot be read"):
+    with pytest.raises(ConfigError, match="the sizes of the model cannot be read"):
         model_shape(str(tmp_path))
     with pytest.raises(ConfigError, match="Restore the config"):
         read_shape(tmp_path / "nowhere", 1, "actor.model")
 
 
-def test_keys_and_values_of_a_token():
+def test_cache_bytes_per_token():
     # 2 · 28 layers · 4 heads · 128 · 2 bytes
-    assert KNOWN["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024
-    assert KNOWN["Qwen/Qwen3-4B-Thinking-2507"].kv_bytes(2) == 144 * 1024  # 2 · 36 · 8 · 128 · 2
+    assert PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"].kv_bytes(2) == 56 * 1024
+    assert (
+        PUBLISHED_SHAPES["Qwen/Qwen3-4B-Thinking-2507"].kv_bytes(2) == 144 * 1024
+    )  # 2 · 36 · 8 · 128 · 2
 
 
 # ── learners ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
-def test_states_are_those_of_the_zero_paper(zero: int, gigabytes: float):
+def test_states_match_the_zero_paper(zero: int, gigabytes: float):
     """Compare with figure 1 of the ZeRO paper: 7.5 B parameters on 64 GPUs."""
     shape = replace(SMALL, parameters=7_500_000_000)
     memory = learner_memory(shape, deepspeed(zero=zero, ranks=64), 1)
@@ -135,23 +137,23 @@ def test_states_of_a_billion_parameters_on_four_ranks(settings: dict, gigabytes:
     assert (memory.weights / 1e9, memory.gradients / 1e9, memory.optimizer / 1e9) == gigabytes
 
 
-def test_a_reference_is_one_more_copy_of_the_weights_whole_on_every_rank():
+def test_a_reference_is_a_whole_copy_of_the_weights_on_every_rank():
     assert learner_memory(SMALL, deepspeed(zero=3), 1, reference=True).weights == 0.5e9 + 2e9
     assert learner_memory(SMALL, deepspeed(zero=0), 1, reference=True).weights == 4e9
 
 
-def test_numbers_follow_the_checkpoint():
+def test_precision_follows_the_checkpoint():
     assert learner_memory(SMALL, deepspeed(zero=0), 1).weights == 2e9
-    assert learner_memory(replace(SMALL, half=False), deepspeed(zero=0), 1).weights == 4e9
+    assert learner_memory(replace(SMALL, half_precision=False), deepspeed(zero=0), 1).weights == 4e9
     assert (
         learner_memory(
-            replace(SMALL, half=False), deepspeed(zero=0, precision="bfloat16"), 1
+            replace(SMALL, half_precision=False), deepspeed(zero=0, precision="bfloat16"), 1
         ).weights
         == 2e9
     )
 
 
-def test_what_is_offloaded_is_the_machines():
+def test_offloaded_states_are_in_host_memory():
     assert host_memory(SMALL, deepspeed(offload=True)) == 20e9
     assert state_memory(SMALL, deepspeed(offload=True)) == 22e9  # the 16-bit weights stay there
     assert host_memory(SMALL, deepspeed()) == 0
@@ -167,9 +169,13 @@ def test_buckets_and_copies():
         (2, 1e9),
         (3, 1.5e9),
     ):
-        assert learner_memory(SMALL, deepspeed(zero=zero), 1).other == PROCESS + 2 * elements
-    assert learner_memory(SMALL, LearnerSection(), 1).other == PROCESS + 2e9  # the published copy
-    assert learner_memory(SMALL, LearnerSection(precision="float32"), 1).other == PROCESS + 4e9
+        assert learner_memory(SMALL, deepspeed(zero=zero), 1).other == PROCESS_BYTES + 2 * elements
+    assert (
+        learner_memory(SMALL, LearnerSection(), 1).other == PROCESS_BYTES + 2e9
+    )  # the published copy
+    assert (
+        learner_memory(SMALL, LearnerSection(precision="float32"), 1).other == PROCESS_BYTES + 4e9
+    )
 
 
 def test_activations_by_hand():
@@ -182,49 +188,55 @@ def test_activations_by_hand():
     * MLP 2 · 4 · 32 = 256
     """
     logits = 3 * 4 * 1000 * 100
-    whole = learner_memory(SMALL, deepspeed(), 1000).activations
-    assert whole == 1000 * (2 * 432 + 3 * 2 * 32) + logits
-    thrifty = learner_memory(SMALL, deepspeed(activation_checkpointing=True), 1000).activations
+    full_activations = learner_memory(SMALL, deepspeed(), 1000).activations
+    assert full_activations == 1000 * (2 * 432 + 3 * 2 * 32) + logits
+    checkpointed_activations = learner_memory(
+        SMALL, deepspeed(activation_checkpointing=True), 1000
+    ).activations
     # Inputs of two layers, activations of one layer, and gradients of its MLP.
-    assert thrifty == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits
+    assert checkpointed_activations == 1000 * (2 * 2 * 8 + 432 + 3 * 2 * 32) + logits
 
 
-def test_a_long_sequence_of_seven_billion_parameters_needs_checkpointing():
-    shape = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
-    whole = learner_memory(shape, deepspeed(), 32_768).activations
+def test_a_long_sequence_needs_activation_checkpointing():
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"]
+    full_activations = learner_memory(shape, deepspeed(), 32_768).activations
     # 28 · 225,280 B per token; 113,664 B per token; 12 B per logit
-    assert whole / GIB == pytest.approx(192.5 + 3.47 + 0.75, abs=0.1)
-    thrifty = learner_memory(shape, deepspeed(activation_checkpointing=True), 32_768).activations
-    assert thrifty / GIB == pytest.approx(6.125 + 6.875 + 3.47 + 12 * LOGITS / GIB, abs=0.1)
+    assert full_activations / GIB == pytest.approx(192.5 + 3.47 + 0.75, abs=0.1)
+    checkpointed_activations = learner_memory(
+        shape, deepspeed(activation_checkpointing=True), 32_768
+    ).activations
+    assert checkpointed_activations / GIB == pytest.approx(
+        6.125 + 6.875 + 3.47 + 12 * MAX_LOGITS / GIB, abs=0.1
+    )
 
 
 # ── engines ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_vllm_engine():
-    memory = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768, 2)
+    memory = vllm_memory(PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768, 2)
     assert (memory.weights, memory.cache, memory.other) == (
         2 * 7_615_616_512,
         1.75 * GIB,
-        PROCESS + SERVING,
+        PROCESS_BYTES + VLLM_WORK_BYTES,
     )
-    halves = vllm_memory(KNOWN["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768, 2)
-    assert (halves.weights, halves.cache) == (7_615_616_512, 0.875 * GIB)
+    two_gpus = vllm_memory(PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768, 2)
+    assert (two_gpus.weights, two_gpus.cache) == (7_615_616_512, 0.875 * GIB)
     # Two heads cannot be split into four parts.
     assert vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache
 
 
-def test_the_torch_engine_has_rows_for_a_whole_batch_and_as_much_for_prefixes():
+def test_the_torch_engine_caches_a_full_batch_and_prefixes():
     memory = torch_engine_memory(SMALL, 16, 5000, 4)
     # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes. The rows grow by doubling.
     assert memory.cache == 2 * 16 * 8192 * 64
     assert memory.weights == 4e9
     # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
-    assert memory.activations == PREFILL * 800 + 3 * 4 * 16 * 100
+    assert memory.activations == PREFILL_TOKENS * 800 + 3 * 4 * 16 * 100
     assert torch_engine_memory(SMALL, 16, 5000, 2).cache == memory.cache / 2
 
 
 def test_an_embedder():
-    assert embedder_memory(SMALL, vllm=False).total == 2e9 + PROCESS + POOLING
+    assert embedder_memory(SMALL, vllm=False).total == 2e9 + PROCESS_BYTES + EMBEDDER_WORK_BYTES
     assert embedder_memory(SMALL, vllm=True).cache == 512 * 32  # one text of the maximum length
-    assert embedder_memory(replace(SMALL, half=False), vllm=False).weights == 4e9
+    assert embedder_memory(replace(SMALL, half_precision=False), vllm=False).weights == 4e9

@@ -17,7 +17,7 @@ from crl.errors import ConfigError
 from crl.run import gpu_plan as module
 from crl.run import gpus
 from crl.run.gpu_memory import GIB
-from crl.run.gpu_plan import USABLE, Assigned, GpuPlan, assigned_gpus, describe, gpu_plan
+from crl.run.gpu_plan import USABLE_SHARE, GpuAssignment, GpuPlan, assigned_gpus, describe, gpu_plan
 from crl.run.gpus import Gpu
 
 
@@ -49,7 +49,7 @@ def gpu(index: int, gib: float = 80, used: float = 0) -> Gpu:
     return Gpu(index, f"GPU-{index}aa", "NVIDIA H100", int(gib * GIB), int(used * GIB), "570.1")
 
 
-def held(plan: GpuPlan, number: int) -> float:
+def used_bytes(plan: GpuPlan, number: int) -> float:
     return sum(placement.memory.total for placement in plan.placements if number in placement.gpus)
 
 
@@ -58,7 +58,7 @@ def held(plan: GpuPlan, number: int) -> float:
 
 def test_a_node_of_eight():
     plan = planned()
-    assert {placement.need.role: placement.gpus for placement in plan.placements} == {
+    assert {placement.request.role: placement.gpus for placement in plan.placements} == {
         "actor engine": (0, 1),
         "actor learner": (2, 3),
         "extractor engine": (4, 5),
@@ -77,23 +77,23 @@ def test_a_node_of_eight():
     assert extractor.fraction == 0.9
     # Weights 2 · 0.6 B, keys and values of 32,768 tokens at 112 KiB, and 3 GiB.
     assert extractor.memory.cache == pytest.approx(72 * GIB - 2 * 4_022_468_096 - 4 * GIB)
-    beside = plan["embedder"].memory.total
-    assert beside == 2 * 595_776_512 + 3.5 * GIB + 3 * GIB
-    assert plan["embedder"].fraction == beside / (80 * GIB)
-    assert plan["actor engine"].memory.total == pytest.approx(0.95 * 80 * GIB - beside)
-    assert max(held(plan, number) for number in range(8)) <= USABLE * 80 * GIB + 1
+    embedder_bytes = plan["embedder"].memory.total
+    assert embedder_bytes == 2 * 595_776_512 + 3.5 * GIB + 3 * GIB
+    assert plan["embedder"].fraction == embedder_bytes / (80 * GIB)
+    assert plan["actor engine"].memory.total == pytest.approx(0.95 * 80 * GIB - embedder_bytes)
+    assert max(used_bytes(plan, number) for number in range(8)) <= USABLE_SHARE * 80 * GIB + 1
 
 
-def test_too_few_gpus_are_shared_the_most_needful_apart():
+def test_too_few_gpus_are_shared():
     plan = planned("gpus=4")
     assert plan.problems == ()
     assert plan["actor learner"].gpus != plan["extractor learner"].gpus
     assert plan["actor engine"].gpus == plan["extractor learner"].gpus
-    assert all(held(plan, number) <= USABLE * 80 * GIB + 1 for number in range(4))
+    assert all(used_bytes(plan, number) <= USABLE_SHARE * 80 * GIB + 1 for number in range(4))
     assert plan["actor engine"].memory.cache >= 1.75 * GIB, "at least one whole sequence"
 
 
-def test_what_runs_in_this_process_is_on_the_first_gpu():
+def test_parts_of_this_process_are_on_the_first_gpu():
     plan = planned(preset="gpu1")
     assert {placement.gpus for placement in plan.placements} == {(0,)}
     assert {placement.fraction for placement in plan.placements} == {None}
@@ -106,13 +106,13 @@ def test_tensor_parallel_replicas_and_idle_gpus():
     )
     assert (plan["actor engine"].gpus, plan["actor learner"].gpus) == ((0, 1), (2,))
     assert (
-        "idle               GPU 3–6  raise engine.replicas or learner.ranks to use them"
+        "idle               GPU 3–6  increase engine.replicas or learner.ranks to use them"
         in describe(plan)
     )
 
 
-def test_without_experience_the_actor_is_alone():
-    assert [placement.need.role for placement in planned(method="grpo").placements] == [
+def test_a_run_without_experience_has_only_the_actor():
+    assert [placement.request.role for placement in planned(method="grpo").placements] == [
         "actor engine",
         "actor learner",
     ]
@@ -122,7 +122,7 @@ def test_without_experience_the_actor_is_alone():
 
 def test_a_static_extractor_has_no_learner():
     assert "extractor learner" not in [
-        placement.need.role for placement in planned("extractor.train=false").placements
+        placement.request.role for placement in planned("extractor.train=false").placements
     ]
 
 
@@ -133,15 +133,15 @@ def test_no_plan_without_gpus():
     assert plan.problems == ()
 
 
-def test_a_run_of_this_process_alone_is_never_refused_unless_gpus_are_asked_for():
+def test_an_in_process_run_is_checked_only_if_gpus_is_set():
     small = [gpu(0, gib=0.001)]
     assert planned(preset="cpu", visible=small).problems == ()
     assert planned("gpus=1", preset="cpu", visible=small).problems != ()
 
 
-def test_parts_on_the_cpu_ask_for_nothing():
+def test_parts_on_the_cpu_request_no_gpu():
     plan = planned("engine.device=cpu", preset="gpu1")
-    assert [placement.need.role for placement in plan.placements] == [
+    assert [placement.request.role for placement in plan.placements] == [
         "actor learner",
         "extractor learner",
     ]
@@ -150,14 +150,16 @@ def test_parts_on_the_cpu_ask_for_nothing():
 # ── sources of sizes ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_visible_gpus_count_before_the_setting():
+def test_visible_gpus_take_precedence_over_the_setting():
     plan = planned(visible=[gpu(i, gib=40) for i in range(8)])
     assert plan.sizes == (40 * GIB,) * 8
     assert plan.source == "NVIDIA H100 of this machine"
-    assert planned(visible=[gpu(0)]).source == "by gpu_memory; this machine shows 1 GPU"
+    assert (
+        planned(visible=[gpu(0)]).source == "size from gpu_memory; this machine has 1 visible GPU"
+    )
 
 
-def test_without_a_size_nothing_is_judged_but_the_number(tmp_path: Path):
+def test_without_a_size_only_the_number_of_gpus_is_checked(tmp_path: Path):
     preset = tmp_path / "mine.toml"
     shipped = Path(__file__).parents[2] / "tasks" / "presets" / "node8.toml"
     preset.write_text(
@@ -167,8 +169,9 @@ def test_without_a_size_nothing_is_judged_but_the_number(tmp_path: Path):
     )
     plan = planned("gpus=2", preset=str(preset))
     assert (plan.sizes, plan.problems) == (None, ())
-    assert "2 GPUs, of unknown memory (gpu_memory is unset); this machine shows none" in describe(
-        plan
+    assert (
+        "2 GPUs, memory unknown (gpu_memory is not set); this machine has no visible GPU"
+        in describe(plan)
     )
     assert planned("gpus=1", preset=str(preset)).problems[0].key == "engine.replicas"
 
@@ -193,7 +196,7 @@ def refusal(plan: GpuPlan) -> ConfigError:
         ("gpu1", ["gpu_memory=24"]),
     ],
 )
-def test_what_is_said_to_fit_fits(preset: str, sets: list[str]):
+def test_suggested_alternatives_fit(preset: str, sets: list[str]):
     plan = planned(*sets, preset=preset)
     assert plan.problems
     assert plan.alternatives
@@ -211,37 +214,38 @@ def test_two_gpus_are_too_few():
     assert (error.key, error.value) == ("gpus", 2)
     assert re.match(
         (
-            r"GPU 0 would hold 107\.\d GiB of 76\.0 usable ones \(actor engine 19\.9, "
+            r"GPU 0 needs 107\.\d GiB, but 76\.0 GiB are usable \(actor engine 19\.9, "
             r"actor learner 28\.1, "
         ),
         error.reason,
     )
-    assert error.remedy.startswith("What would fit: --set gpus=3; or --set ")
+    assert error.remedy.startswith("Settings that fit: --set gpus=3; or --set ")
     assert error.remedy.endswith("; or --method grpo")
 
 
 def test_more_ranks_than_gpus():
     error = refusal(planned("gpus=1", "engine.replicas=1"))
     assert (error.key, error.value) == ("learner.ranks", 2)
-    assert error.reason == "the actor learner asks for 2 GPUs, and there is 1"
+    assert error.reason == "the actor learner needs 2 GPUs, but the run has 1 GPU"
 
 
-def test_a_fraction_that_holds_no_whole_sequence():
+def test_a_fraction_too_small_for_one_sequence():
     error = refusal(planned("engine.memory_fraction=0.2"))
     assert (error.key, error.value) == ("engine.memory_fraction", 0.2)
     assert (
-        error.reason == "the actor engine needs 19.9 of 80.0 GiB with room for one whole sequence"
+        error.reason
+        == "the actor engine needs at least 19.9 of 80.0 GiB to cache one full sequence"
     )
     assert (
-        error.remedy
-        == "What would fit: --set engine.memory_fraction=0.8; or --set engine.memory_fraction=0.5"
+        error.remedy == "Settings that fit: --set engine.memory_fraction=0.8; "
+        "or --set engine.memory_fraction=0.5"
     )
     assert planned("engine.memory_fraction=0.5")["actor engine"].memory.total == pytest.approx(
         40 * GIB
     )
 
 
-def test_nccl_between_parts_of_one_gpu():
+def test_nccl_needs_different_gpus():
     assert planned("engine.transfer=nccl").problems == ()
     plan = planned("engine.transfer=nccl", "gpus=2", "gpu_memory=141.0")
     error = refusal(plan)
@@ -250,55 +254,55 @@ def test_nccl_between_parts_of_one_gpu():
     assert "--set engine.transfer=file" in plan.alternatives
 
 
-def test_another_method_is_named_only_where_it_changes_less():
+def test_another_method_is_suggested_only_if_it_needs_fewer_changes():
     assert planned("learner.offload=false").alternatives == ("--set learner.offload=true",)
 
 
-def test_a_model_whose_size_cannot_be_told(tmp_path: Path):
+def test_a_model_of_unknown_size(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     sets, visible = [f"actor.model={tmp_path}"], [gpu(0)]
     assert gpu_plan(config(*sets, preset="cpu", tasks=("room",)), visible) is None, (
-        "the run takes GPUs as they come"
+        "the plan is not checked"
     )
     with pytest.raises(ConfigError, match="its memory cannot be planned"):
         gpu_plan(config(*sets, "gpus=1", preset="cpu", tasks=("room",)), visible)
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         (
             "engine.tensor_parallel=3",
-            "engine.tensor_parallel = 3: the model of actor.model has 28 attention heads",
+            "engine.tensor_parallel = 3: does not divide the 28 attention heads of the model actor.model",
         ),
         (
             "actor.max_context_tokens=100000",
-            "actor.max_context_tokens = 100000: the model reads at most 32768 tokens",
+            "actor.max_context_tokens = 100000: exceeds the context of the model, which is 32768",
         ),
         (
             "extractor.max_context_tokens=300000",
-            "extractor.max_context_tokens = 300000: the model reads at most 262144 tokens",
+            "extractor.max_context_tokens = 300000: exceeds the context of the model, which is 262144",
         ),
     ],
 )
-def test_what_no_number_of_gpus_would_mend(setting: str, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_errors_that_more_gpus_cannot_fix(setting: str, message: str):
+    with pytest.raises(ConfigError, match=message):
         planned(setting)
     result = crl("train", "--preset", "node8", "--tasks", "room", "--set", setting, "--dry-run")
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
-def test_models_that_nothing_makes_fit():
+def test_models_that_never_fit():
     error = refusal(planned("gpu_memory=1"))
-    assert error.remedy == "No change of settings was found that would fit: use smaller models"
+    assert error.remedy == "No settings were found that fit. Use smaller models"
 
 
-def test_a_run_needs_the_gpus_themselves(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="gpus = 8: this machine shows 0 GPUs"):
+def test_a_run_needs_visible_gpus(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="gpus = 8: this machine has 0 visible GPUs"):
         assigned_gpus(config())
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=16) for i in range(8)])
-    with pytest.raises(ConfigError, match=r"would hold .* of 15\.2 usable ones"):
+    with pytest.raises(ConfigError, match=r"needs .* but 15\.2 GiB are usable"):
         assigned_gpus(config())
     assert assigned_gpus(config("gpus=1", preset="cpu", method="grpo")).keys() == {
         "actor engine",
@@ -310,19 +314,19 @@ def test_roles_get_the_gpus_of_the_plan_by_name(monkeypatch: pytest.MonkeyPatch)
     assert assigned_gpus(config(preset="cpu")) == {}
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in (7, 6, 5, 4, 3, 2, 1, 0)])
     assigned, plan = assigned_gpus(config()), planned()
-    assert assigned["actor engine"] == Assigned(
+    assert assigned["actor engine"] == GpuAssignment(
         ("GPU-7aa", "GPU-6aa"), plan["actor engine"].fraction
     )
-    assert assigned["extractor learner"] == Assigned(("GPU-1aa", "GPU-0aa"))
+    assert assigned["extractor learner"] == GpuAssignment(("GPU-1aa", "GPU-0aa"))
 
 
-def test_an_evaluation_asks_for_no_learners_gpus(monkeypatch: pytest.MonkeyPatch):
+def test_an_evaluation_requests_no_gpus_for_learners(monkeypatch: pytest.MonkeyPatch):
     """Check that half of the run's GPUs suffice for an evaluation.
 
     They serve the run's engines, one engine per GPU as in the run.
     """
     monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in range(4)])
-    with pytest.raises(ConfigError, match="gpus = 8: this machine shows 4 GPUs"):
+    with pytest.raises(ConfigError, match="gpus = 8: this machine has 4 visible GPUs"):
         assigned_gpus(config("gpus=8"))
     assigned = assigned_gpus(config("gpus=8"), learners=False)
     assert {role: place.gpus for role, place in assigned.items()} == {
@@ -331,11 +335,11 @@ def test_an_evaluation_asks_for_no_learners_gpus(monkeypatch: pytest.MonkeyPatch
         "embedder": ("GPU-0aa",),
     }  # fmt: skip
     monkeypatch.setattr(module, "visible_gpus", list)
-    with pytest.raises(ConfigError, match="this machine shows 0 GPUs"):
+    with pytest.raises(ConfigError, match="this machine has 0 visible GPUs"):
         assigned_gpus(config("gpus=8"), learners=False)
 
 
-def test_the_extractor_of_the_start_is_placed_beside_a_learner_where_lessons_are_compared():
+def test_the_untrained_extractor_shares_a_gpu_with_a_learner():
     plan = planned("tasks.room.eval.online=4")
     untrained, caches = (
         plan["untrained extractor"],
@@ -343,9 +347,9 @@ def test_the_extractor_of_the_start_is_placed_beside_a_learner_where_lessons_are
     )
     assert untrained.gpus == (2,)
     assert untrained.fraction == untrained.memory.total / (80 * GIB)
-    assert untrained.memory.cache == plan["extractor engine"].need.memory.cache
+    assert untrained.memory.cache == plan["extractor engine"].request.memory.cache
     assert caches == [planned()[role].memory.cache for role in ("actor engine", "extractor engine")]
-    assert (plan.asked, plan.problems) == (8, ())
+    assert (plan.requested, plan.problems) == (8, ())
 
 
 # ── the command line ──────────────────────────────────────────────────────────────────────────────
@@ -359,23 +363,22 @@ def test_a_dry_run_prints_the_plan_of_a_node():
     result = crl("train", "--preset", "node8", "--tasks", "room,webshop", "--dry-run")
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert "8 GPUs of 80.0 GiB, by gpu_memory; this machine shows none" in lines
-    assert "engines and learners ask for 8: each gets GPUs of its own" in lines
+    assert "8 GPUs of 80.0 GiB, size from gpu_memory; this machine has no visible GPU" in lines
+    assert "engines and learners need 8 GPUs: each has separate GPUs" in lines
     assert (
         "actor      Qwen/Qwen2.5-7B-Instruct (not downloaded: hf download Qwen/Qwen2.5-7B-Instruct)"
         in lines
     )
-    assert "engine       vllm, 2 replicas of each model; weights by file" in lines
-    how = "ZeRO-3, optimizer offloaded, bfloat16, activations computed again"
+    assert "engine       vllm, 2 replicas of each model; weight transfer by file" in lines
+    options = "ZeRO-3, optimizer offloaded, bfloat16, activation checkpointing"
     assert (
-        "learner      deepspeed on cuda when present, else cpu, 1 CPU thread each; "
-        f"2 ranks of each model, {how}"
+        "learner      deepspeed on cuda if available, else cpu, 1 CPU thread each; "
+        f"2 ranks of each model, {options}"
     ) in lines
     (learner,) = [line for line in lines if line.startswith("actor learner ")]
     assert "GPU 2–3" in learner
     assert (
-        "156.0 GiB of states, 141.9 of them in the machine's memory; "
-        "32,768 tokens at a time; alone there"
+        "156.0 GiB of states, 141.9 of them in host memory; 32,768 tokens at a time; not shared"
     ) in learner
     (row,) = [line for line in lines if line.startswith("GPU 2 ")]
     assert row.split()[2:] == [
@@ -396,14 +399,14 @@ def test_a_dry_run_prints_the_plan_of_a_node():
     ]
 
 
-def test_a_dry_run_says_what_does_not_fit_and_what_would():
+def test_a_dry_run_shows_problems_and_alternatives():
     result = crl(
         "train", "--preset", "node8", "--tasks", "room,webshop", "--set", "gpus=2", "--dry-run"
     )
     assert result.exit_code == 2
-    assert "does not fit: gpus = 2: GPU 0 would hold" in result.output
-    assert "would fit: --set gpus=3" in result.output
-    assert result.stderr.startswith("error: gpus = 2: GPU 0 would hold")
+    assert "does not fit: gpus = 2: GPU 0 needs" in result.output
+    assert "fits: --set gpus=3" in result.output
+    assert result.stderr.startswith("error: gpus = 2: GPU 0 needs")
 
 
 def test_a_run_without_its_models_is_refused():
@@ -411,8 +414,8 @@ def test_a_run_without_its_models_is_refused():
     assert result.exit_code == 2
     assert result.stderr == (
         "error: actor.model = 'Qwen/Qwen2.5-7B-Instruct': "
-        "is not downloaded (and crl downloads nothing). "
-        "Run hf download Qwen/Qwen2.5-7B-Instruct, or give a directory.\n"
+        "is not downloaded, and crl does not download models. "
+        "Run hf download Qwen/Qwen2.5-7B-Instruct, or give the directory of a model.\n"
     )
 
 
@@ -432,7 +435,7 @@ def test_a_downloaded_model_is_found_in_the_cache(tmp_path: Path):
     assert config(tasks=("room",)).actor.model == str(snapshot), "a saved run keeps the revision"
 
 
-def test_a_model_that_is_neither_here_nor_known():
+def test_a_model_that_is_neither_downloaded_nor_known():
     with pytest.raises(ConfigError, match="or download it: hf download NAME"):
         find_model("some/model")
     with pytest.raises(ConfigError) as caught:
@@ -449,7 +452,7 @@ LISTING = """\
 """
 
 
-def test_what_nvidia_smi_lists():
+def test_output_of_nvidia_smi():
     first, second = gpus.parse(LISTING)
     assert (first.index, first.name, first.memory, first.driver) == (
         0,

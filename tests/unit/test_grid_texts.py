@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from crl.envs import keyroom, maze, river
-from crl.envs.base import EnvSpec, StreamSettings, play
+from crl.envs.base import EnvSpec, StreamSettings, play_episode
 from crl.envs.keyroom import lessons as key_lessons
-from crl.envs.keyroom.game import KeyRoomGame, true_places
+from crl.envs.keyroom.game import KeyRoomGame, true_cells
 from crl.envs.maze import lessons as maze_lessons
 from crl.envs.maze.game import MazeGame, true_maze, true_way
 from crl.envs.river.game import RiverGame
@@ -52,16 +52,16 @@ def compact_river() -> Iterator[RiverGame]:
     game.close()
 
 
-def says(game: KeyRoomGame | RiverGame, *actions: str) -> list[str]:
+def texts_of(game: KeyRoomGame | RiverGame, *actions: str) -> list[str]:
     return [game.step(action).text for action in actions]
 
 
 def segments(first: str, turns: Sequence[tuple[str, str]]) -> list[Segment]:
     """Return an episode's texts: the first observation, then actions and their results."""
-    told = [Segment("user", first, "env")]
+    episode = [Segment("user", first, "env")]
     for action, text in turns:
-        told += [Segment("assistant", action, "policy"), Segment("user", text, "env")]
-    return told
+        episode += [Segment("assistant", action, "policy"), Segment("user", text, "env")]
+    return episode
 
 
 # ── maze ──────────────────────────────────────────────────────────────────────────────────────────
@@ -79,7 +79,7 @@ def test_the_mazes_first_texts(compact_maze: MazeGame) -> None:
     assert task.goal == "Maze: the amber porch. Reach the stairs down (>)."
 
 
-def test_the_true_way_reaches_the_stairs_under_any_dynamics_and_no_shorter_one_does(
+def test_the_true_way_reaches_the_stairs_under_any_dynamics(
     compact_maze: MazeGame,
 ) -> None:
     for task in new(maze.SPEC, 15):
@@ -110,7 +110,7 @@ def test_the_stairs_of_a_small_maze_are_not_near_its_start() -> None:
     game.close()
 
 
-def test_a_way_is_told_step_by_step_and_read_back() -> None:
+def test_a_lesson_lists_the_steps_and_can_be_read() -> None:
     assert (
         maze_lessons.lesson(["east", "east", "south", "northeast"])
         == "from the start go east east south northeast."
@@ -132,7 +132,7 @@ def test_the_digest_of_a_maze_leaves_out_detours() -> None:
 
     The walk then goes back, and south to stairs that were not in sight.
     """
-    told = segments(
+    episode = segments(
         "at 1 1\nopen east south",
         [
             ("east", "at 1 2\nopen west"),
@@ -142,18 +142,18 @@ def test_the_digest_of_a_maze_leaves_out_detours() -> None:
             ("south", "stairs reached."),
         ],
     )
-    assert maze_lessons.digest(told) == "moves east west south south\nway south south"
-    assert maze_lessons.digest(told[:5]) == "moves east\nway not found"
+    assert maze_lessons.digest(episode) == "moves east west south south\nway south south"
+    assert maze_lessons.digest(episode[:5]) == "moves east\nway not found"
     assert maze.SPEC.advisor is not None
-    assert maze.SPEC.advisor.informative(told)
-    assert not maze.SPEC.advisor.informative(told[:5])
+    assert maze.SPEC.advisor.informative(episode)
+    assert not maze.SPEC.advisor.informative(episode[:5])
 
 
-def test_stairs_in_sight_are_a_way_found() -> None:
-    told = segments("at 1 1\nopen east", [("east", "at 1 2\nopen west east\nstairs east 3")])
-    assert maze_lessons.found_way(told) is None, "between the two nothing is known yet"
-    told = segments("at 1 1\nopen east", [("east", "at 1 2\nopen west east\nstairs east 1")])
-    assert maze_lessons.found_way(told) == ["east", "east"]
+def test_visible_stairs_give_a_way_if_all_cells_between_are_known() -> None:
+    episode = segments("at 1 1\nopen east", [("east", "at 1 2\nopen west east\nstairs east 3")])
+    assert maze_lessons.found_way(episode) is None, "the cells between are not known yet"
+    episode = segments("at 1 1\nopen east", [("east", "at 1 2\nopen west east\nstairs east 1")])
+    assert maze_lessons.found_way(episode) == ["east", "east"]
 
 
 # ── key room ──────────────────────────────────────────────────────────────────────────────────────
@@ -180,12 +180,12 @@ def test_the_key_rooms_first_texts(full_keyroom: KeyRoomGame, compact_keyroom: K
     )
 
 
-def test_the_key_opens_the_door_and_nothing_else_does(
+def test_only_the_key_opens_the_door(
     full_keyroom: KeyRoomGame, compact_keyroom: KeyRoomGame
 ) -> None:
     task = new(keyroom.SPEC, 2)[1]
     full_keyroom.reset(task)
-    texts = says(
+    texts = texts_of(
         full_keyroom, "apply", "west", "pickup", "north", "PICK UP", "south", "apply", "west"
     )
     assert [text.splitlines()[0] for text in texts[:5]] == [
@@ -198,10 +198,10 @@ def test_the_key_opens_the_door_and_nothing_else_does(
     assert "Inventory:" in texts[4]
     assert texts[4].endswith("; a key named The Master Key of Thievery")
     assert texts[6].splitlines()[0] == "The door opens."
-    assert "- wall or open door" in texts[6], "as NetHack draws it"
+    assert "- wall or open door" in texts[6], "open doors and walls have the same symbol"
     assert full_keyroom.position == (3, 2), "in the doorway"
     compact_keyroom.reset(task)
-    assert says(compact_keyroom, "north", "pickup", "south", "apply") == [
+    assert texts_of(compact_keyroom, "north", "pickup", "south", "apply") == [
         "at 2 5\nopen east south southeast\ndoor west 1 south 1\nkey here",
         "at 2 5\nopen east south southeast\ndoor west 1 south 1\nkey held",
         "at 3 5\nopen north east south northeast southeast\ndoor west 1\nkey held",
@@ -209,30 +209,32 @@ def test_the_key_opens_the_door_and_nothing_else_does(
     ]
 
 
-def test_the_key_away_from_any_door_opens_nothing(full_keyroom: KeyRoomGame) -> None:
+def test_the_key_needs_an_adjacent_door(full_keyroom: KeyRoomGame) -> None:
     full_keyroom.reset(new(keyroom.SPEC, 2)[1])
-    says(full_keyroom, "north", "pickup", "east", "south", "south")
-    (text,) = says(full_keyroom, "apply")
+    texts_of(full_keyroom, "north", "pickup", "east", "south", "south")
+    (text,) = texts_of(full_keyroom, "apply")
     assert text.startswith("There is no closed door next to you.\nMap:")
 
 
-def test_the_true_places_are_where_the_episode_meets_them(compact_keyroom: KeyRoomGame) -> None:
+def test_the_true_cells_equal_the_cells_in_the_texts(compact_keyroom: KeyRoomGame) -> None:
     for i, task in enumerate(new(keyroom.SPEC, 15)):
-        played = play(compact_keyroom, task, keyroom.SPEC.scripted_player(random.Random(i)), 30)
-        told = segments(
+        played = play_episode(
+            compact_keyroom, task, keyroom.SPEC.scripted_player(random.Random(i)), 30
+        )
+        episode = segments(
             played.observations[0], list(zip(played.actions, played.observations[1:], strict=True))
         )
-        assert key_lessons.found(told) == true_places(int(task.params["lgen"]))
+        assert key_lessons.found_cells(episode) == true_cells(int(task.params["lgen"]))
 
 
 def test_the_digest_of_a_key_room() -> None:
-    told = segments(
+    episode = segments(
         "at 3 5\nopen north\nkey north 1",
         [("north", "at 2 5\nopen south\nkey here"), ("pickup", "at 2 5\nopen south\nkey held")],
     )
-    assert key_lessons.digest(told) == "moves north pickup\nkey at 2 5\ndoor not seen"
+    assert key_lessons.digest(episode) == "moves north pickup\nkey at 2 5\ndoor not seen"
     assert keyroom.SPEC.advisor is not None
-    assert not keyroom.SPEC.advisor.informative(told)
+    assert not keyroom.SPEC.advisor.informative(episode)
 
 
 # ── advice ────────────────────────────────────────────────────────────────────────────────────────
@@ -281,7 +283,7 @@ def test_a_small_rivers_first_texts() -> None:
     game.close()
 
 
-def test_one_river_can_be_crossed_under_all_dynamics(compact_river: RiverGame) -> None:
+def test_a_river_can_be_crossed_under_any_dynamics(compact_river: RiverGame) -> None:
     """Check that the river can be crossed under 20 dynamics.
 
     Some boulders sink, and then another boulder is needed. The water never kills.
@@ -289,13 +291,15 @@ def test_one_river_can_be_crossed_under_all_dynamics(compact_river: RiverGame) -
     task, fords = new(river.SPEC, 2)[1], 0
     for visit in range(20):
         again = river.PLACES.revisit(task, visit)
-        played = play(compact_river, again, river.SPEC.scripted_player(random.Random(0)), 60)
+        played = play_episode(
+            compact_river, again, river.SPEC.scripted_player(random.Random(0)), 60
+        )
         assert played.success
         fords += any("ford" in text for text in played.observations)
     assert fords == 20
 
 
-def test_swimming_alone_leads_nowhere(compact_river: RiverGame) -> None:
+def test_the_river_cannot_be_crossed_by_swimming(compact_river: RiverGame) -> None:
     compact_river.reset(new(river.SPEC, 2)[1])
     compact_river.step("southeast")  # into a row without boulders
     for _ in range(60):
@@ -310,7 +314,7 @@ def steps(edges: dict[str, str]) -> Callable[[str], list[tuple[str, str]]]:
     return lambda state: [(f"to {following}", following) for following in edges.get(state, "")]
 
 
-def test_the_shortest_path_of_earlier_moves() -> None:
+def test_equally_short_paths_prefer_earlier_moves() -> None:
     moves = steps({"a": "bc", "b": "d", "c": "de", "d": "e"})
     assert shortest_path("a", lambda state: state == "d", moves) == ["to b", "to d"]
     assert shortest_path("a", lambda state: state == "e", moves) == ["to c", "to e"]

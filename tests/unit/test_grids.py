@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shipped import as_set
+from shipped import shipped_task
 
-from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings, play
-from crl.envs.maze.game import LATEST
+from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings, play_episode
+from crl.envs.maze.game import MAX_SEARCH_STEPS
 from crl.envs.registry import get_spec
 from crl.types import Split, Task
 
@@ -142,7 +142,7 @@ def test_the_same_task_is_the_same_episode_in_another_process() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == all_transcripts()
-    assert done.stderr == "", "games speak through their texts only"
+    assert done.stderr == "", "games must not print"
 
 
 def all_transcripts() -> dict[str, list[list[str]]]:
@@ -175,15 +175,15 @@ def test_an_invalid_action_does_not_advance_the_game(name: str, rendering: Rende
             played, task, spec.actions
         )
     first = played.reset(new(name, 1)[0])
-    told = played.step("open sesame")
-    assert not told.valid
-    assert told.text.endswith("\n" + first)
-    assert ("The actions are: north, east" in told.text) == (rendering == "full")
+    result = played.step("open sesame")
+    assert not result.valid
+    assert result.text.endswith("\n" + first)
+    assert ("The actions are: north, east" in result.text) == (rendering == "full")
 
 
 @each_game
 @pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_random_and_malformed_actions_never_crash_it(
+def test_random_and_malformed_actions_never_crash_the_game(
     name: str, rendering: Rendering, n: int
 ) -> None:
     spec, played, rng = get_spec(name), game(name, rendering), random.Random(4)
@@ -200,12 +200,12 @@ def test_random_and_malformed_actions_never_crash_it(
 
 
 @each_name
-def test_an_episode_cannot_be_played_past_its_end(name: str) -> None:
+def test_a_step_after_the_end_is_an_error(name: str) -> None:
     spec, played = get_spec(name), game(name, "full")
     won = next(
         i
         for i, task in enumerate(new(name, 20))
-        if play(played, task, spec.scripted_player(random.Random(0)), spec.turns).success
+        if play_episode(played, task, spec.scripted_player(random.Random(0)), spec.turns).success
     )
     assert won < 20
     with pytest.raises(RuntimeError, match="over"):
@@ -239,11 +239,11 @@ def wins(task: str, rendering: Rendering, split: Split, n: int, seed: int = 0) -
 
     The episodes are from the split of a run with `seed`. The turns are those of the shipped task.
     """
-    spec, turns = as_set(task, rendering)
+    spec, turns = shipped_task(task, rendering)
     tasks = spec.eval_tasks(split, n, seed, SETTINGS)
     players = (spec.scripted_player(random.Random(i)) for i in range(n))
     return sum(
-        play(game(spec.name, rendering), *each, turns).success
+        play_episode(game(spec.name, rendering), *each, turns).success
         for each in zip(tasks, players, strict=True)
     )
 
@@ -266,10 +266,10 @@ def test_random_play_wins_few_compact_episodes(task: str) -> None:
 
     The bound for 200 episodes includes two standard errors.
     """
-    spec, turns = as_set(task, "compact")
+    spec, turns = shipped_task(task, "compact")
     players = (RandomPlayer(spec, random.Random(i)) for i in range(200))
     won = sum(
-        play(game(spec.name, "compact"), *each, turns).success
+        play_episode(game(spec.name, "compact"), *each, turns).success
         for each in zip(new(spec.name, 200), players, strict=True)
     )
     assert won <= 28
@@ -282,13 +282,13 @@ def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
     The estimate is one token per word, another one per number, and seven tokens of the chat
     template per turn.
     """
-    spec, turns = as_set(task, "compact")
+    spec, turns = shipped_task(task, "compact")
     for i, each in enumerate(new(spec.name, 20)):
         for player in (
             spec.scripted_player(random.Random(i)),
             RandomPlayer(spec, random.Random(i)),
         ):
-            played = play(game(spec.name, "compact"), each, player, turns)
+            played = play_episode(game(spec.name, "compact"), each, player, turns)
             words = [
                 word
                 for text in (each.goal, *played.observations, *played.actions)
@@ -299,15 +299,15 @@ def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
             )
 
 
-def test_a_small_maze_is_chosen_by_the_turns_that_the_task_sets() -> None:
-    assert as_set("maze", "compact")[1] == LATEST
+def test_small_mazes_can_be_searched_within_the_tasks_turns() -> None:
+    assert shipped_task("maze", "compact")[1] == MAX_SEARCH_STEPS
 
 
 # ── the stream and the evals ──────────────────────────────────────────────────────────────────────
 
 
 @each_name
-def test_evals_are_fixed_and_apart_from_training(name: str) -> None:
+def test_evals_are_fixed_and_separate_from_training(name: str) -> None:
     spec = get_spec(name)
     train = spec.task_source(3, SETTINGS).draw(320)
     known, never = spec.eval_tasks("known", 32, 3, SETTINGS), new(name, 64)
@@ -324,7 +324,7 @@ def test_evals_are_fixed_and_apart_from_training(name: str) -> None:
 
 
 @each_name
-def test_a_place_keeps_its_layout_while_the_rest_varies(name: str) -> None:
+def test_a_place_keeps_its_layout_under_all_dynamics(name: str) -> None:
     """Check that only Sokoban varies the first observation of a place, because its start varies."""
     spec, (task,) = get_spec(name), new(name, 1)
     first = {

@@ -15,7 +15,7 @@ from crl.intervals import Mean, cluster_variance, plus_minus, t_975
 rates = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_size=20)
 
 
-def test_the_quantiles_are_those_of_students_table() -> None:
+def test_quantiles_equal_those_of_the_t_table() -> None:
     table = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042, 186: 1.973}
     assert {df: round(t_975(df), 3) for df in table} == table
 
@@ -27,7 +27,7 @@ def test_independent_values_by_hand() -> None:
     """
     mean = Mean.of([1, 0, 0, 1])
     assert (mean.value, mean.n, mean.clusters) == (0.5, 4, 4)
-    assert mean.half == pytest.approx(0.918693, abs=1e-6)
+    assert mean.half_width == pytest.approx(0.918693, abs=1e-6)
     assert str(mean) == "+0.500 ± 0.919"
 
 
@@ -42,27 +42,27 @@ def test_clusters_of_unequal_sizes_by_hand() -> None:
     assert cluster_variance(values, clusters) == pytest.approx(1 / 48)
     mean = Mean.of(values, clusters)
     assert (mean.value, mean.n, mean.clusters) == (0.5, 6, 3)
-    assert mean.half == pytest.approx(0.621034, abs=1e-6)
+    assert mean.half_width == pytest.approx(0.621034, abs=1e-6)
 
 
-def test_values_that_only_repeat_within_their_cluster_say_no_more() -> None:
+def test_repeated_values_within_a_cluster_do_not_narrow_the_interval() -> None:
     once = Mean.of([1.0, 0.0, 0.25])
     often = Mean.of([1.0] * 50 + [0.0] * 50 + [0.25] * 50, ["a"] * 50 + ["b"] * 50 + ["c"] * 50)
-    assert (often.value, often.half) == pytest.approx((once.value, once.half))
+    assert (often.value, often.half_width) == pytest.approx((once.value, once.half_width))
     assert (often.n, often.clusters) == (150, 3)
 
 
 @given(rates)
-def test_of_equal_clusters_it_is_the_interval_of_their_means(values: list[float]) -> None:
+def test_equal_clusters_have_the_interval_of_their_means(values: list[float]) -> None:
     pairs = [value + shift for value in values for shift in (-0.5, 0.5)]
     clusters = [i for i in range(len(values)) for _ in range(2)]
-    assert Mean.of(pairs, clusters).half == pytest.approx(Mean.of(values).half)
+    assert Mean.of(pairs, clusters).half_width == pytest.approx(Mean.of(values).half_width)
 
 
 def test_one_cluster_or_no_value_has_no_interval() -> None:
     for mean in (Mean.of([0.5]), Mean.of([0.25, 0.75], ["here", "here"])):
         assert (mean.value, mean.clusters, str(mean)) == (0.5, 1, "+0.500 ± –")
-        assert math.isnan(mean.half)
+        assert math.isnan(mean.half_width)
     nothing = Mean.of([])
     assert (nothing.n, nothing.clusters, str(nothing)) == (0, 0, "unknown")
     assert math.isnan(nothing.value)
@@ -73,12 +73,12 @@ def test_a_value_needs_a_cluster() -> None:
         Mean.of([1.0, 0.0], ["a"])
 
 
-def test_text() -> None:
+def test_plus_minus() -> None:
     assert plus_minus(-0.25, 0.125, 2) == "-0.25 ± 0.12"
     assert plus_minus(0.5, math.nan) == "+0.500 ± –"
 
 
-def test_scipy_is_imported_when_an_interval_is_computed() -> None:
+def test_scipy_is_imported_only_to_compute_an_interval() -> None:
     report = (
         "import sys, crl.intervals, crl.cli.main, crl.manager.reading; "
         "print('scipy' in sys.modules)"

@@ -10,12 +10,12 @@ import asyncio
 import torch
 from engines import Passes, greedy, prompts, qwen2, reference, serving
 
-from crl.engines.kv_cache import Prefixes, SlotCache
+from crl.engines.kv_cache import PrefixCache, SlotCache
 from crl.engines.passes import Pass
 from crl.modeling import InProcessWeights
 
 
-async def test_the_second_turn_reads_only_what_is_new() -> None:
+async def test_the_second_turn_reads_only_new_tokens() -> None:
     """Compare the tokens that are read with numbers worked by hand.
 
     The first turn has 20 prompt tokens and 4 sampled tokens, of which the last was never read. The
@@ -25,30 +25,32 @@ async def test_the_second_turn_reads_only_what_is_new() -> None:
     first, more = prompts(20, 6)
     async with serving(model) as engine:
         passes = Passes(model)
-        one = await engine.generate(first, greedy(4), session="a")
-        second = (*first, *one.ids, *more)
-        two = await engine.generate(second, greedy(5), session="a")
+        first_reply = await engine.generate(first, greedy(4), session="a")
+        second = (*first, *first_reply.ids, *more)
+        second_reply = await engine.generate(second, greedy(5), session="a")
     assert passes.read == [(20,), (1,), (1,), (1,), (7,), (1,), (1,), (1,), (1,)]
-    assert one.ids == reference(model, first, 4)
-    assert two.ids == reference(model, second, 5)
+    assert first_reply.ids == reference(model, first, 4)
+    assert second_reply.ids == reference(model, second, 5)
 
 
-async def test_many_conversations_at_once_each_keep_their_own() -> None:
+async def test_concurrent_conversations_keep_separate_prefixes() -> None:
     model = qwen2()
-    asked = prompts(*range(3, 40, 2))
-    more = prompts(*(1 + i % 7 for i in range(len(asked))), seed=1)
+    first_prompts = prompts(*range(3, 40, 2))
+    more = prompts(*(1 + i % 7 for i in range(len(first_prompts))), seed=1)
     async with serving(model, max_batch=5) as engine:
 
-        async def talk(i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            one = await engine.generate(asked[i], greedy(3 + i % 4), session=str(i))
-            second = (*asked[i], *one.ids, *more[i])
+        async def converse(i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            first_reply = await engine.generate(first_prompts[i], greedy(3 + i % 4), session=str(i))
+            second = (*first_prompts[i], *first_reply.ids, *more[i])
             return second, (await engine.generate(second, greedy(6), session=str(i))).ids
 
-        for second, sampled in await asyncio.gather(*(talk(i) for i in range(len(asked)))):
+        for second, sampled in await asyncio.gather(
+            *(converse(i) for i in range(len(first_prompts)))
+        ):
             assert sampled == reference(model, second, 6)
 
 
-async def test_a_prompt_that_turns_off_shares_what_it_shares() -> None:
+async def test_a_diverging_prompt_reuses_the_shared_prefix() -> None:
     """Check a prompt that shares only 12 of 20 tokens, so that 8 + 3 tokens are read.
 
     A template that rewrites messages has this effect, and so has a context window.
@@ -78,7 +80,7 @@ async def test_the_same_prompt_again_reads_its_last_token() -> None:
         assert passes.read[0] == (1,)
 
 
-async def test_without_a_session_nothing_is_kept() -> None:
+async def test_without_a_session_no_prefix_is_stored() -> None:
     model = qwen2()
     (prompt,) = prompts(9)
     async with serving(model) as engine:
@@ -88,12 +90,12 @@ async def test_without_a_session_nothing_is_kept() -> None:
         assert passes.read == [(11,)]
 
 
-async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
+async def test_the_second_turn_after_a_swap_equals_that_of_a_fresh_engine() -> None:
     old, new = qwen2(seed=0), qwen2(seed=1)
     first, more = prompts(20, 6)
     async with serving(old) as engine:
-        one = await engine.generate(first, greedy(4), session="a")
-        second = (*first, *one.ids, *more)
+        first_reply = await engine.generate(first, greedy(4), session="a")
+        second = (*first, *first_reply.ids, *more)
         await engine.update_weights(InProcessWeights.snapshot(new, version=1))
         passes = Passes(old)
         swapped = await engine.generate(second, greedy(5), session="a")
@@ -104,7 +106,7 @@ async def test_turn_two_after_a_swap_equals_a_fresh_engines() -> None:
     assert swapped.versions == (1,) * 5
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_stored_prefixes_are_limited() -> None:
     """Check the limit of two rows of 128 tokens: at most 256 tokens of prefixes are stored.
 
     The oldest prefixes are removed first.
@@ -112,13 +114,13 @@ def test_what_is_kept_is_bounded() -> None:
     cache = SlotCache(layers=1, slots=2)
     cache.begin(Pass([[1]], [0], 0, torch.device("cpu")))
     cache.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
-    prefixes = Prefixes(cache)
+    prefixes = PrefixCache(cache)
     ids = tuple(range(100))
     for session in "abc":
-        prefixes.keep(session, ids, row=0)
+        prefixes.store(session, ids, row=0)
     assert [prefixes.reusable(session, (*ids, 1)) for session in "abc"] == [0, 100, 100]
-    prefixes.keep("b", ids[:56], row=0)
-    prefixes.keep("d", ids, row=0)
+    prefixes.store("b", ids[:56], row=0)
+    prefixes.store("d", ids, row=0)
     assert [prefixes.reusable(session, (*ids, 1)) for session in "bcd"] == [56, 100, 100]
     prefixes.clear()
     assert prefixes.reusable("d", (*ids, 1)) == 0

@@ -1,6 +1,6 @@
 """The training step on real tiny models: its effect on the weights, and its metrics.
 
-Some numbers are worked by hand, for a model whose tokens are all equally likely (a die).
+Some numbers are worked by hand, for a model whose tokens are all equally likely (`uniform_model`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def qwen2(seed: int = 0) -> PreTrainedModel:
         return Qwen2ForCausalLM(config).eval()
 
 
-def die() -> PreTrainedModel:
+def uniform_model() -> PreTrainedModel:
     """Return a model for which all tokens are equally likely: log p = −log 16."""
     model = qwen2()
     torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
@@ -107,7 +107,7 @@ def minibatch(model: PreTrainedModel, seed: int = 0, samples: int = 6) -> Miniba
     return Minibatch(tuple(rows), sum(sum(r.trace.mask) for r in rows) + 5)
 
 
-def of_sample(sample: TrainSample) -> Minibatch:
+def minibatch_of(sample: TrainSample) -> Minibatch:
     return Minibatch((sample,), sum(sample.trace.mask))
 
 
@@ -132,7 +132,9 @@ def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in named_weights(model).items()}
 
 
-def moved(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def weight_changes(
+    model: PreTrainedModel, before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     return {name: tensor - before[name] for name, tensor in named_weights(model).items()}
 
 
@@ -152,20 +154,18 @@ def sgd_step(
 
 @pytest.mark.parametrize("loss", [SURROGATE, token_mean_cispo], ids=["surrogate", "cispo"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(
-    loss: Loss, recompute: bool
-) -> None:
+def test_the_gradient_does_not_depend_on_the_micro_batches(loss: Loss, recompute: bool) -> None:
     batch = minibatch(qwen2())
     start, whole = weights(qwen2()), qwen2()
     stats = sgd_step(whole, [batch], loss, recompute=recompute)
-    gradient = moved(whole, start)
+    gradient = weight_changes(whole, start)
     assert stats.metrics["grad_norm"] == pytest.approx(
         math.sqrt(sum(float((g * g).sum()) for g in gradient.values())), rel=1e-5
     )
     for budget in (1, 25, 45):
-        cut = qwen2()
-        other = sgd_step(cut, [batch], loss, recompute=recompute, micro_batch_tokens=budget)
-        for name, change in moved(cut, start).items():
+        split = qwen2()
+        other = sgd_step(split, [batch], loss, recompute=recompute, micro_batch_tokens=budget)
+        for name, change in weight_changes(split, start).items():
             torch.testing.assert_close(
                 change, gradient[name], rtol=1e-4, atol=1e-6 * stats.metrics["grad_norm"]
             )
@@ -175,38 +175,42 @@ def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(
             )
 
 
-def test_gradients_above_the_norm_are_scaled_down_and_reported_as_they_were() -> None:
+def test_gradients_above_the_norm_are_clipped_and_the_original_norm_is_reported() -> None:
     batch, start = minibatch(qwen2()), weights(qwen2())
     free, clipped = qwen2(), qwen2()
     norm = sgd_step(free, [batch]).metrics["grad_norm"]
     stats = sgd_step(clipped, [batch], max_grad_norm=norm / 4)
     assert stats.metrics["grad_norm"] == pytest.approx(norm)
-    for name, change in moved(clipped, start).items():
-        torch.testing.assert_close(change, moved(free, start)[name] / 4, rtol=1e-4, atol=1e-7)
+    for name, change in weight_changes(clipped, start).items():
+        torch.testing.assert_close(
+            change, weight_changes(free, start)[name] / 4, rtol=1e-4, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-async def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely(sign: float) -> None:
+async def test_a_positive_advantage_raises_the_logprob_and_a_negative_one_lowers_it(
+    sign: float,
+) -> None:
     model = qwen2()
     sampled = trace(model, [1, 5, 7, 2, 9], [0, 1, 1, 0, 1])
     async with learning(model, learning_rate=1e-3) as learner:
-        stats = await learner.step([of_sample(TrainSample(sampled, sign, 1.0))])
+        stats = await learner.step([minibatch_of(TrainSample(sampled, sign, 1.0))])
     after = trace(model, sampled.ids, sampled.mask)
     assert stats.updates == 1
     assert sign * (sum(after.logprobs) - sum(sampled.logprobs)) > 1e-3
 
 
-async def test_a_good_token_beside_a_bad_one() -> None:
+async def test_token_advantages_of_both_signs_in_one_sample() -> None:
     model = qwen2()
     sampled = trace(model, [1, 5, 7, 2, 9], [0, 1, 0, 0, 1])
     async with learning(model, learning_rate=1e-3) as learner:
-        await learner.step([of_sample(TrainSample(sampled, (0, 1.0, 0, 0, -1.0), 1.0))])
+        await learner.step([minibatch_of(TrainSample(sampled, (0, 1.0, 0, 0, -1.0), 1.0))])
     after = trace(model, sampled.ids, sampled.mask)
     assert after.logprobs[1] > sampled.logprobs[1]
     assert after.logprobs[4] < sampled.logprobs[4]
 
 
-async def test_what_is_masked_does_not_matter() -> None:
+async def test_masked_tokens_have_no_effect() -> None:
     sampled = trace(qwen2(), [1, 5, 7, 2, 9, 3], [0, 1, 0, 1, 0, 0])
     plain = TrainSample(sampled, (0.0, 1.0, 0.0, -2.0, 0.0, 0.0), 1.0)
     logprobs = tuple(p if m else NAN for p, m in zip(sampled.logprobs, sampled.mask, strict=True))
@@ -219,22 +223,24 @@ async def test_what_is_masked_does_not_matter() -> None:
     )
     models = [qwen2(), qwen2()]
     for model, sample in zip(models, (plain, noise), strict=True):
-        assert sgd_step(model, [of_sample(sample)]).updates == 1
+        assert sgd_step(model, [minibatch_of(sample)]).updates == 1
     for name, tensor in named_weights(models[0]).items():
         torch.testing.assert_close(named_weights(models[1])[name], tensor, rtol=0, atol=0)
 
 
-# ── by hand, on a die ─────────────────────────────────────────────────────────────────────────────
+# ── by hand, on a uniform model ───────────────────────────────────────────────────────────────────
 
 
 LOG_2 = math.log(2)
 
 
-def die_sample(
+def uniform_sample(
     advantage: float, *, shift: float = 0.0, weight: float = 1.0, version: int = 0
 ) -> TrainSample:
     return TrainSample(
-        trace(die(), [1, 5, 7, 2], [0, 1, 0, 1], shift=shift, version=version), advantage, weight
+        trace(uniform_model(), [1, 5, 7, 2], [0, 1, 0, 1], shift=shift, version=version),
+        advantage,
+        weight,
     )
 
 
@@ -255,7 +261,11 @@ def die_sample(
 def test_old_logprobs_and_importance_weights_by_hand(
     settings: dict[str, Any], advantage: float, loss: float, ratio: float
 ) -> None:
-    stats = sgd_step(die(), [of_sample(die_sample(advantage, shift=-LOG_2))], **settings)
+    stats = sgd_step(
+        uniform_model(),
+        [minibatch_of(uniform_sample(advantage, shift=-LOG_2))],
+        **settings,
+    )
     assert stats.metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert (
         stats.metrics["ratio_mean"] == stats.metrics["ratio_max"] == pytest.approx(ratio, rel=1e-5)
@@ -263,13 +273,17 @@ def test_old_logprobs_and_importance_weights_by_hand(
 
 
 @pytest.mark.parametrize("settings", [{}, {"recompute": True, "importance_cap": 1.5}])
-def test_what_no_policy_sampled_is_trained_by_its_likelihood(settings: dict[str, Any]) -> None:
+def test_tokens_that_no_policy_sampled_are_trained_by_their_likelihood(
+    settings: dict[str, Any],
+) -> None:
     """Check tokens that no policy sampled.
 
     The ratio is 1 for any log-probs in the trace, and the step is that of A · log p.
     """
-    models = [die(), die()]
-    one, other = (of_sample(die_sample(2.0, shift=shift, version=-1)) for shift in (-LOG_2, 3.0))
+    models = [uniform_model(), uniform_model()]
+    one, other = (
+        minibatch_of(uniform_sample(2.0, shift=shift, version=-1)) for shift in (-LOG_2, 3.0)
+    )
     stats = [
         sgd_step(model, [batch], **settings)
         for model, batch in zip(models, (one, other), strict=True)
@@ -279,7 +293,7 @@ def test_what_no_policy_sampled_is_trained_by_its_likelihood(settings: dict[str,
         assert each.metrics["grad_norm"] == pytest.approx(stats[0].metrics["grad_norm"])
         assert each.metrics["grad_norm"] > 0.1
     before, after = (
-        trace(model, [1, 5, 7, 2], [0, 1, 0, 1]).logprobs for model in (die(), models[0])
+        trace(model, [1, 5, 7, 2], [0, 1, 0, 1]).logprobs for model in (uniform_model(), models[0])
     )
     assert sum(after) > sum(before) + 0.1
 
@@ -289,22 +303,22 @@ def test_recomputed_logprobs_are_those_before_the_first_update() -> None:
 
     The first update changes the tokens' log-probs, so the ratio of the second minibatch is not 1.
     """
-    batches = [of_sample(die_sample(1.0, shift=-LOG_2))] * 2
-    stats = sgd_step(die(), batches, recompute=True)
+    batches = [minibatch_of(uniform_sample(1.0, shift=-LOG_2))] * 2
+    stats = sgd_step(uniform_model(), batches, recompute=True)
     assert stats.updates == 2
     assert stats.metrics["ratio_max"] > 1.01
 
 
 def test_losses_are_weighted_and_then_averaged_over_minibatches() -> None:
-    one = Minibatch((die_sample(2.0, weight=0.25), die_sample(-1.0, weight=0.75)), 4)
-    assert sgd_step(die(), [one]).metrics["loss"] == pytest.approx(-0.5 + 0.75)
-    frozen = Trainer(die(), *still(die()), SURROGATE, SETTINGS)
-    assert frozen.step([one, of_sample(die_sample(1.0))], version=0).metrics[
+    one = Minibatch((uniform_sample(2.0, weight=0.25), uniform_sample(-1.0, weight=0.75)), 4)
+    assert sgd_step(uniform_model(), [one]).metrics["loss"] == pytest.approx(-0.5 + 0.75)
+    frozen = Trainer(uniform_model(), *frozen_optimizer(uniform_model()), SURROGATE, SETTINGS)
+    assert frozen.step([one, minibatch_of(uniform_sample(1.0))], version=0).metrics[
         "loss"
     ] == pytest.approx((0.25 - 1.0) / 2)
 
 
-def still(
+def frozen_optimizer(
     model: PreTrainedModel,
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return an optimizer and a schedule that do not change the model."""
@@ -312,14 +326,14 @@ def still(
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
-def test_the_kl_to_the_start_pulls_back_what_the_rewards_pushed_away() -> None:
+def test_the_kl_pulls_the_model_back_to_the_reference() -> None:
     """Check a second step in which only the KL term acts.
 
     The advantages are 0. The reference is the model as the trainer received it.
     """
-    batch = of_sample(die_sample(3.0))
-    quiet = of_sample(die_sample(0.0))
-    model = die()
+    batch = minibatch_of(uniform_sample(3.0))
+    quiet = minibatch_of(uniform_sample(0.0))
+    model = uniform_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     trainer = Trainer(
         model,
@@ -339,33 +353,36 @@ def test_the_kl_to_the_start_pulls_back_what_the_rewards_pushed_away() -> None:
 
 
 def test_the_kl_is_averaged_over_the_tokens_of_the_whole_minibatch() -> None:
-    model = die()
+    model = uniform_model()
     trainer = Trainer(
-        model, *still(model), SURROGATE, replace(SETTINGS, kl_coef=1.0, micro_batch_tokens=4)
+        model,
+        *frozen_optimizer(model),
+        SURROGATE,
+        replace(SETTINGS, kl_coef=1.0, micro_batch_tokens=4),
     )
     with torch.no_grad():
         model.get_parameter("lm_head.weight").copy_(qwen2().get_parameter("lm_head.weight"))
-    samples = (die_sample(0.0), die_sample(0.0))
+    samples = (uniform_sample(0.0), uniform_sample(0.0))
     metrics = trainer.step([Minibatch(samples, 16)], version=0).metrics
     assert metrics["loss"] == pytest.approx(metrics["reference_kl"] * 4 / 16, rel=1e-5)
 
 
-async def test_the_reference_is_the_model_of_the_start_after_a_resume_too(tmp_path: Path) -> None:
+async def test_the_reference_after_a_resume_is_the_initial_model(tmp_path: Path) -> None:
     settings = replace(SETTINGS, kl_coef=0.5)
     model = qwen2()
     batches = [[minibatch(model, i)] for i in range(2)]
     async with learning(model, settings=settings) as learner:
         await learner.step(batches[0])
         await learner.save(tmp_path)
-        going_on = await learner.step(batches[1])
+        uninterrupted = await learner.step(batches[1])
     async with learning(qwen2(), settings=settings) as learner:
         await learner.load(tmp_path)
         learner.load_state({"version": 1})
-        assert await learner.step(batches[1]) == going_on
-    assert going_on.metrics["reference_kl"] > 1e-4
+        assert await learner.step(batches[1]) == uninterrupted
+    assert uninterrupted.metrics["reference_kl"] > 1e-4
 
 
-def test_the_temperature_of_sampling_is_that_of_training() -> None:
+def test_training_uses_the_sampling_temperature() -> None:
     model = qwen2()
     hot = replace(SETTINGS, temperature=1.7)
     ids = torch.tensor([[1, 5, 7, 2]])
@@ -373,8 +390,8 @@ def test_the_temperature_of_sampling_is_that_of_training() -> None:
         log_p = (model(input_ids=ids).logits[0, :-1] / 1.7).log_softmax(-1)
     old = (0.0, *log_p.gather(-1, ids[0, 1:, None])[:, 0].tolist())
     sampled = TokenTrace((1, 5, 7, 2), (0, 1, 1, 1), old, (-1, 0, 0, 0))
-    stats = Trainer(model, *still(model), SURROGATE, hot).step(
-        [of_sample(TrainSample(sampled, 1.0, 1.0))], version=0
+    stats = Trainer(model, *frozen_optimizer(model), SURROGATE, hot).step(
+        [minibatch_of(TrainSample(sampled, 1.0, 1.0))], version=0
     )
     assert stats.metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
@@ -383,22 +400,24 @@ def test_the_temperature_of_sampling_is_that_of_training() -> None:
     )
 
 
-def test_the_entropy_of_a_die() -> None:
-    assert sgd_step(die(), [minibatch(die())]).metrics["entropy"] == pytest.approx(
-        math.log(V), rel=1e-5
-    )
+def test_the_entropy_of_a_uniform_model() -> None:
+    assert sgd_step(uniform_model(), [minibatch(uniform_model())]).metrics[
+        "entropy"
+    ] == pytest.approx(math.log(V), rel=1e-5)
 
 
 def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:
-    model = die()
+    model = uniform_model()
     agreeing, off, older = (
-        die_sample(1.0),
-        die_sample(1.0, shift=-LOG_2),
-        die_sample(1.0, shift=-5.0, version=3),
+        uniform_sample(1.0),
+        uniform_sample(1.0, shift=-LOG_2),
+        uniform_sample(1.0, shift=-5.0, version=3),
     )
 
     def mismatch(*samples: TrainSample) -> float | None:
-        trainer = Trainer(model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=4))
+        trainer = Trainer(
+            model, *frozen_optimizer(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=4)
+        )
         return trainer.step([Minibatch(samples, 99)], version=0).metrics.get("mismatch_kl")
 
     assert mismatch(agreeing) == pytest.approx(0, abs=1e-6)
@@ -414,13 +433,13 @@ def test_mismatch_is_measured_on_a_probe_that_is_not_trained() -> None:
 
     The step must be the same as without the probe.
     """
-    model, bare = die(), die()
-    older, off = die_sample(1.0, version=3), die_sample(1.0, shift=-LOG_2).trace
+    model, bare = uniform_model(), uniform_model()
+    older, off = uniform_sample(1.0, version=3), uniform_sample(1.0, shift=-LOG_2).trace
     stats = sgd_step(
         model,
         [
             Minibatch((older,), 2, (off, off)),
-            Minibatch((older,), 2, (die_sample(1.0, shift=-5.0).trace,)),
+            Minibatch((older,), 2, (uniform_sample(1.0, shift=-5.0).trace,)),
         ],
     )
     alone = sgd_step(bare, [Minibatch((older,), 2)] * 2)
@@ -438,17 +457,24 @@ def test_mismatch_is_not_measured_after_an_update() -> None:
 
     After the first update, the trainer's weights differ from those of the version that sampled.
     """
-    model = die()
-    stats = sgd_step(model, [of_sample(die_sample(1.0)), of_sample(die_sample(1.0, shift=-3.0))])
+    model = uniform_model()
+    stats = sgd_step(
+        model,
+        [
+            minibatch_of(uniform_sample(1.0)),
+            minibatch_of(uniform_sample(1.0, shift=-3.0)),
+        ],
+    )
     assert stats.metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_mismatch_is_measured_against_what_the_engine_said_when_log_probs_are_recomputed_too() -> (
-    None
-):
-    off, older = die_sample(1.0, shift=-LOG_2), die_sample(1.0, shift=-5.0, version=3)
+def test_mismatch_with_recomputed_logprobs_uses_the_engines_logprobs() -> None:
+    off, older = uniform_sample(1.0, shift=-LOG_2), uniform_sample(1.0, shift=-5.0, version=3)
     stats = sgd_step(
-        die(), [Minibatch((off, older), 4), of_sample(off)], recompute=True, micro_batch_tokens=4
+        uniform_model(),
+        [Minibatch((off, older), 4), minibatch_of(off)],
+        recompute=True,
+        micro_batch_tokens=4,
     )
     assert stats.metrics["mismatch_kl"] == pytest.approx(2 - 1 - LOG_2, rel=1e-5)
 
@@ -481,7 +507,7 @@ def test_mismatch_by_hand() -> None:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [8, 24, 1000])
-def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> None:
+def test_the_mismatch_does_not_depend_on_the_micro_batches(micro_batch_tokens: int) -> None:
     """Compare with the mismatch over all tokens at once, for any number of passes.
 
     Engine log-probs and gaps differ from sample to sample.
@@ -502,7 +528,10 @@ def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> Non
     expected = metrics(torch.cat(own), torch.tensor([value for row in engine for value in row[1:]]))
     assert 0.01 < abs(expected["mismatch_correlation"]) < 0.99
     trainer = Trainer(
-        model, *still(model), SURROGATE, replace(SETTINGS, micro_batch_tokens=micro_batch_tokens)
+        model,
+        *frozen_optimizer(model),
+        SURROGATE,
+        replace(SETTINGS, micro_batch_tokens=micro_batch_tokens),
     )
     stats = trainer.step(
         [Minibatch(tuple(TrainSample(row, 0.5, 0.25) for row in rows), 99)], version=0
@@ -514,22 +543,22 @@ def test_the_mismatch_does_not_depend_on_the_cut(micro_batch_tokens: int) -> Non
 # ── half precision ────────────────────────────────────────────────────────────────────────────────
 
 
-def bf16(model: PreTrainedModel) -> PreTrainedModel:
+def to_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
     return model.bfloat16()
 
 
-async def test_updates_too_small_for_the_models_precision_add_up() -> None:
+async def test_updates_below_the_models_precision_accumulate() -> None:
     """Check 60 updates of 1e-4. The step size of bfloat16 at 1 is 4e-3.
 
     AdamW without memory moves every weight by the learning rate.
     """
-    model = bf16(qwen2())
+    model = to_bfloat16(qwen2())
     norm = model.get_parameter("model.norm.weight")
     assert bool((norm == 1).all())
-    sampled = of_sample(TrainSample(trace(model, [1, 5, 7, 2, 9], [0, 1, 1, 0, 1]), 1.0, 1.0))
+    sampled = minibatch_of(TrainSample(trace(model, [1, 5, 7, 2, 9], [0, 1, 1, 0, 1]), 1.0, 1.0))
     async with learning(model, token_mean_cispo, learning_rate=1e-4, beta1=0, beta2=0) as learner:
         await learner.step([sampled] * 10)
-        assert bool((norm == 1).all()), "an update is smaller than what bfloat16 can tell apart"
+        assert bool((norm == 1).all()), "one update is smaller than the precision of bfloat16"
         await learner.step([sampled] * 50)
     assert float((norm.detach().float() - 1).abs().median()) == pytest.approx(60e-4, rel=0.4)
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in model.parameters())
@@ -544,38 +573,40 @@ def test_logprobs_and_loss_are_float32_in_half_precision() -> None:
         return loss, metrics
 
     full = sgd_step(qwen2(), [minibatch(qwen2())])
-    half = sgd_step(bf16(qwen2()), [minibatch(qwen2())], loss=watching)
+    half = sgd_step(to_bfloat16(qwen2()), [minibatch(qwen2())], loss=watching)
     assert seen == [torch.float32, torch.float32]
     for name in ("loss", "entropy", "grad_norm"):
         assert half.metrics[name] == pytest.approx(full.metrics[name], rel=0.05), name
 
 
-async def test_gradients_of_half_precision_micro_batches_add_up_in_float32() -> None:
+async def test_gradients_of_half_precision_micro_batches_are_summed_in_float32() -> None:
     batch = minibatch(qwen2(), samples=24)
     norms = []
     for budget in (10_000, 1):
         async with learning(
-            bf16(qwen2()), settings=replace(SETTINGS, micro_batch_tokens=budget), learning_rate=0
+            to_bfloat16(qwen2()),
+            settings=replace(SETTINGS, micro_batch_tokens=budget),
+            learning_rate=0,
         ) as learner:
             norms.append((await learner.step([batch])).metrics["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=5e-3)
 
 
-async def test_a_resumed_learner_in_half_precision_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    model = bf16(qwen2())
+async def test_a_resumed_learner_in_half_precision_is_bit_identical(tmp_path: Path) -> None:
+    model = to_bfloat16(qwen2())
     batches = [[minibatch(model, i)] for i in range(2)]
     async with learning(model, learning_rate=1e-4) as learner:
         await learner.step(batches[0])
         await learner.save(tmp_path)
         handle = await learner.publish()
-        going_on = await learner.step(batches[1])
+        uninterrupted = await learner.step(batches[1])
         expected = (await learner.publish()).checksum
     assert set(handle.manifest.dtypes) == {"torch.bfloat16"}
-    async with learning(bf16(qwen2(seed=9)), learning_rate=1e-4) as learner:
+    async with learning(to_bfloat16(qwen2(seed=9)), learning_rate=1e-4) as learner:
         await learner.load(tmp_path)
         learner.load_state({"version": 1})
         assert (await learner.publish()).checksum == handle.checksum
-        assert await learner.step(batches[1]) == going_on
+        assert await learner.step(batches[1]) == uninterrupted
         assert (await learner.publish()).checksum == expected
 
 
@@ -598,7 +629,7 @@ async def test_activation_checkpointing_changes_no_step() -> None:
 # ── non-finite values ─────────────────────────────────────────────────────────────────────────────
 
 
-def spoiled(batch: Minibatch, how: str) -> Minibatch:
+def with_nonfinite(batch: Minibatch, how: str) -> Minibatch:
     first, *rest = batch.samples
     if how == "log-prob":
         logprobs = [
@@ -612,12 +643,10 @@ def spoiled(batch: Minibatch, how: str) -> Minibatch:
 
 @pytest.mark.parametrize("how", ["advantage", "infinite advantage", "log-prob"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-async def test_a_minibatch_that_is_not_finite_is_left_out_and_the_others_stand(
-    how: str, place: int
-) -> None:
+async def test_a_minibatch_with_nonfinite_values_is_skipped(how: str, place: int) -> None:
     base = qwen2()
     good = [minibatch(base, seed=1), minibatch(base, seed=2)]
-    with_bad = [*good[:place], spoiled(minibatch(base, seed=3), how), *good[place:]]
+    with_bad = [*good[:place], with_nonfinite(minibatch(base, seed=3), how), *good[place:]]
     clean, guarded = qwen2(), qwen2()
     results = []
     for model, batches in ((clean, good), (guarded, with_bad)):
@@ -626,21 +655,21 @@ async def test_a_minibatch_that_is_not_finite_is_left_out_and_the_others_stand(
             assert learner.version == 1
     assert (results[1].updates, results[1].skipped) == (2, 1)
     assert checksum(named_weights(guarded)) == checksum(named_weights(clean)), (
-        "as if it had never been there"
+        "equal to a step without the minibatch"
     )
     assert all(math.isfinite(value) for value in results[1].metrics.values()), results[1].metrics
     same = {name: value for name, value in results[0].metrics.items() if name != "samples"}
     assert {name: results[1].metrics[name] for name in same} == same
 
 
-async def test_a_step_of_nothing_but_nan_changes_nothing(tmp_path: Path) -> None:
+async def test_a_step_with_only_nan_changes_nothing(tmp_path: Path) -> None:
     model = qwen2()
     async with learning(model, warmup_steps=4) as learner:
         await learner.step([minibatch(model)])
         (tmp_path / "before").mkdir()
         (tmp_path / "after").mkdir()
         await learner.save(tmp_path / "before")
-        stats = await learner.step([spoiled(minibatch(model), "advantage")])
+        stats = await learner.step([with_nonfinite(minibatch(model), "advantage")])
         await learner.save(tmp_path / "after")
         assert (stats.updates, stats.skipped, learner.version) == (0, 1, 1)
         assert all(math.isfinite(value) for value in stats.metrics.values())
@@ -648,7 +677,7 @@ async def test_a_step_of_nothing_but_nan_changes_nothing(tmp_path: Path) -> None
         assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "after" / file).read_bytes()
 
 
-async def test_a_step_without_minibatches_is_a_step() -> None:
+async def test_a_step_without_minibatches_makes_no_update() -> None:
     async with learning(qwen2()) as learner:
         stats = await learner.step([])
         assert (stats.updates, stats.skipped, learner.version) == (0, 0, 0)
@@ -657,7 +686,7 @@ async def test_a_step_without_minibatches_is_a_step() -> None:
 # ── schedule, version, published weights ──────────────────────────────────────────────────────────
 
 
-async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
+async def test_the_warmup_is_linear_and_the_applied_rate_is_reported() -> None:
     """Check the learning rate by the size of the updates.
 
     AdamW without memory moves a weight by the learning rate, regardless of the gradient's size.
@@ -669,7 +698,7 @@ async def test_the_warm_up_rises_linearly_and_is_reported_as_applied() -> None:
             before = weights(model)
             reported.append((await learner.step([minibatch(model, seed)])).metrics["learning_rate"])
             changes = torch.cat(
-                [change.abs().flatten() for change in moved(model, before).values()]
+                [change.abs().flatten() for change in weight_changes(model, before).values()]
             )
             moves.append(float(changes[changes > 0].median()))
     assert moves == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4], rel=0.02)
@@ -681,7 +710,7 @@ async def test_weights_without_a_gradient_decay() -> None:
     # A token that does not occur in the batch.
     before = model.get_parameter("model.embed_tokens.weight")[9].clone()
     async with learning(model, learning_rate=0.1, weight_decay=0.5) as learner:
-        await learner.step([of_sample(die_sample(1.0))])
+        await learner.step([minibatch_of(uniform_sample(1.0))])
     torch.testing.assert_close(
         model.get_parameter("model.embed_tokens.weight")[9], before * (1 - 0.1 * 0.5)
     )
@@ -696,7 +725,7 @@ async def test_a_learning_rate_of_zero_trains_nothing() -> None:
     assert checksum(named_weights(model)) == before
 
 
-async def test_what_was_published_is_out_of_trainings_reach() -> None:
+async def test_later_training_does_not_change_published_weights() -> None:
     model = qwen2()
     async with learning(model) as learner:
         await learner.step([minibatch(model)])
@@ -710,7 +739,7 @@ async def test_what_was_published_is_out_of_trainings_reach() -> None:
         assert (await learner.publish()).checksum == checksum(named_weights(model))
 
 
-async def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
+async def test_a_resumed_learner_is_bit_identical(tmp_path: Path) -> None:
     model = qwen2()
     batches = [[minibatch(model, 2 * i), minibatch(model, 2 * i + 1)] for i in range(3)]
     async with learning(model, warmup_steps=5) as learner:
@@ -718,7 +747,7 @@ async def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
         await learner.step(batches[1])
         await learner.save(tmp_path)
         state = copy.deepcopy(learner.state())
-        going_on = await learner.step(batches[2])
+        uninterrupted = await learner.step(batches[2])
         expected = checksum(named_weights(model))
     other = qwen2(seed=9)
     async with learning(other, warmup_steps=5) as learner:
@@ -729,10 +758,10 @@ async def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert learner.version == 3
         await learner.save(tmp_path / "again")
     assert checksum(named_weights(other)) == expected
-    assert resumed == going_on
+    assert resumed == uninterrupted
 
 
-async def test_a_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
+async def test_a_saved_model_can_be_loaded_by_transformers(tmp_path: Path) -> None:
     model = qwen2()
     async with learning(model) as learner:
         await learner.step([minibatch(model)])
@@ -741,12 +770,12 @@ async def test_a_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
     assert checksum(named_weights(read)) == checksum(named_weights(model))
 
 
-async def test_failures_are_learner_errors(tmp_path: Path) -> None:
+async def test_failures_are_raised_as_learner_errors(tmp_path: Path) -> None:
     model = qwen2()
     outside = TokenTrace((1, V + 3), (0, 1), (0.0, -1.0), (-1, 0))
     async with learning(model) as learner:
         with pytest.raises(LearnerError, match=r"the learner failed: .*out of (range|bounds)"):
-            await learner.step([of_sample(TrainSample(outside, 1.0, 1.0))])
+            await learner.step([minibatch_of(TrainSample(outside, 1.0, 1.0))])
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(LearnerError, match="the learner failed"):
             await learner.save(tmp_path / "file" / "actor")
@@ -764,9 +793,9 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
         (tmp_path / "bare" / "optimizer.pt").unlink()
         with pytest.raises(ConfigError, match=r"nowhere.*cannot be loaded"):
             await learner.load(tmp_path / "nowhere")
-        with pytest.raises(ConfigError, match=r"lacks model\.norm\.weight"):
+        with pytest.raises(ConfigError, match=r"lacks weights: model\.norm\.weight"):
             await learner.load(tmp_path / "torn")
         with pytest.raises(
-            LearnerError, match=r"bare holds no optimizer\.pt: another kind of learner saved it"
+            LearnerError, match=r"bare contains no optimizer\.pt: another kind of learner saved it"
         ):
             await learner.load(tmp_path / "bare")

@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from crl.manager.credit import CreditSettings, Ready, batch_samples, choose_batch, masked_trace
+from crl.manager.credit import CreditSettings, ReadyUnit, batch_samples, choose_batch, masked_trace
 from crl.manager.records import Generation, PendingUnit, UnitKey
 from crl.types import Completion
 
@@ -26,14 +26,14 @@ def ready(
     span=(2, 4),
     c_train: int = 0,
     t_last: int | None = None,
-) -> Ready:
-    return Ready(
+) -> ReadyUnit:
+    return ReadyUnit(
         PendingUnit(UnitKey(uid, 1), generation or uid, span, count, total), c_train, t_last
     )
 
 
-def malformed(uid: str) -> Ready:
-    return Ready(PendingUnit(UnitKey(uid, 0), uid, (0, 6), 1, -1.0), 0, None)
+def malformed(uid: str) -> ReadyUnit:
+    return ReadyUnit(PendingUnit(UnitKey(uid, 0), uid, (0, 6), 1, -1.0), 0, None)
 
 
 def generation(name: str, head: int = 2) -> Generation:
@@ -42,11 +42,11 @@ def generation(name: str, head: int = 2) -> Generation:
     return Generation(name, 3, (7, 8, 9), completion, head)
 
 
-def names(batch: list[Ready] | None) -> list[str] | None:
+def names(batch: list[ReadyUnit] | None) -> list[str] | None:
     return None if batch is None else [str(unit.pending.unit) for unit in batch]
 
 
-def samples(*batch: Ready, head: int = 2, step: int = 10):
+def samples(*batch: ReadyUnit, head: int = 2, step: int = 10):
     generations = {
         unit.pending.generation: generation(unit.pending.generation, head) for unit in batch
     }
@@ -56,13 +56,13 @@ def samples(*batch: Ready, head: int = 2, step: int = 10):
 # ── choice of the units ───────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_that_became_ready_make_the_batch():
+def test_the_first_ready_units_make_the_batch():
     units = [ready("c", 1), ready("a", -1), ready("b", 1)]
     assert names(choose_batch(units, 2, 10, SETTINGS)) == ["c@1", "a@1"]
     assert choose_batch(units, 4, 10, SETTINGS) is None
 
 
-def test_units_in_cooldown_wait_and_do_not_fill_the_batch():
+def test_units_in_cooldown_are_skipped():
     units = [
         ready("trained at 8", 1, t_last=8),
         ready("trained at 7", 1, t_last=7),
@@ -113,12 +113,10 @@ def test_pooled_rewards_weights_and_advantages_on_worked_numbers():
         ("c@1", 1.0, 0.5),
     ]
     assert [s.advantage for s in found] == pytest.approx([0.5, -1.0, 0.5])
-    assert sum(s.advantage for s in found) == pytest.approx(0.0), (
-        "what all answers have in common is neither pushed up nor down"
-    )
+    assert sum(s.advantage for s in found) == pytest.approx(0.0), "advantages sum to zero"
 
 
-def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_in_the_batch():
+def test_ops_of_one_generation_share_a_head_with_their_mean_reward():
     first = ready("g#0", 1.0, generation="g", span=(2, 4), c_train=1)
     second = ready("g#1", -1.0, 2, generation="g", span=(4, 6), c_train=1)  # r̄ = −0.5
     other = ready("h#0", -1.0, generation="h", span=(2, 4))
@@ -139,11 +137,11 @@ def test_several_ops_of_one_generation_share_their_head_with_the_mean_of_those_i
     assert [s.generation for s in found] == ["g", "g", "h", "g", "h"]
 
 
-def test_a_batch_of_equal_rewards_teaches_nothing():
+def test_equal_rewards_give_zero_advantages():
     assert [s.advantage for s in samples(ready("a", 1.0), ready("b", 3.0, 3))] == [0.0] * 4
 
 
-def test_rewards_that_are_relative_already_are_advantages_as_they_are():
+def test_relative_rewards_are_not_centred():
     """Relative rewards are not centred.
 
     Lesson "a" is right, but its place is also won without it, so its reward is 0. Centring would
@@ -166,7 +164,7 @@ def test_a_generation_without_an_op_is_one_sample_over_its_span():
     assert found[0].advantage == pytest.approx(-1.5)
 
 
-def test_the_mask_is_on_the_span_alone_and_nothing_follows_it():
+def test_the_trace_masks_only_the_span_and_ends_with_it():
     trace = masked_trace(generation("g"), (2, 4))
     assert trace.ids == (7, 8, 9, 100, 101, 102, 103)
     assert trace.mask == (0, 0, 0, 0, 0, 1, 1)
@@ -175,7 +173,7 @@ def test_the_mask_is_on_the_span_alone_and_nothing_follows_it():
     assert trace.until_last_sampled() == trace
 
 
-def test_without_tokens_before_the_first_op_there_is_no_sample_of_them():
+def test_there_is_no_head_sample_without_head_tokens():
     assert [s.id for s in samples(ready("a", 1.0), head=0)] == ["a@1"]
 
 

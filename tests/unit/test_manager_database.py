@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 
 from crl.errors import StoreError
-from crl.manager.database import GROUP, Database, copy_database
+from crl.manager.database import MAX_WORKS_PER_COMMIT, Database, copy_database
 
 Work = Callable[[sqlite3.Connection], Any]
 
 
-def fact(name: str, order: list[str] | None = None) -> Work:
+def insert_fact(name: str, order: list[str] | None = None) -> Work:
     def work(db: sqlite3.Connection) -> str:
         if order is not None:
             order.append(name)
@@ -29,11 +29,11 @@ def fact(name: str, order: list[str] | None = None) -> Work:
     return work
 
 
-def bad(name: str, error: Exception) -> Work:
+def failing_insert(name: str, error: Exception) -> Work:
     """Return a work that writes a row and then raises `error`."""
 
     def work(db: sqlite3.Connection) -> None:
-        fact(name)(db)
+        insert_fact(name)(db)
         raise error
 
     return work
@@ -44,7 +44,7 @@ def names(path: Path) -> list[str]:
         return [name for (name,) in db.execute("SELECT name FROM facts ORDER BY name")]
 
 
-class Statements:
+class CountingConnection:
     """Connection that counts statements by their first word and makes chosen statements fail."""
 
     def __init__(self, database: Database) -> None:
@@ -70,96 +70,105 @@ async def database(tmp_path: Path):
     await made.aclose()
 
 
-async def gathered(database: Database, *works: Work) -> list[Any]:
+async def run_concurrently(database: Database, *works: Work) -> list[Any]:
     async with asyncio.timeout(60):
         return await asyncio.gather(
             *(database.transaction(work) for work in works), return_exceptions=True
         )
 
 
-async def test_works_that_wait_together_share_a_commit_and_keep_their_order(
+async def test_waiting_works_share_a_commit_in_order(
     database: Database,
 ) -> None:
-    statements, order = Statements(database), []
-    wanted = [f"{i:03d}" for i in range(GROUP + 10)]
-    assert await gathered(database, *(fact(name, order) for name in wanted)) == wanted, (
-        "each caller gets what its own work returned"
-    )
+    statements, order = CountingConnection(database), []
+    wanted = [f"{i:03d}" for i in range(MAX_WORKS_PER_COMMIT + 10)]
+    assert (
+        await run_concurrently(database, *(insert_fact(name, order) for name in wanted)) == wanted
+    ), "each caller gets the result of its own work"
     assert order == wanted
-    assert statements.counts["COMMIT"] == 2, "as many as fit into one, and the rest"
+    assert statements.counts["COMMIT"] == 2, "one full commit and one for the rest"
     assert names(database.path) == wanted
 
 
-async def test_a_work_alone_is_a_commit(database: Database) -> None:
-    statements = Statements(database)
+async def test_a_single_work_is_one_commit(database: Database) -> None:
+    statements = CountingConnection(database)
     for name in "abc":
-        await database.transaction(fact(name))
+        await database.transaction(insert_fact(name))
         assert names(database.path)[-1] == name, "durable when it returns"
     assert statements.counts["COMMIT"] == 3
 
 
-async def test_a_work_that_fails_does_not_touch_its_neighbours(database: Database) -> None:
-    statements = Statements(database)
+async def test_a_failed_work_does_not_affect_others_in_its_commit(database: Database) -> None:
+    statements = CountingConnection(database)
     bug = KeyError("a bug")
-    first, second, third, fourth = await gathered(
-        database, fact("a"), bad("b", bug), fact("a"), fact("c")
+    first, second, third, fourth = await run_concurrently(
+        database, insert_fact("a"), failing_insert("b", bug), insert_fact("a"), insert_fact("c")
     )
     assert (first, second, fourth) == ("a", bug, "c")
-    assert isinstance(third, StoreError), "a key that is there already"
+    assert isinstance(third, StoreError), "duplicate key"
     assert "bank.sqlite: UNIQUE constraint failed" in str(third)
     assert names(database.path) == ["a", "c"]
     assert statements.counts["COMMIT"] == 1
 
 
-async def test_a_later_work_sees_what_an_earlier_one_wrote_and_nothing_of_a_failed_one(
+async def test_works_see_earlier_writes_except_those_of_failed_works(
     database: Database,
 ) -> None:
     def count(db: sqlite3.Connection) -> int:
         return db.execute("SELECT COUNT(*) FROM facts").fetchone()[0]
 
-    assert (await gathered(database, fact("a"), count, bad("b", ValueError("no")), count))[
-        1::2
-    ] == [1, 1]
+    assert (
+        await run_concurrently(
+            database, insert_fact("a"), count, failing_insert("b", ValueError("no")), count
+        )
+    )[1::2] == [1, 1]
 
 
 @pytest.mark.parametrize("word", ["BEGIN", "COMMIT"])
-async def test_without_its_commit_nothing_of_a_group_happened(
-    word: str, database: Database
-) -> None:
-    statements = Statements(database)
+async def test_a_failed_commit_undoes_the_whole_batch(word: str, database: Database) -> None:
+    statements = CountingConnection(database)
     statements.failing[word] = sqlite3.OperationalError("disk I/O error")
-    outcomes = await gathered(database, fact("a"), bad("b", ValueError("no")), fact("c"))
+    outcomes = await run_concurrently(
+        database, insert_fact("a"), failing_insert("b", ValueError("no")), insert_fact("c")
+    )
     assert [type(outcome) for outcome in outcomes] == [StoreError] * 3, (
-        "nobody is told that it worked"
+        "every caller gets the error"
     )
     assert {str(outcome) for outcome in outcomes} == {
-        f"{database.path}: disk I/O error. What was acknowledged before is safe.",
+        f"{database.path}: disk I/O error. All acknowledged changes are saved.",
     }  # fmt: skip
     assert names(database.path) == []
     statements.failing.clear()
-    assert await gathered(database, fact("a"), fact("c")) == ["a", "c"], "and it goes on"
+    assert await run_concurrently(database, insert_fact("a"), insert_fact("c")) == ["a", "c"], (
+        "later works succeed"
+    )
     assert names(database.path) == ["a", "c"]
 
 
-async def test_a_group_that_fails_does_not_take_the_next_one_with_it(database: Database) -> None:
-    statements = Statements(database)
+async def test_the_batch_after_a_failed_one_succeeds(database: Database) -> None:
+    statements = CountingConnection(database)
     statements.failing["COMMIT"] = sqlite3.OperationalError("disk I/O error")
 
     def heal(db: sqlite3.Connection) -> None:
         statements.failing.clear()
 
-    works = [fact(f"{i:03d}") for i in range(GROUP)]
-    outcomes = await gathered(database, *works, heal, fact("later"))
-    assert {type(outcome) for outcome in outcomes[:GROUP]} == {StoreError}
-    assert outcomes[GROUP:] == [None, "later"]
+    works = [insert_fact(f"{i:03d}") for i in range(MAX_WORKS_PER_COMMIT)]
+    outcomes = await run_concurrently(database, *works, heal, insert_fact("later"))
+    assert {type(outcome) for outcome in outcomes[:MAX_WORKS_PER_COMMIT]} == {StoreError}
+    assert outcomes[MAX_WORKS_PER_COMMIT:] == [None, "later"]
     assert names(database.path) == ["later"]
 
 
-async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> None:
+async def test_works_of_cancelled_callers_are_committed(database: Database) -> None:
     """The work of a cancelled caller is committed with its group, whether it had begun or not."""
     callers = [
         asyncio.create_task(database.transaction(work))
-        for work in (fact("a"), fact("b"), bad("c", ValueError("no")), fact("d"))
+        for work in (
+            insert_fact("a"),
+            insert_fact("b"),
+            failing_insert("c", ValueError("no")),
+            insert_fact("d"),
+        )
     ]
     await asyncio.sleep(0)
     for caller in callers[1:3]:
@@ -167,14 +176,14 @@ async def test_a_caller_that_gives_up_takes_nothing_back(database: Database) -> 
     outcomes = await asyncio.gather(*callers, return_exceptions=True)
     assert (outcomes[0], outcomes[3]) == ("a", "d")
     assert [type(outcome) for outcome in outcomes[1:3]] == [asyncio.CancelledError] * 2
-    await database.transaction(fact("e"))
+    await database.transaction(insert_fact("e"))
     assert names(database.path) == ["a", "b", "d", "e"]
 
 
-async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:
+async def test_closing_completes_waiting_works(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "bank.sqlite")
-    wanted = [f"{i:03d}" for i in range(GROUP + 5)]
-    works = [asyncio.create_task(database.transaction(fact(name))) for name in wanted]
+    wanted = [f"{i:03d}" for i in range(MAX_WORKS_PER_COMMIT + 5)]
+    works = [asyncio.create_task(database.transaction(insert_fact(name))) for name in wanted]
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
         await database.aclose()
@@ -182,18 +191,20 @@ async def test_closing_waits_for_the_works_that_wait(tmp_path: Path) -> None:
     assert names(tmp_path / "bank.sqlite") == wanted
 
 
-async def test_a_copy_holds_whole_groups(database: Database, tmp_path: Path) -> None:
-    works = [fact(f"{i:03d}") for i in range(3 * GROUP)]
-    await asyncio.gather(gathered(database, *works), database.backup(tmp_path / "copy.sqlite"))
-    assert len(names(tmp_path / "copy.sqlite")) % GROUP == 0
-    assert len(names(database.path)) == 3 * GROUP
+async def test_a_copy_contains_whole_commits(database: Database, tmp_path: Path) -> None:
+    works = [insert_fact(f"{i:03d}") for i in range(3 * MAX_WORKS_PER_COMMIT)]
+    await asyncio.gather(
+        run_concurrently(database, *works), database.backup(tmp_path / "copy.sqlite")
+    )
+    assert len(names(tmp_path / "copy.sqlite")) % MAX_WORKS_PER_COMMIT == 0
+    assert len(names(database.path)) == 3 * MAX_WORKS_PER_COMMIT
 
 
 # ── cancellation ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5, 20])
-async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(
+async def test_a_cancelled_caller_leaves_no_open_connection(
     turns: int, database: Database, tmp_path: Path
 ) -> None:
     """This holds at every moment of cancellation.
@@ -225,7 +236,7 @@ async def test_a_caller_that_is_cancelled_leaves_no_connection_behind(
         "copy_database(folder / 'source.sqlite', folder / 'copy.sqlite')",
     ],
 )
-def test_ctrl_c_while_it_connects_is_just_that(work: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_a_connect_raises_keyboard_interrupt(work: str, tmp_path: Path) -> None:
     """Ctrl-C during a blocking call cancels the next await."""
     code = f"""
 import asyncio, os, signal, time
@@ -248,7 +259,7 @@ except KeyboardInterrupt:
     assert (result.stdout, result.stderr) == ("interrupted\n", "")
 
 
-async def test_a_closed_bank_says_so_and_keeps_nobody_waiting(tmp_path):
+async def test_calls_on_a_closed_bank_raise_immediately(tmp_path):
     database = await Database.open(tmp_path / "bank.sqlite")
     await database.aclose()
     async with asyncio.timeout(60):

@@ -68,7 +68,7 @@ def contents(path: Path) -> dict[str, list[Any]]:
 
 Step = tuple[str, int]
 KINDS = (
-    "submit lease release return bad fail bury revive credit judge lift refine search train "
+    "submit lease release return bad fail mark_dead revive credit judge lift refine search train "
     "prune embed merge vote"
 )
 HISTORIES = st.lists(
@@ -138,11 +138,11 @@ def refined(n: int) -> Refined:
     )
 
 
-async def take(store: Store, step: Step) -> None:
+async def apply_step(store: Store, step: Step) -> None:
     """Apply one step of a history. The effect depends only on the step and on the bank."""
     kind, n = step
     name, unit = request(member=n), UnitKey(f"run/0/0/{n}#0", 1)
-    if kind in ("add", "update", "return", "bad", "fail", "bury"):
+    if kind in ("add", "update", "return", "bad", "fail", "mark_dead"):
         await store.submit(name, AT)
     match kind:
         case "submit":
@@ -159,38 +159,38 @@ async def take(store: Store, step: Step) -> None:
             await store.apply(distilled(voter, kind), AT, RULES)
         case "fail":
             for leased in await store.lease(1):
-                await store.failed(leased, "busy")
-        case "bury":
-            await store.bury(name, "too long", AT)
+                await store.record_failure(leased, "busy")
+        case "mark_dead":
+            await store.mark_dead(name, "too long", AT)
         case "revive":
             await store.retry_dead()
         case "credit":
-            await store.credit(f"episode {n}", [Credit.of(hit(unit.uid).use, True)], AT)
+            await store.credit(f"episode {n}", [Credit.from_use(hit(unit.uid).use, True)], AT)
         case "judge":
             use = hit(unit.uid, generation=f"question {n}").use
             judged = (
                 replace(use, verdict=get_args(Verdict)[n]),
                 replace(use, how="ask", verdict="refine"),
             )
-            await store.credit(f"judged {n}", [Credit.of(one, n > 0) for one in judged], AT)
+            await store.credit(f"judged {n}", [Credit.from_use(use, n > 0) for use in judged], AT)
         case "lift":
             units = [UnitKey(f"run/0/0/{member}#0", 1) for member in range(n + 1)]
             await store.record_lifts(
-                {f"run/4/{n}": [GroupSuccess(one, 1.0, n / 3) for one in units]}, AT
+                {f"run/4/{n}": [GroupSuccess(unit, 1.0, n / 3) for unit in units]}, AT
             )
         case "refine":
             await store.refine(refined(n), AT, RULES)
         case "search":
-            await store.retrieved({unit: (n + 1, n)}, AT)
+            await store.set_retrieval_counts({unit: (n + 1, n)}, AT)
         case "train":
-            ready = [unit.pending for unit in await store.ready()][:n]
+            ready = [unit.pending for unit in await store.ready_units()][:n]
             await store.mark_trained(ready, {pending.generation for pending in ready}, n, AT)
         case "prune":
-            await store.prune(await store.spent(n), n)
+            await store.delete_generations(await store.spent_generations(n), n)
         case "merge":
             await store.merge(
                 merged(
-                    f"merge/{await store.merges()}",
+                    f"merge/{await store.chunk_count()}",
                     [entry.unit for entry, _ in await store.entries()],
                     n,
                 ),
@@ -205,7 +205,7 @@ async def votes(store: Store) -> int:
     return (await store.counts())["ops/down"]
 
 
-async def live(
+async def apply_history(
     store: Store, path: Path, history: Sequence[Step]
 ) -> dict[int, dict[str, list[Any]]]:
     """Apply the history and return the bank's contents at each snapshot, by sequence number.
@@ -218,11 +218,11 @@ async def live(
             seq = await store.snapshot(AT)
             states[seq] = contents(path)
         else:
-            await take(store, step)
+            await apply_step(store, step)
     return states
 
 
-def ranked(state: dict[str, list[Any]]) -> list[Any]:
+def without_seqs(state: dict[str, list[Any]]) -> list[Any]:
     """Return the parts of the contents that do not depend on the assigned sequence numbers."""
     log = [eval(row)[1:] for row in state["log"]]
     units = [(*row[:11], *row[12:]) for row in map(eval, state["units"])]  # without `ready`
@@ -237,7 +237,7 @@ def ranked(state: dict[str, list[Any]]) -> list[Any]:
 
 @settings(max_examples=60, deadline=None)
 @given(before=HISTORIES, after=HISTORIES, chosen=st.integers(0, 100))
-def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(
+def test_the_bank_can_be_rolled_back_to_any_snapshot_and_continue(
     before: list[Step], after: list[Step], chosen: int
 ) -> None:
     async def both(folder: Path) -> None:
@@ -246,28 +246,30 @@ def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(
         store._database.connection.execute(
             "PRAGMA synchronous = OFF"
         )  # no power failure in this test
-        states = await live(store, path, before)
+        states = await apply_history(store, path, before)
         end = max(states)
-        states |= await live(store, path, after)
+        states |= await apply_history(store, path, after)
         last, reached = max(states), contents(path)
 
         there = await store.rollback(end)
         assert contents(path) == states[end]
         if there.archive:
             assert contents(there.archive) == reached, "nothing is lost"
-        again = await live(store, path, after)
-        assert min(again) > last, "sequence numbers are not given out again"
-        assert ranked(contents(path)) == ranked(reached), "what was taken back can happen again"
-        assert await store.counts() == await recounted(store)
+        again = await apply_history(store, path, after)
+        assert min(again) > last, "sequence numbers are not reused"
+        assert without_seqs(contents(path)) == without_seqs(reached), (
+            "undone changes can be repeated"
+        )
+        assert await store.counts() == await fresh_counts(store)
 
         past = [seq for seq in states if seq <= end]
         target = past[chosen % len(past)]
         assert (await store.rollback(target)).step == AT.step
         assert contents(path) == states[target]
-        assert await store.counts() == await recounted(store)
-        for gone in {last, *again} - {target}:
-            with pytest.raises(StoreError, match=f"it has no snapshot {gone} to go back to"):
-                await store.rollback(gone)
+        assert await store.counts() == await fresh_counts(store)
+        for deleted in {last, *again} - {target}:
+            with pytest.raises(StoreError, match=f"the bank has no snapshot {deleted}, so"):
+                await store.rollback(deleted)
         await store.aclose()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +282,7 @@ def test_the_bank_goes_back_to_any_snapshot_and_on_from_there(
     kept=st.sets(st.integers(0, 40)),
     chosen=st.integers(0, 40),
 )
-def test_snapshots_that_are_forgotten_take_nothing_from_the_others(
+def test_deleting_snapshots_does_not_change_the_others(
     parts: list[list[Step]], kept: set[int], chosen: int
 ) -> None:
     """After each part one new snapshot is taken, and older snapshots are deleted.
@@ -297,7 +299,7 @@ def test_snapshots_that_are_forgotten_take_nothing_from_the_others(
         states: dict[int, dict[str, list[Any]]] = {}
         all_of_them: list[int] = []
         for part in parts:
-            states |= (found := await live(store, path, part))
+            states |= (found := await apply_history(store, path, part))
             all_of_them += found
             left = {seq for place, seq in enumerate(all_of_them) if place in kept} & states.keys()
             last = await store.snapshot(AT, left)
@@ -308,10 +310,10 @@ def test_snapshots_that_are_forgotten_take_nothing_from_the_others(
             for table in TABLES
             for row in await store._database.rows(f"SELECT snapshot FROM {table}_before")
         }
-        assert images <= states.keys(), "nothing is kept for the others"
-        for gone in set(all_of_them) - states.keys():
-            with pytest.raises(StoreError, match=f"it has no snapshot {gone} to go back to"):
-                await store.rollback(gone)
+        assert images <= states.keys(), "deleted snapshots leave no images"
+        for deleted in set(all_of_them) - states.keys():
+            with pytest.raises(StoreError, match=f"the bank has no snapshot {deleted}, so"):
+                await store.rollback(deleted)
         target = sorted(states)[chosen % len(states)]
         await store.rollback(target)
         assert without_images(contents(path)) == without_images(states[target])
@@ -325,20 +327,20 @@ def without_images(state: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {table: state[table] for table in ("log", *TABLES)}
 
 
-async def recounted(store: Store) -> dict[str, int]:
+async def fresh_counts(store: Store) -> dict[str, int]:
     """Return the counts of a new `Store` on the same database, which has no cached counts."""
     return await Store(store._database).counts()
 
 
-async def test_done_requests_are_counted_by_the_log(tmp_path: Path) -> None:
+async def test_done_requests_are_counted_from_the_log(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
     for step in [("submit", n) for n in range(4)] + [
         ("add", 0),
         ("bad", 1),
-        ("bury", 2),
+        ("mark_dead", 2),
         ("lease", 1),
     ]:
-        await take(store, step)
+        await apply_step(store, step)
     queue = {"queue/pending": 0, "queue/leased": 1, "queue/done": 2, "queue/dead": 1}
     assert (await store.counts()).items() >= {
         **queue,
@@ -346,49 +348,49 @@ async def test_done_requests_are_counted_by_the_log(tmp_path: Path) -> None:
         "ops/add": 2,
         "dropped/no op in the answer": 1,
     }.items()
-    await store.begin_anew()
+    await store.reset_for_new_run()
     assert not {
         name: number
         for name, number in (await store.counts()).items()
         if number and name != "log/seq"
     }
-    assert await store.submit(request(member=3), AT), "what was forgotten can be submitted again"
+    assert await store.submit(request(member=3), AT), "a deleted request can be submitted again"
     metrics = {"queue/pending": 1, "queue/done": 0, "ops/submit": 1, "ops/add": 0}
     assert (await store.counts()).items() >= metrics.items()
-    assert await store.counts() == await recounted(store)
+    assert await store.counts() == await fresh_counts(store)
     await store.aclose()
 
 
-async def test_a_bank_that_begins_anew_cannot_go_back(tmp_path: Path) -> None:
+async def test_a_reset_bank_cannot_be_rolled_back(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
-    await take(store, ("submit", 0))
+    await apply_step(store, ("submit", 0))
     seq = await store.snapshot(AT)
-    await store.begin_anew()
+    await store.reset_for_new_run()
     with pytest.raises(StoreError, match=f"no snapshot {seq}"):
         await store.rollback(seq)
     assert contents(tmp_path / "bank.sqlite")["requests_before"] == []
     assert not [name for name in os.listdir(tmp_path) if "rollback" in name], (
-        "nothing is copied in vain"
+        "no archive is written"
     )
     await store.aclose()
 
 
-async def test_what_begins_anew_is_as_large_as_what_it_holds(tmp_path: Path) -> None:
+async def test_a_reset_bank_is_compacted(tmp_path: Path) -> None:
     path = tmp_path / "bank.sqlite"
     store = await Store.open(path)
     for member in range(100):
         await store.submit(request(member=member, note="x" * 4000), AT)
     await store.snapshot(AT)
-    for one in await store.lease():
-        await store.bury(one, "too long", AT)
+    for leased in await store.lease():
+        await store.mark_dead(leased, "too long", AT)
     assert len(contents(path)["requests_before"]) == 100
-    await store.begin_anew()
+    await store.reset_for_new_run()
     assert path.stat().st_size < 200_000, "the requests and their images alone were 800 kB"
     assert path.with_name("bank.sqlite-wal").stat().st_size == 0
     await store.aclose()
 
 
-async def test_a_bank_that_is_read_is_not_made_one_file(tmp_path: Path) -> None:
+async def test_a_bank_with_an_open_reader_cannot_be_compacted(tmp_path: Path) -> None:
     path = tmp_path / "bank.sqlite"
     store = await Store.open(path)
     store._database.connection.execute("PRAGMA busy_timeout = 0")
@@ -398,17 +400,17 @@ async def test_a_bank_that_is_read_is_not_made_one_file(tmp_path: Path) -> None:
         reader.execute("SELECT * FROM log").fetchall()
         with pytest.raises(
             StoreError,
-            match=r"bank\.sqlite: somebody reads it, so it cannot be made one file\. "
-            r"End that reader first\.",
+            match=r"bank\.sqlite: another connection is reading the bank, so it cannot be "
+            r"compacted into one file\. Close that connection and try again\.",
         ):
             await store.compact()
     await store.compact()
     await store.aclose()
 
 
-async def test_going_back_over_nothing_makes_no_copy(tmp_path: Path) -> None:
+async def test_a_rollback_without_changes_makes_no_copy(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
-    await take(store, ("submit", 0))
+    await apply_step(store, ("submit", 0))
     seq = await store.snapshot(Stamp(7, 0))
     await store.lease()
     assert await store.rollback(seq) == (done := await store.rollback(seq))
@@ -419,18 +421,18 @@ async def test_going_back_over_nothing_makes_no_copy(tmp_path: Path) -> None:
 # ── dead requests ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path: Path) -> None:
+async def test_dead_requests_keep_their_payload_and_can_be_retried(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
     requests = [request(member=member) for member in range(4)]
-    for one in requests:
-        await store.submit(one, AT)
-        assert [await store.failed(one, "busy") for _ in range(2)] == [1, 2]
-        if one.member:
-            await store.bury(one, "too often busy", AT)
+    for dead in requests:
+        await store.submit(dead, AT)
+        assert [await store.record_failure(dead, "busy") for _ in range(2)] == [1, 2]
+        if dead.member:
+            await store.mark_dead(dead, "too often busy", AT)
     with pytest.raises(
         StoreError,
-        match=r"no dead episodes: nobody, run/0/0/0\. Nothing was changed; "
-        r"crl bank dead lists them\.",
+        match=r"no dead episodes have these ids: nobody, run/0/0/0\. Nothing was changed\. "
+        r"List the dead episodes with crl bank dead\.",
     ):
         await store.retry_dead(["run/0/0/1", "run/0/0/0", "nobody"])
     assert (await store.counts())["queue/dead"] == 3
@@ -442,7 +444,7 @@ async def test_dead_requests_keep_their_payload_and_can_be_tried_again(tmp_path:
     ]  # fmt: skip
     assert await store.retry_dead() == ["run/0/0/1", "run/0/0/3"]
     assert await store.lease() == requests
-    await store.bury(requests[1], "again", AT)
+    await store.mark_dead(requests[1], "again", AT)
     assert (await store.counts()).items() >= {
         "ops/dead": 4,
         "ops/revive": 3,
@@ -494,11 +496,11 @@ async def test_a_bank_of_version_1_is_upgraded(tmp_path: Path) -> None:
     seq = await store.snapshot(AT)
     before = contents(path)
     for step in [("submit", 7), ("revive", 0), ("search", 0), ("prune", 99)]:
-        await take(store, step)
+        await apply_step(store, step)
     await store.apply(distilled(request(1), "add"), AT, RULES)
     await store.rollback(seq)
     assert contents(path) == before
-    assert [one.id for one in await store.lease()] == ["run/1/0/0", "run/1/0/1"]
+    assert [leased.id for leased in await store.lease()] == ["run/1/0/0", "run/1/0/1"]
     await store.aclose()
     assert schema(path) == schema(tmp_path / "new.sqlite")
     with closing(sqlite3.connect(path)) as db:
@@ -511,18 +513,18 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     await (await Store.open(tmp_path / "new.sqlite")).aclose()
     store = await Store.open(path)
     assert schema(path) == schema(tmp_path / "new.sqlite")
-    units = {str(unit.pending.unit): unit.pending for unit in await store.ready()}
+    units = {str(unit.pending.unit): unit.pending for unit in await store.ready_units()}
     assert (units["run/0/0/0#0@1"].count, units["run/0/0/0#0@1"].total) == (2, 0.0), (
-        "pending credit is kept"
+        "pending credit is preserved"
     )
     assert [(entry.uid, entry.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#2", 0), ("run/0/0/0#0", 0), ("run/1/0/0#0", 0),
     ]  # fmt: skip
-    await take(store, ("vote", 0))
+    await apply_step(store, ("vote", 0))
     seq = await store.snapshot(AT)
     before = contents(path)
     for step in [("vote", 0), ("vote", 2), ("credit", 0)]:
-        await take(store, step)
+        await apply_step(store, step)
     await store.rollback(seq)
     assert contents(path) == before
 
@@ -530,7 +532,7 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     assert [(entry.uid, entry.retrieved, entry.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#1", 0, 0), ("run/0/0/0#2", 0, 0), ("run/0/0/0#0", 0, 0),
     ]  # fmt: skip
-    assert {str(unit.pending.unit): unit.pending.count for unit in await store.ready()} == {
+    assert {str(unit.pending.unit): unit.pending.count for unit in await store.ready_units()} == {
         "run/0/0/0#0@1": 1,
         "run/0/0/3@0": 1,
     }
@@ -571,7 +573,7 @@ async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lif
     await store.aclose()
 
 
-async def test_requests_that_version_1_forgot_do_not_count_as_done(tmp_path: Path) -> None:
+async def test_requests_deleted_by_the_upgrade_do_not_count_as_done(tmp_path: Path) -> None:
     path = bank_of_version_1(tmp_path / "bank.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM requests WHERE state IN ('pending', 'leased')")
@@ -584,7 +586,7 @@ async def test_requests_that_version_1_forgot_do_not_count_as_done(tmp_path: Pat
     await store.aclose()
 
 
-async def test_a_bank_of_version_1_that_began_anew_still_counts_from_there(tmp_path: Path) -> None:
+async def test_a_reset_bank_of_version_1_counts_from_its_reset(tmp_path: Path) -> None:
     path = bank_of_version_1(tmp_path / "bank.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("INSERT INTO facts SELECT 'begun', MAX(seq) FROM log")
@@ -616,7 +618,7 @@ async def test_an_upgrade_that_fails_changes_nothing(tmp_path: Path) -> None:
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path: Path) -> None:
+async def test_a_full_disk_loses_no_acknowledged_request(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
     pages = store._database.connection.execute("PRAGMA page_count").fetchone()[0]
     store._database.connection.execute(f"PRAGMA max_page_count = {pages + 20}")
@@ -626,10 +628,10 @@ async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path:
             store.submit(request(0, group, member, note="x" * 500), AT) for member in range(8)
         )
         outcomes += await asyncio.gather(*gathered, return_exceptions=True)
-    said = {str(outcome) for outcome in outcomes if outcome is not True}
-    assert said == {
-        f"{tmp_path / 'bank.sqlite'}: database or disk is full. Free some disk space; "
-        "what was acknowledged before is safe."
+    messages = {str(outcome) for outcome in outcomes if outcome is not True}
+    assert messages == {
+        f"{tmp_path / 'bank.sqlite'}: database or disk is full. Free some disk space. "
+        "All acknowledged changes are saved."
     }  # fmt: skip
     acknowledged = [
         f"run/0/{i // 8}/{i % 8}" for i, outcome in enumerate(outcomes) if outcome is True
@@ -639,14 +641,14 @@ async def test_a_full_disk_is_an_error_loses_nothing_and_can_be_mended(tmp_path:
     assert await store.submit(request(9), AT)
     await store.aclose()
     again = await Store.open(tmp_path / "bank.sqlite")
-    assert [one.id for one in await again.lease()] == [*acknowledged, "run/9/0/0"]
+    assert [leased.id for leased in await again.lease()] == [*acknowledged, "run/9/0/0"]
     assert (await again.counts())["ops/submit"] == len(acknowledged) + 1, (
-        "and what was refused left no trace"
+        "refused requests are not logged"
     )
     await again.aclose()
 
 
-WRITES_UNTIL_IT_FAILS = """
+WRITE_UNTIL_FAILURE = """
 import asyncio, resource, sys
 from pathlib import Path
 from extractors import request
@@ -671,7 +673,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-def python(code: str, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+def start_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -683,19 +685,20 @@ def python(code: str, *arguments: str | Path, **options: Any) -> subprocess.Pope
     )
 
 
-async def test_a_file_that_may_not_grow_is_an_error_loses_nothing_and_can_be_mended(
+async def test_a_file_size_limit_loses_no_acknowledged_request(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "bank.sqlite"
-    said, _ = python(WRITES_UNTIL_IT_FAILS, path).communicate(timeout=120)
-    acknowledged, message = said.strip().split(" ", 1)
+    output, _ = start_python(WRITE_UNTIL_FAILURE, path).communicate(timeout=120)
+    acknowledged, message = output.strip().split(" ", 1)
     assert int(acknowledged) > 10
     remedy = (
-        "See whether its disk is full, over a quota or gone; what was acknowledged before is safe."
+        "Check whether the disk is full, over its quota or disconnected. "
+        "All acknowledged changes are saved."
     )
     assert message == f"{path}: disk I/O error. {remedy}"
     store = await Store.open(path)
-    assert [one.id for one in await store.lease()] == [
+    assert [leased.id for leased in await store.lease()] == [
         f"run/0/0/{member}" for member in range(int(acknowledged))
     ] + ["run/1/0/0"]
     await store.aclose()
@@ -705,7 +708,7 @@ async def test_a_file_that_may_not_grow_is_an_error_loses_nothing_and_can_be_men
     not Path("/proc/self").is_dir(),
     reason="needs /proc, where nobody may make a file, not even root",
 )
-async def test_a_directory_that_nobody_may_write_to_is_an_error() -> None:
+async def test_an_unwritable_directory_is_an_error() -> None:
     with pytest.raises(
         StoreError,
         match=r"^/proc/self/bank\.sqlite: .*\. Its directory must exist and be writable\.$",
@@ -713,7 +716,7 @@ async def test_a_directory_that_nobody_may_write_to_is_an_error() -> None:
         await Store.open(Path("/proc/self/bank.sqlite"))
 
 
-HOLDS_IT = """
+HOLD_BANK_OPEN = """
 import asyncio, sys
 from pathlib import Path
 from extractors import request
@@ -730,32 +733,32 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-async def test_a_second_writer_is_told_who_the_first_one_is(tmp_path: Path) -> None:
+async def test_the_error_of_a_second_writer_names_the_first_one(tmp_path: Path) -> None:
     path = tmp_path / "bank.sqlite"
-    holder = python(HOLDS_IT, path)
+    holder = start_python(HOLD_BANK_OPEN, path)
     try:
         assert holder.stdout
         assert holder.stdout.readline() == "open\n"
         for _ in range(2):
             with pytest.raises(
                 StoreError,
-                match=rf"bank\.sqlite: process {holder.pid} on .* is writing to it\. "
-                r"End that one first",
+                match=rf"bank\.sqlite: process {holder.pid} on .* is writing to the bank\. "
+                r"End that process first",
             ):
                 await Store.open(path)
-        assert contents(path)["log"], "reading is possible all the time"
+        assert contents(path)["log"], "reading is possible"
     finally:
         holder.kill()
         holder.communicate()
     store = await Store.open(path)  # the claim ended with the process
     with pytest.raises(StoreError, match=f"process {os.getpid()} on"):
         await Store.open(path)
-    assert [one.id for one in await store.lease()] == ["run/0/0/0"]
+    assert [leased.id for leased in await store.lease()] == ["run/0/0/0"]
     await store.aclose()
     assert os.listdir(tmp_path) == ["bank.sqlite"]
 
 
-FORGETS_IT = """
+EXIT_WITHOUT_CLOSING = """
 import asyncio, sys
 from pathlib import Path
 from extractors import request
@@ -771,12 +774,12 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-async def test_a_bank_that_nobody_closed_keeps_no_process_alive(tmp_path: Path) -> None:
-    careless = python(FORGETS_IT, tmp_path / "bank.sqlite")
+async def test_an_unclosed_bank_does_not_keep_its_process_alive(tmp_path: Path) -> None:
+    careless = start_python(EXIT_WITHOUT_CLOSING, tmp_path / "bank.sqlite")
     careless.communicate(timeout=60)
     assert careless.returncode == 7
     store = await Store.open(tmp_path / "bank.sqlite")
-    assert [one.id for one in await store.lease()] == ["run/0/0/0"]
+    assert [leased.id for leased in await store.lease()] == ["run/0/0/0"]
     await store.aclose()
 
 
@@ -786,13 +789,19 @@ async def test_a_bank_that_nobody_closed_keeps_no_process_alive(tmp_path: Path) 
 MEMORY = Path("/dev/shm")
 
 
-def killed(how: str, *numbers: int) -> dict[str, Any]:
+def run_kill_test(mode: str, *numbers: int) -> dict[str, Any]:
     """Run `manager_victim.py` and return its report.
 
     The banks are in memory where /dev/shm exists, because SIGKILL does not undo any write.
     """
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        command = [sys.executable, str(HERE / "manager_victim.py"), folder, how, *map(str, numbers)]
+        command = [
+            sys.executable,
+            str(HERE / "manager_victim.py"),
+            folder,
+            mode,
+            *map(str, numbers),
+        ]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -817,40 +826,40 @@ DONE = {
 STATES = ["done"] * 2 + ["dead"] * 2 + ["done"] * 8 + ["dead"] + ["done"] * 2
 
 
-def expect_nothing_lost(report: dict[str, Any]) -> None:
+def check_nothing_lost(report: dict[str, Any]) -> None:
     assert report["different"] == []
-    assert [rule for rule, _ in report["left"]] == [*EVICTED, "credit"]
-    for rule, left in report["left"]:
-        assert [ast.literal_eval(row)[1] for row in left["requests"]] == STATES
-        log = [ast.literal_eval(row) for row in left["log"]]
+    assert [rule for rule, _ in report["contents"]] == [*EVICTED, "credit"]
+    for rule, tables in report["contents"]:
+        assert [ast.literal_eval(row)[1] for row in tables["requests"]] == STATES
+        log = [ast.literal_eval(row) for row in tables["log"]]
         assert {kind for _, kind, *_ in log} == DONE, "every kind of operation is done"
         evicted = {origin: json.loads(data) for _, kind, origin, _, data in log if kind == "evict"}
         assert EVICTED[rule] == {
             uid: data for uid, data in evicted.items() if data["for"].startswith("run/1/")
         }
-        said = {json.loads(data).get(key) for *_, data in log for key in ("reason", "verdict")}
-        assert said >= {"near duplicate", "stale target", "accept", "refine", "reject"}
+        reasons = {json.loads(data).get(key) for *_, data in log for key in ("reason", "verdict")}
+        assert reasons >= {"near duplicate", "stale target", "accept", "refine", "reject"}
 
 
-def test_a_process_killed_before_any_statement_loses_nothing_and_repeats_nothing() -> None:
-    report = killed("statements", 50)
-    expect_nothing_lost(report)
+def test_kills_before_some_statements_lose_and_repeat_nothing() -> None:
+    report = run_kill_test("statements", 50)
+    check_nothing_lost(report)
     assert report["killed"] > 80
 
 
-def test_a_process_killed_at_random_instants_loses_nothing_and_repeats_nothing() -> None:
-    report = killed("storm", 200, 1)
-    expect_nothing_lost(report)
+def test_kills_at_random_times_lose_and_repeat_nothing() -> None:
+    report = run_kill_test("random", 200, 1)
+    check_nothing_lost(report)
     assert report["killed"] >= 200
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
-def test_a_process_killed_thousands_of_times_loses_nothing_and_repeats_nothing(seed: int) -> None:
-    expect_nothing_lost(killed("storm", 1000, seed))
+def test_thousands_of_kills_lose_and_repeat_nothing(seed: int) -> None:
+    check_nothing_lost(run_kill_test("random", 1000, seed))
 
 
 @pytest.mark.soak
-def test_a_process_killed_before_each_statement_loses_nothing_and_repeats_nothing() -> None:
+def test_kills_before_each_statement_lose_and_repeat_nothing() -> None:
     """Each statement is reached under one of the three eviction rules."""
-    expect_nothing_lost(killed("statements", len(EVICTED)))
+    check_nothing_lost(run_kill_test("statements", len(EVICTED)))

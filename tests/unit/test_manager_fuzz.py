@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from extractors import answering, logged, manager, request, search, task
+from extractors import answering, logged, open_manager, request, search, task
 
 from crl.manager import CreditSettings, DistilRequest, ManagerSettings, RetrievalSettings
 from crl.manager.store import Store
@@ -80,54 +80,54 @@ def op(rng: random.Random) -> object:
             ["add"],
         ]
     )
-    made: dict[str, object] = {
+    operation: dict[str, object] = {
         "op": kind,
         "target": rng.choice([1, 1, 1, 2, "1", anything(rng)]),
         "text": text(rng),
     }
     if rng.random() < 0.2:
-        made[rng.choice(["op", "target", "text", "targets"])] = anything(rng)
+        operation[rng.choice(["op", "target", "text", "targets"])] = anything(rng)
     if rng.random() < 0.1:
-        del made[rng.choice(list(made))]
-    return made
+        del operation[rng.choice(list(operation))]
+    return operation
 
 
 def answer(rng: random.Random) -> str:
     """Return an answer with random operations. About half of the answers are damaged."""
-    said = json.dumps(
+    completion = json.dumps(
         [op(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 5]))], ensure_ascii=rng.random() < 0.5
     )
     if rng.random() < 0.3:
-        said = f"{rng.choice(JUNK)}{said}{rng.choice(JUNK)}"
+        completion = f"{rng.choice(JUNK)}{completion}{rng.choice(JUNK)}"
     if rng.random() < 0.2:
-        at = rng.randrange(len(said) + 1)
-        said = said[:at] + rng.choice(["", *JUNK]) + said[at + rng.randrange(9) :]
+        at = rng.randrange(len(completion) + 1)
+        completion = completion[:at] + rng.choice(["", *JUNK]) + completion[at + rng.randrange(9) :]
     # A tokenizer never produces lone surrogates. The escapes of JSON can.
-    return said.encode("utf-8", "ignore").decode()
+    return completion.encode("utf-8", "ignore").decode()
 
 
 @pytest.mark.parametrize("answers", [400, pytest.param(10_000, marks=pytest.mark.soak)])
-async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: int) -> None:
+async def test_the_bank_survives_any_answers(tmp_path: Path, answers: int) -> None:
     path, rng = tmp_path / "bank.sqlite", random.Random(0)
-    made = await manager(path, answering(lambda _: answer(rng)), SETTINGS)
+    manager = await open_manager(path, answering(lambda _: answer(rng)), SETTINGS)
     submitted = 0
     while submitted < answers:
         step = submitted // 40
-        made.advance(step)
+        manager.advance(step)
         goals = [task(goal=f"Leave hall {i}.") for i in range(8)]
-        hits = await made.search(
+        hits = await manager.search(
             [search(goal.goal, group=8 * step + i) for i, goal in enumerate(goals)]
         )
         for i, (goal, hit) in enumerate(zip(goals * 5, hits * 5, strict=True)):
             one: DistilRequest = request(
                 step, 8 * step + i % 8, i // 8, of=goal, shown=(hit,) if hit else ()
             )
-            submitted += await made.submit(one)
+            submitted += await manager.submit(one)
             if hit:
-                await made.credit([hit.use], rng.random() < 0.5, episode=one.id)
-        await made.drain()
-        assert 0 < len(made._bank.entries) <= 12
-    metrics = await made.stats()
+                await manager.credit([hit.use], rng.random() < 0.5, episode=one.id)
+        await manager.drain()
+        assert 0 < len(manager._bank.entries) <= 12
+    metrics = await manager.stats()
     assert (
         metrics.items()
         >= {
@@ -147,12 +147,12 @@ async def test_whatever_is_answered_the_bank_goes_on(tmp_path: Path, answers: in
     assert {"near duplicate", "target named before", "stale target", "unknown op", "not JSON"} <= {
         name.removeprefix("dropped/") for name in metrics
     }
-    entries = made._bank.entries
-    await made.aclose()
+    entries = manager._bank.entries
+    await manager.aclose()
 
     store = await Store.open(path)
     stored = [entry for entry, _ in await store.entries()]
-    assert stored == list(entries.values()), "what is in memory is what is stored"
+    assert stored == list(entries.values()), "memory and store agree"
     assert all(
         entry.text.strip() and len(entry.text) <= 2000 and entry.votes > -1 for entry in stored
     )

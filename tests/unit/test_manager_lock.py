@@ -64,28 +64,28 @@ class Failed(Exception):
     pass
 
 
-async def turns(n: int) -> None:
+async def yield_turns(n: int) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
 
 
-async def live(number: int, plan: Plan, lock: ReadWriteLock, history: History) -> None:
+async def hold_lock(number: int, plan: Plan, lock: ReadWriteLock, history: History) -> None:
     history.came.append(number)
     async with lock.read() if plan.kind == "read" else lock.write():
         history.entered.append(number)
         assert not history.inside or {plan.kind, *history.inside} == {"read"}, (
-            "a writer with somebody else"
+            "a writer shares the lock"
         )
         history.inside.append(plan.kind)
         try:
-            await turns(plan.holds)
+            await yield_turns(plan.holds)
             if plan.fails:
                 raise Failed
         finally:
             history.inside.remove(plan.kind)
 
 
-async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
+async def run_plans(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
     """Run all plans to their ends and return the history.
 
     The number of turns is larger than any schedule needs. A task that is still waiting after these
@@ -95,11 +95,11 @@ async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
     for now in range(24):
         for number, plan in enumerate(plans):
             if plan.comes == now:
-                tasks[number] = asyncio.create_task(live(number, plan, lock, history))
+                tasks[number] = asyncio.create_task(hold_lock(number, plan, lock, history))
             if plan.cancelled_after is not None and plan.comes + plan.cancelled_after == now:
                 tasks[number].cancel()
         await asyncio.sleep(0)
-    await turns(sum(plan.holds + 4 for plan in plans))
+    await yield_turns(sum(plan.holds + 4 for plan in plans))
     assert all(task.done() for task in tasks.values()), "a lost wake-up"
     for task, ended in zip(
         tasks.values(), await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True
@@ -108,33 +108,35 @@ async def play(plans: Sequence[Plan], lock: ReadWriteLock) -> History:
     return history
 
 
-async def expect_its_promises_kept(plans: Sequence[Plan]) -> None:
+async def check_guarantees(plans: Sequence[Plan]) -> None:
     lock = ReadWriteLock()
-    history = await play(plans, lock)
+    history = await run_plans(plans, lock)
     assert not history.inside
     for first, second in itertools.combinations(history.entered, 2):
         in_order = history.came.index(first) < history.came.index(second)
-        assert in_order or plans[first].kind == plans[second].kind == "read", "somebody was passed"
+        assert in_order or plans[first].kind == plans[second].kind == "read", (
+            "the order of arrival was violated"
+        )
     async with asyncio.timeout(60), lock.write():  # the lock is free again
         pass
 
 
 @settings(max_examples=300)
 @given(PLANS)
-async def test_a_writer_is_alone_nobody_is_passed_or_forgotten_and_the_lock_is_free_at_the_end(
+async def test_the_lock_is_exclusive_fair_and_free_at_the_end(
     plans,
 ):
-    await expect_its_promises_kept(plans)
+    await check_guarantees(plans)
 
 
 @pytest.mark.soak
 @settings(max_examples=20_000, deadline=None)
 @given(PLANS)
-async def test_the_lock_keeps_its_promises_in_thousands_of_schedules(plans):
-    await expect_its_promises_kept(plans)
+async def test_the_lock_is_correct_in_thousands_of_schedules(plans):
+    await check_guarantees(plans)
 
 
-async def test_readers_are_inside_together():
+async def test_readers_share_the_lock():
     lock, inside = ReadWriteLock(), asyncio.Barrier(3)
 
     async def reader() -> int:
@@ -145,7 +147,7 @@ async def test_readers_are_inside_together():
         assert sorted(await asyncio.gather(*(reader() for _ in range(3)))) == [0, 1, 2]
 
 
-async def test_who_runs_out_of_time_leaves_no_trace():
+async def test_a_timeout_while_waiting_leaves_the_lock_free():
     lock = ReadWriteLock()
     async with lock.read():
         with pytest.raises(TimeoutError):

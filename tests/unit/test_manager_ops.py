@@ -76,7 +76,7 @@ def test_a_bad_op_is_dropped_with_its_reason(completion, reason):
 UP, DOWN = '{"op": "up", "target": 1}', '{"op": "down", "target": 2}'
 
 
-def test_votes_are_ops_where_they_are_asked_for():
+def test_votes_are_ops_if_voting_is_on():
     parsed = parse_ops(f"[{UP}, {DOWN}]", 2, votes=True)
     assert [(op.kind, op.targets, op.text) for op in parsed.ops] == [
         ("up", (0,), ""),
@@ -91,28 +91,28 @@ def test_votes_are_ops_where_they_are_asked_for():
     assert parse_merge(f"[{UP}]", 2).dropped == {"unknown op": 1}
 
 
-def test_the_good_ones_stand():
+def test_valid_ops_among_invalid_ones_are_kept():
     parsed = parse_ops(f'[{{"op": "drop"}}, {ADD}, {{"op": "add", "text": "cut {UPDATE}', 2)
     assert [op.kind for op in parsed.ops] == ["add", "update"]
     assert parsed.dropped == {"unknown op": 1, "not JSON": 1}
 
 
-def test_what_is_beyond_the_limit_is_dropped():
+def test_ops_over_the_limit_are_dropped():
     parsed = parse_ops(f"[{ADD}, {ADD}, {ADD}]", 0, limits=OpLimits(max_ops=2))
     assert len(parsed.ops) == 2
     assert parsed.dropped == {"too many ops": 1}
 
 
-def test_when_the_prompt_opened_the_thinking_only_what_follows_it_counts():
+def test_thinking_started_by_the_prompt_is_ignored():
     assert kinds(f"Perhaps {ADD}", thinking=True) == []
     assert kinds(f"Perhaps {UPDATE}</think>{ADD}", thinking=True) == ["add"]
 
 
-def test_each_op_keeps_its_characters_and_the_head_ends_at_the_first_bad_or_good():
+def test_ops_have_spans_and_the_head_ends_at_the_first_object():
     text = f'Fine: [{{"op": "drop"}}, {ADD}, {UPDATE}]'
     parsed = parse_ops(text, 2)
     assert [text[slice(*op.span)] for op in parsed.ops] == [ADD, UPDATE]
-    assert text[: parsed.head] == "Fine: ["
+    assert text[: parsed.head_chars] == "Fine: ["
 
 
 PIECES = st.sampled_from(
@@ -131,8 +131,8 @@ PIECES = st.sampled_from(
 )
 def test_any_text_is_parsed(completion, shown, thinking, votes):
     parsed = parse_ops(completion, shown, thinking=thinking, votes=votes)
-    assert 0 <= parsed.head <= len(completion)
-    end = parsed.head
+    assert 0 <= parsed.head_chars <= len(completion)
+    end = parsed.head_chars
     for op in parsed.ops:
         assert end <= op.span[0] < op.span[1] <= len(completion)
         end = op.span[1]
@@ -143,7 +143,7 @@ def test_any_text_is_parsed(completion, shown, thinking, votes):
     assert parsed.ops or parsed.dropped
 
 
-# ── where a malformed answer departs from those that could be used ────────────────────────────────
+# ── head of a malformed answer ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -177,18 +177,20 @@ def test_any_text_is_parsed(completion, shown, thinking, votes):
         ('[{"op":"update","target":"7","text":"x"}]', '7","text":"x"}]'),
     ],
 )
-def test_a_malformed_answer_departs_where_no_usable_one_goes_on_like_this(
+def test_the_head_of_a_malformed_answer_ends_where_it_becomes_invalid(
     completion: str, departure: str
 ) -> None:
     parsed = parse_ops(completion, 2, limits=OpLimits(max_chars=40))
     assert parsed.malformed
-    assert completion[parsed.head :] == departure
+    assert completion[parsed.head_chars :] == departure
 
 
-def test_where_nothing_was_shown_an_update_is_wrong_from_its_kind_on() -> None:
+def test_without_shown_experiences_an_update_is_invalid_from_its_kind() -> None:
     text = '[{"op":"update","target":1,"text":"x"}]'
-    assert text[parse_ops(text, 0).head :].startswith("update")
-    assert text[parse_ops(text.replace("update", "up"), 0, votes=True).head :].startswith("up")
+    assert text[parse_ops(text, 0).head_chars :].startswith("update")
+    assert text[parse_ops(text.replace("update", "up"), 0, votes=True).head_chars :].startswith(
+        "up"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,8 +202,10 @@ def test_where_nothing_was_shown_an_update_is_wrong_from_its_kind_on() -> None:
         (f"[{ADD}]", 'add", "text": "Go west."}]'),
     ],
 )
-def test_a_malformed_merge_departs_at_its_targets(completion: str, departure: str) -> None:
-    assert completion[parse_merge(completion, 3).head :] == departure
+def test_the_head_of_a_malformed_merge_ends_at_its_invalid_part(
+    completion: str, departure: str
+) -> None:
+    assert completion[parse_merge(completion, 3).head_chars :] == departure
 
 
 ANSWER = st.lists(
@@ -216,10 +220,8 @@ ANSWER = st.lists(
 
 @settings(max_examples=500)
 @given(ANSWER, st.booleans(), st.data())
-def test_what_a_malformed_answer_shares_with_a_usable_one_is_not_its_departure(
-    answer, ascii_only, data
-) -> None:
-    """`head` counts the characters that a usable answer could share.
+def test_the_head_covers_what_a_usable_answer_could_share(answer, ascii_only, data) -> None:
+    """`head_chars` counts the characters that a usable answer could share.
 
     For a cut answer these are all characters. For a wrong character they include at least the
     characters before the wrong one.
@@ -227,17 +229,17 @@ def test_what_a_malformed_answer_shares_with_a_usable_one_is_not_its_departure(
     text = json.dumps(answer, ensure_ascii=ascii_only)
     cut = data.draw(st.integers(0, len(text)))
     beginning = parse_ops(text[:cut], 2)
-    assert not beginning.malformed or beginning.head == cut
+    assert not beginning.malformed or beginning.head_chars == cut
     wrong = parse_ops(text[:cut] + data.draw(st.characters()) + text[cut + 1 :], 2)
-    assert not wrong.malformed or wrong.head >= cut
+    assert not wrong.malformed or wrong.head_chars >= cut
 
 
-def test_what_follows_the_last_op_closes_the_answer_unless_it_was_refused() -> None:
-    assert parse_ops(f"```json\n[{ADD}]\n```\nI hope this helps!", 0).closed
-    assert parse_ops(f'[{{"op": "drop"}}, {ADD}]', 0).closed
-    assert not parse_ops(f'[{ADD}, {{"op": "drop"}}]', 0).closed
-    assert not parse_ops(f"[{ADD}, {ADD}]", 0, limits=OpLimits(max_ops=1)).closed
-    assert not parse_ops(f'[{ADD}, {{"op": "add", "text": "cut', 0).closed
+def test_an_answer_ends_cleanly_if_no_refused_op_follows_the_last_op() -> None:
+    assert parse_ops(f"```json\n[{ADD}]\n```\nI hope this helps!", 0).ends_cleanly
+    assert parse_ops(f'[{{"op": "drop"}}, {ADD}]', 0).ends_cleanly
+    assert not parse_ops(f'[{ADD}, {{"op": "drop"}}]', 0).ends_cleanly
+    assert not parse_ops(f"[{ADD}, {ADD}]", 0, limits=OpLimits(max_ops=1)).ends_cleanly
+    assert not parse_ops(f'[{ADD}, {{"op": "add", "text": "cut', 0).ends_cleanly
 
 
 # ── operations on a chunk of the bank ─────────────────────────────────────────────────────────────
@@ -289,7 +291,7 @@ def test_a_bad_op_of_a_merge_is_dropped_with_its_reason(completion, reason):
     assert parsed.dropped == {reason: 1}
 
 
-def test_an_experience_is_named_once():
+def test_a_target_can_be_named_only_once():
     parsed = parse_merge(f'[{MERGE}, {{"op": "discard", "target": 3}}, {DISCARD}]', 3)
     assert [op.kind for op in parsed.ops] == ["merge", "discard"]
     assert parsed.dropped == {"target named before": 1}
@@ -303,9 +305,9 @@ def test_an_experience_is_named_once():
 )
 def test_any_text_is_parsed_as_a_merge(completion, shown):
     parsed = parse_merge(completion, shown)
-    named = [target for op in parsed.ops for target in op.targets]
-    assert len(set(named)) == len(named)
-    assert all(0 <= target < shown for target in named)
+    targets = [target for op in parsed.ops for target in op.targets]
+    assert len(set(targets)) == len(targets)
+    assert all(0 <= target < shown for target in targets)
     assert all(len(op.targets) > 1 and op.text for op in parsed.ops if op.kind == "merge")
     assert parsed.ops or parsed.dropped
 
@@ -320,7 +322,7 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_no_answer_takes_long_or_too_deep(bomb):
+def test_deeply_nested_answers_are_parsed(bomb):
     assert len(parse_ops(bomb, 0).ops) <= 1
 
 
@@ -332,7 +334,7 @@ def test_no_answer_takes_long_or_too_deep(bomb):
         st.sampled_from(["wé go", "中文", "🙂", ADD, UPDATE, ", ", "[", "]", "\n"]), max_size=12
     ).map("".join)
 )
-def test_the_tokens_of_an_op_hold_its_text_and_little_more(text):
+def test_the_tokens_of_an_op_cover_its_text_tightly(text):
     ids = renderer().encode(text)
     assert renderer().decode(ids) == text
     ops = parse_ops(text, 2).ops
@@ -359,10 +361,10 @@ def test_tokens_of_one_character_map_exactly():
 
 
 @pytest.mark.parametrize("opening", ['{"a":[', '{"op":[', '{"a":{}', "{"])
-def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(
+def test_the_number_of_tried_braces_is_bounded(
     opening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of tried braces is bounded by `ATTEMPTS`.
+    """The number of tried braces is bounded by `MAX_ATTEMPTS`.
 
     Each try may read the text to its end, so without the bound the time would be quadratic.
     """
@@ -377,4 +379,4 @@ def test_of_braces_without_ops_so_many_are_read_and_the_rest_is_dropped(
     parsed = parse_ops(f"[{ADD}, {opening * 4000}", 2)
     assert [op.kind for op in parsed.ops] == ["add"]
     assert parsed.dropped.get("not JSON", 0) + parsed.dropped.get("too many ops", 0) >= 1
-    assert len(decoded) == ops.ATTEMPTS + 1
+    assert len(decoded) == ops.MAX_ATTEMPTS + 1

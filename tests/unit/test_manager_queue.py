@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from doors import until
-from extractors import add, answering, manager, request
+from extractors import add, answering, open_manager, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ AT = Stamp(0, 0)
 RULES = ApplyRules(None, None)
 
 
-class Desk:
+class QueueHarness:
     """Queue whose extractor answers when the test sets a result.
 
     `waiting` maps the id of each request in progress to the future of its answer.
@@ -40,17 +40,17 @@ class Desk:
             store, ManagerSettings(concurrency=concurrency), lambda: AT, self._attempt, self._settle
         )
 
-    async def _attempt(self, one: DistilRequest) -> Distilled:
-        assert one.id not in self.waiting, "in the hands of two"
-        answer = self.waiting[one.id] = asyncio.get_running_loop().create_future()
+    async def _attempt(self, leased: DistilRequest) -> Distilled:
+        assert leased.id not in self.waiting, "leased twice"
+        answer = self.waiting[leased.id] = asyncio.get_running_loop().create_future()
         try:
             await answer
         finally:
-            del self.waiting[one.id]
-        generation = Generation(one.id, 0, (1,), Completion((2,), (-0.1,), (0,), "stop"), 0)
-        return Distilled(one, generation, (), 1, {})
+            del self.waiting[leased.id]
+        generation = Generation(leased.id, 0, (1,), Completion((2,), (-0.1,), (0,), "stop"), 0)
+        return Distilled(leased, generation, (), 1, {})
 
-    async def _settle(self, one: DistilRequest, outcome: Outcome) -> None:
+    async def _settle(self, leased: DistilRequest, outcome: Outcome) -> None:
         assert isinstance(outcome, Distilled)
         await self.store.apply(outcome, AT, RULES)
         await self.queue.count_settled()
@@ -63,91 +63,93 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(folder: Path, **options: int):
+async def open_harness(folder: Path, **options: int):
     store = await Store.open(folder / "bank.sqlite")
     store._database.connection.execute("PRAGMA synchronous = OFF")  # no power failure in this test
     try:
-        yield Desk(store, **options)
+        yield QueueHarness(store, **options)
     finally:
         await store.aclose()
 
 
-async def ended(*tasks: asyncio.Task[None]) -> None:
+async def cancel_all(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_drain_that_fails_leaves_the_others_requests_alone(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
-        await at.queue.submit(request(member=0))
-        draining = asyncio.create_task(at.queue.drain())
-        await until(lambda: "run/0/0/0" in at.waiting)
-        running = asyncio.create_task(at.queue.run())
-        await at.queue.submit(request(member=1))
-        await until(lambda: "run/0/0/1" in at.waiting)
-        at.waiting["run/0/0/0"].set_exception(EngineError("gone"))
+async def test_a_failed_drain_releases_only_its_own_requests(tmp_path: Path) -> None:
+    async with open_harness(tmp_path) as harness:
+        await harness.queue.submit(request(member=0))
+        draining = asyncio.create_task(harness.queue.drain())
+        await until(lambda: "run/0/0/0" in harness.waiting)
+        running = asyncio.create_task(harness.queue.run())
+        await harness.queue.submit(request(member=1))
+        await until(lambda: "run/0/0/1" in harness.waiting)
+        harness.waiting["run/0/0/0"].set_exception(EngineError("gone"))
         with pytest.raises(ExceptionGroup):
             await draining
-        assert await at.states() == {"run/0/0/0": "pending", "run/0/0/1": "leased"}
-        at.waiting["run/0/0/1"].set_result(None)
-        await until(lambda: not at.waiting)
-        await ended(running)
-        assert await at.states() == {"run/0/0/0": "pending", "run/0/0/1": "done"}
+        assert await harness.states() == {"run/0/0/0": "pending", "run/0/0/1": "leased"}
+        harness.waiting["run/0/0/1"].set_result(None)
+        await until(lambda: not harness.waiting)
+        await cancel_all(running)
+        assert await harness.states() == {"run/0/0/0": "pending", "run/0/0/1": "done"}
 
 
-async def test_a_run_that_ends_leaves_the_others_requests_alone(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
-        await at.queue.submit(request(member=0))
-        draining = asyncio.create_task(at.queue.drain())
-        await until(lambda: "run/0/0/0" in at.waiting)
-        running = asyncio.create_task(at.queue.run())
-        await at.queue.submit(request(member=1))
-        await until(lambda: "run/0/0/1" in at.waiting)
-        await ended(running)
-        assert await at.states() == {"run/0/0/0": "leased", "run/0/0/1": "pending"}
-        at.waiting["run/0/0/0"].set_result(None)
+async def test_a_cancelled_run_releases_only_its_own_requests(tmp_path: Path) -> None:
+    async with open_harness(tmp_path) as harness:
+        await harness.queue.submit(request(member=0))
+        draining = asyncio.create_task(harness.queue.drain())
+        await until(lambda: "run/0/0/0" in harness.waiting)
+        running = asyncio.create_task(harness.queue.run())
+        await harness.queue.submit(request(member=1))
+        await until(lambda: "run/0/0/1" in harness.waiting)
+        await cancel_all(running)
+        assert await harness.states() == {"run/0/0/0": "leased", "run/0/0/1": "pending"}
+        harness.waiting["run/0/0/0"].set_result(None)
         await draining
-        assert await at.states() == {"run/0/0/0": "done", "run/0/0/1": "pending"}
+        assert await harness.states() == {"run/0/0/0": "done", "run/0/0/1": "pending"}
 
 
-async def test_a_second_drain_returns_when_the_first_ones_requests_are_settled_too(
+async def test_a_second_drain_waits_for_the_first_one(
     tmp_path: Path,
 ) -> None:
-    async with desk(tmp_path) as at:
-        await at.queue.submit(request())
-        drains = [asyncio.create_task(at.queue.drain()) for _ in range(2)]
-        await until(lambda: bool(at.waiting))
+    async with open_harness(tmp_path) as harness:
+        await harness.queue.submit(request())
+        drains = [asyncio.create_task(harness.queue.drain()) for _ in range(2)]
+        await until(lambda: bool(harness.waiting))
         await asyncio.wait(drains, timeout=0.02)
-        assert not any(one.done() for one in drains)
-        at.waiting["run/0/0/0"].set_result(None)
+        assert not any(drain.done() for drain in drains)
+        harness.waiting["run/0/0/0"].set_result(None)
         await asyncio.gather(*drains)
-        assert await at.states() == {"run/0/0/0": "done"}
+        assert await harness.states() == {"run/0/0/0": "done"}
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_who_is_cancelled_while_it_leases_holds_nothing(turns: int, tmp_path: Path) -> None:
-    async with desk(tmp_path) as at:
-        await at.store.submit(request(), AT)
-        leasing = asyncio.create_task(at.store.lease())
+async def test_a_cancelled_lease_holds_no_requests(turns: int, tmp_path: Path) -> None:
+    async with open_harness(tmp_path) as harness:
+        await harness.store.submit(request(), AT)
+        leasing = asyncio.create_task(harness.store.lease())
         for _ in range(turns):
             await asyncio.sleep(0)
         cancelled = leasing.cancel()
         await asyncio.wait({leasing})
-        assert await at.states() == {"run/0/0/0": "pending" if cancelled else "leased"}
+        assert await harness.states() == {"run/0/0/0": "pending" if cancelled else "leased"}
 
 
-async def test_a_bank_is_not_rolled_back_under_a_drain(tmp_path: Path) -> None:
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda prompt: add("Go west.")))
-    seq = await made.snapshot()
-    await made.submit(request())
-    draining = asyncio.create_task(made.drain())
+async def test_a_rollback_during_a_drain_is_refused(tmp_path: Path) -> None:
+    manager = await open_manager(
+        tmp_path / "bank.sqlite", answering(lambda prompt: add("Go west."))
+    )
+    seq = await manager.snapshot()
+    await manager.submit(request())
+    draining = asyncio.create_task(manager.drain())
     await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="not rolled back while requests or a merge are in work"):
-        await made.rollback(seq)
+    with pytest.raises(RuntimeError, match="cannot be rolled back while requests"):
+        await manager.rollback(seq)
     await draining
-    await made.rollback(seq)
-    await made.aclose()
+    await manager.rollback(seq)
+    await manager.aclose()
 
 
 KINDS = ["submit", "run", "drain", "answer", "fail", "cancel", "turn"]
@@ -158,24 +160,26 @@ SCHEDULES = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=SCHEDULES)
-def test_whoever_fails_or_is_cancelled_every_request_is_done_once_and_never_in_two_hands(
+def test_every_request_is_done_once_despite_failures_and_cancellations(
     schedule: Sequence[tuple[str, int]],
 ) -> None:
     async def play(folder: Path) -> None:
-        async with desk(folder) as at:
+        async with open_harness(folder) as harness:
             running: asyncio.Task[None] | None = None
             drains: list[asyncio.Task[None]] = []
             for member, (kind, n) in enumerate(schedule):
-                answers = sorted(name for name, answer in at.waiting.items() if not answer.done())
+                answers = sorted(
+                    name for name, answer in harness.waiting.items() if not answer.done()
+                )
                 match kind:
                     case "submit":
-                        await at.queue.submit(request(member=member))
+                        await harness.queue.submit(request(member=member))
                     case "run" if running is None or running.done():
-                        running = asyncio.create_task(at.queue.run())
+                        running = asyncio.create_task(harness.queue.run())
                     case "drain":
-                        drains.append(asyncio.create_task(at.queue.drain()))
+                        drains.append(asyncio.create_task(harness.queue.drain()))
                     case "answer" | "fail" if answers:
-                        answer = at.waiting[answers[n % len(answers)]]
+                        answer = harness.waiting[answers[n % len(answers)]]
                         answer.set_result(None) if kind == "answer" else answer.set_exception(
                             EngineError("gone")
                         )
@@ -183,19 +187,17 @@ def test_whoever_fails_or_is_cancelled_every_request_is_done_once_and_never_in_t
                         tasks[n % len(tasks)].cancel()
                     case _:
                         await asyncio.sleep(n / 2000)
-            await ended(*drains, *([running] if running else []))
-            assert not at.queue.busy
-            assert set((await at.states()).values()) <= {"pending", "done"}, (
-                "whoever is gone holds nothing"
-            )
-            last = asyncio.create_task(at.queue.drain())
+            await cancel_all(*drains, *([running] if running else []))
+            assert not harness.queue.busy
+            assert set((await harness.states()).values()) <= {"pending", "done"}, "no lease is left"
+            last = asyncio.create_task(harness.queue.drain())
             while not last.done():
-                for answer in [answer for answer in at.waiting.values() if not answer.done()]:
+                for answer in [answer for answer in harness.waiting.values() if not answer.done()]:
                     answer.set_result(None)
                 await asyncio.wait({last}, timeout=0.001)
             await last
-            assert set((await at.states()).values()) <= {"done"}
-            counts = await at.store.counts()
+            assert set((await harness.states()).values()) <= {"done"}
+            counts = await harness.store.counts()
             assert counts["ops/return"] == sum(kind == "submit" for kind, _ in schedule)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from doors import renderer
-from extractors import PROMPTS, add, dump, hit, logged, manager, request, search, task
+from extractors import PROMPTS, add, dump, hit, logged, open_manager, request, search, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ def refine(text: str = "Two rooms west.") -> str:
     return json.dumps([{"op": "refine", "text": text}])
 
 
-class Answering(ScriptedEngine):
+class AnsweringEngine(ScriptedEngine):
     """Engine that distils "Go west." from every episode and answers a question with `answer`."""
 
     def __init__(self, answer: Callable[[str], str] = lambda _: refine()) -> None:
@@ -53,8 +53,8 @@ class Answering(ScriptedEngine):
         )
 
 
-def asked(member: int = 0, number: int = 1) -> SearchRequest:
-    return replace(search(member=member), asked=number)
+def question_search(member: int = 0, number: int = 1) -> SearchRequest:
+    return replace(search(member=member), question=number)
 
 
 def question(member: int = 0, number: int = 1, query: str = "Where to?") -> Question:
@@ -63,22 +63,24 @@ def question(member: int = 0, number: int = 1, query: str = "Where to?") -> Ques
     )
 
 
-async def opened(
+async def open_with_entry(
     path: Path, engine: ScriptedEngine, settings: ManagerSettings = SETTINGS, **parts: Any
 ) -> ExperienceManager:
-    made = await manager(path / "bank.sqlite", engine, settings, **{"prompts": ASKING, **parts})
-    await made.submit(request())
-    await made.drain()
-    return made
+    manager = await open_manager(
+        path / "bank.sqlite", engine, settings, **{"prompts": ASKING, **parts}
+    )
+    await manager.submit(request())
+    await manager.drain()
+    return manager
 
 
-async def ask(made: ExperienceManager, member: int = 0, number: int = 1) -> Hit:
-    (found,) = await made.search([asked(member, number)])
+async def ask(manager: ExperienceManager, member: int = 0, number: int = 1) -> Hit:
+    (found,) = await manager.search([question_search(member, number)])
     assert found
-    return await made.refine(question(member, number), found)
+    return await manager.refine(question(member, number), found)
 
 
-def span(trace: Any) -> str:
+def masked_text(trace: Any) -> str:
     return renderer().decode(
         [token for token, mask in zip(trace.ids, trace.mask, strict=True) if mask]
     )
@@ -97,7 +99,7 @@ def span(trace: Any) -> str:
         ("[]", ["return"]),
     ],
 )
-def test_answers_are_read_as_other_operations_are(completion: str, expected: list[str]) -> None:
+def test_refinements_are_parsed(completion: str, expected: list[str]) -> None:
     assert [op.kind for op in parse_refine(completion).ops] == expected
 
 
@@ -113,12 +115,12 @@ def test_answers_are_read_as_other_operations_are(completion: str, expected: lis
         ('[{"op": "refine", "text": "Two', "not JSON"),
     ],
 )
-def test_what_is_no_answer_has_a_reason(completion: str, reason: str) -> None:
+def test_unusable_answers_have_a_reason(completion: str, reason: str) -> None:
     parsed = parse_refine(completion, limits=OpLimits(max_chars=40))
     assert (parsed.malformed, parsed.dropped) == (True, {reason: 1})
 
 
-def test_one_answer_is_enough() -> None:
+def test_only_the_first_refinement_counts() -> None:
     parsed = parse_refine(f'[{refine("a")[1:-1]}, {refine("b")[1:-1]}, {{"op": "return"}}]')
     assert [op.text for op in parsed.ops] == ["a"]
     assert parsed.dropped == {"too many ops": 2}
@@ -156,159 +158,165 @@ def test_any_text_is_parsed(completion: str, thinking: bool) -> None:
 # ── outcome of a question ─────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_answer_is_kept_and_earns_what_its_episode_earns(tmp_path: Path) -> None:
-    engine = Answering(lambda prompt: f"<think>Hm.</think>{refine()}")
-    made = await opened(tmp_path, engine)
-    answer = await ask(made)
+async def test_a_refinement_is_stored_and_earns_its_episodes_reward(tmp_path: Path) -> None:
+    engine = AnsweringEngine(lambda prompt: f"<think>Hm.</think>{refine()}")
+    manager = await open_with_entry(tmp_path, engine)
+    answer = await ask(manager)
     name = question().name
     assert (answer.text, answer.use.how) == ("Two rooms west.", "ask")
     assert (answer.use.uid, answer.use.version, answer.use.generation) == ("run/0/0/0#0", 1, name)
     data = {"uid": "run/0/0/0#0", "version": 1, "text": "Two rooms west."}
     ((origin, row),) = logged(tmp_path / "bank.sqlite", "refine")
     assert (origin, {key: row[key] for key in data}) == (name, data)
-    assert len(made._bank.entries) == 1, "a refinement is no entry of the bank"
+    assert len(manager._bank.entries) == 1, "a refinement is not an entry"
 
-    (start,) = await made.search([search()])
+    (start,) = await manager.search([search()])
     assert start
     for success in (True, False, True):
         # The third call repeats the episode of the first.
-        await made.credit([start.use, answer.use], success, episode=f"run/1/0/{success}")
-    entry = made._bank.entries["run/0/0/0#0"]
+        await manager.credit([start.use, answer.use], success, episode=f"run/1/0/{success}")
+    entry = manager._bank.entries["run/0/0/0#0"]
     assert (entry.credited, entry.credit, entry.retrieved) == (2, 0.0, 2), (
-        "its own two; the question too counts as retrieved"
+        "two credits; the question counts as a retrieval"
     )
-    ready = {str(unit.pending.unit): unit.pending for unit in await made._store.ready()}
+    ready = {str(unit.pending.unit): unit.pending for unit in await manager._store.ready_units()}
     assert {unit: (pending.count, pending.total) for unit, pending in ready.items()} == {
         "run/0/0/0#0@1": (2, 0.0),
         f"{name}@1": (2, 0.0),
     }
 
-    samples = await made.take_batch(2, 1)
+    samples = await manager.take_batch(2, 1)
     assert samples
-    texts = {sample.id: span(sample.trace) for sample in samples}
+    texts = {sample.id: masked_text(sample.trace) for sample in samples}
     assert texts[f"{name}@1"] == refine()[1:] + "<|im_end|>"
     assert texts[f"{name}@head"] == "<think>Hm.</think>["
-    await made.mark_trained([sample.id for sample in samples], 1)
-    assert await made._store.ready() == []
-    await made.aclose()
+    await manager.mark_trained([sample.id for sample in samples], 1)
+    assert await manager._store.ready_units() == []
+    await manager.aclose()
 
 
-async def test_what_is_told_as_it_is_earns_for_its_entry(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering(lambda _: '[{"op": "return"}]'))
-    answer = await ask(made)
+async def test_an_unchanged_experience_earns_for_its_entry(tmp_path: Path) -> None:
+    manager = await open_with_entry(tmp_path, AnsweringEngine(lambda _: '[{"op": "return"}]'))
+    answer = await ask(manager)
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
-    await made.credit([answer.use], False, episode="run/1/0/0")
-    assert [str(unit.pending.unit) for unit in await made._store.ready()] == ["run/0/0/0#0@1"]
-    assert (await made.stats()).items() >= {
+    await manager.credit([answer.use], False, episode="run/1/0/0")
+    assert [str(unit.pending.unit) for unit in await manager._store.ready_units()] == [
+        "run/0/0/0#0@1"
+    ]
+    assert (await manager.stats()).items() >= {
         "ops/refine": 1,
         "generations": 1,
         "refine/failed": 0,
     }.items()
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_what_guides_an_episode_twice_guides_one_episode(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering(lambda _: "[]"))
-    (start,) = await made.search([search()])
+async def test_an_experience_retrieved_twice_is_credited_once(tmp_path: Path) -> None:
+    manager = await open_with_entry(tmp_path, AnsweringEngine(lambda _: "[]"))
+    (start,) = await manager.search([search()])
     assert start
     for _ in range(2):
-        await made.credit([start.use, (await ask(made)).use], True, episode="run/1/0/0")
-    ((unit,), entry) = (await made._store.ready(), made._bank.entries["run/0/0/0#0"])
+        await manager.credit([start.use, (await ask(manager)).use], True, episode="run/1/0/0")
+    ((unit,), entry) = (await manager._store.ready_units(), manager._bank.entries["run/0/0/0#0"])
     assert (unit.pending.count, entry.credited, entry.credit) == (1, 1, 1.0)
-    await made.aclose()
+    await manager.aclose()
 
 
 @pytest.mark.parametrize("reward", [None, -1.0])
-async def test_an_answer_that_cannot_be_used_is_counted_and_earns_what_such_answers_earn(
+async def test_an_unusable_answer_is_counted_and_gets_the_malformed_reward(
     tmp_path: Path, reward: float | None
 ) -> None:
     credit = CreditSettings(cooldown=0, malformed_reward=reward)
-    made = await opened(
-        tmp_path, Answering(lambda _: "Go west, young man."), replace(SETTINGS, credit=credit)
+    manager = await open_with_entry(
+        tmp_path, AnsweringEngine(lambda _: "Go west, young man."), replace(SETTINGS, credit=credit)
     )
-    answer = await ask(made)
+    answer = await ask(manager)
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
-    assert (await made.stats()).items() >= {
+    assert (await manager.stats()).items() >= {
         "ops/refine": 1,
         "dropped/no op in the answer": 1,
         "refine/failed": 0,
     }.items()
-    ready = [(str(unit.pending.unit), unit.pending.reward) for unit in await made._store.ready()]
+    ready = [
+        (str(unit.pending.unit), unit.pending.reward) for unit in await manager._store.ready_units()
+    ]
     assert ready == ([(f"{question().name}@0", -1.0)] if reward else [])
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_an_update_of_what_was_asked_for_is_of_the_entry(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering())
-    answer = await ask(made)
-    made._distiller._prompt = lambda r: [Segment("user", r.shown[0].text, "task")]
-    made._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
+async def test_an_update_of_a_refined_hit_updates_the_entry(tmp_path: Path) -> None:
+    manager = await open_with_entry(tmp_path, AnsweringEngine())
+    answer = await ask(manager)
+    manager._distiller._prompt = lambda r: [Segment("user", r.shown[0].text, "task")]
+    manager._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
         lambda prompt: json.dumps([{"op": "update", "target": 1, "text": "West, always."}])
     )
-    await made.submit(request(1, shown=(answer,)))
-    await made.drain()
-    assert [(e.uid, e.version, e.text) for e in made._bank.entries.values()] == [
+    await manager.submit(request(1, shown=(answer,)))
+    await manager.drain()
+    assert [(e.uid, e.version, e.text) for e in manager._bank.entries.values()] == [
         ("run/0/0/0#0", 2, "West, always.")
     ]
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_the_same_question_draws_the_same_and_is_kept_once(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering())
-    first = await ask(made)
-    before = await made.stats()
-    assert await ask(made) == first
-    after = await made.stats()
+async def test_a_repeated_question_gets_the_same_answer_and_is_stored_once(tmp_path: Path) -> None:
+    manager = await open_with_entry(tmp_path, AnsweringEngine())
+    first = await ask(manager)
+    before = await manager.stats()
+    assert await ask(manager) == first
+    after = await manager.stats()
     tokens = "total/sampled_tokens/extractor"
     assert after.pop(tokens) > before.pop(tokens), "it was sampled again"
     assert after == before
-    await made.aclose()
+    await manager.aclose()
 
 
 # ── retrieval ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_question_is_answered_to_its_member_alone(tmp_path: Path) -> None:
+async def test_a_question_is_answered_for_its_member_only(tmp_path: Path) -> None:
     """Diversity (eq. 6) counts every question as a retrieval. The group's entry does not change."""
-    made = await opened(tmp_path, Answering())
-    made._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
+    manager = await open_with_entry(tmp_path, AnsweringEngine())
+    manager._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
         lambda prompt: add("Go south.")
     )
-    await made.submit(request(member=1))
-    await made.drain()
-    (start,) = await made.search([search(member=0)])
-    found = await made.search([asked(member, number) for member in (0, 1) for number in (1, 2)])
-    (again,) = await made.search([search(member=1)])
+    await manager.submit(request(member=1))
+    await manager.drain()
+    (start,) = await manager.search([search(member=0)])
+    found = await manager.search(
+        [question_search(member, number) for member in (0, 1) for number in (1, 2)]
+    )
+    (again,) = await manager.search([search(member=1)])
     assert start is not None
     assert again == start
     assert {one.text for one in found if one} == {"Go west.", "Go south."}
     assert {one.use.how for one in found if one} == {"ask_unrefined"}
-    assert sum(e.retrieved for e in made._bank.entries.values()) == 5, (
-        "the group's pick counts once, every question for itself"
+    assert sum(e.retrieved for e in manager._bank.entries.values()) == 5, (
+        "the group's pick counts once, and so does each question"
     )
-    await made.aclose()
+    await manager.aclose()
 
 
 # ── evaluations ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_uncounted_question_leaves_no_trace(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering())
-    before = dump(tmp_path / "bank.sqlite"), await made.stats()
-    (found,) = await made.search([asked()], counted=False)
+async def test_an_uncounted_question_changes_nothing(tmp_path: Path) -> None:
+    manager = await open_with_entry(tmp_path, AnsweringEngine())
+    before = dump(tmp_path / "bank.sqlite"), await manager.stats()
+    (found,) = await manager.search([question_search()], counted=False)
     assert found
-    answer = await made.refine(question(), found, counted=False)
+    answer = await manager.refine(question(), found, counted=False)
     assert (answer.text, answer.use.how) == ("Two rooms west.", "ask")
-    await made.flush()
-    assert (dump(tmp_path / "bank.sqlite"), await made.stats()) == before
-    assert made.take_refine_times() == []
-    await made.aclose()
+    await manager.flush()
+    assert (dump(tmp_path / "bank.sqlite"), await manager.stats()) == before
+    assert manager.take_refine_times() == []
+    await manager.aclose()
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class Troubled(Answering):
+class FailingEngine(AnsweringEngine):
     """Engine that raises `error` for a question, or never answers the question without an error."""
 
     def __init__(self, error: Exception | None = None) -> None:
@@ -336,32 +344,32 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["cannot", "busy", "restarted"])
-async def test_where_the_extractor_fails_what_was_found_is_told_as_it_is(
+async def test_after_an_extractor_error_the_hit_is_unchanged(
     tmp_path: Path, error: Exception
 ) -> None:
-    made = await opened(tmp_path, Troubled(error))
-    answer = await ask(made)
+    manager = await open_with_entry(tmp_path, FailingEngine(error))
+    answer = await ask(manager)
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
-    stats = await made.stats()
+    stats = await manager.stats()
     assert stats["refine/failed"] == 1
     assert "ops/refine" not in stats
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_past_the_deadline_what_was_found_is_told_as_it_is(tmp_path: Path) -> None:
-    engine = Troubled()
-    made = await opened(tmp_path, engine, replace(SETTINGS, ask_deadline=0.05))
-    assert (await ask(made)).use.how == "ask_unrefined"
-    assert engine.cancelled, "nobody waits for the answer any more"
-    assert (await made.stats())["refine/failed"] == 1
-    (seconds,) = made.take_refine_times()
+async def test_after_the_deadline_the_hit_is_unchanged(tmp_path: Path) -> None:
+    engine = FailingEngine()
+    manager = await open_with_entry(tmp_path, engine, replace(SETTINGS, ask_deadline=0.05))
+    assert (await ask(manager)).use.how == "ask_unrefined"
+    assert engine.cancelled, "the call was cancelled"
+    assert (await manager.stats())["refine/failed"] == 1
+    (seconds,) = manager.take_refine_times()
     assert seconds >= 0.05
-    assert made.take_refine_times() == []
-    await made.aclose()
+    assert manager.take_refine_times() == []
+    await manager.aclose()
 
 
-async def test_an_agent_does_not_wait_for_a_check_of_the_engine_either(tmp_path: Path) -> None:
-    class Stuck(Answering):
+async def test_the_deadline_includes_the_health_check(tmp_path: Path) -> None:
+    class Stuck(AnsweringEngine):
         async def generate(
             self, ids: Sequence[int], sampling: Sampling, **options: Any
         ) -> Completion:
@@ -372,39 +380,39 @@ async def test_an_agent_does_not_wait_for_a_check_of_the_engine_either(tmp_path:
         async def health(self) -> None:
             await asyncio.Event().wait()
 
-    made = await opened(tmp_path, Stuck(), replace(SETTINGS, ask_deadline=0.05))
+    manager = await open_with_entry(tmp_path, Stuck(), replace(SETTINGS, ask_deadline=0.05))
     async with asyncio.timeout(10):
-        assert (await ask(made)).use.how == "ask_unrefined"
-    await made.aclose()
+        assert (await ask(manager)).use.how == "ask_unrefined"
+    await manager.aclose()
 
 
-async def test_a_dead_engine_is_told(tmp_path: Path) -> None:
-    class Dead(Troubled):
+async def test_a_dead_engine_raises(tmp_path: Path) -> None:
+    class Dead(FailingEngine):
         async def health(self) -> None:
             raise EngineError("gone")
 
-    made = await opened(tmp_path, Dead(EngineError("no answer")))
+    manager = await open_with_entry(tmp_path, Dead(EngineError("no answer")))
     with pytest.raises(EngineError, match="gone"):
-        await ask(made)
-    await made.aclose()
+        await ask(manager)
+    await manager.aclose()
 
 
-async def test_a_cancelled_question_leaves_nothing_behind(tmp_path: Path) -> None:
-    engine = Troubled()
-    made = await opened(tmp_path, engine)
+async def test_a_cancelled_question_changes_nothing(tmp_path: Path) -> None:
+    engine = FailingEngine()
+    manager = await open_with_entry(tmp_path, engine)
     before = dump(tmp_path / "bank.sqlite")
-    asking = asyncio.create_task(ask(made))
+    asking = asyncio.create_task(ask(manager))
     await engine.asked.wait()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert engine.cancelled
     assert dump(tmp_path / "bank.sqlite") == before
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_a_question_does_not_wait_behind_distillations(tmp_path: Path) -> None:
-    class Busy(Answering):
+async def test_a_question_does_not_wait_for_distillations(tmp_path: Path) -> None:
+    class Busy(AnsweringEngine):
         def __init__(self) -> None:
             super().__init__()
             self.gate, self.distilling = asyncio.Event(), asyncio.Event()
@@ -419,52 +427,56 @@ async def test_a_question_does_not_wait_behind_distillations(tmp_path: Path) -> 
             return await super().generate(ids, sampling, **options)
 
     engine = Busy()
-    made = await opened(tmp_path, engine, replace(SETTINGS, concurrency=1))
+    manager = await open_with_entry(tmp_path, engine, replace(SETTINGS, concurrency=1))
     engine.gate.clear()
     engine.distilling.clear()
-    await made.submit(request(1))
-    draining = asyncio.create_task(made.drain())
+    await manager.submit(request(1))
+    draining = asyncio.create_task(manager.drain())
     await engine.distilling.wait()
     async with asyncio.timeout(60):
-        answers = await asyncio.gather(*(ask(made, member) for member in range(4)))
+        answers = await asyncio.gather(*(ask(manager, member) for member in range(4)))
     assert {answer.use.how for answer in answers} == {"ask"}
     assert not draining.done()
     engine.gate.set()
     await draining
-    await made.aclose()
+    await manager.aclose()
 
 
 # ── retention of a refinement ─────────────────────────────────────────────────────────────────────
 
 
-async def test_a_refinement_is_kept_as_long_as_it_can_earn(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering(), replace(SETTINGS, keep_steps=2))
-    made.advance(1)
-    first, second = await ask(made, 0), await ask(made, 1)
-    await made.credit([first.use], True, episode="run/1/0/0")
+async def test_a_refinement_is_stored_while_it_can_earn_credit(tmp_path: Path) -> None:
+    manager = await open_with_entry(
+        tmp_path, AnsweringEngine(), replace(SETTINGS, credit_window_steps=2)
+    )
+    manager.advance(1)
+    first, second = await ask(manager, 0), await ask(manager, 1)
+    await manager.credit([first.use], True, episode="run/1/0/0")
 
     async def kept() -> list[str]:
-        await made.flush()
-        return sorted(await made._store.generations([first.use.generation, second.use.generation]))
+        await manager.flush()
+        return sorted(
+            await manager._store.generations([first.use.generation, second.use.generation])
+        )
 
-    made.advance(3)
+    manager.advance(3)
     assert await kept() == [first.use.generation, second.use.generation], (
-        "the second's episode may still be running"
+        "the episode of the second may still be running"
     )
-    made.advance(4)
+    manager.advance(4)
     assert await kept() == [first.use.generation], "it has pending reward"
-    samples = await made.take_batch(1, 4)
+    samples = await manager.take_batch(1, 4)
     assert samples
-    await made.mark_trained([sample.id for sample in samples], 4)
+    await manager.mark_trained([sample.id for sample in samples], 4)
     assert await kept() == []
-    await made.credit([second.use], True, episode="run/1/0/1")
-    assert (await made.stats())["buffer/ready"] == 0, "too late to be trained on, and no error"
-    await made.aclose()
+    await manager.credit([second.use], True, episode="run/1/0/1")
+    assert (await manager.stats())["buffer/ready"] == 0, "too late for training, but not an error"
+    await manager.aclose()
 
 
 async def test_without_a_prompt_nothing_is_refined(tmp_path: Path) -> None:
-    made = await opened(tmp_path, Answering(), prompts=PROMPTS)
+    manager = await open_with_entry(tmp_path, AnsweringEngine(), prompts=PROMPTS)
     found = hit("run/0/0/0#0")
-    assert await made.refine(question(), found) is found
-    assert "refine/failed" not in await made.stats()
-    await made.aclose()
+    assert await manager.refine(question(), found) is found
+    assert "refine/failed" not in await manager.stats()
+    await manager.aclose()

@@ -24,16 +24,16 @@ from crl.envs.room.lessons import LESSONS, lesson
 from crl.manager import CachedEmbedder
 from crl.manager.bank import Bank, Scope
 from crl.manager.embed import HashEmbedder, KeyEmbedder
-from crl.manager.index import TAIL, Index
+from crl.manager.index import MIN_TAIL_ROWS, Index
 from crl.manager.records import Entry
 from crl.manager.retrieval import (
-    EQUAL,
+    SIMILARITY_TOLERANCE,
     Candidate,
     RetrievalSettings,
+    choose_entry,
     diverse_scores,
     is_trial,
-    known_score,
-    pick,
+    success_score,
 )
 
 
@@ -59,7 +59,7 @@ def candidates(*similarities: float, **fields) -> list[Candidate]:
 def picked(
     found: list[Candidate], step: int = 10, seed: int = 0, *, trial: bool = False, **settings
 ) -> str | None:
-    chosen = pick(
+    chosen = choose_entry(
         found, step, lambda: random.Random(seed), RetrievalSettings(**settings), trial=trial
     )
     return chosen.uid if chosen else None
@@ -87,13 +87,13 @@ def test_equation_6_on_worked_numbers():
     assert picked(found, recent_steps=0, lam=0.0) == "m0"
 
 
-def test_what_another_run_returned_at_a_step_still_to_come_is_not_recent():
+def test_a_retrieval_at_a_future_step_is_not_recent():
     found = candidates(0.95, 0.94)
     found[0].entry.last_returned_step = 11
     assert list(diverse_scores(found, 10, RetrievalSettings())) == [0]  # the best possible score
 
 
-def test_equals_share_a_rank_and_the_tie_is_drawn_from_the_generator():
+def test_equal_similarities_share_a_rank_and_ties_are_random():
     found = candidates(0.9, 0.9 - 1e-8, 0.9 - 2e-8)
     assert list(diverse_scores(found, 0, RetrievalSettings())) == [0, 0, 0]
     drawn = {picked(found, seed=seed) for seed in range(20)}
@@ -118,9 +118,7 @@ FOUND = st.lists(
     st.sampled_from([0.0, 0.05, 2.0]),
     st.integers(0, 9),
 )
-def test_the_pick_is_the_highest_of_all_scores_of_equation_6(
-    found, lam, recent_steps, margin, seed
-):
+def test_the_pick_has_the_highest_score_of_equation_6(found, lam, recent_steps, margin, seed):
     ordered = sorted(found, key=lambda one: -one[0])
     entries = [
         entry(f"m{i}", retrieved=count, last_returned_step=last)
@@ -128,8 +126,8 @@ def test_the_pick_is_the_highest_of_all_scores_of_equation_6(
     ]
     scores = {}
     for (similarity, count, last), one in zip(ordered, entries, strict=True):
-        if similarity >= ordered[0][0] - margin - EQUAL:
-            rank = sum(-other < -similarity - EQUAL for other, *_ in ordered)
+        if similarity >= ordered[0][0] - margin - SIMILARITY_TOLERANCE:
+            rank = sum(-other < -similarity - SIMILARITY_TOLERANCE for other, *_ in ordered)
             recent = last is not None and 0 <= 10 - last < recent_steps
             scores[one.uid] = -float(rank) - lam * math.log1p(count) - float(recent)
     tied = [uid for uid, score in scores.items() if score == max(scores.values())]
@@ -150,14 +148,14 @@ def test_the_pick_is_the_highest_of_all_scores_of_equation_6(
     )
 
 
-def test_beyond_the_margin_diversity_never_takes_a_worse_match():
+def test_entries_outside_the_margin_are_never_picked():
     found = candidates(0.9, 0.84)
     found[0].entry.retrieved, found[0].entry.last_returned_step = 10**6, 10
     assert picked(found, margin=0.05) == "m0"
     assert picked(found, margin=0.07) == "m1"
 
 
-def test_below_the_least_similarity_nothing_is_returned():
+def test_entries_below_min_similarity_are_never_picked():
     assert picked(candidates(0.29), min_similarity=0.3) is None
     assert picked([], min_similarity=0.0) is None
     found = candidates(0.31, 0.29)
@@ -170,7 +168,7 @@ def test_below_the_least_similarity_nothing_is_returned():
 
 def test_the_score_of_a_record_on_worked_numbers():
     # untried: 0.3; won 3 of 4: 3.3 / 5; won 0 of 1: 0.3 / 2
-    assert [known_score(0, 0.0), known_score(4, 2.0), known_score(1, -1.0)] == pytest.approx(
+    assert [success_score(0, 0.0), success_score(4, 2.0), success_score(1, -1.0)] == pytest.approx(
         [0.3, 0.66, 0.15]
     )
 
@@ -184,7 +182,7 @@ def records() -> list[Candidate]:
     ]
 
 
-def test_credit_takes_the_best_known_among_equals_whatever_their_rank():
+def test_credit_picks_the_best_record_whatever_its_rank():
     found = records()
     assert picked(found, choice="credit") == "good"
     assert picked([found[0], found[2]], choice="credit") == "half"  # 1.3 / 3 against 0.3
@@ -192,7 +190,7 @@ def test_credit_takes_the_best_known_among_equals_whatever_their_rank():
     assert picked([lost, found[2]], choice="credit") == "new"
 
 
-def test_a_trial_takes_the_least_retrieved_among_equals():
+def test_a_trial_picks_the_least_retrieved_entry():
     found = records()
     assert picked(found, choice="credit", trial=True) == "new"
     assert picked(found[:2], choice="credit", trial=True) == "half"
@@ -212,7 +210,7 @@ def test_trials_are_spread_evenly(share: float, phase: float, trials: list[int])
 
 @pytest.mark.parametrize("per", ["rollout", "group"])
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_any_share_of_trials_is_met_in_every_task(per: Literal["rollout", "group"], share: float):
+def test_every_task_has_its_share_of_trials(per: Literal["rollout", "group"], share: float):
     bank = Bank(2, "shared", RetrievalSettings(choice="credit", per=per, trials=share), seed=0)
     for task in ("room", "maze"):
         requests = [
@@ -232,7 +230,7 @@ def a_place_with_records() -> Bank:
     return bank
 
 
-def test_every_other_guided_member_tries_what_was_tried_least_and_the_others_get_what_is_proven():
+def test_half_of_the_guided_members_make_trials():
     bank = a_place_with_records()
     found = [
         bank.search(search("q", group=3, member=m), np.array([1, 0], np.float32), 0, counted=True)
@@ -244,17 +242,17 @@ def test_every_other_guided_member_tries_what_was_tried_least_and_the_others_get
     assert len(set(texts)) == 3
 
 
-def test_an_evaluation_and_a_question_get_the_best_known():
+def test_evaluations_and_questions_make_no_trials():
     bank, query = a_place_with_records(), np.array([1, 0], np.float32)
     for member in range(4):
         evaluated = bank.search(search("q", group=3, member=member), query, 0, counted=False)
         asked = bank.search(
-            replace(search("q", group=3, member=member), asked=1), query, 0, counted=True
+            replace(search("q", group=3, member=member), question=1), query, 0, counted=True
         )
         assert [hit.text for hit in (evaluated, asked) if hit] == ["proven", "proven"]
 
 
-def test_of_groups_that_share_an_experience_some_try():
+def test_some_groups_that_share_an_entry_make_trials():
     bank = a_place_with_records()
     bank._settings = replace(bank._settings, per="group")
     query, texts = np.array([1, 0], np.float32), []
@@ -283,7 +281,7 @@ def test_of_groups_that_share_an_experience_some_try():
     ],
 )
 def test_bad_settings_are_refused(bad):
-    with pytest.raises(ValueError, match="bad retrieval settings"):
+    with pytest.raises(ValueError, match="invalid retrieval settings"):
         RetrievalSettings(**bad)
 
 
@@ -302,7 +300,7 @@ CHANGES = st.lists(
 
 
 @given(CHANGES, st.integers(1, 8), st.integers(0, 99), st.booleans())
-def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exact):
+def test_the_index_agrees_with_an_exhaustive_sort(small_index, changes, k, seed, exact):
     """Graph snapshots are built and swapped in between, after any number of changes."""
     rng = np.random.default_rng(seed)
     index, truth, build = Index(8, exact=exact), {}, None
@@ -314,8 +312,8 @@ def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exac
         elif change == "remove":
             truth.pop(f"m{number}", None)
             index.remove(f"m{number}")
-        elif change == "begin" and index.due:
-            build = index.begin()
+        elif change == "begin" and index.needs_rebuild:
+            build = index.begin_build()
         elif change == "swap" and build:
             assert build.run(threading.Event())
             index.swap(build)
@@ -334,19 +332,19 @@ def test_the_index_equals_sorting_everything(small_index, changes, k, seed, exac
 def small_index():
     """Lower the tail length and the minimum graph size, so that snapshots occur."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("crl.manager.index.TAIL", 4)
-    patch.setattr("crl.manager.index.GRAPH_FROM", 6)
+    patch.setattr("crl.manager.index.MIN_TAIL_ROWS", 4)
+    patch.setattr("crl.manager.index.MAX_EXACT_ROWS", 6)
     yield
     patch.undo()
 
 
 @pytest.mark.parametrize("size", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
-async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, size):
+async def test_the_graph_agrees_with_an_exhaustive_search(monkeypatch, size):
     """The lessons are about named places, 16 lessons per place.
 
     A tenth of the lessons is replaced and a tenth is removed after the graph was built.
     """
-    monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 1000)
+    monkeypatch.setattr("crl.manager.index.MAX_EXACT_ROWS", 1000)
     rng = random.Random(0)
     goals = [
         GOAL.format(place=f"{place} {i}")
@@ -363,7 +361,7 @@ async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, 
         for i in range(size):
             index.put(f"m{i}", keys[i])
         if index is graph:
-            build = index.begin()
+            build = index.begin_build()
             assert build.run(threading.Event())
             index.swap(build)
         for i in range(0, size, 10):
@@ -373,7 +371,7 @@ async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, 
     queries = await HashEmbedder().embed(rng.sample(goals, 100) + rng.sample(texts, 100))
     recall = np.zeros((200, 2))
     for row, query in zip(recall, queries, strict=True):
-        assert graph._by_graph(query, 10) is not None
+        assert graph._search_graph(query, 10) is not None
         best, found = ([n.similarity for n in index.nearest(query, 10)] for index in (exact, graph))
         # A neighbour with an equal similarity counts as a hit.
         row[:] = (
@@ -385,24 +383,24 @@ async def test_a_graph_finds_what_comparing_with_every_entry_finds(monkeypatch, 
     assert at_10 >= 0.98
 
 
-def test_a_build_that_is_stopped_changes_nothing(small_index):
+def test_a_stopped_build_changes_nothing(small_index):
     index, stop = Index(8), threading.Event()
     for i in range(40):
         index.put(f"m{i}", unit(np.random.default_rng(i), 1)[0])
     stop.set()
-    assert not index.begin().run(stop)
+    assert not index.begin_build().run(stop)
     assert len(index.nearest(unit(np.random.default_rng(0), 1)[0], 99)) == 40
 
 
-def test_equals_come_in_the_order_in_which_they_were_put():
+def test_equal_similarities_are_returned_in_insertion_order():
     index = Index(2)
-    for i in range(3 * TAIL):
+    for i in range(3 * MIN_TAIL_ROWS):
         index.put(f"m{i}", np.array([1, 0], np.float32))
     index.put("m1", np.array([1, 0], np.float32))  # put again, so it is the newest
     assert [n.uid for n in index.nearest(np.array([1, 0], np.float32), 3)] == ["m0", "m2", "m3"]
 
 
-def test_a_vector_that_does_not_fit_is_refused():
+def test_a_vector_of_another_dimension_is_refused():
     with pytest.raises(ValueError, match=r"\(3,\) does not fit an index of dimension 2"):
         Index(2).put("m", np.zeros(3, np.float32))
 
@@ -446,7 +444,7 @@ async def keyed(weight: float | None, entries: list[tuple[str, str]]) -> np.ndar
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.25])
-async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_than_any_other(
+async def test_with_goals_in_the_keys_lessons_are_nearest_to_their_own_place(
     weight,
 ):
     queries = await HashEmbedder().embed(ROOM_GOALS)
@@ -461,7 +459,7 @@ async def test_with_its_goal_in_its_key_every_lesson_is_nearer_to_its_own_place_
     assert own.min() >= math.sqrt(1 - weight**2) - 1e-5  # the bound that `KeyEmbedder` guarantees
 
 
-async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_lessons_and_all_of_them():
+async def test_settings_for_tiny_models_separate_the_lessons_of_places():
     """The settings are w = 0.1, margin = 0.01 and min_similarity = 0.994.
 
     They work for any text. The cosine of two goals is at most 0.977, and w turns a key by at most
@@ -479,7 +477,7 @@ async def test_settings_for_tiny_models_exist_under_which_a_place_has_its_own_le
     assert 1 - math.sqrt(1 - 0.1**2) < 0.01
 
 
-async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
+async def test_without_goals_a_key_is_the_embedding_of_the_text():
     assert np.array_equal(
         await keyed(None, [("goal", text) for text in LESSON_TEXTS]),
         await HashEmbedder().embed(LESSON_TEXTS),
@@ -491,7 +489,7 @@ async def test_without_its_goal_a_key_is_the_embedding_of_the_text():
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_cache_embeds_what_it_does_not_know_and_forgets_what_was_not_asked_for_longest():
+async def test_the_cache_embeds_only_new_texts_and_drops_the_least_recently_used():
     inner = WordEmbedder()
     cached = CachedEmbedder(inner, size=2)
     assert (cached.name, cached.dim) == (inner.name, inner.dim)
@@ -504,7 +502,7 @@ async def test_the_cache_embeds_what_it_does_not_know_and_forgets_what_was_not_a
         CachedEmbedder(inner, size=0)
 
 
-async def test_what_a_caller_does_with_a_cached_vector_stays_its_own():
+async def test_callers_cannot_change_cached_vectors():
     cached = CachedEmbedder(WordEmbedder(), size=2)
     (await cached.embed(["a"]))[:] = 0
     assert np.array_equal(await cached.embed(["a"]), await WordEmbedder().embed(["a"]))
@@ -524,7 +522,7 @@ async def vector(text: str) -> np.ndarray:
     return (await WordEmbedder().embed([text]))[0]
 
 
-async def test_an_entry_of_another_task_is_never_returned_when_the_scope_is_the_task():
+async def test_with_task_scope_entries_of_other_tasks_are_not_returned():
     entries = [entry("a", text="go west now", task="room"), entry("b", text="go west", task="maze")]
     query = await vector("go west")
     apart, shared = await bank(*entries), await bank(*entries, scope="shared", margin=0.0)
@@ -541,7 +539,7 @@ async def test_an_entry_of_another_task_is_never_returned_when_the_scope_is_the_
     assert hit.use.uid == "b"
 
 
-async def test_the_members_of_a_group_share_one_pick_that_counts_once():
+async def test_group_members_share_one_pick_that_counts_once():
     made = await bank(entry("a", text="go west"), entry("b", text="go west"))
     query = await vector("go west")
     picks = [
@@ -565,7 +563,7 @@ async def test_the_members_of_a_group_share_one_pick_that_counts_once():
     assert made.take_counts() == {}
 
 
-async def test_with_per_rollout_every_search_is_counted_at_once():
+async def test_with_per_rollout_every_search_is_counted_immediately():
     made = await bank(entry("a", text="go west"), entry("b", text="go west"), per="rollout")
     query = await vector("go west")
     hits = [made.search(search("go west", member=m), query, 0, counted=True) for m in range(4)]
@@ -573,7 +571,7 @@ async def test_with_per_rollout_every_search_is_counted_at_once():
     assert sorted(uids[:2]) == sorted(uids[2:]) == ["a", "b"]
 
 
-async def test_an_uncounted_search_leaves_no_trace():
+async def test_an_uncounted_search_changes_nothing():
     made = await bank(entry("a", text="go west"), entry("b", text="go west"))
     query = await vector("go west")
     first = [made.search(search("go west", member=m), query, 0, counted=False) for m in range(4)]

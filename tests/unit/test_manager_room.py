@@ -20,7 +20,7 @@ from extractors import (
     answering,
     hit,
     logged,
-    manager,
+    open_manager,
     request,
     search,
     task,
@@ -39,46 +39,48 @@ from crl.manager import (
     ManagerSettings,
     RetrievalSettings,
 )
-from crl.manager.records import Entry, Evict, Stamp
-from crl.manager.retrieval import known_score
+from crl.manager.records import Entry, EvictionOrder, Stamp
+from crl.manager.retrieval import success_score
 from crl.manager.store import Store
 from crl.protocols import Hit
 
 NEAREST = RetrievalSettings(margin=0.0, min_similarity=0.0, exact=True)
 
 
-def echo(prompt: str) -> str:
+def echo_last_word(prompt: str) -> str:
     """Answer with the last word of the episode as the new entry. Answer "nothing" with a return."""
     word = prompt.split("<|im_end|>")[-2].split()[-1]
     return RETURN if word == "nothing" else add(word)
 
 
-def bank(**settings: Any) -> ManagerSettings:
+def bank_settings(**settings: Any) -> ManagerSettings:
     return ManagerSettings(retrieval=NEAREST, **settings)
 
 
-def texts(made: ExperienceManager) -> list[str]:
-    return [entry.text for entry in made._bank.entries.values()]
+def texts(manager: ExperienceManager) -> list[str]:
+    return [entry.text for entry in manager._bank.entries.values()]
 
 
-async def distil(made: ExperienceManager, *requests: Any) -> None:
-    for one in requests:
-        await made.submit(one)
-    await made.drain()
+async def distil(manager: ExperienceManager, *requests: Any) -> None:
+    for distil_request in requests:
+        await manager.submit(distil_request)
+    await manager.drain()
 
 
 # ── bounds ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
+async def four_entries(path: Path, evict: EvictionOrder, **bound: int) -> ExperienceManager:
     """Return a bank with four entries.
 
     "one" was retrieved at step 3 and won 1 of 2 episodes. "two" was never used. "three" was
     retrieved at step 2 and lost. "four" was retrieved at step 1 and lost.
     """
-    made = await manager(path, answering(echo), bank(evict=evict, **bound))
+    manager = await open_manager(
+        path, answering(echo_last_word), bank_settings(evict=evict, **bound)
+    )
     await distil(
-        made,
+        manager,
         *(
             request(member=member, note=text)
             for member, text in enumerate(("one", "two", "three", "four"))
@@ -89,15 +91,15 @@ async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
         (2, "three", [False]),
         (3, "one", [True, False]),
     ):
-        made.advance(step)
-        (found,) = await made.search([search(text, group=step)])
+        manager.advance(step)
+        (found,) = await manager.search([search(text, group=step)])
         assert found is not None
         assert found.text == text
         for i, success in enumerate(rewards):
-            await made.credit([found.use], success, episode=f"run/{step}/0/{i}")
-    await made.flush()
-    made.advance(4)
-    return made
+            await manager.credit([found.use], success, episode=f"run/{step}/0/{i}")
+    await manager.flush()
+    manager.advance(4)
+    return manager
 
 
 @pytest.mark.parametrize(
@@ -110,24 +112,24 @@ async def four(path: Path, evict: Evict, **bound: int) -> ExperienceManager:
     ],
 )
 @pytest.mark.parametrize("bound", ["cap", "size"])
-async def test_over_a_bound_those_go_that_the_policy_says(
-    tmp_path: Path, evict: Evict, gone: list[str], bound: str
+async def test_the_eviction_policy_chooses_the_entries_over_a_bound(
+    tmp_path: Path, evict: EvictionOrder, gone: list[str], bound: str
 ) -> None:
-    made = await four(path := tmp_path / "bank.sqlite", evict, **{bound: 4})
-    await distil(made, request(4, note="five"))
-    assert set(texts(made)) == {"one", "two", "three", "four", "five"} - {gone[0]}
-    await distil(made, request(5, note="nothing"))
-    assert len(texts(made)) == 4
-    await distil(made, request(6, note="six"))
-    assert set(texts(made)) == {"one", "two", "three", "four", "five", "six"} - set(gone)
-    await made.aclose()
+    manager = await four_entries(path := tmp_path / "bank.sqlite", evict, **{bound: 4})
+    await distil(manager, request(4, note="five"))
+    assert set(texts(manager)) == {"one", "two", "three", "four", "five"} - {gone[0]}
+    await distil(manager, request(5, note="nothing"))
+    assert len(texts(manager)) == 4
+    await distil(manager, request(6, note="six"))
+    assert set(texts(manager)) == {"one", "two", "three", "four", "five", "six"} - set(gone)
+    await manager.aclose()
     assert [data for _, data in logged(path, "evict")] == [
         {"for": "run/4/0/0"},
         {"for": "run/6/0/0"},
     ]
 
 
-async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Path) -> None:
+async def test_credit_eviction_keeps_winners_and_untried_entries(tmp_path: Path) -> None:
     """Eight new entries arrive at every visit after the first, and the place can hold eight.
 
     A useless entry guides to success in three of four episodes.
@@ -137,45 +139,49 @@ async def test_what_wins_stays_and_there_is_always_something_to_try(tmp_path: Pa
         choice="credit", per="rollout", trials=0.5, min_similarity=-1, margin=2
     )
     settings = ManagerSettings(retrieval=chosen_by, cap=8, evict="credit")
-    made = await manager(tmp_path / "bank.sqlite", answering(echo), settings)
+    manager = await open_manager(tmp_path / "bank.sqlite", answering(echo_last_word), settings)
     led = tried = 0
     for visit in range(20):
         notes = [f"useless-{visit}-{number}" for number in range(8)] if visit else ["right"]
-        await distil(made, *(request(visit, member=m, note=note) for m, note in enumerate(notes)))
-        made.advance(visit)
-        untried = {entry.text for entry in made._bank.entries.values() if not entry.credited}
+        await distil(
+            manager, *(request(visit, member=m, note=note) for m, note in enumerate(notes))
+        )
+        manager.advance(visit)
+        untried = {entry.text for entry in manager._bank.entries.values() if not entry.credited}
         assert len(untried) >= (4 if visit else 1)
         for member in range(4):
-            (found,) = await made.search([search("q", group=visit, member=member)])
+            (found,) = await manager.search([search("q", group=visit, member=member)])
             assert found is not None
             led += found.text == "right"
             tried += found.text in untried
-            await made.credit(
+            await manager.credit(
                 [found.use],
                 draw.random() < (0.95 if found.text == "right" else 0.75),
                 episode=f"e/{visit}/0/{member}",
             )
-    assert "right" in texts(made)
+    assert "right" in texts(manager)
     assert led >= 20
     assert tried >= 36
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
+async def test_the_cap_limits_a_goal_and_the_size_limits_the_bank(tmp_path: Path) -> None:
     other = task(goal="Leave the long hall.")
-    made = await manager(
-        tmp_path / "bank.sqlite", answering(lambda _: add("a b", "c d")), bank(cap=2, size=5)
+    manager = await open_manager(
+        tmp_path / "bank.sqlite",
+        answering(lambda _: add("a b", "c d")),
+        bank_settings(cap=2, size=5),
     )
-    await distil(made, request(0), request(1))
-    assert len(texts(made)) == 2
-    await distil(made, request(2, of=other), request(3, of=task("maze", other.goal)))
-    goals = [(entry.task, entry.goal, entry.uid) for entry in made._bank.entries.values()]
+    await distil(manager, request(0), request(1))
+    assert len(texts(manager)) == 2
+    await distil(manager, request(2, of=other), request(3, of=task("maze", other.goal)))
+    goals = [(entry.task, entry.goal, entry.uid) for entry in manager._bank.entries.values()]
     assert goals == [
         ("room", GOAL, "run/1/0/0#1"),
         ("room", other.goal, "run/2/0/0#0"), ("room", other.goal, "run/2/0/0#1"),
         ("maze", other.goal, "run/3/0/0#0"), ("maze", other.goal, "run/3/0/0#1"),
     ]  # fmt: skip
-    await made.aclose()
+    await manager.aclose()
 
 
 @pytest.mark.parametrize(
@@ -183,55 +189,63 @@ async def test_a_cap_is_of_one_goal_and_a_size_of_all(tmp_path: Path) -> None:
     [("fifo", ["three", "four"]), ("lru", ["one", "three"]), ("credit", ["one", "two"])],
 )
 @pytest.mark.parametrize("bound", ["cap", "size"])
-async def test_a_bank_that_is_opened_over_a_bound_is_brought_within_it(
-    tmp_path: Path, evict: Evict, left: list[str], bound: str
+async def test_opening_a_bank_evicts_entries_over_the_bounds(
+    tmp_path: Path, evict: EvictionOrder, left: list[str], bound: str
 ) -> None:
-    await (await four(path := tmp_path / "bank.sqlite", "fifo")).aclose()
-    made = await manager(path, answering(echo), bank(evict=evict, **{bound: 2}))
-    assert texts(made) == left
-    await made.aclose()
+    await (await four_entries(path := tmp_path / "bank.sqlite", "fifo")).aclose()
+    manager = await open_manager(
+        path, answering(echo_last_word), bank_settings(evict=evict, **{bound: 2})
+    )
+    assert texts(manager) == left
+    await manager.aclose()
     assert [data for _, data in logged(path, "evict")] == [{"reason": "room"}] * 2, (
-        "they stay in the history"
+        "evictions are logged"
     )
-    made = await manager(path, answering(echo), bank())
-    assert texts(made) == left
-    await made.aclose()
+    manager = await open_manager(path, answering(echo_last_word), bank_settings())
+    assert texts(manager) == left
+    await manager.aclose()
 
 
-async def test_each_goal_is_brought_within_the_cap(tmp_path: Path) -> None:
-    made = await manager(
-        path := tmp_path / "bank.sqlite", answering(lambda _: add("a", "b", "c")), bank()
+async def test_opening_a_bank_evicts_entries_over_the_cap_of_each_goal(tmp_path: Path) -> None:
+    manager = await open_manager(
+        path := tmp_path / "bank.sqlite", answering(lambda _: add("a", "b", "c")), bank_settings()
     )
-    await distil(made, request(0), request(1, of=task("maze", "Leave the long hall.")))
-    before = await made.snapshot()
-    await made.aclose()
-    made = await manager(path, answering(echo), bank(cap=2))
-    assert texts(made) == ["b", "c"] * 2
-    await made.rollback(before)
-    assert texts(made) == ["b", "c"] * 2, "what it goes back to is brought within it too"
-    await made.aclose()
+    await distil(manager, request(0), request(1, of=task("maze", "Leave the long hall.")))
+    before = await manager.snapshot()
+    await manager.aclose()
+    manager = await open_manager(path, answering(echo_last_word), bank_settings(cap=2))
+    assert texts(manager) == ["b", "c"] * 2
+    await manager.rollback(before)
+    assert texts(manager) == ["b", "c"] * 2, "the restored bank is within the cap"
+    await manager.aclose()
 
 
-async def test_what_another_run_wrote_or_returned_counts_as_older_than_all_of_this_one(
+async def test_entries_of_another_run_count_as_older(
     tmp_path: Path,
 ) -> None:
     """Step numbers of different runs cannot be compared."""
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add("old")), bank())
-    made.advance(90)
-    await distil(made, request(90))
-    await made.search([search("old")])
-    await made.export_copy(tmp_path / "copy.sqlite")
-    await made.aclose()
-    made = await manager(
-        tmp_path / "copy.sqlite", answering(lambda _: add("new")), bank(size=2, evict="lru")
+    manager = await open_manager(
+        tmp_path / "bank.sqlite", answering(lambda _: add("old")), bank_settings()
     )
-    await distil(made, request(0), request(1))
-    assert texts(made) == ["new", "new"]
-    await made.aclose()
+    manager.advance(90)
+    await distil(manager, request(90))
+    await manager.search([search("old")])
+    await manager.export_copy(tmp_path / "copy.sqlite")
+    await manager.aclose()
+    manager = await open_manager(
+        tmp_path / "copy.sqlite",
+        answering(lambda _: add("new")),
+        bank_settings(size=2, evict="lru"),
+    )
+    await distil(manager, request(0), request(1))
+    assert texts(manager) == ["new", "new"]
+    await manager.aclose()
 
 
 @pytest.mark.parametrize("evict", ["fifo", "lru", "credit"])
-async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict) -> None:
+async def test_a_large_bank_evicts_more_than_the_surplus(
+    tmp_path: Path, evict: EvictionOrder
+) -> None:
     """A bank of more than a hundred entries evicts one percent more than the surplus.
 
     Then only some answers have to search for entries to evict.
@@ -253,19 +267,21 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
         )
         for i, n in enumerate(credited)
     ]
-    await store.take_in(entries, Stamp(0, 0))
+    await store.import_entries(entries, Stamp(0, 0))
     await store.aclose()
-    made = await manager(
-        tmp_path / "bank.sqlite", answering(lambda _: add("new")), bank(size=500, evict=evict)
+    manager = await open_manager(
+        tmp_path / "bank.sqlite",
+        answering(lambda _: add("new")),
+        bank_settings(size=500, evict=evict),
     )
     sizes = []
     for step in range(8):
-        await distil(made, request(step))
-        sizes.append(len(texts(made)))
+        await distil(manager, request(step))
+        sizes.append(len(texts(manager)))
     assert sizes == [495, 496, 497, 498, 499, 500, 495, 496]
     order = entries
     if evict == "credit":
-        score = {entry.uid: known_score(entry.credited, entry.credit) for entry in entries}
+        score = {entry.uid: success_score(entry.credited, entry.credit) for entry in entries}
         best = {
             entry.uid
             for entry in sorted(reversed(entries), key=lambda entry: -score[entry.uid])[:250]
@@ -273,13 +289,13 @@ async def test_a_large_bank_makes_room_for_a_while(tmp_path: Path, evict: Evict)
         order = sorted(
             entries, key=lambda entry: (entry.uid in best, not entry.credited, score[entry.uid])
         )
-    assert set(texts(made)) & {entry.text for entry in entries} == {
+    assert set(texts(manager)) & {entry.text for entry in entries} == {
         entry.text for entry in order[12:]
     }
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_looking_for_the_surplus_reads_an_index(tmp_path: Path) -> None:
+async def test_counting_active_entries_uses_an_index(tmp_path: Path) -> None:
     store = await Store.open(tmp_path / "bank.sqlite")
     plan = await store._database.rows(
         "EXPLAIN QUERY PLAN SELECT COUNT(*) FROM entries WHERE status = 'active'"
@@ -291,7 +307,7 @@ async def test_looking_for_the_surplus_reads_an_index(tmp_path: Path) -> None:
 # ── votes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def voting(**numbers: int) -> str:
+def vote_answer(**numbers: int) -> str:
     """Return an answer with one vote per keyword: the kind is the name, the target is the value."""
     return json.dumps([{"op": kind, "target": target} for kind, target in numbers.items()])
 
@@ -299,7 +315,7 @@ def voting(**numbers: int) -> str:
 SHOWN = (hit("run/0/0/0#0"), hit("run/0/0/0#1"))
 
 
-async def voted(
+async def vote_manager(
     path: Path,
     *answers: str,
     shown: tuple[Hit, ...] = SHOWN,
@@ -307,39 +323,45 @@ async def voted(
     **settings: Any,
 ) -> ExperienceManager:
     """Return a manager that has applied each answer to one episode guided by `shown`."""
-    said = iter([add("one", "two"), *answers])
-    made = await manager(path, answering(lambda _: next(said)), bank(vote_out=vote_out, **settings))
-    await distil(made, request())
+    completions = iter([add("one", "two"), *answers])
+    manager = await open_manager(
+        path, answering(lambda _: next(completions)), bank_settings(vote_out=vote_out, **settings)
+    )
+    await distil(manager, request())
     for step in range(1, len(answers) + 1):
-        await distil(made, request(step, shown=shown))
-    return made
+        await distil(manager, request(step, shown=shown))
+    return manager
 
 
-def votes(made: ExperienceManager) -> dict[str, int]:
-    return {entry.text: entry.votes for entry in made._bank.entries.values()}
+def votes(manager: ExperienceManager) -> dict[str, int]:
+    return {entry.text: entry.votes for entry in manager._bank.entries.values()}
 
 
-async def test_votes_are_counted_and_enough_of_them_evict(tmp_path: Path) -> None:
+async def test_votes_are_counted_and_enough_down_votes_evict(tmp_path: Path) -> None:
     path = tmp_path / "bank.sqlite"
-    made = await voted(path, voting(up=1, down=2), voting(up=1), voting(down=1))
-    assert votes(made) == {"one": 1, "two": -1}
-    await made.aclose()
+    manager = await vote_manager(
+        path, vote_answer(up=1, down=2), vote_answer(up=1), vote_answer(down=1)
+    )
+    assert votes(manager) == {"one": 1, "two": -1}
+    await manager.aclose()
     assert [data for _, data in logged(path, "down")] == [
         {"uid": "run/0/0/0#1", "version": 1},
         {"uid": "run/0/0/0#0", "version": 1},
     ]
-    made = await manager(path, answering(lambda _: voting(down=2)), bank(vote_out=2))
-    assert votes(made) == {"one": 1, "two": -1}, "they are in the store"
-    await distil(made, request(9, shown=SHOWN))
-    assert votes(made) == {"one": 1}
+    manager = await open_manager(
+        path, answering(lambda _: vote_answer(down=2)), bank_settings(vote_out=2)
+    )
+    assert votes(manager) == {"one": 1, "two": -1}, "votes are stored"
+    await distil(manager, request(9, shown=SHOWN))
+    assert votes(manager) == {"one": 1}
     assert (
-        (await made.search([search("two")]))[0].text  # pyright: ignore[reportOptionalMemberAccess]
+        (await manager.search([search("two")]))[0].text  # pyright: ignore[reportOptionalMemberAccess]
         == "one"
     )
-    metrics = await made.stats()
+    metrics = await manager.stats()
     assert metrics.items() >= {"ops/up": 2, "ops/down": 3, "ops/evict": 1, "bank/size": 1}.items()
     assert logged(path, "evict") == [("run/0/0/0#1", {"for": "run/9/0/0", "reason": "votes"})]
-    await made.aclose()
+    await manager.aclose()
 
 
 UP, DOWN, BETTER = (
@@ -353,7 +375,7 @@ AGAIN, REWORDED = "target named before", "vote on other words"
 
 
 @pytest.mark.parametrize(
-    ("shown", "said", "left", "dropped"),
+    ("shown", "ops", "left", "dropped"),
     [
         ((SHOWN[0], SHOWN[0]), [UP % 1, DOWN % 2], {"one": 1, "two": 0}, {AGAIN: 1}),
         ((SHOWN[0], SHOWN[0]), [DOWN % 2, DOWN % 1, DOWN % 2], {"one": -1, "two": 0}, {AGAIN: 2}),
@@ -379,10 +401,10 @@ AGAIN, REWORDED = "target named before", "vote on other words"
         ((REFINED,), [BETTER % (1, "a")], {"two": 0, "a": 0}, {}),
     ],
 )
-async def test_an_answer_says_one_thing_of_one_experience(
+async def test_an_answer_changes_an_experience_at_most_once(
     tmp_path: Path,
     shown: tuple[Hit, ...],
-    said: list[str],
+    ops: list[str],
     left: dict[str, int],
     dropped: dict[str, int],
 ) -> None:
@@ -391,50 +413,52 @@ async def test_an_answer_says_one_thing_of_one_experience(
     An update takes precedence over a vote. A vote on a reworded text, for example on a refinement,
     is dropped.
     """
-    made = await voted(tmp_path / "bank.sqlite", f"[{', '.join(said)}]", shown=shown)
-    assert votes(made) == left
+    manager = await vote_manager(tmp_path / "bank.sqlite", f"[{', '.join(ops)}]", shown=shown)
+    assert votes(manager) == left
     assert {
         name.removeprefix("dropped/"): n
-        for name, n in (await made.stats()).items()
+        for name, n in (await manager.stats()).items()
         if name.startswith("dropped/")
     } == dropped
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_a_vote_is_of_one_version(tmp_path: Path) -> None:
+async def test_a_vote_counts_for_one_version(tmp_path: Path) -> None:
     path = tmp_path / "bank.sqlite"
-    made = await voted(path, voting(down=1), update("one, better"), voting(down=1))
-    assert votes(made) == {"two": 0, "one, better": 0}
-    await made.aclose()
+    manager = await vote_manager(
+        path, vote_answer(down=1), update("one, better"), vote_answer(down=1)
+    )
+    assert votes(manager) == {"two": 0, "one, better": 0}
+    await manager.aclose()
     assert logged(path, "down") == [("run/1/0/0", {"uid": "run/0/0/0#0", "version": 1})]
     assert logged(path, "drop") == [("run/3/0/0", {"reason": "stale target", "count": 1})]
 
 
-async def test_votes_earn_nothing_and_are_an_answer(tmp_path: Path) -> None:
+async def test_votes_earn_no_credit_and_are_not_malformed(tmp_path: Path) -> None:
     credit = CreditSettings(cooldown=0, malformed_reward=-1.0)
-    made = await voted(
+    manager = await vote_manager(
         tmp_path / "bank.sqlite",
-        voting(up=1),
-        f"{voting(down=2)[:-1]}, {add('three')[1:]}",
+        vote_answer(up=1),
+        f"{vote_answer(down=2)[:-1]}, {add('three')[1:]}",
         credit=credit,
     )
-    assert (await made.stats()).items() >= {"buffer/ready": 0, "generations": 2}.items()
-    assert "ops/malformed" not in await made.stats()
-    await made.credit([hit("run/2/0/0#1").use], True, episode="e")
-    samples = await made.take_batch(1, 1)
+    assert (await manager.stats()).items() >= {"buffer/ready": 0, "generations": 2}.items()
+    assert "ops/malformed" not in await manager.stats()
+    await manager.credit([hit("run/2/0/0#1").use], True, episode="e")
+    samples = await manager.take_batch(1, 1)
     assert samples is not None
     assert [sample.id for sample in samples] == ["run/2/0/0#1@1", "run/2/0/0@head"]
-    await made.aclose()
+    await manager.aclose()
 
 
-async def test_where_nobody_asks_for_votes_they_are_no_ops(tmp_path: Path) -> None:
-    made = await voted(tmp_path / "bank.sqlite", voting(up=1, down=2), vote_out=None)
-    assert (await made.stats()).items() >= {
+async def test_votes_are_unknown_ops_if_voting_is_off(tmp_path: Path) -> None:
+    manager = await vote_manager(tmp_path / "bank.sqlite", vote_answer(up=1, down=2), vote_out=None)
+    assert (await manager.stats()).items() >= {
         "ops/up": 0,
         "ops/down": 0,
         "dropped/unknown op": 2,
     }.items()
-    await made.aclose()
+    await manager.aclose()
 
 
 # ── near duplicates ───────────────────────────────────────────────────────────────────────────────
@@ -447,58 +471,62 @@ SAME, ALIKE, OTHER = (
 )
 
 
-async def test_an_add_that_is_known_is_left_out_counted_and_earns_nothing(tmp_path: Path) -> None:
-    settings = bank(duplicate=0.8, credit=CreditSettings(malformed_reward=-1.0))
+async def test_a_near_duplicate_add_is_dropped_and_counted(tmp_path: Path) -> None:
+    settings = bank_settings(duplicate=0.8, credit=CreditSettings(malformed_reward=-1.0))
     answers = iter([add(SAME, ALIKE, OTHER), add(ALIKE), update(SAME)])
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda _: next(answers)), settings)
-    await distil(made, request())
-    assert texts(made) == [SAME, OTHER], "also within one answer"
-    await distil(made, request(1))
-    assert (await made.stats()).items() >= {
+    manager = await open_manager(
+        tmp_path / "bank.sqlite", answering(lambda _: next(answers)), settings
+    )
+    await distil(manager, request())
+    assert texts(manager) == [SAME, OTHER], "also within one answer"
+    await distil(manager, request(1))
+    assert (await manager.stats()).items() >= {
         "dropped/near duplicate": 2,
         "ops/add": 2,
         "generations": 1,
         "buffer/ready": 0,
     }.items()
-    assert "ops/malformed" not in await made.stats(), "it was an answer"
-    await distil(made, request(2, shown=(hit("run/0/0/0#2"),)))
-    assert texts(made) == [SAME, SAME], "an update is no add"
-    await made.aclose()
+    assert "ops/malformed" not in await manager.stats(), "the answer is not malformed"
+    await distil(manager, request(2, shown=(hit("run/0/0/0#2"),)))
+    assert texts(manager) == [SAME, SAME], "updates are not compared"
+    await manager.aclose()
 
 
 @pytest.mark.parametrize(("weight", "kept"), [(None, 1), (0.1, 2)])
-async def test_only_what_one_query_can_find_is_compared(
+async def test_only_entries_that_one_query_can_find_are_compared(
     tmp_path: Path, weight: float | None, kept: int
 ) -> None:
     """Entries of different tasks are never compared.
 
     With goals in the keys, equal texts about different goals are not duplicates.
     """
-    settings = bank(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME)), settings)
+    settings = bank_settings(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
+    manager = await open_manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME)), settings)
     await distil(
-        made,
+        manager,
         request(),
         request(1, of=task(goal="Leave the long hall.")),
         request(2, of=task("maze")),
         request(3),
     )
-    assert len([entry for entry in made._bank.entries.values() if entry.task == "room"]) == kept
-    assert len([entry for entry in made._bank.entries.values() if entry.task == "maze"]) == 1
-    await made.aclose()
+    assert len([entry for entry in manager._bank.entries.values() if entry.task == "room"]) == kept
+    assert len([entry for entry in manager._bank.entries.values() if entry.task == "maze"]) == 1
+    await manager.aclose()
 
 
-async def test_with_goals_in_the_keys_texts_are_compared_and_not_keys(tmp_path: Path) -> None:
-    settings = bank(duplicate=0.9, distil=DistilSettings(key_text_weight=0.1))
-    made = await manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME, OTHER)), settings)
-    await distil(made, request())
-    first, second = (vector for _, vector in await made._store.entries())
+async def test_with_goals_in_the_keys_texts_are_compared_instead(tmp_path: Path) -> None:
+    settings = bank_settings(duplicate=0.9, distil=DistilSettings(key_text_weight=0.1))
+    manager = await open_manager(
+        tmp_path / "bank.sqlite", answering(lambda _: add(SAME, OTHER)), settings
+    )
+    await distil(manager, request())
+    first, second = (vector for _, vector in await manager._store.entries())
     assert first @ second > 0.99
-    assert texts(made) == [SAME, OTHER]
-    await made.aclose()
+    assert texts(manager) == [SAME, OTHER]
+    await manager.aclose()
 
 
-class Refusing(WordEmbedder):
+class BusyEmbedder(WordEmbedder):
     """Embedder that fails for the text `SAME` in the first `times` calls with this text."""
 
     times = 0
@@ -511,28 +539,28 @@ class Refusing(WordEmbedder):
 
 
 @pytest.mark.parametrize(("weight", "times", "refused"), [(None, 2, 0), (0.1, 1, 1), (0.1, 2, 2)])
-async def test_what_is_compared_is_embedded_within_the_attempt(
+async def test_texts_to_compare_are_embedded_within_the_attempt(
     tmp_path: Path, weight: float | None, times: int, refused: int
 ) -> None:
     """A failure of the embedder costs an attempt, and the last attempt the episode, never the run.
 
     Keys that depend only on the text are compared without another embedding.
     """
-    embedder = Refusing()
-    settings = bank(
+    embedder = BusyEmbedder()
+    settings = bank_settings(
         duplicate=0.8, attempts=2, backoff=0.0, distil=DistilSettings(key_text_weight=weight)
     )
     for word, episode in ((SAME, request()), (ALIKE, request(1))):
-        made = await manager(
+        manager = await open_manager(
             tmp_path / "bank.sqlite",
             answering(lambda _, word=word: add(word)),
             settings,
             embedder=embedder,
         )
-        await distil(made, episode)
+        await distil(manager, episode)
         embedder.times = times
         if episode.step == 0:
-            await made.aclose()
+            await manager.aclose()
     dead = refused == settings.attempts
     metrics = {
         "queue/dead": int(dead),
@@ -540,16 +568,16 @@ async def test_what_is_compared_is_embedded_within_the_attempt(
         "dropped/near duplicate": int(not dead),
         "ops/add": 1,
     }
-    stats = await made.stats()
+    stats = await manager.stats()
     assert {name: stats.get(name, 0) for name in metrics} == metrics
-    await made.aclose()
+    await manager.aclose()
 
 
 @examples(max_examples=25, deadline=None)
 @given(
     order=st.permutations(range(6)), weight=st.sampled_from([None, 0.1]), background=st.booleans()
 )
-def test_of_equal_adds_at_the_same_time_one_gets_in(
+def test_one_of_several_equal_concurrent_adds_is_stored(
     tmp_path_factory: pytest.TempPathFactory,
     order: Sequence[int],
     weight: float | None,
@@ -557,26 +585,28 @@ def test_of_equal_adds_at_the_same_time_one_gets_in(
 ) -> None:
     """The answers arrive in any order. At step boundaries the first episode's add is stored."""
 
-    class Shuffled(ScriptedEngine):
+    class ShuffledEngine(ScriptedEngine):
         async def generate(self, *args: Any, **options: Any) -> Any:
             for _ in range(3 * order[len(self.requests) % len(order)]):
                 await asyncio.sleep(0)
             return await super().generate(*args, **options)
 
     async def run(path: Path) -> None:
-        settings = bank(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
+        settings = bank_settings(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
         inner = answering(lambda _: add(SAME))
-        made = await manager(path, Shuffled(inner._renderer, inner._answer), settings)
-        running = asyncio.create_task(made.run()) if background else None
-        await asyncio.gather(*(made.submit(request(member=member)) for member in range(len(order))))
-        await made.drain()
+        manager = await open_manager(path, ShuffledEngine(inner._renderer, inner._answer), settings)
+        running = asyncio.create_task(manager.run()) if background else None
+        await asyncio.gather(
+            *(manager.submit(request(member=member)) for member in range(len(order)))
+        )
+        await manager.drain()
         if running:
             running.cancel()
             await asyncio.wait({running})
-        assert texts(made) == [SAME]
-        assert (await made.stats())["dropped/near duplicate"] == len(order) - 1
+        assert texts(manager) == [SAME]
+        assert (await manager.stats())["dropped/near duplicate"] == len(order) - 1
         if not background:
-            assert list(made._bank.entries) == ["run/0/0/0#0"]
-        await made.aclose()
+            assert list(manager._bank.entries) == ["run/0/0/0#0"]
+        await manager.aclose()
 
     asyncio.run(run(tmp_path_factory.mktemp("bank") / "bank.sqlite"))

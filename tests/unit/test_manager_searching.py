@@ -47,36 +47,38 @@ class GatedEmbedder(WordEmbedder):
             await asyncio.sleep(0.0001)
 
 
-async def searcher(
+async def open_searcher(
     *texts: str, embedder: WordEmbedder | CachedEmbedder | None = None, **settings
 ) -> tuple[Searcher, Bank]:
     chosen = RetrievalSettings(**{**ANY, **settings})
     bank = Bank(WordEmbedder.dim, "task", chosen, seed=0)
-    made = Searcher(bank, embedder or WordEmbedder(), chosen)
+    searcher = Searcher(bank, embedder or WordEmbedder(), chosen)
     vectors = await WordEmbedder().embed(texts)
-    await made.change([(entry(text), vector) for text, vector in zip(texts, vectors, strict=True)])
-    return made, bank
+    await searcher.change(
+        [(entry(text), vector) for text, vector in zip(texts, vectors, strict=True)]
+    )
+    return searcher, bank
 
 
 def entry(text: str) -> Entry:
     return Entry(text, 1, text, "room", "goal", text, (0, 1))
 
 
-def ask(
-    made: Searcher, query: str, group: int = 0, *, counted: bool = True
+def start_search(
+    searcher: Searcher, query: str, group: int = 0, *, counted: bool = True
 ) -> asyncio.Task[list[Hit | None]]:
-    return asyncio.create_task(made.search([search(query, group=group)], 0, counted=counted))
+    return asyncio.create_task(searcher.search([search(query, group=group)], 0, counted=counted))
 
 
 # ── batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_one_that_is_alone_goes_at_once_and_what_comes_meanwhile_goes_together():
+async def test_a_single_search_starts_at_once_and_later_ones_share_a_batch():
     embedder = GatedEmbedder()
-    made, _ = await searcher("a", embedder=embedder, batch=3, max_wait=1e6)
-    first = ask(made, "0")
+    searcher, _ = await open_searcher("a", embedder=embedder, batch=3, max_wait=1e6)
+    first = start_search(searcher, "0")
     await until(lambda: len(embedder.calls) == 1)
-    others = [ask(made, str(i), i) for i in range(1, 6)]
+    others = [start_search(searcher, str(i), i) for i in range(1, 6)]
     await until(lambda: len(embedder.calls) == 2)
     assert embedder.calls == [["0"], ["1", "2", "3"]]
     for gate in embedder.gates:
@@ -86,27 +88,27 @@ async def test_one_that_is_alone_goes_at_once_and_what_comes_meanwhile_goes_toge
     embedder.gates[-1].set()
     assert all(await asyncio.gather(first, *others))
     assert embedder.calls[2] == ["4", "5"]
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_nobody_waits_for_others_longer_than_the_longest_wait():
+async def test_no_search_waits_longer_than_max_wait():
     embedder = GatedEmbedder()
-    made, _ = await searcher("a", embedder=embedder, batch=3, max_wait=0.0)
-    asked = [ask(made, "0"), ask(made, "1", 1)]
+    searcher, _ = await open_searcher("a", embedder=embedder, batch=3, max_wait=0.0)
+    asked = [start_search(searcher, "0"), start_search(searcher, "1", 1)]
     await until(lambda: len(embedder.calls) == 2)
     assert embedder.calls == [["0"], ["1"]]
     for gate in embedder.gates:
         gate.set()
     await asyncio.gather(*asked)
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_equal_queries_share_an_embedding_and_not_a_result():
+async def test_equal_queries_share_an_embedding_but_not_a_result():
     embedder = GatedEmbedder()
-    made, bank = await searcher(
+    searcher, bank = await open_searcher(
         "go west", "go west now", embedder=CachedEmbedder(embedder, 8), batch=2
     )
-    asked = [ask(made, "go west", group) for group in range(4)]
+    asked = [start_search(searcher, "go west", group) for group in range(4)]
     await until(lambda: len(embedder.gates) == 1)
     await asyncio.sleep(0.01)
     embedder.gates[0].set()
@@ -118,19 +120,19 @@ async def test_equal_queries_share_an_embedding_and_not_a_result():
         "go west now",
     ]
     assert sum(one.retrieved for one in bank.entries.values()) == 4
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_picks_are_made_in_the_order_of_the_searches_whatever_is_embedded_first():
+async def test_picks_follow_the_order_of_the_searches():
     embedder = GatedEmbedder()
-    made, bank = await searcher("a", "a b", embedder=embedder, batch=1)
-    asked = [ask(made, "a", group) for group in range(3)]
+    searcher, bank = await open_searcher("a", "a b", embedder=embedder, batch=1)
+    asked = [start_search(searcher, "a", group) for group in range(3)]
     await until(lambda: len(embedder.gates) == 3)
     for gate in reversed(embedder.gates):
         gate.set()
         await asyncio.sleep(0)
     got = [hit.text for (hit,) in await asyncio.gather(*asked) if hit]
-    alone, _ = await searcher("a", "a b")
+    alone, _ = await open_searcher("a", "a b")
     assert got == [
         hit.text
         for group in range(3)
@@ -139,74 +141,74 @@ async def test_picks_are_made_in_the_order_of_the_searches_whatever_is_embedded_
     ]
     assert sorted(one.retrieved for one in bank.entries.values()) == [1, 2]
     await alone.aclose()
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_an_embedder_that_fails_fails_those_who_asked_and_nobody_else():
+async def test_an_embedder_error_fails_only_its_own_search():
     embedder = GatedEmbedder()
-    made, _ = await searcher("a", embedder=embedder, batch=1)
-    broken, whole = ask(made, "broken"), ask(made, "a", 1)
+    searcher, _ = await open_searcher("a", embedder=embedder, batch=1)
+    broken, whole = start_search(searcher, "broken"), start_search(searcher, "a", 1)
     await until(lambda: len(embedder.gates) == 2)
     for gate in embedder.gates:
         gate.set()
     with pytest.raises(OSError, match="the embedder is gone"):
         await broken
     assert await whole != [None]
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_a_search_that_is_cancelled_counts_nothing():
+async def test_a_cancelled_search_counts_nothing():
     embedder = GatedEmbedder()
-    made, bank = await searcher("a", embedder=embedder)
-    asked = ask(made, "a")
+    searcher, bank = await open_searcher("a", embedder=embedder)
+    asked = start_search(searcher, "a")
     await until(lambda: len(embedder.gates) == 1)
     asked.cancel()
     embedder.gates[0].set()
-    await made.aclose()
+    await searcher.aclose()
     assert asked.cancelled()
     assert bank.entries["a"].retrieved == 0
     assert not bank.take_counts()
 
 
-async def test_searches_of_nothing_and_of_an_unknown_task_find_nothing():
-    made, _ = await searcher("a")
-    assert await made.search([], 0, counted=True) == []
-    assert await made.search([search("a", name="maze")], 0, counted=True) == [None]
-    await made.aclose()
+async def test_searches_without_requests_or_of_an_unknown_task_find_nothing():
+    searcher, _ = await open_searcher("a")
+    assert await searcher.search([], 0, counted=True) == []
+    assert await searcher.search([search("a", name="maze")], 0, counted=True) == [None]
+    await searcher.aclose()
 
 
-async def test_what_needs_nothing_from_others_is_answered_without_leaving_the_callers_task():
-    made, _ = await searcher("a", "a b")
+async def test_a_search_that_need_not_wait_runs_in_the_callers_task():
+    searcher, _ = await open_searcher("a", "a b")
     with pytest.raises(StopIteration) as answer:
-        made.search([search("a")], 0, counted=True).send(None)
+        searcher.search([search("a")], 0, counted=True).send(None)
     assert all(answer.value.value)
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_the_members_of_a_group_wait_for_nobody_once_the_first_has_its_pick():
+async def test_group_members_do_not_wait_once_the_first_has_its_pick():
     embedder = GatedEmbedder()
-    made, bank = await searcher("a", embedder=embedder, max_wait=1e6)
-    first, others = ask(made, "a", 7), ask(made, "a", 8)
+    searcher, bank = await open_searcher("a", embedder=embedder, max_wait=1e6)
+    first, others = start_search(searcher, "a", 7), start_search(searcher, "a", 8)
     await until(lambda: len(embedder.gates) == 1)
     embedder.gates[0].set()
     hits = await first
     await until(lambda: len(embedder.gates) == 2)
-    assert await ask(made, "a", 7) == hits
+    assert await start_search(searcher, "a", 7) == hits
     assert not others.done()
     embedder.gates[1].set()
     assert await others == hits
     assert bank.entries["a"].retrieved == 2
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_a_search_that_waits_alone_keeps_its_place_and_may_be_cancelled():
+async def test_a_cancelled_search_does_not_block_later_ones():
     """The second search receives its vector first and waits for the first search.
 
     When the first search is cancelled, the second one is answered, then the third one.
     """
     embedder = GatedEmbedder()
-    made, bank = await searcher("a", "a b", embedder=embedder, batch=1)
-    asked = [ask(made, "a", group) for group in range(3)]
+    searcher, bank = await open_searcher("a", "a b", embedder=embedder, batch=1)
+    asked = [start_search(searcher, "a", group) for group in range(3)]
     await until(lambda: len(embedder.gates) == 3)
     embedder.gates[1].set()
     await asyncio.sleep(0.01)
@@ -219,7 +221,7 @@ async def test_a_search_that_waits_alone_keeps_its_place_and_may_be_cancelled():
     (hit,) = await asked[2]
     assert hit is not None
     assert hit.text == "a b"
-    await made.aclose()
+    await searcher.aclose()
 
 
 SEARCHES = st.lists(
@@ -236,7 +238,9 @@ SEARCHES = st.lists(
     st.sampled_from(["group", "rollout"]),
     st.randoms(use_true_random=False),
 )
-async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches, batch, per, rng):
+async def test_concurrent_searches_give_the_same_picks_as_sequential_ones(
+    searches, batch, per, rng
+):
     """Each search is (query, group, counted, cancelled). The embeddings end in any order."""
     embedder, texts, picked, asked = (
         GatedEmbedder(),
@@ -244,8 +248,10 @@ async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches
         list[int](),
         list[asyncio.Task[list[Hit | None]]](),
     )
-    made, bank = await searcher(*texts, embedder=CachedEmbedder(embedder, 2), batch=batch, per=per)
-    plain, truth = await searcher(*texts, per=per)
+    searcher, bank = await open_searcher(
+        *texts, embedder=CachedEmbedder(embedder, 2), batch=batch, per=per
+    )
+    plain, truth = await open_searcher(*texts, per=per)
     pick = bank.search
     bank.search = lambda request, *rest, **options: (
         picked.append(request.member),
@@ -256,7 +262,7 @@ async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches
         for member, (query, group, *_) in enumerate(searches)
     ]
     for request, (*_, counted, _) in zip(requests, searches, strict=True):
-        asked.append(asyncio.create_task(made.search([request], 0, counted=counted)))
+        asked.append(asyncio.create_task(searcher.search([request], 0, counted=counted)))
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
         if embedder.gates and rng.random() < 0.5:
@@ -266,7 +272,7 @@ async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches
             task.cancel()
     opening = asyncio.create_task(embedder.open_all())
     results = await asyncio.gather(*asked, return_exceptions=True)
-    await made.aclose()
+    await searcher.aclose()
     opening.cancel()
 
     assert picked == sorted(picked)
@@ -280,12 +286,15 @@ async def test_whatever_comes_together_is_picked_as_one_after_the_other(searches
     await plain.aclose()
 
 
-async def test_a_text_that_cannot_be_embedded_fails_its_own_search_alone():
+async def test_a_text_that_cannot_be_embedded_fails_only_its_own_search():
     embedder = GatedEmbedder()
-    made, bank = await searcher("a", embedder=embedder, batch=3)
-    first = ask(made, "0")
+    searcher, bank = await open_searcher("a", embedder=embedder, batch=3)
+    first = start_search(searcher, "0")
     await until(lambda: len(embedder.gates) == 1)
-    asked = [ask(made, text, group) for group, text in enumerate(["a", "broken", "a b"], start=1)]
+    asked = [
+        start_search(searcher, text, group)
+        for group, text in enumerate(["a", "broken", "a b"], start=1)
+    ]
     await until(lambda: len(embedder.gates) == 2)
     embedder.gates[1].set()
     await until(lambda: len(embedder.gates) == 5)
@@ -296,14 +305,14 @@ async def test_a_text_that_cannot_be_embedded_fails_its_own_search_alone():
         await asked[1]
     assert all([await first, await asked[0], await asked[2]])
     assert bank.entries["a"].retrieved == 3
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
+async def test_a_search_with_one_failed_request_counts_nothing():
     embedder = GatedEmbedder()
-    made, bank = await searcher("a", embedder=embedder)
+    searcher, bank = await open_searcher("a", embedder=embedder)
     asked = asyncio.create_task(
-        made.search([search("a"), search("broken", group=1)], 0, counted=True)
+        searcher.search([search("a"), search("broken", group=1)], 0, counted=True)
     )
     await until(lambda: len(embedder.gates) == 1)
     embedder.gates[0].set()
@@ -313,7 +322,7 @@ async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
     with pytest.raises(OSError, match="the embedder is gone"):
         await asked
     assert not bank.take_counts()
-    await made.aclose()
+    await searcher.aclose()
 
 
 # ── large banks ───────────────────────────────────────────────────────────────────────────────────
@@ -322,19 +331,19 @@ async def test_a_search_for_several_counts_nothing_when_it_fails_for_one():
 @pytest.fixture
 def small_graphs(monkeypatch):
     """Lower the size limits of the index, so that a bank of more than 64 entries is a large one."""
-    monkeypatch.setattr("crl.manager.index.GRAPH_FROM", 64)
-    monkeypatch.setattr("crl.manager.index.TAIL", 16)
+    monkeypatch.setattr("crl.manager.index.MAX_EXACT_ROWS", 64)
+    monkeypatch.setattr("crl.manager.index.MIN_TAIL_ROWS", 16)
     monkeypatch.setattr("crl.manager.searching.THREADS_FROM", 64)
 
 
 @pytest.mark.parametrize("exact", [True, False])
-async def test_a_large_bank_answers_as_a_small_one_does(small_graphs, exact):
+async def test_a_large_bank_gives_the_same_answers_as_a_small_one(small_graphs, exact):
     texts = [f"go {i} {i // 2} {i // 4}" for i in range(400)]
-    made, bank = await searcher(*texts, margin=0.0, exact=exact)
-    await asyncio.gather(*made._builds)
+    searcher, bank = await open_searcher(*texts, margin=0.0, exact=exact)
+    await asyncio.gather(*searcher._builds)
     assert any(index._snapshot.graph for index in bank._indexes.values()) != exact
     hits = await asyncio.gather(
-        *(made.search([search(text, group=i)], 0, counted=True) for i, text in enumerate(texts))
+        *(searcher.search([search(text, group=i)], 0, counted=True) for i, text in enumerate(texts))
     )
     vectors = await WordEmbedder().embed(texts)
     best = (vectors @ vectors.T).max(axis=1)
@@ -343,31 +352,31 @@ async def test_a_large_bank_answers_as_a_small_one_does(small_graphs, exact):
         assert hit is not None
         assert found[hit.text] @ vector == pytest.approx(similarity, abs=1e-6)
     assert sum(one.retrieved for one in bank.entries.values()) == 400
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_changes_take_effect_at_once_while_searches_and_builds_go_on(small_graphs):
+async def test_changes_take_effect_immediately_during_searches_and_builds(small_graphs):
     texts = [f"go {i}" for i in range(300)]
-    made, bank = await searcher(*texts, margin=0.0, candidates=4)
+    searcher, bank = await open_searcher(*texts, margin=0.0, candidates=4)
     rng, group = random.Random(0), iter(range(10**6))
     alive, removed = set(texts), list[str]()
 
     async def reader() -> None:
         for _ in range(60):
             text, before = rng.choice(texts), len(removed)
-            (hit,) = await made.search([search(text, group=next(group))], 0, counted=False)
+            (hit,) = await searcher.search([search(text, group=next(group))], 0, counted=False)
             assert hit is not None
-            assert hit.text not in removed[:before], "it was gone when this was asked"
+            assert hit.text not in removed[:before], "the entry was removed before the search"
 
     async def writer() -> None:
         for i in range(300, 420):
             vectors = await WordEmbedder().embed([f"go {i}"])
             gone = rng.choice(sorted(alive))
-            await made.change([(entry(f"go {i}"), vectors[0])], [gone])
+            await searcher.change([(entry(f"go {i}"), vectors[0])], [gone])
             alive.discard(gone)
             removed.append(gone)
             alive.add(f"go {i}")
-            (hit,) = await made.search([search(f"go {i}", group=next(group))], 0, counted=False)
+            (hit,) = await searcher.search([search(f"go {i}", group=next(group))], 0, counted=False)
             assert hit is not None
             assert (await WordEmbedder().embed([hit.text]))[0] @ vectors[0] == pytest.approx(
                 1.0, abs=1e-6
@@ -375,31 +384,31 @@ async def test_changes_take_effect_at_once_while_searches_and_builds_go_on(small
 
     await asyncio.gather(writer(), *(reader() for _ in range(4)))
     assert set(bank.entries) == alive
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_closing_answers_what_was_asked_and_stops_a_build(small_graphs, monkeypatch):
-    monkeypatch.setattr("crl.manager.index.CHUNK", 1)
-    made, _ = await searcher(*(f"go {i}" for i in range(2000)))
-    asked = [ask(made, f"go {i}", i) for i in range(20)]
+async def test_closing_answers_open_searches_and_stops_a_build(small_graphs, monkeypatch):
+    monkeypatch.setattr("crl.manager.index.BUILD_CHUNK_ROWS", 1)
+    searcher, _ = await open_searcher(*(f"go {i}" for i in range(2000)))
+    asked = [start_search(searcher, f"go {i}", i) for i in range(20)]
     await asyncio.sleep(0)
-    await made.aclose()
+    await searcher.aclose()
     assert all(hit for (hit,) in await asyncio.gather(*asked))
 
 
-async def test_searches_that_no_worker_can_be_found_for_fail_and_wait_for_nobody(small_graphs):
-    made, _ = await searcher(*(f"go {i}" for i in range(100)), exact=True)
-    made._workers.shutdown()
+async def test_searches_fail_immediately_without_worker_threads(small_graphs):
+    searcher, _ = await open_searcher(*(f"go {i}" for i in range(100)), exact=True)
+    searcher._workers.shutdown()
     with pytest.raises(RuntimeError, match="cannot schedule"):
         async with asyncio.timeout(60):
-            await made.search([search("go 7")], 0, counted=True)
-    await made.aclose()
+            await searcher.search([search("go 7")], 0, counted=True)
+    await searcher.aclose()
 
 
-async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_under_the_others(
+async def test_a_worker_error_fails_only_its_search_and_changes_wait_for_the_others(
     small_graphs, monkeypatch
 ):
-    made, _ = await searcher(*(f"go {i}" for i in range(100)), exact=True, batch=3)
+    searcher, _ = await open_searcher(*(f"go {i}" for i in range(100)), exact=True, batch=3)
     at_work, end, changed = threading.Event(), threading.Event(), list[bool]()
     nearest = Bank.nearest
     broken, slow = await WordEmbedder().embed(["broken", "slow"])
@@ -415,12 +424,12 @@ async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_u
 
     monkeypatch.setattr(Bank, "nearest", work)
     asked = (
-        asyncio.create_task(made.search([search("slow")], 0, counted=True)),
-        ask(made, "broken", 1),
-        ask(made, "go 7", 2),
+        asyncio.create_task(searcher.search([search("slow")], 0, counted=True)),
+        start_search(searcher, "broken", 1),
+        start_search(searcher, "go 7", 2),
     )
     await until(at_work.is_set)
-    change = asyncio.create_task(made.change([], ["go 0"]))
+    change = asyncio.create_task(searcher.change([], ["go 0"]))
     await asyncio.sleep(0.05)
     end.set()
     await change
@@ -428,22 +437,20 @@ async def test_a_worker_that_fails_fails_its_own_search_and_nothing_is_changed_u
         await asked[1]
     assert all([await asked[0], await asked[2]])
     assert changed == [False]
-    await made.aclose()
+    await searcher.aclose()
 
 
-async def test_an_index_that_cannot_be_built_loses_no_change_and_is_told_once(
-    small_graphs, monkeypatch
-):
+async def test_a_failed_index_build_loses_no_change_and_is_raised_once(small_graphs, monkeypatch):
     def fail(*_: object) -> bool:
         raise MemoryError("no room")
 
     monkeypatch.setattr(Build, "run", fail)
     texts = [f"go {i}" for i in range(400)]
-    made, bank = await searcher(*texts)
-    await asyncio.wait(made._builds)
-    await made.change([(entry("new"), (await WordEmbedder().embed(["new"]))[0])])
+    searcher, bank = await open_searcher(*texts)
+    await asyncio.wait(searcher._builds)
+    await searcher.change([(entry("new"), (await WordEmbedder().embed(["new"]))[0])])
     assert set(bank.entries) == {*texts, "new"}
     with pytest.raises(MemoryError, match="no room"):
-        made.check()
-    made.check()
-    await made.aclose()
+        searcher.check()
+    searcher.check()
+    await searcher.aclose()

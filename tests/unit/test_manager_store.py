@@ -16,7 +16,7 @@ from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION, Database, copy_database
 from crl.manager.records import DistilRequest, Stamp, UnitKey
 from crl.manager.store import Store
-from crl.manager.tables import ENTRIES
+from crl.manager.tables import ACTIVE_ENTRIES
 from crl.manager.tally import NEW_OPERATIONS
 from crl.types import TrackRecord
 
@@ -31,7 +31,7 @@ def sql(path: Path, statement: str) -> list[tuple]:
 # ── opening ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_new_bank_is_a_write_ahead_log_of_this_schema(tmp_path):
+async def test_a_new_bank_has_this_schema_and_a_write_ahead_log(tmp_path):
     path = tmp_path / "bank.sqlite"
     store = await Store.open(path)
     assert (await store.counts())["log/seq"] == 0
@@ -50,7 +50,7 @@ async def refused(path: Path) -> str:
     return text
 
 
-async def test_a_bank_of_a_newer_crl_is_refused_and_left_as_it_is(tmp_path):
+async def test_a_bank_of_a_newer_crl_is_refused_unchanged(tmp_path):
     path = tmp_path / "bank.sqlite"
     await (await Store.open(path)).aclose()
     sql(path, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
@@ -58,7 +58,7 @@ async def test_a_bank_of_a_newer_crl_is_refused_and_left_as_it_is(tmp_path):
     assert sql(path, "PRAGMA user_version") == [(SCHEMA_VERSION + 1,)]
 
 
-async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
+async def test_another_programs_database_is_refused_unchanged(tmp_path):
     path = tmp_path / "other.sqlite"
     sql(path, "CREATE TABLE songs (title)")
     before = path.read_bytes()
@@ -91,7 +91,7 @@ async def test_a_damaged_page_is_an_error_with_a_remedy(tmp_path):
         assert not thread.is_alive()
 
 
-async def test_a_directory_that_is_not_there_is_an_error(tmp_path):
+async def test_a_missing_directory_is_an_error(tmp_path):
     assert "must exist and be writable" in await refused(tmp_path / "absent" / "bank.sqlite")
 
 
@@ -107,7 +107,7 @@ async def test_a_read_only_bank_is_refused(tmp_path):
         tmp_path.chmod(0o700)
 
 
-async def test_a_bank_that_cannot_be_written_any_more_is_an_error_and_loses_nothing(tmp_path):
+async def test_a_failed_write_is_an_error_and_loses_nothing(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
     store._database.connection.execute("PRAGMA query_only = 1")
@@ -124,7 +124,7 @@ async def test_a_bank_that_cannot_be_written_any_more_is_an_error_and_loses_noth
 # ── transactions ──────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_transaction_that_fails_leaves_nothing(tmp_path):
+async def test_a_failed_transaction_writes_nothing(tmp_path):
     database = await Database.open(tmp_path / "bank.sqlite")
 
     def half(db) -> None:
@@ -163,7 +163,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
 SHOWN = replace(hit("run/0/0/0#1", 2, goal="Leave."), record=TrackRecord(4, 3, 0.25))
 
 
-async def test_a_request_comes_back_as_it_was_submitted(tmp_path):
+async def test_a_leased_request_equals_the_submitted_one(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     submitted = request(
         3, 17, 2, note="ünïcode \u2028 🙂", shown=(SHOWN,), success=False, truncated=True
@@ -197,7 +197,7 @@ async def test_requests_are_leased_in_order_of_step_group_and_member(tmp_path):
     await store.aclose()
 
 
-async def test_what_was_leased_when_the_process_went_is_pending_again(tmp_path):
+async def test_leases_of_an_ended_process_are_released(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
     await store.lease()
@@ -207,29 +207,31 @@ async def test_what_was_leased_when_the_process_went_is_pending_again(tmp_path):
     await again.aclose()
 
 
-async def test_a_full_queue_takes_no_more_and_knows_what_it_has(tmp_path):
+async def test_a_full_queue_accepts_only_known_requests(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    assert await store.submit(request(), AT, bound=1)
-    assert not await store.submit(request(member=1), AT, bound=1)
-    assert await store.submit(request(), AT, bound=1)
+    assert await store.submit(request(), AT, max_open=1)
+    assert not await store.submit(request(member=1), AT, max_open=1)
+    assert await store.submit(request(), AT, max_open=1)
     await store.lease()
-    assert not await store.submit(request(member=1), AT, bound=1)  # a leased request is still open
-    await store.bury(request(), "no", AT)
-    assert await store.submit(request(member=1), AT, bound=1)
+    assert not await store.submit(
+        request(member=1), AT, max_open=1
+    )  # a leased request is still open
+    await store.mark_dead(request(), "no", AT)
+    assert await store.submit(request(member=1), AT, max_open=1)
     await store.aclose()
 
 
-async def test_a_buried_request_keeps_payload_and_reason(tmp_path):
+async def test_a_dead_request_keeps_its_payload_and_reason(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
-    await store.bury(request(), "too long", AT)
-    await store.bury(request(), "again", AT)
+    await store.mark_dead(request(), "too long", AT)
+    await store.mark_dead(request(), "again", AT)
     await store.aclose()
     rows = sql(tmp_path / "bank.sqlite", "SELECT state, reason, payload IS NULL FROM requests")
     assert rows == [("dead", "too long", 0)]
 
 
-async def test_a_hit_without_a_goal_and_a_record_is_still_read():
+async def test_a_stored_hit_without_goal_and_record_can_be_read():
     submitted = request(shown=(hit("run/0/0/0#1"),))
     written = submitted.to_json()
     for name, value in (("goal", '""'), ("record", '{"credited": 0, "won": 0, "lift": null}')):
@@ -240,7 +242,7 @@ async def test_a_hit_without_a_goal_and_a_record_is_still_read():
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_copy_is_whole_while_the_bank_is_written_to(tmp_path):
+async def test_a_copy_during_writes_is_consistent(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await asyncio.gather(
         *(store.submit(request(member=m), AT) for m in range(20)),
@@ -259,7 +261,7 @@ async def test_a_copy_is_whole_while_the_bank_is_written_to(tmp_path):
     await copy.aclose()
 
 
-async def test_a_write_ahead_log_that_was_left_behind_is_no_part_of_a_copy(tmp_path):
+async def test_a_leftover_write_ahead_log_is_not_part_of_a_copy(tmp_path):
     store, other = (
         await Store.open(tmp_path / "bank.sqlite"),
         await Store.open(tmp_path / "copy.sqlite"),
@@ -275,12 +277,12 @@ async def test_a_write_ahead_log_that_was_left_behind_is_no_part_of_a_copy(tmp_p
     assert sql(tmp_path / "copy.sqlite", "SELECT id FROM requests") == [("run/0/0/0",)]
 
 
-async def test_nothing_is_copied_over_nor_left_behind(tmp_path):
+async def test_a_copy_overwrites_nothing_and_leaves_no_files(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(
         StoreError,
-        match=r"mine: it exists, and a bank is not copied over it\. Choose another path\.",
+        match=r"mine: the file already exists and is not overwritten\. Choose another path\.",
     ):
         await store.backup(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == "mine"
@@ -292,7 +294,7 @@ async def test_nothing_is_copied_over_nor_left_behind(tmp_path):
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
-async def test_a_copy_that_is_cancelled_is_none(turns: int, tmp_path):
+async def test_a_cancelled_copy_is_removed(turns: int, tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     copying = asyncio.create_task(store.backup(tmp_path / "copy.sqlite"))
     for _ in range(turns):
@@ -304,7 +306,7 @@ async def test_a_copy_that_is_cancelled_is_none(turns: int, tmp_path):
     await store.aclose()
 
 
-async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(tmp_path):
+async def test_without_its_archive_a_rollback_fails_and_changes_nothing(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     seq = await store.snapshot(AT)
     await store.submit(request(), AT)
@@ -313,7 +315,7 @@ async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(
     with pytest.raises(
         StoreError,
         match=r"bank\.sqlite: .*rollback-\d+\.sqlite\.part'\. "
-        r"What was acknowledged before is safe\.",
+        r"All acknowledged changes are saved\.",
     ) as caught:
         await store.rollback(seq)
     assert isinstance(caught.value.__cause__, OSError)
@@ -321,16 +323,16 @@ async def test_an_archive_that_cannot_be_made_is_an_error_and_nothing_goes_back(
     await store.aclose()
 
 
-async def test_retrieval_counts_are_kept(tmp_path):
+async def test_retrieval_counts_are_logged(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
-    await store.retrieved({UnitKey("nobody", 1): (1, 2)}, AT)
+    await store.set_retrieval_counts({UnitKey("nobody", 1): (1, 2)}, AT)
     await store.aclose()
     assert sql(tmp_path / "bank.sqlite", "SELECT step, extractor, kind, origin, op FROM log") == [
         (4, 2, "retrieve", "nobody", 1)
     ]
 
 
-async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_path):
+async def test_copying_a_closed_bank_leaves_no_files_beside_it(tmp_path):
     store = await Store.open(tmp_path / "bank.sqlite")
     await store.submit(request(), AT)
     # A copy of an open bank includes the write-ahead log.
@@ -347,14 +349,14 @@ async def test_copying_a_bank_that_nobody_has_open_leaves_nothing_beside_it(tmp_
     assert (tmp_path / "bank.sqlite").read_bytes() == before
 
 
-async def test_what_every_answer_asks_of_the_bank_does_not_read_all_of_it(tmp_path):
+async def test_queries_of_every_answer_use_an_index(tmp_path):
     """The log and the number of evicted entries only grow.
 
     The statements that run for every answer must use an index instead of a scan.
     """
     store = await Store.open(tmp_path / "bank.sqlite")
     for statement in (
-        f"{ENTRIES} AND task = 'room' AND goal = 'x' ORDER BY written",
+        f"{ACTIVE_ENTRIES} AND task = 'room' AND goal = 'x' ORDER BY written",
         NEW_OPERATIONS.replace("?", "9"),
         "SELECT state, COUNT(*) FROM requests WHERE state IN ('pending', 'leased', 'dead') "
         "GROUP BY state",

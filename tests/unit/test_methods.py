@@ -16,7 +16,7 @@ from crl.envs.base import Rendering
 from crl.envs.room import SPEC
 from crl.manager import DistilRequest
 from crl.methods import complementary, grpo
-from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, whole_text
+from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, turns_text
 from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext, GuidedShare
 from crl.methods.parts.training import (
@@ -45,15 +45,15 @@ def test_the_first_members_of_a_group_are_guided(share: float, members: int, gui
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 
-def played(group: int, condition: Condition, reward: float) -> Trajectory:
+def episode(group: int, condition: Condition, reward: float) -> Trajectory:
     return Trajectory(TASK, 0, group, 0, condition, reward=reward, success=reward > 0)
 
 
 BATCH = [
-    played(0, "guided", 1.0), played(0, "guided", 0.0),
-    played(0, "free", 0.0), played(0, "free", 0.0),
-    played(1, "guided", 1.0), played(1, "guided", 1.0),
-    played(1, "free", 1.0), played(1, "free", 0.0),
+    episode(0, "guided", 1.0), episode(0, "guided", 0.0),
+    episode(0, "free", 0.0), episode(0, "free", 0.0),
+    episode(1, "guided", 1.0), episode(1, "guided", 1.0),
+    episode(1, "free", 1.0), episode(1, "free", 0.0),
 ]  # fmt: skip
 """Rewards (guided | free): group 0 has 1 0 | 0 0, group 1 has 1 1 | 1 0."""
 
@@ -75,7 +75,7 @@ def test_advantages_by_hand(term: SplitAdvantage | GroupAdvantage, by_hand: list
     assert term(BATCH).tolist() == pytest.approx(by_hand, abs=1e-5)
 
 
-def told(group: int, member: int, lesson: str, success: bool) -> Trajectory:
+def guided_episode(group: int, member: int, lesson: str, success: bool) -> Trajectory:
     use = (ExperienceUse(lesson, 1, "g", "start"),) if lesson else ()
     return Trajectory(
         TASK,
@@ -89,46 +89,48 @@ def told(group: int, member: int, lesson: str, success: bool) -> Trajectory:
     )
 
 
-def alone(group: int, member: int, success: bool) -> Trajectory:
+def free_episode(group: int, member: int, success: bool) -> Trajectory:
     return Trajectory(TASK, 0, group, member, "free", success=success)
 
 
-def test_what_beat_the_free_members_is_distilled() -> None:
+def test_self_distillation_selects_episodes_that_beat_the_free_members() -> None:
     batch = [
         # The mean reward of the free members is 0.25. The first guided member is above this mean,
         # the second one equals the mean, and the third one had no experience in its prompt.
-        told(0, 0, "a", True), told(0, 1, "a", False), told(0, 2, "", True),
-        alone(0, 3, False), alone(0, 4, True),
+        guided_episode(0, 0, "a", True), guided_episode(0, 1, "a", False),
+        guided_episode(0, 2, "", True),
+        free_episode(0, 3, False), free_episode(0, 4, True),
         # A group without free members has no mean to compare with.
-        told(1, 0, "a", True),
+        guided_episode(1, 0, "a", True),
     ]  # fmt: skip
     rewards = [0.5, 0.25, 1.0, 0.0, 0.5, 1.0]
     rewarded = [replace(t, reward=reward) for t, reward in zip(batch, rewards, strict=True)]
     assert SelfDistillation(0.5)(rewarded).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
+def test_listening_advantage_is_the_lift_of_the_experience_in_its_group() -> None:
     batch = [
         # "a" wins 2 of 2, "b" wins 0 of 1, and the fourth member had no experience in its prompt.
         # The free members win 1 of 2.
-        told(0, 0, "a", True), told(0, 1, "a", True), told(0, 2, "b", False),
-        told(0, 3, "", True), alone(0, 4, True), alone(0, 5, False),
+        guided_episode(0, 0, "a", True), guided_episode(0, 1, "a", True),
+        guided_episode(0, 2, "b", False), guided_episode(0, 3, "", True),
+        free_episode(0, 4, True), free_episode(0, 5, False),
         # A group without free members has no success rate to compare with.
-        told(1, 0, "a", True), told(1, 1, "a", False),
+        guided_episode(1, 0, "a", True), guided_episode(1, 1, "a", False),
     ]  # fmt: skip
     assert ListeningAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
+def test_split_advantages_ignore_the_benefit_of_guidance() -> None:
     """All guided episodes win and all free ones lose.
 
     Advantages across the group differ from zero. Advantages within the conditions are zero.
     """
     batch = [
-        played(3, "guided", 1.0),
-        played(3, "guided", 1.0),
-        played(3, "free", 0.0),
-        played(3, "free", 0.0),
+        episode(3, "guided", 1.0),
+        episode(3, "guided", 1.0),
+        episode(3, "free", 0.0),
+        episode(3, "free", 0.0),
     ]
     assert SplitAdvantage("std")(batch).tolist() == [0, 0, 0, 0]
     assert GroupAdvantage("none")(batch).tolist() == [0.5, 0.5, -0.5, -0.5]
@@ -137,7 +139,7 @@ def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
 # ── the extractor's loss ──────────────────────────────────────────────────────────────────────────
 
 
-def cispo_of(
+def cispo_loss(
     logp: list[list[float]], advantage: list[float], *, total_tokens: int = 4
 ) -> tuple[float, list[list[float]]]:
     """Return the CISPO loss and its gradient with respect to `logp` [2, 3].
@@ -166,22 +168,22 @@ def test_cispo_by_hand() -> None:
     Row 1: ρ = e^{−2 + 1} = 0.3679, clipped to 0.9.
     loss = −(1·2·(−1) + 1.2·2·(−0.5) + 0.9·(−1)·(−2)) / 4 = −(−2 − 1.2 + 1.8) / 4 = 0.35
     """
-    loss, gradient = cispo_of([[-1.0, -0.5, -7.0], [-2.0, -7.0, -7.0]], [2.0, -1.0])
+    loss, gradient = cispo_loss([[-1.0, -0.5, -7.0], [-2.0, -7.0, -7.0]], [2.0, -1.0])
     assert loss == pytest.approx(0.35)
     assert gradient == [pytest.approx([-2 / 4, -2.4 / 4, 0.0]), pytest.approx([0.9 / 4, 0.0, 0.0])]
 
 
 def test_cispo_divides_by_the_tokens_of_the_whole_batch() -> None:
-    few, _ = cispo_of([[-1.0, -0.5, -7.0], [-2.0, -7.0, -7.0]], [2.0, -1.0], total_tokens=10)
+    few, _ = cispo_loss([[-1.0, -0.5, -7.0], [-2.0, -7.0, -7.0]], [2.0, -1.0], total_tokens=10)
     assert few == pytest.approx(0.14)
 
 
 # ── choice of the distilled episodes ──────────────────────────────────────────────────────────────
 
 
-def test_every_episode_is_distilled_but_those_that_could_not_be_played() -> None:
+def test_every_episode_without_an_error_is_distilled() -> None:
     lost = Trajectory(TASK, 0, 0, 1, "free", error="env: lost")
-    assert EveryEpisode().select([*BATCH, lost]) == BATCH, "guided and free, won and lost"
+    assert EveryEpisode().select([*BATCH, lost]) == BATCH, "guided and free, won and lost episodes"
     assert list(NoEpisode().select(BATCH)) == []
 
 
@@ -192,7 +194,7 @@ def test_a_compact_prompt_by_hand() -> None:
         Segment("assistant", "open", "policy"), Segment("user", "It opens.", "env"),
     )  # fmt: skip
     hint = Hit("Go west.", ExperienceUse("e1", 1, "g1", "start"))
-    write = CompactDistilPrompt({"doors": whole_text})
+    write = CompactDistilPrompt({"doors": turns_text})
     guided = DistilRequest(
         "run", 0, 0, 0, TASK, segments, success=True, truncated=False, shown=(hint,)
     )
@@ -210,7 +212,7 @@ def test_a_compact_prompt_by_hand() -> None:
 RECORDS = (TrackRecord(), TrackRecord(4, 3), TrackRecord(20, 11, lift=-0.254))
 
 
-def test_records_as_models_are_shown_them() -> None:
+def test_text_of_records_by_hand() -> None:
     """Tiny models see a long record scaled to ten: 11 of 20 is 5.5 of 10, rounded to even."""
     assert [compact_record("Go west.", record) for record in RECORDS] == [
         "Go west.",
@@ -232,12 +234,12 @@ def test_records_as_models_are_shown_them() -> None:
         ("full", "Go west.\n(It guided 4 earlier episodes, of which 3 succeeded.)"),
     ],
 )
-def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) -> None:
+def test_records_are_shown_only_with_the_original_text(rendering: Rendering, advice: str) -> None:
     tasks = RunConfig.model_validate(
         {"tasks": {"room": task_settings(task_file("room"), rendering)}}
     ).tasks
-    told, silent = (
-        chat_context(tasks, {"room": SPEC}, records=records) for records in (True, False)
+    with_record, without_record = (
+        chat_context(tasks, {"room": SPEC}, show_record=show) for show in (True, False)
     )
     use = ExperienceUse("e1", 1, "g1", "start")
     hit = Hit("Go west.", use, record=TrackRecord(4, 3))
@@ -246,11 +248,11 @@ def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) ->
         opening = context.opening(Task("room", 0, "train", "Find it."), Observation("A room."), hit)
         return next(segment.text for segment in opening if segment.origin == "experience")
 
-    assert advice in shown(told, hit)
-    assert advice not in shown(silent, hit)
+    assert advice in shown(with_record, hit)
+    assert advice not in shown(without_record, hit)
     for other in (replace(use, how="ask"), replace(use, verdict="refine")):
-        assert shown(told, replace(hit, use=other)) == shown(silent, hit), (
-            "these words guided nobody before"
+        assert shown(with_record, replace(hit, use=other)) == shown(without_record, hit), (
+            "a reworded experience has no record"
         )
 
 
@@ -266,18 +268,18 @@ def config(tmp_path: Path, **sections: dict) -> RunConfig:
     )
 
 
-def built(tmp_path: Path, method=complementary, **sections: dict) -> Method:
+def build_method(tmp_path: Path, method=complementary, **sections: dict) -> Method:
     return method.build(config(tmp_path, **sections), ChatContext({"room": ""}))
 
 
-def guided_of(method: Method, members: int = 8) -> int:
+def count_guided(method: Method, members: int = 8) -> int:
     task = Task("room", 0, "train", "Find it.")
     return sum(plan.condition == "guided" for plan in method.planner.plan(task, members, 0))
 
 
 def test_complementary(tmp_path: Path) -> None:
-    method = built(tmp_path)
-    assert guided_of(method) == 4
+    method = build_method(tmp_path)
+    assert count_guided(method) == 4
     assert method.actor.terms == (SplitAdvantage("std"),)
     assert method.distiller == EveryEpisode()
     assert method.extractor is not None
@@ -285,55 +287,55 @@ def test_complementary(tmp_path: Path) -> None:
 
 
 def test_grpo_has_no_experience(tmp_path: Path) -> None:
-    method = built(tmp_path, grpo)
-    assert (guided_of(method), method.actor.terms) == (0, (GroupAdvantage("std"),))
+    method = build_method(tmp_path, grpo)
+    assert (count_guided(method), method.actor.terms) == (0, (GroupAdvantage("std"),))
     assert (method.distiller, method.extractor) == (None, None)
 
 
-def test_a_static_extractor_distils_all_the_same(tmp_path: Path) -> None:
-    method = built(tmp_path, extractor={"train": False})
-    assert (method.distiller, method.extractor, guided_of(method)) == (EveryEpisode(), None, 4)
+def test_an_untrained_extractor_still_distils(tmp_path: Path) -> None:
+    method = build_method(tmp_path, extractor={"train": False})
+    assert (method.distiller, method.extractor, count_guided(method)) == (EveryEpisode(), None, 4)
 
 
-def test_a_frozen_bank_is_searched_and_nothing_else(tmp_path: Path) -> None:
-    method = built(tmp_path, bank={"frozen": True})
-    assert (method.distiller, method.extractor, guided_of(method)) == (NoEpisode(), None, 4)
+def test_a_frozen_bank_is_searched_but_not_written(tmp_path: Path) -> None:
+    method = build_method(tmp_path, bank={"frozen": True})
+    assert (method.distiller, method.extractor, count_guided(method)) == (NoEpisode(), None, 4)
 
 
-def test_everybody_may_be_guided(tmp_path: Path) -> None:
-    method = built(tmp_path, complementary={"guided": 1.0})
-    assert (guided_of(method), guided_of(method, 7)) == (8, 7)
+def test_all_members_may_be_guided(tmp_path: Path) -> None:
+    method = build_method(tmp_path, complementary={"guided": 1.0})
+    assert (count_guided(method), count_guided(method, 7)) == (8, 7)
     assert method.distiller == EveryEpisode()
 
 
 def test_advantages_may_cross_the_conditions(tmp_path: Path) -> None:
-    method = built(
+    method = build_method(
         tmp_path, complementary={"advantages": "cross"}, actor={"advantage_scale": "none"}
     )
     assert method.actor.terms == (GroupAdvantage("none"),)
-    assert guided_of(method) == 4
+    assert count_guided(method) == 4
 
 
-def test_listening_is_a_second_term_of_the_advantage(tmp_path: Path) -> None:
-    method = built(tmp_path, complementary={"listening": 0.5})
+def test_listening_adds_a_second_advantage_term(tmp_path: Path) -> None:
+    method = build_method(tmp_path, complementary={"listening": 0.5})
     assert method.actor.terms == (SplitAdvantage("std"), ListeningAdvantage(0.5))
 
 
-def test_self_distillation_is_of_the_actor(tmp_path: Path) -> None:
-    assert built(tmp_path).actor.distillation is None
-    assert built(
+def test_self_distillation_is_part_of_the_actor_role(tmp_path: Path) -> None:
+    assert build_method(tmp_path).actor.distillation is None
+    assert build_method(
         tmp_path, complementary={"self_distillation": 0.5}
     ).actor.distillation == SelfDistillation(0.5)
 
 
 def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:
-    method = built(tmp_path, extractor={"batch": 5, "clip_low": 0.3, "clip_high": 0.4})
+    method = build_method(tmp_path, extractor={"batch": 5, "clip_low": 0.3, "clip_high": 0.4})
     assert method.extractor is not None
     assert (method.extractor.batch, method.extractor.loss) == (5, CispoLoss(0.3, 0.4))
 
 
 def test_the_actor_is_the_same_in_both(tmp_path: Path) -> None:
-    ours, baseline = built(tmp_path), built(tmp_path, grpo)
+    ours, baseline = build_method(tmp_path), build_method(tmp_path, grpo)
     assert (ours.actor.loss, ours.actor.view, ours.shaper) == (
         baseline.actor.loss,
         baseline.actor.view,

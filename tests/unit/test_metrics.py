@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from crl.run.metrics import rollout_figures
+from crl.run.metrics import rollout_metrics
 from crl.types import Condition, ExperienceUse, Task, TokenTrace, Trajectory
 
 
-def played(
+def trajectory(
     group: int,
     member: int,
     reward: float,
@@ -16,7 +16,7 @@ def played(
     name: str = "room",
     condition: Condition = "free",
     versions: tuple[int, ...] = (),
-    **more: Any,
+    **fields: Any,
 ) -> Trajectory:
     n = len(versions)
     traces = (
@@ -34,20 +34,22 @@ def played(
         traces=traces,
         reward=reward,
         success=reward == 1.0,
-        **more,
+        **fields,
     )
 
 
 BATCH = [
-    played(0, 0, 1.0, turns=2, invalid_actions=1, versions=(3, 3)),
-    played(0, 1, 0.0, turns=4, overtime_turns=3, invalid_actions=2, truncated=True, versions=(2,)),
-    played(1, 0, 0.0, turns=2, versions=(4,)),
-    played(1, 1, 0.0, turns=2, error="env: broken"),
+    trajectory(0, 0, 1.0, turns=2, invalid_actions=1, versions=(3, 3)),
+    trajectory(
+        0, 1, 0.0, turns=4, overtime_turns=3, invalid_actions=2, truncated=True, versions=(2,)
+    ),
+    trajectory(1, 0, 0.0, turns=2, versions=(4,)),
+    trajectory(1, 1, 0.0, turns=2, error="env: broken"),
 ]
 
 
-def test_by_hand() -> None:
-    assert rollout_figures(BATCH, version=4) == {
+def test_metrics_by_hand() -> None:
+    assert rollout_metrics(BATCH, version=4) == {
         "rollout/success": 0.25,
         "rollout/success/free": 0.25,
         "rollout/reward": 0.25,
@@ -63,24 +65,24 @@ def test_by_hand() -> None:
     }
 
 
-def test_several_tasks_have_figures_of_their_own() -> None:
-    metrics = rollout_figures([played(0, 0, 1.0), played(1, 0, 0.0, name="maze")], 0)
+def test_several_tasks_have_separate_metrics() -> None:
+    metrics = rollout_metrics([trajectory(0, 0, 1.0), trajectory(1, 0, 0.0, name="maze")], 0)
     assert (
         metrics["rollout/room/success"],
         metrics["rollout/maze/success"],
         metrics["rollout/success"],
     ) == (1.0, 0.0, 0.5)
-    assert "rollout/room/success" not in rollout_figures([played(0, 0, 1.0)], 0)
+    assert "rollout/room/success" not in rollout_metrics([trajectory(0, 0, 1.0)], 0)
 
 
-def test_what_the_bank_was_used_for_of_each_task() -> None:
+def test_experience_metrics_by_task() -> None:
     use = ExperienceUse("e", 1, "g", "start")
     batch = [
-        played(0, 0, 1.0, condition="guided", used=(use,), shown=("x",)), played(0, 1, 0.0),
-        played(1, 0, 0.0, condition="guided", name="maze"),
-        played(1, 1, 0.0, name="maze", turns=7, error="env: broken"),
+        trajectory(0, 0, 1.0, condition="guided", used=(use,), shown=("x",)), trajectory(0, 1, 0.0),
+        trajectory(1, 0, 0.0, condition="guided", name="maze"),
+        trajectory(1, 1, 0.0, name="maze", turns=7, error="env: broken"),
     ]  # fmt: skip
-    metrics = rollout_figures(batch, 0)
+    metrics = rollout_metrics(batch, 0)
     assert [metrics[f"rollout{name}/used"] for name in ("", "/room", "/maze")] == [0.5, 1.0, 0.0]
     assert (
         metrics["rollout/room/success/used"],
@@ -88,7 +90,7 @@ def test_what_the_bank_was_used_for_of_each_task() -> None:
         metrics["rollout/gap/groups"],
     ) == (1.0, 1.0, 1)
     assert not {"rollout/maze/success/used", "rollout/maze/gap"} & metrics.keys(), (
-        "nobody was guided there"
+        "no episode of this task was guided"
     )
     assert [metrics[f"rollout/maze/{name}"] for name in ("turns", "episodes", "errors")] == [
         3.5,
@@ -97,21 +99,21 @@ def test_what_the_bank_was_used_for_of_each_task() -> None:
     ]
 
 
-def test_scores_are_told_of_graded_episodes_alone() -> None:
+def test_scores_include_only_graded_episodes() -> None:
     batch = [
-        played(0, 0, 1.0, score=1.0),
-        played(0, 1, 0.0, score=0.25),
-        played(1, 0, 0.0, name="room"),
+        trajectory(0, 0, 1.0, score=1.0),
+        trajectory(0, 1, 0.0, score=0.25),
+        trajectory(1, 0, 0.0, name="room"),
     ]
-    assert rollout_figures(batch, 0)["rollout/score"] == 62.5
-    shop = [played(0, 0, 0.0, name="shop", score=0.4), played(1, 0, 1.0)]
-    metrics = rollout_figures(shop, 0)
+    assert rollout_metrics(batch, 0)["rollout/score"] == 62.5
+    shop = [trajectory(0, 0, 0.0, name="shop", score=0.4), trajectory(1, 0, 1.0)]
+    metrics = rollout_metrics(shop, 0)
     assert (metrics["rollout/shop/score"], metrics["rollout/score"]) == (40.0, 40.0)
     assert "rollout/room/score" not in metrics
 
 
-def test_a_batch_in_which_nothing_was_played() -> None:
-    metrics = rollout_figures([played(0, m, 0.0, error="x") for m in range(2)], 7)
+def test_a_batch_of_failed_episodes() -> None:
+    metrics = rollout_metrics([trajectory(0, m, 0.0, error="x") for m in range(2)], 7)
     assert (
         metrics["staleness/mean"],
         metrics["staleness/max"],

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from crl.learners.step import mismatch, mismatch_moments
 from crl.modeling import token_logprobs
-from crl.run.mismatch import EVERY, LARGE, MismatchWatch, probable_cause
+from crl.run.mismatch import MAX_KL, NOTE_INTERVAL, MismatchDetector, probable_cause
 
 
-class Notes:
+class NoteRecorder:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -55,61 +55,65 @@ def measured(
     engine: PreTrainedModel,
     trainer: PreTrainedModel,
     temperature: float = 1.0,
-    told: float | None = None,
+    logprob_temperature: float | None = None,
 ) -> dict[str, float]:
     """Return the mismatch metrics of tokens that the engine samples at `temperature`.
 
-    The engine's log-probs are computed at the temperature `told`, by default `temperature`.
+    The engine's log-probs are computed at `logprob_temperature`, by default `temperature`.
     """
     ids = sampled(engine, temperature)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
-    theirs = token_logprobs(engine, ids, mask, temperature if told is None else told).logp[mask]
-    return figures_of(token_logprobs(trainer, ids, mask, temperature).logp[mask], theirs)
+    engine_logprobs = token_logprobs(
+        engine, ids, mask, temperature if logprob_temperature is None else logprob_temperature
+    ).logp[mask]
+    return mismatch_metrics(
+        token_logprobs(trainer, ids, mask, temperature).logp[mask], engine_logprobs
+    )
 
 
-def figures_of(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+def mismatch_metrics(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
     return mismatch(
         {name: float(value) for name, value in mismatch_moments(trainer, engine).items()}
     )
 
 
-def test_an_engine_that_agrees_is_not_mentioned() -> None:
-    notes = Notes()
-    watch = MismatchWatch("actor", notes)  # pyright: ignore[reportArgumentType]
+def test_an_engine_that_agrees_causes_no_note() -> None:
+    notes = NoteRecorder()
+    watch = MismatchDetector("actor", notes)  # pyright: ignore[reportArgumentType]
     same = measured(qwen2(), qwen2())
     assert same["mismatch_kl"] < 1e-9
     rounded = measured(qwen2().bfloat16(), qwen2().bfloat16().float())
-    assert 1e-7 < rounded["mismatch_kl"] < LARGE
+    assert 1e-7 < rounded["mismatch_kl"] < MAX_KL
     for step, metrics in enumerate((same, rounded, {})):
         watch.observe(step, metrics)
     assert notes.texts == []
 
 
-def test_other_weights_are_told_from_another_temperature_and_from_rounding() -> None:
+def test_probable_causes() -> None:
     stale = measured(qwen2(), qwen2(seed=1))
-    raw = measured(qwen2(), qwen2(), temperature=0.5, told=1.0)
-    assert min(stale["mismatch_kl"], raw["mismatch_kl"]) > LARGE
-    assert "other weights" in probable_cause(stale)
+    raw = measured(qwen2(), qwen2(), temperature=0.5, logprob_temperature=1.0)
+    assert min(stale["mismatch_kl"], raw["mismatch_kl"]) > MAX_KL
+    assert "different weights" in probable_cause(stale)
     assert "another temperature" in probable_cause(raw)
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.25
     engine = torch.linspace(-6, -0.1, 2000)
-    rough = figures_of(engine + noise, engine)
-    assert rough["mismatch_kl"] > LARGE
+    rough = mismatch_metrics(engine + noise, engine)
+    assert rough["mismatch_kl"] > MAX_KL
     assert "rounding" in probable_cause(rough)
     assert "learner.precision=float32" in probable_cause(rough)
 
 
 @pytest.mark.parametrize("role", ["actor", "extractor"])
-def test_it_is_said_once_in_so_many_steps(role: str) -> None:
-    notes = Notes()
-    watch = MismatchWatch(role, notes)  # pyright: ignore[reportArgumentType]
+def test_notes_are_at_least_an_interval_apart(role: str) -> None:
+    notes = NoteRecorder()
+    watch = MismatchDetector(role, notes)  # pyright: ignore[reportArgumentType]
     bad = {"mismatch_kl": 0.5, "mismatch_correlation": 0.3, "mismatch_explained": 0.1}
-    said = []
-    for step in range(3, 3 + 2 * EVERY + 1):
+    note_counts = []
+    for step in range(3, 3 + 2 * NOTE_INTERVAL + 1):
         watch.observe(step, bad)
-        said.append(len(notes.texts))
-    assert said == [1] * EVERY + [2] * EVERY + [3]
+        note_counts.append(len(notes.texts))
+    assert note_counts == [1] * NOTE_INTERVAL + [2] * NOTE_INTERVAL + [3]
     assert notes.texts[0].startswith(
-        f"{role}: the trainer's log-probs are 0.500 nats a token (KL) from the engine's"
+        f"{role}: the trainer's log-probs differ from the engine's by a KL of 0.500 nats per token"
     )

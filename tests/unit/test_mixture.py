@@ -28,16 +28,16 @@ def names(tasks: Sequence[Task]) -> str:
     return "".join(task.name for task in tasks)
 
 
-def test_equal_shares_in_turn() -> None:
+def test_sources_are_drawn_in_turn() -> None:
     assert names(mixture().draw(6)) == "abcabc"
 
 
-def test_the_next_batch_makes_up_for_what_cannot_be_shared() -> None:
+def test_the_next_batch_continues_with_the_next_source() -> None:
     source = mixture()
     assert [names(source.draw(4)) for _ in range(3)] == ["abca", "bcab", "cabc"]
 
 
-def test_each_stream_goes_on_by_itself_under_the_runs_name() -> None:
+def test_streams_are_independent_and_their_tasks_are_renamed() -> None:
     drawn = mixture("ab").draw(8)
     for seed, name in enumerate("ab"):
         own = [task for task in drawn if task.name == name]
@@ -47,7 +47,7 @@ def test_each_stream_goes_on_by_itself_under_the_runs_name() -> None:
         ]
 
 
-def test_one_stream_is_a_mixture_too() -> None:
+def test_a_mixture_of_one_stream() -> None:
     assert names(mixture("a").draw(3)) == "aaa"
 
 
@@ -62,7 +62,7 @@ def test_shares_never_differ_by_more_than_one(batches: list[int], kinds: int) ->
 
 
 @pytest.mark.parametrize("before", [0, 1, 4, 5])
-def test_its_state_goes_through_json_and_back(before: int) -> None:
+def test_the_state_can_be_restored_from_json(before: int) -> None:
     source, other = mixture(), mixture()
     source.draw(before)
     state = json.loads(json.dumps(source.state()))
@@ -70,7 +70,7 @@ def test_its_state_goes_through_json_and_back(before: int) -> None:
     other.draw(2)
     other.load_state(state)
     assert other.draw(7) == expected
-    assert state == json.loads(json.dumps(state)), "drawing leaves a state that was taken alone"
+    assert state == json.loads(json.dumps(state)), "later draws do not change a saved state"
     other.load_state(state)
     assert other.state() == state
 
@@ -92,7 +92,7 @@ def test_each_stream_observes_its_own_trajectories() -> None:
     assert parts["b"].seen == [batch[1]]
 
 
-def test_a_goal_with_half_a_character_is_one_that_files_take() -> None:
+def test_a_lone_surrogate_in_a_goal_is_replaced() -> None:
     broken = PlaceStream("game", "room \ud83d {place}", 0, StreamSettings(places=4, permanent=1))
     (task,) = Mixture({"a": broken}).draw(1)
     assert task.goal.startswith("room \ufffd ")

@@ -69,7 +69,7 @@ def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], obje
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
         (lambda path: (path / "config.json").write_text("{"), "not a valid JSON"),
@@ -77,16 +77,19 @@ def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], obje
             lambda path: (path / "config.json").write_text('{"model_type": "t5"}'),
             "Unrecognized configuration class",
         ),
-        (lambda path: (path / "model.safetensors").write_bytes(b"torn off"), "it cannot be loaded"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes(b"torn off"),
+            "the model cannot be loaded",
+        ),
         (
             lambda path: rewrite_weights(
                 path, lambda w: w.update({"model.norm.weight": torch.ones(3)})
             ),
-            "it cannot be loaded",
+            "the model cannot be loaded",
         ),
         (
             lambda path: rewrite_weights(path, lambda w: w.pop("model.norm.weight")),
-            "lacks model.norm.weight",
+            "lacks weights: model.norm.weight",
         ),
     ],
     ids=[
@@ -99,13 +102,13 @@ def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], obje
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_a_config_error(
-    copied: Path, damage: Callable[[Path], object], said: str
+    copied: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(copied)
     with pytest.raises(ConfigError, match=r"actor\.model = .*model") as caught:
         load_model(copied, CPU)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value), "one line, whatever transformers says"
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value), "one line, although transformers reports several"
 
 
 @pytest.mark.parametrize(
@@ -116,8 +119,8 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error(
     ],
     ids=["some layers", "all layers, undeclared"],
 )
-def test_sliding_window_attention_is_refused(tmp_path: Path, config: PreTrainedConfig) -> None:
-    with pytest.raises(ConfigError, match="full attention only"):
+def test_sliding_window_attention_is_rejected(tmp_path: Path, config: PreTrainedConfig) -> None:
+    with pytest.raises(ConfigError, match="only full attention is supported"):
         load_model(saved(config, tmp_path), CPU)
 
 
@@ -131,14 +134,14 @@ def test_sliding_window_attention_is_refused(tmp_path: Path, config: PreTrainedC
     ],
     ids=["scaled", "soft-capped"],
 )
-def test_logits_changed_after_the_head_are_refused(
+def test_logits_changed_after_the_head_are_rejected(
     tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     with pytest.raises(ConfigError, match="post-processes the logits"):
         load_model(saved(config, tmp_path), CPU)
 
 
-def test_full_attention_is_accepted_under_any_of_its_names(tmp_path: Path) -> None:
+def test_full_attention_is_accepted_however_it_is_declared(tmp_path: Path) -> None:
     assert (
         load_model(
             saved(MistralConfig(**SMALL, sliding_window=None), tmp_path / "a"), CPU
@@ -149,7 +152,7 @@ def test_full_attention_is_accepted_under_any_of_its_names(tmp_path: Path) -> No
     assert load_model(saved(unused, tmp_path / "b"), CPU).num_parameters() > 0
 
 
-def test_a_tokenizer_that_cannot_chat_is_refused(tiny_actor: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_chat_support_is_rejected(tiny_actor: Path, tmp_path: Path) -> None:
     def broken(name: str, **change: object) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(tiny_actor)
         for attribute, value in change.items():
@@ -157,24 +160,24 @@ def test_a_tokenizer_that_cannot_chat_is_refused(tiny_actor: Path, tmp_path: Pat
         tokenizer.save_pretrained(tmp_path / name)
         return tmp_path / name
 
-    with pytest.raises(ConfigError, match=r"no chat template.*use a chat model"):
+    with pytest.raises(ConfigError, match=r"no chat template.*Use a chat model"):
         load_tokenizer(broken("silent", chat_template=None))
-    with pytest.raises(ConfigError, match=r"no eos_token.*set eos_token"):
+    with pytest.raises(ConfigError, match=r"no eos_token.*Set eos_token"):
         load_tokenizer(broken("endless", eos_token=None))
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"actor\.model = .*its tokenizer cannot be loaded.*put the tokenizer's files there",
+        match=r"actor\.model = .*its tokenizer cannot be loaded.*Put the tokenizer's files in",
     ):
         load_tokenizer(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (
             lambda path: (path / "tokenizer.json").unlink(),
-            "does not encode a chat|cannot be loaded",
+            "cannot encode and decode a chat|cannot be loaded",
         ),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "cannot be loaded"),
         (
@@ -183,22 +186,22 @@ def test_a_tokenizer_that_cannot_chat_is_refused(tiny_actor: Path, tmp_path: Pat
         ),
     ],
 )
-def test_a_damaged_tokenizer_is_refused_and_not_made_up(
-    copied: Path, damage: Callable[[Path], object], said: str
+def test_a_damaged_tokenizer_is_rejected(
+    copied: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(copied)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(copied)
 
 
-def test_cuda_is_an_error_where_there_is_none() -> None:
+def test_cuda_without_a_device_is_an_error() -> None:
     assert resolve_device("cpu") == CPU
     if torch.cuda.is_available():
         assert resolve_device("auto").type == "cuda"
         return
     assert resolve_device("auto") == CPU
     for device in ("cuda", "cuda:1"):
-        with pytest.raises(ConfigError, match=r"no CUDA device.*use auto or cpu"):
+        with pytest.raises(ConfigError, match=r"no CUDA device.*Use auto or cpu"):
             resolve_device(device)
 
 
@@ -208,7 +211,7 @@ def test_cuda_is_an_error_where_there_is_none() -> None:
 @pytest.mark.parametrize(
     ("listed", "expected"), [([2, 0], (0, 2)), (1, (1, 2)), (None, (2,)), ("no file", (2,))]
 )
-def test_stop_ids_are_the_tokenizers_and_the_generation_configs(
+def test_stop_ids_come_from_the_tokenizer_and_the_generation_config(
     copied: Path, listed: object, expected: tuple[int, ...]
 ) -> None:
     file = copied / "generation_config.json"
@@ -241,7 +244,7 @@ def qwen2(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_are_the_full_softmaxs(temperature: float) -> None:
+def test_token_logprobs_equal_those_of_the_full_softmax(temperature: float) -> None:
     model = qwen2()
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second row is padded
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
@@ -265,7 +268,7 @@ def test_token_logprobs_are_the_full_softmaxs(temperature: float) -> None:
     assert not bool(entropy[~mask].any())
 
 
-def test_a_uniform_model_has_the_logprobs_of_a_die() -> None:
+def test_logprobs_of_a_uniform_model() -> None:
     model = qwen2(tie_word_embeddings=False)
     torch.nn.init.zeros_(model.lm_head.weight)
     ids = torch.tensor([[5, 6, 7]])
@@ -275,7 +278,7 @@ def test_a_uniform_model_has_the_logprobs_of_a_die() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_kl_to_a_reference_is_that_of_the_whole_distributions(temperature: float) -> None:
+def test_the_kl_to_a_reference_equals_that_of_the_full_distributions(temperature: float) -> None:
     model, reference = qwen2(), qwen2(seed=1)
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 0, 0]])  # the second row is padded
     mask = torch.tensor([[0, 1, 0, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
@@ -295,7 +298,7 @@ def test_the_kl_to_a_reference_is_that_of_the_whole_distributions(temperature: f
 # ── weights and checksums ─────────────────────────────────────────────────────────────────────────
 
 
-def test_the_checksum_sees_one_bit_a_name_and_the_order() -> None:
+def test_the_checksum_depends_on_bits_names_and_order() -> None:
     a, b = torch.arange(6.0), torch.ones(2, 2, dtype=torch.bfloat16)
     base = checksum({"a": a, "b": b})
     assert checksum({"a": a.clone(), "b": b.clone()}) == base
@@ -306,10 +309,10 @@ def test_the_checksum_sees_one_bit_a_name_and_the_order() -> None:
     assert checksum({"a": a, "c": b}) != base
     assert checksum({"b": b, "a": a}) != base
     assert checksum({"a": a}) != base
-    assert checksum({"a": a.reshape(6, 1).t(), "b": b}) != base, "the shape counts"
+    assert checksum({"a": a.reshape(6, 1).t(), "b": b}) != base, "the shape matters"
     matrix = a.reshape(2, 3)
     assert checksum({"a": matrix.t().contiguous().t()}) == checksum({"a": matrix}), (
-        "values count, not strides"
+        "strides do not matter"
     )
 
 
@@ -340,7 +343,7 @@ def test_the_checksum_by_hand() -> None:
     )
     both = {"a": torch.ones(2, dtype=torch.int32), "b": torch.ones(1, dtype=torch.int32)}
     assert checksum(both) == checksum({"b": both["b"]}, checksum({"a": both["a"]})), (
-        "one at a time is the same"
+        "tensors one at a time give the same checksum"
     )
 
 
@@ -356,7 +359,7 @@ DTYPES = [
 
 
 @given(st.data())
-def test_whatever_is_changed_changes_the_checksum(data: st.DataObject) -> None:
+def test_every_change_changes_the_checksum(data: st.DataObject) -> None:
     """A flipped bit, two swapped values and a new name change the checksum.
 
     The tensor's location in memory does not change the checksum.
@@ -388,12 +391,12 @@ def test_whatever_is_changed_changes_the_checksum(data: st.DataObject) -> None:
     )
 
 
-def test_a_snapshot_stands_still_and_says_what_it_holds() -> None:
+def test_a_snapshot_does_not_change_and_has_a_manifest() -> None:
     model = qwen2(tie_word_embeddings=True)
     snapshot = InProcessWeights.snapshot(model, version=3)
     assert snapshot.version == 3
     assert list(snapshot.tensors) == list(named_weights(model))
-    assert "lm_head.weight" not in snapshot.tensors, "tied weights travel once"
+    assert "lm_head.weight" not in snapshot.tensors, "tied weights are listed once"
     assert snapshot.manifest.names[0] == "model.embed_tokens.weight"
     assert snapshot.manifest.shapes[0] == (32, 16)
     assert snapshot.manifest.dtypes[0] == "torch.float32"

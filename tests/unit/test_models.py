@@ -30,7 +30,7 @@ from crl.envs.room.lessons import (
     lesson,
     read,
     stairs_direction,
-    true_bearing,
+    true_stairs_direction,
 )
 from crl.envs.webshop import lessons as webshop_lessons
 from crl.errors import ConfigError
@@ -50,8 +50,8 @@ from crl.models.drills.room_personas import (
     Pacer,
     Persona,
     Walker,
-    adherent,
     first_step,
+    persona_for_lesson,
 )
 from crl.models.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
 from crl.models.warm_start import Shape, demonstrated_trace, new_model, train_tokenizer
@@ -79,8 +79,8 @@ def hinted(text: str) -> Hit:
 def episode(*texts: str, hint: str = "") -> Episode:
     """Return an episode with the given texts of the room and the actor in turn, the room first."""
     (task,) = demonstration_tasks(1)
-    told = [Segment("user", hint, "experience")] if hint else []
-    said = [
+    hints = [Segment("user", hint, "experience")] if hint else []
+    turns = [
         Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
         for i, text in enumerate(texts)
     ]
@@ -88,7 +88,7 @@ def episode(*texts: str, hint: str = "") -> Episode:
     return Episode(
         task,
         hinted(hint) if hint else None,
-        (Segment("user", task.goal, "task"), *told, *said),
+        (Segment("user", task.goal, "task"), *hints, *turns),
         success,
     )
 
@@ -96,27 +96,27 @@ def episode(*texts: str, hint: str = "") -> Episode:
 # ── the shipped models ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", recipe.MODELS)
-def test_a_shipped_model_is_what_its_recipe_makes(name: str) -> None:
-    """The shape, drills and schooling stored with the weights equal those in the code.
+@pytest.mark.parametrize("name", recipe.RECIPES)
+def test_a_shipped_model_has_the_settings_of_its_recipe(name: str) -> None:
+    """The shape, drills and training settings stored with the weights equal those in the code.
 
     After a change of one of them the model must be trained again.
     """
-    path, ours = resolve_model(name), recipe.MODELS[name]
-    made = json.loads((path / "recipe.json").read_text("utf-8"))
+    path, expected = resolve_model(name), recipe.RECIPES[name]
+    stored = json.loads((path / "recipe.json").read_text("utf-8"))
     assert model_profile(path) == "compact"
-    assert made["shape"] == asdict(recipe.SHAPE)
-    assert made["schooling"] == asdict(ours.schooling)
-    assert made["first"] == {
-        "drills": [drill.name for drill in ours.first],
-        "epochs": ours.first_epochs,
+    assert stored["shape"] == asdict(recipe.SHAPE)
+    assert stored["schooling"] == asdict(expected.settings)
+    assert stored["first"] == {
+        "drills": [drill.name for drill in expected.first_drills],
+        "epochs": expected.first_epochs,
     }
-    assert made["epochs"] == ours.epochs
-    assert made["drills"] == {drill.name: drill.count for drill in ours.drills}
+    assert stored["epochs"] == expected.epochs
+    assert stored["drills"] == {drill.name: drill.count for drill in expected.drills}
 
 
 def test_the_shipped_models_are_small() -> None:
-    assert bundled_models() == sorted(recipe.MODELS)
+    assert bundled_models() == sorted(recipe.RECIPES)
     assert (
         sum(
             file.stat().st_size
@@ -128,20 +128,20 @@ def test_the_shipped_models_are_small() -> None:
 
 
 async def success(
-    player: EpisodeRunner, tasks: Sequence[Task], advice: Callable[[Task], str | None]
+    episode_runner: EpisodeRunner, tasks: Sequence[Task], advice: Callable[[Task], str | None]
 ) -> float:
     """Return the share of the tasks that the actor solves with `advice` in its prompt."""
     keys = [EpisodeKey("probe", 0, i, 0) for i in range(len(tasks))]
     for key in keys:
-        player.sampler.join(key.session)
-    told = {task.goal: text for task in tasks if (text := advice(task))}
-    listener = replace(player, retriever=FixedRetriever(told))
-    plans = [RolloutPlan("guided" if task.goal in told else "free") for task in tasks]
-    played = await asyncio.gather(
-        *(listener.play(*each) for each in zip(keys, tasks, plans, strict=True))
+        episode_runner.sampler.join(key.session)
+    texts = {task.goal: text for task in tasks if (text := advice(task))}
+    advised_runner = replace(episode_runner, retriever=FixedRetriever(texts))
+    plans = [RolloutPlan("guided" if task.goal in texts else "free") for task in tasks]
+    trajectories = await asyncio.gather(
+        *(advised_runner.play(*each) for each in zip(keys, tasks, plans, strict=True))
     )
-    assert not any(trajectory.error for trajectory in played)
-    return sum(trajectory.success for trajectory in played) / len(played)
+    assert not any(trajectory.error for trajectory in trajectories)
+    return sum(trajectory.success for trajectory in trajectories) / len(trajectories)
 
 
 HOUSE = replace(SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse())
@@ -170,7 +170,7 @@ async def test_the_shipped_actor_follows_right_advice(
         load_model(tiny_actor, torch.device("cpu")), max_batch=128, max_context=1024
     )
     host = ThreadHost({spec.name: (spec, "compact")}, threads=2)
-    player = runner(
+    episode_runner = runner(
         engine,
         host,
         sampler=LockstepSampler(engine),
@@ -179,17 +179,17 @@ async def test_the_shipped_actor_follows_right_advice(
     )
     try:
         free, right = (
-            await success(player, tasks, lambda task: None),
-            await success(player, tasks, advisor.right),
+            await success(episode_runner, tasks, lambda task: None),
+            await success(episode_runner, tasks, advisor.right),
         )
         wrong = await success(
-            player, tasks, lambda task: advisor.wrong(task, random.Random(task.seed))
+            episode_runner, tasks, lambda task: advisor.wrong(task, random.Random(task.seed))
         )
     finally:
         await engine.aclose()
         await host.aclose()
-    least, most = free_bounds
-    assert least <= free <= most
+    lowest, highest = free_bounds
+    assert lowest <= free <= highest
     assert right - free >= 0.2
     assert right - wrong >= 0.2
 
@@ -214,13 +214,13 @@ def shop_claim(text: str, episode: Episode) -> Claim:
 def house_claim(text: str, episode: Episode) -> Claim:
     chore = house_lessons.chore_of(episode.segments)
     kind, place = house_lessons.read(text, chore)
-    return kind, place == house_lessons.sights(episode.segments).get(
+    return kind, place == house_lessons.first_sightings(episode.segments).get(
         chore.thing
     ) if kind == "where" else None
 
 
 @pytest.mark.parametrize(
-    ("digest", "episodes", "claim", "taught"),
+    ("digest", "episodes", "claim", "kinds_taught"),
     [
         (digest, EXTRACTOR_WALKS.episodes(random.Random(5), probe_tasks(400)), room_claim, LESSONS),
         (
@@ -241,20 +241,22 @@ async def test_the_shipped_extractor_writes_true_lessons(
     digest: Digest,
     episodes: Iterator[Episode],
     claim: Callable[[str, Episode], Claim],
-    taught: Iterable[str],
+    kinds_taught: Iterable[str],
 ) -> None:
     """The places were not used in training.
 
     At least 95 % of the answers are well-formed, and at least 85 % of their claims agree with the
     episode.
     """
-    chat, finished = renderer(tiny_extractor), list(episodes)
+    chat, finished_episodes = renderer(tiny_extractor), list(episodes)
     engine = TorchEngine(
         load_model(tiny_extractor, torch.device("cpu")), max_batch=128, max_context=512
     )
 
-    async def answered(number: int) -> str:
-        prompt = chat.encode(chat.text(drill.distil_prompt(digest, finished[number], number)))
+    async def answer_to(number: int) -> str:
+        prompt = chat.encode(
+            chat.text(drill.distil_prompt(digest, finished_episodes[number], number))
+        )
         completion = await engine.generate(prompt, Sampling(32, chat.stop_ids), rng=number)
         return (
             chat.decode(completion.ids).removesuffix("<|im_end|>")
@@ -263,12 +265,12 @@ async def test_the_shipped_extractor_writes_true_lessons(
         )
 
     try:
-        answers = await asyncio.gather(*map(answered, range(len(finished))))
+        answers = await asyncio.gather(*map(answer_to, range(len(finished_episodes))))
     finally:
         await engine.aclose()
     kinds, claims = Counter[str](), list[bool]()
-    for written, episode in zip(answers, finished, strict=True):
-        parsed = parse_ops(written, 1 if episode.hint else 0)
+    for answer_text, episode in zip(answers, finished_episodes, strict=True):
+        parsed = parse_ops(answer_text, 1 if episode.hint else 0)
         kind, true = (
             claim(parsed.ops[0].text, episode)
             if parsed.ops and parsed.ops[0].kind != "return"
@@ -277,8 +279,8 @@ async def test_the_shipped_extractor_writes_true_lessons(
         kinds["malformed" if len(parsed.ops) != 1 or parsed.dropped else kind] += 1
         if true is not None:
             claims.append(true)
-    assert kinds["malformed"] + kinds["other"] <= 0.05 * len(finished)
-    assert set(taught) <= set(kinds)
+    assert kinds["malformed"] + kinds["other"] <= 0.05 * len(finished_episodes)
+    assert set(kinds_taught) <= set(kinds)
     assert len(claims) >= 20
     assert sum(claims) >= 0.85 * len(claims)
 
@@ -287,13 +289,13 @@ def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
     """Every answer in the training data has at most 32 tokens, including the stop token."""
     chat = renderer(tiny_extractor)
     for direction in COMPASS:
-        shown = episode(
+        example = episode(
             "at 3 3\ndark north",
             direction,
             f"at 3 3\nstairs {direction}",
             hint="from the start go up.",
         )
-        assert max(len(chat.encode(answer(kind, shown))) for kind in LESSONS) + 1 <= 32
+        assert max(len(chat.encode(answer(kind, example))) for kind in LESSONS) + 1 <= 32
 
 
 # ── from demonstrations to models ─────────────────────────────────────────────────────────────────
@@ -317,22 +319,24 @@ def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> No
     assert chat.decode(trained) == "south<|im_end|>east<|im_end|>"
 
 
-def test_the_tokenizer_that_is_loaded_is_the_one_that_was_taught(tmp_path: Path) -> None:
+def test_a_loaded_tokenizer_equals_the_trained_one(tmp_path: Path) -> None:
     """transformers chooses the tokenizer class by the model's type.
 
     A saved tokenizer of another class would split texts differently after loading.
     """
     demonstrations = list(ACTOR_WALKS.make(random.Random(0), 50))
-    taught = train_tokenizer(demonstrations, vocabulary=400)
-    new_model(Shape(vocabulary=400), taught, seed=0).save_pretrained(tmp_path)
-    taught.save_pretrained(tmp_path)
+    trained = train_tokenizer(demonstrations, vocabulary=400)
+    new_model(Shape(vocabulary=400), trained, seed=0).save_pretrained(tmp_path)
+    trained.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     texts = [s.text for d in demonstrations for s in d] + [
         "<|im_start|>user\nat 2 3\n<|im_end|>",
         "naïve 12345  \n\t x",
     ]
-    assert [loaded.encode(text) for text in texts] == [taught.encode(text) for text in texts]
-    assert len(loaded) == len(taught) == load_model(tmp_path, torch.device("cpu")).config.vocab_size
+    assert [loaded.encode(text) for text in texts] == [trained.encode(text) for text in texts]
+    assert (
+        len(loaded) == len(trained) == load_model(tmp_path, torch.device("cpu")).config.vocab_size
+    )
     assert loaded.decode(loaded.encode(texts[-2])) == texts[-2]
 
 
@@ -344,30 +348,30 @@ def test_every_action_is_short_enough_for_a_turn(tiny_actor: Path) -> None:
 
 @pytest.mark.parametrize(
     "drill",
-    [drill for recipe in recipe.MODELS.values() for drill in recipe.drills],
+    [drill for recipe in recipe.RECIPES.values() for drill in recipe.drills],
     ids=lambda drill: drill.name,
 )
-def test_drills_repeat(drill: Drill) -> None:
+def test_drills_are_reproducible(drill: Drill) -> None:
     first, again, other = (list(drill.make(random.Random(seed), 20)) for seed in (3, 3, 4))
     assert first == again != other
 
 
-def test_make_models_makes_loadable_models_and_repeats(
+def test_make_models_makes_loadable_models_reproducibly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {
+    small = {
         name: replace(
-            ours,
-            drills=tuple(replace(drill, count=20) for drill in ours.drills),
+            full,
+            drills=tuple(replace(drill, count=20) for drill in full.drills),
             epochs=1,
             first_epochs=1,
         )
-        for name, ours in recipe.MODELS.items()
+        for name, full in recipe.RECIPES.items()
     }
-    monkeypatch.setattr(recipe, "MODELS", few)
-    recipe.make(tmp_path / "a", seed=1)
-    recipe.make(tmp_path / "b", seed=1)
-    for name in few:
+    monkeypatch.setattr(recipe, "RECIPES", small)
+    recipe.make_all_models(tmp_path / "a", seed=1)
+    recipe.make_all_models(tmp_path / "b", seed=1)
+    for name in small:
         made, again = tmp_path / "a" / name, tmp_path / "b" / name
         assert {f.name: f.read_bytes() for f in made.iterdir()} == {
             f.name: f.read_bytes() for f in again.iterdir()
@@ -377,12 +381,12 @@ def test_make_models_makes_loadable_models_and_repeats(
         assert load_model(made, torch.device("cpu")).num_parameters() < 220_000
 
 
-def test_make_models_looks_at_every_directory_first(
+def test_make_models_checks_every_directory_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tiny-extractor").mkdir()
-    with pytest.raises(ConfigError, match=r"tiny-extractor.* exists already"):
-        recipe.make(tmp_path, seed=1)
+    with pytest.raises(ConfigError, match=r"tiny-extractor.* already exists"):
+        recipe.make_all_models(tmp_path, seed=1)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-extractor"]
     assert capsys.readouterr().out == ""
 
@@ -390,7 +394,7 @@ def test_make_models_looks_at_every_directory_first(
 # ── personas ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_personas_differ_as_they_should() -> None:
+def test_success_rates_of_personas() -> None:
     """The explorer wins far more often than the walker, and the walker more often than the pacer.
 
     The explorer goes straight to visible stairs.
@@ -408,7 +412,7 @@ def test_personas_differ_as_they_should() -> None:
     assert walked > paced
 
 
-class Open:
+class OpenRoom:
     """Room of 5 × 5 cells without inner walls. All cells are visible, and no step fails.
 
     There are no stairs unless `stairs` names their cell.
@@ -422,46 +426,44 @@ class Open:
         self.grid = tuple("".join(row) for row in rows)
 
     def walk(self, persona: Persona, turns: int) -> list[str]:
-        taken = []
+        moves = []
         for _ in range(turns):
-            taken.append(
-                persona.act(self, random.Random(len(taken)))  # pyright: ignore[reportArgumentType]
+            moves.append(
+                persona.act(self, random.Random(len(moves)))  # pyright: ignore[reportArgumentType]
             )
-            dx, dy = COMPASS[taken[-1]]
+            dx, dy = COMPASS[moves[-1]]
             self.position = (
                 min(max(self.position[0] + dx, 0), 4),
                 min(max(self.position[1] + dy, 0), 4),
             )
-        return taken
+        return moves
 
 
-def test_a_follower_goes_as_told_and_to_stairs_that_it_sees() -> None:
-    to_the_wall = Open((0, 1)).walk(Follower("east"), 6)
-    assert to_the_wall[:4] == ["east"] * 4
-    assert COMPASS[to_the_wall[4]] == tuple(-step for step in COMPASS[to_the_wall[5]]), (
-        "at the wall it paces"
-    )
-    assert Open((0, 4), stairs=(2, 2)).walk(Follower("east"), 2) == ["northeast", "northeast"]
+def test_a_follower_walks_as_advised_and_to_visible_stairs() -> None:
+    moves = OpenRoom((0, 1)).walk(Follower("east"), 6)
+    assert moves[:4] == ["east"] * 4
+    assert COMPASS[moves[4]] == tuple(-step for step in COMPASS[moves[5]]), "at the wall it paces"
+    assert OpenRoom((0, 4), stairs=(2, 2)).walk(Follower("east"), 2) == ["northeast", "northeast"]
 
 
-def test_a_walker_goes_as_told_to_the_wall() -> None:
-    taken = Open((4, 4)).walk(Walker("northwest"), 5)
-    assert taken[:4] == ["northwest"] * 4 != taken[1:]
+def test_a_walker_walks_in_its_direction_to_the_wall() -> None:
+    moves = OpenRoom((4, 4)).walk(Walker("northwest"), 5)
+    assert moves[:4] == ["northwest"] * 4 != moves[1:]
 
 
 def test_a_lingerer_stays_near_its_start() -> None:
-    room = Open((1, 3))
+    room = OpenRoom((1, 3))
     for _ in range(20):
         room.walk(Lingerer(), 1)
         assert max(abs(room.position[0] - 1), abs(room.position[1] - 3)) <= 1
 
 
-def test_who_does_what_a_lesson_says() -> None:
-    doers = {kind: type(adherent(kind, "north")) for kind in LESSONS}
-    nobody = type(None)
-    assert doers == {
+def test_the_persona_for_each_kind_of_lesson() -> None:
+    personas = {kind: type(persona_for_lesson(kind, "north")) for kind in LESSONS}
+    none = type(None)
+    assert personas == {
         "exit": Follower, "walk": Walker, "explore": Explorer, "stay": Lingerer, "back": Pacer,
-        "lead": nobody, "careful": nobody, "time": nobody,
+        "lead": none, "careful": none, "time": none,
     }  # fmt: skip
 
 
@@ -482,14 +484,14 @@ def walks() -> list[Episode]:
     return list(ACTOR_WALKS.episodes(random.Random(1), demonstration_tasks(800)))
 
 
-def test_what_walks_are_told(walks: list[Episode]) -> None:
+def test_shares_of_advice_in_walks(walks: list[Episode]) -> None:
     """12 of 49 direction hints are random, and one in eight of these is right."""
-    told = Counter[str]()
+    counts = Counter[str]()
     for walk in walks:
         kind, direction = read(walk.hint.text) if walk.hint else ("none", None)
-        right = direction == true_bearing(int(walk.task.params["lgen"]))
-        told[f"{'right' if right else 'wrong'} exit" if kind == "exit" else kind] += 1
-    shares = {kind: count / len(walks) for kind, count in told.items()}
+        right = direction == true_stairs_direction(int(walk.task.params["lgen"]))
+        counts[f"{'right' if right else 'wrong'} exit" if kind == "exit" else kind] += 1
+    shares = {kind: count / len(walks) for kind, count in counts.items()}
     expected = {"none": 0.25, "right exit": 0.37 + 0.12 / 8, "wrong exit": 0.12 * 7 / 8}
     expected |= {kind: 0.26 / 7 for kind in LESSONS if kind != "exit"}
     assert shares == pytest.approx(expected, abs=0.05)
@@ -512,7 +514,7 @@ def test_walks_are_the_actors_conversations(walks: list[Episode]) -> None:
         assert walk.success == (turns[-1].text == "stairs reached." and len(turns) <= 8)
 
 
-def test_directions_are_followed(walks: list[Episode]) -> None:
+def test_advised_directions_are_followed(walks: list[Episode]) -> None:
     """The first step follows the hint, except for visible stairs, walls and slips.
 
     Right hints raise the success rate.
@@ -546,7 +548,7 @@ UNSEEN = ("at 3 3\ndark north", "north", "at 2 3\ndark west", "southeast", "at 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "hint", "texts", "written"),
+    ("kind", "hint", "texts", "expected"),
     [
         ("exit", "", SEEN, '[{"op":"add","text":"from the start go northwest."}]'),
         ("exit", "be careful.", SEEN, '[{"op":"add","text":"from the start go northwest."}]'),
@@ -581,29 +583,29 @@ UNSEEN = ("at 3 3\ndark north", "north", "at 2 3\ndark west", "southeast", "at 3
         ("explore", "", UNSEEN, '[{"op":"add","text":"look at dark cells first."}]'),
     ],
 )
-def test_what_an_episode_teaches(
-    kind: str, hint: str, texts: tuple[str, ...], written: str
+def test_the_lesson_of_an_episode(
+    kind: str, hint: str, texts: tuple[str, ...], expected: str
 ) -> None:
-    assert answer(kind, episode(*texts, hint=hint)) == written
-    parsed = parse_ops(written, shown=1 if hint else 0)
+    assert answer(kind, episode(*texts, hint=hint)) == expected
+    parsed = parse_ops(expected, num_shown=1 if hint else 0)
     assert (len(parsed.ops), parsed.dropped, parsed.malformed) == (1, {}, False)
 
 
-def test_what_the_extractor_is_asked() -> None:
-    shown = episode(*SEEN, hint="be careful.")
-    (prompt,) = distil_prompt(shown)
+def test_the_distillation_prompt() -> None:
+    example = episode(*SEEN, hint="be careful.")
+    (prompt,) = distil_prompt(example)
     assert prompt.text.splitlines() == [
-        shown.task.goal, "hint 1 be careful.", "moves north east",
+        example.task.goal, "hint 1 be careful.", "moves north east",
         "stairs northwest of the start", "failure",
     ]  # fmt: skip
 
 
-def test_lessons_are_of_every_kind_equally() -> None:
+def test_kinds_of_lessons_are_equally_frequent() -> None:
     demonstrations = list(RoomLessons(EXTRACTOR_WALKS).make(random.Random(2), 800))
     kinds, hints = Counter[str](), 0
-    for prompt, said in demonstrations:
+    for prompt, answer_segment in demonstrations:
         hints += "\nhint 1 " in prompt.text
-        (op,) = parse_ops(said.text, shown=1 if "\nhint 1 " in prompt.text else 0).ops
+        (op,) = parse_ops(answer_segment.text, num_shown=1 if "\nhint 1 " in prompt.text else 0).ops
         kinds["exit" if op.kind == "return" else read(op.text)[0]] += 1
         assert (op.kind == "return") <= ("stairs not seen" in prompt.text)
         if read(op.text)[0] == "exit":

@@ -44,12 +44,12 @@ def test_a_run_never_overwrites_another(tmp_path: Path):
     assert RunDir.create(run.path) == run, "an empty directory is free"
     run.config.write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"run_dir = .*: it exists and is not empty\. Choose another --run-dir"
+        ConfigError, match=r"run_dir = .*: exists and is not empty\. Choose another --run-dir"
     ):
         RunDir.create(run.path)
-    with pytest.raises(ConfigError, match="it exists and is no directory"):
+    with pytest.raises(ConfigError, match="exists and is not a directory"):
         RunDir.create(run.config)
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         RunDir.create(run.config / "below")
 
 
@@ -117,7 +117,7 @@ def test_a_deterministic_run_writes_no_time(run: RunDir):
     assert lines(run.metrics) == [{"step": 0, "kind": "train", "time": None, "a": 1}]
 
 
-def test_a_figure_may_not_hide_a_field(run: RunDir):
+def test_a_metric_may_not_hide_a_field(run: RunDir):
     with pytest.raises(ValueError, match="step"):
         FileMonitor(run).log(0, "train", {"step": 1})
 
@@ -344,7 +344,7 @@ def test_lines_about_experience_are_short():
     assert render_line(7, "bank", bank) == "bank  7  size 12  add 3  pending 2  dead 0  p95 ms 1.2"
 
 
-def test_any_other_line_shows_its_figures():
+def test_any_other_line_shows_its_metrics():
     assert render_line(3, "disk", {"disk/free": 12, "state": "ok"}) == "disk  3  free 12  state ok"
 
 
@@ -404,7 +404,7 @@ def test_the_fan_out_reaches_everybody_and_closes_all():
     )
 
 
-def test_tensorboard_gets_the_figures(tmp_path: Path):
+def test_tensorboard_gets_the_metrics(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -421,7 +421,7 @@ def test_tensorboard_gets_the_figures(tmp_path: Path):
     ]
 
 
-def test_wandb_gets_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list = []
     run = SimpleNamespace(
         define_metric=lambda *a, **k: None, log=seen.append, finish=lambda: seen.append("finished")

@@ -24,7 +24,7 @@ from crl.types import Task
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DOORS = EXAMPLES / "doors" / "doors.toml"
 
-OWN = """
+OWN_SOURCE = """
 from crl.envs.base import EnvSpec
 def spec(hosting="threads"):
     return EnvSpec("own", hosting, 1, (0.0, 1.0), (), "any text", False, \
@@ -32,26 +32,26 @@ lambda rendering: None, lambda seed, s: None, lambda *a: ())
 SPEC = spec()
 WORKERS = spec("processes")
 """
-TASK = 'env = "own.py:{}"\nrendering = "compact"\nturns = 1\nmax_response_tokens = 4\n'
+TASK_FILE = 'env = "own.py:{}"\nrendering = "compact"\nturns = 1\nmax_response_tokens = 4\n'
 
 
-def refusal(*tasks: str, sets: Sequence[str] = ()) -> str:
+def config_error(*tasks: str, sets: Sequence[str] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         specs(load(tasks, sets=sets))
     return str(caught.value)
 
 
-def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN) -> str:
+def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN_SOURCE) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(source)
-    (folder / "own.toml").write_text(TASK.format(attribute))
+    (folder / "own.toml").write_text(TASK_FILE.format(attribute))
     return str(folder / "own.toml")
 
 
 # ── an environment in a file ──────────────────────────────────────────────────────────────────────
 
 
-def test_the_example_is_a_task_like_any_other():
+def test_the_example_is_a_valid_task():
     config = load([str(DOORS)])
     spec = specs(config)["doors"]
     assert config.tasks["doors"].turns == spec.turns
@@ -67,7 +67,7 @@ def test_the_example_is_a_task_like_any_other():
         assert tried.count(True) == 1
 
 
-def test_the_readme_shows_the_example_as_it_is():
+def test_the_readme_quotes_the_example():
     code = (
         (EXAMPLES / "doors" / "doors.py")
         .read_text("utf-8")
@@ -80,7 +80,7 @@ def test_the_readme_shows_the_example_as_it_is():
     assert len([line for line in game.splitlines() if line]) <= 12
 
 
-def test_its_file_is_found_from_any_directory_and_saved_absolute(
+def test_the_path_of_an_environment_is_saved_as_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     own_task(tmp_path)
@@ -94,46 +94,50 @@ def test_its_file_is_found_from_any_directory_and_saved_absolute(
     assert registry.get_spec(config.tasks["own"].env) is spec, "the file runs once a process"
 
 
-def test_its_file_may_be_in_ones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_path_of_an_environment_may_start_with_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     own = own_task(tmp_path / "tasks")
     (tmp_path / "tasks" / "own.py").rename(tmp_path / "mine.py")
     for path, sets in (("~/mine.py", ()), ("gone.py", ("tasks.own.env=~/mine.py:SPEC",))):
-        (tmp_path / "tasks" / "own.toml").write_text(TASK.format("SPEC").replace("own.py", path))
+        (tmp_path / "tasks" / "own.toml").write_text(
+            TASK_FILE.format("SPEC").replace("own.py", path)
+        )
         assert specs(load([own], sets=sets))["own"].name == "own"
-    assert "~stranger/mine.py:SPEC': there is no such file." in refusal(
+    assert "~stranger/mine.py:SPEC': there is no such file." in config_error(
         own, sets=["tasks.own.env=~stranger/mine.py:SPEC"]
     )
 
 
-def test_two_files_of_one_name_are_two_environments(tmp_path: Path):
+def test_two_files_with_the_same_name_are_two_environments(tmp_path: Path):
     for name in "ab":
         (tmp_path / name).mkdir()
         own_task(tmp_path / name)
-    one, other = (registry.get_spec(f"{tmp_path / name / 'own.py'}:SPEC") for name in "ab")
-    assert one is not other
+    first, second = (registry.get_spec(f"{tmp_path / name / 'own.py'}:SPEC") for name in "ab")
+    assert first is not second
 
 
-def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
+def test_errors_in_the_file_of_an_environment(tmp_path: Path):
     own = own_task(tmp_path, "NOBODY")
-    assert "'NOBODY' of" in refusal(own)
-    assert "is not an EnvSpec. See examples/doors for one." in refusal(own)
-    text = refusal(own_task(tmp_path, "WORKERS"))
+    assert "'NOBODY' of" in config_error(own)
+    assert "is not an EnvSpec. See examples/doors for an example." in config_error(own)
+    text = config_error(own_task(tmp_path, "WORKERS"))
     assert (
-        "is hosted by processes, which import it by name, but it is in a file that has none. "
-        "Put it into a package" in text
+        "its hosting is 'processes', but worker processes cannot import an environment from "
+        "a file. Move it to a module" in text
     )
-    assert "its module cannot be imported (ZeroDivisionError: " in refusal(
+    assert "its module cannot be imported (ZeroDivisionError: " in config_error(
         own_task(tmp_path / "b", source="1 / 0")
     )
-    assert "its module cannot be imported (SystemExit: no key)" in refusal(
+    assert "its module cannot be imported (SystemExit: no key)" in config_error(
         own_task(tmp_path / "c", source="exit('no key')")
     )
     (tmp_path / "b" / "own.py").unlink()
-    text = refusal(str(tmp_path / "b" / "own.toml"))
+    text = config_error(str(tmp_path / "b" / "own.toml"))
     assert (
         f"tasks.own.env = '{tmp_path / 'b' / 'own.py'}:SPEC': there is no such file. "
-        "In a task's file" in text
+        "A relative path in a task file" in text
     )
 
 
@@ -142,18 +146,18 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
     [
         (
             "actions=['up', 'down']",
-            "ValueError: own: actions must be a tuple of texts, empty when they are free text, "
-            "not ['up', 'down']",
+            "ValueError: own: actions must be a tuple of strings, which is empty if actions "
+            "are free text, not ['up', 'down']",
         ),
         (
             "actions='up'",
-            "ValueError: own: actions must be a tuple of texts, empty when they are free text, "
-            "not 'up'",
+            "ValueError: own: actions must be a tuple of strings, which is empty if actions "
+            "are free text, not 'up'",
         ),
         (
             "actions=(1, 2)",
-            "ValueError: own: actions must be a tuple of texts, empty when they are free text, "
-            "not (1, 2)",
+            "ValueError: own: actions must be a tuple of strings, which is empty if actions "
+            "are free text, not (1, 2)",
         ),
         ("hosting='fork'", "ValueError: own: hosting must be threads or processes, not 'fork'"),
         (
@@ -163,19 +167,19 @@ def test_what_is_wrong_with_ones_own_file_is_one_clear_error(tmp_path: Path):
         ("turns=0", "ValueError: own: turns must be at least 1, not 0"),
     ],
 )
-def test_what_an_environment_cannot_declare(tmp_path: Path, change: str, words: str):
-    source = f"{OWN}from dataclasses import replace\nSPEC = replace(SPEC, {change})\n"
-    assert f"its module cannot be imported ({words}). " in refusal(
+def test_invalid_declarations_of_an_environment(tmp_path: Path, change: str, words: str):
+    source = f"{OWN_SOURCE}from dataclasses import replace\nSPEC = replace(SPEC, {change})\n"
+    assert f"its module cannot be imported ({words}). " in config_error(
         own_task(tmp_path, source=source)
     )
 
 
-def test_environments_are_told_apart_whatever_they_hold():
+def test_environments_are_hashable_with_unhashable_fields():
     spec = replace(registry.get_spec("room"), reward_range=[0.0, 1.0])  # type: ignore[arg-type]
     assert len({spec, replace(spec), spec}) == 2
 
 
-MISCOUNTING = """
+MISCOUNTING_SOURCE = """
 from dataclasses import replace
 from crl.envs.room import SPEC as ROOM
 SPEC = replace(ROOM, name="own", {}=lambda *a: ROOM.{}(*a)[1:])
@@ -191,32 +195,32 @@ SPEC = replace(ROOM, name="own", {}=lambda *a: ROOM.{}(*a)[1:])
         ("probe_tasks", "probe", 6),
     ],
 )
-def test_an_environment_that_gives_another_number_of_tasks(
+def test_an_environment_that_returns_the_wrong_number_of_tasks(
     tmp_path: Path, function: str, key: str, n: int
 ):
-    own = own_task(tmp_path, source=MISCOUNTING.format(function, function))
+    own = own_task(tmp_path, source=MISCOUNTING_SOURCE.format(function, function))
     sizes = dict.fromkeys(("known", "new", "online", "probe"), 0) | {key: n}
     with pytest.raises(ConfigError) as caught:
         plan(load([own], sets=[f"tasks.own.eval.{name}={size}" for name, size in sizes.items()]))
-    said = (
-        f"its {function} gave {n - 1} tasks where {n} were asked for. Mend it: as many as "
-        "asked for, or a ValueError that says how many"
+    message = (
+        f"its {function} returned {n - 1} tasks, but {n} were requested. Fix {function}: return "
+        "as many as requested, or raise a ValueError that says how many"
     )
-    assert str(caught.value).startswith(f"tasks.own.env = '{tmp_path / 'own.py'}:SPEC': {said}")
+    assert str(caught.value).startswith(f"tasks.own.env = '{tmp_path / 'own.py'}:SPEC': {message}")
 
 
-def test_a_file_that_failed_is_read_again_once_it_is_mended(tmp_path: Path):
+def test_a_file_is_read_again_after_it_was_fixed(tmp_path: Path):
     own = own_task(tmp_path, source="1 / 0")
-    refusal(own)
+    config_error(own)
     own_task(tmp_path)
     assert specs(load([own]))["own"].name == "own"
 
 
 def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
-    text = refusal(
+    text = config_error(
         own_task(
             tmp_path,
-            source=OWN
+            source=OWN_SOURCE
             + "from dataclasses import replace\nSPEC = replace(SPEC, extra='no_such_extra')\n",
         )
     )
@@ -236,7 +240,7 @@ def mixture(folder: Path, text: str, *tasks: str) -> str:
     return str(folder / "mixed.toml")
 
 
-def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
+def test_a_mixture_changes_the_settings_of_its_tasks(tmp_path: Path):
     text = (
         'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nturns = 9\n'
         "[cave]\nturns = 8\n[cave.compact]\nturns = 3\n"
@@ -258,17 +262,17 @@ def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
     [
         (
             'tasks = ["room", "chess"]',
-            "tasks = 'chess': is in mixed.toml, but is not a task that crl knows.",
+            "tasks = 'chess': is listed in mixed.toml, but is not a known task.",
         ),
         (
             'tasks = ["room", "gone.toml"]',
-            "tasks = 'gone.toml': is in mixed.toml, but there is no such file.",
+            "tasks = 'gone.toml': is listed in mixed.toml, but there is no such file.",
         ),
         (
             'tasks = ["mixed.toml"]',
-            "tasks = 'mixed.toml': is in mixed.toml, but is a mixture itself.",
+            "tasks = 'mixed.toml': is listed in mixed.toml, but is itself a mixture.",
         ),
-        ('tasks = ["room", "room"]', "room is there twice"),
+        ('tasks = ["room", "room"]', "contains room twice"),
         ("tasks = []", "tasks = []: is not a list of tasks"),
         ("tasks = [3]", "tasks = [3]: is not a list of tasks"),
         ('tasks = ["room"]\nturns = 3', "tasks.turns = 3: is not a table for one of the tasks"),
@@ -279,18 +283,18 @@ def test_a_mixture_is_its_tasks_with_its_changes(tmp_path: Path):
         ('tasks = ["room"]\n[room]\nturnz = 3', "tasks.room.turnz = 3: is not a setting"),
     ],
 )
-def test_what_is_wrong_with_a_mixture_is_one_clear_error(tmp_path: Path, text: str, words: str):
-    assert words in refusal(mixture(tmp_path, text))
+def test_errors_in_a_mixture(tmp_path: Path, text: str, words: str):
+    assert words in config_error(mixture(tmp_path, text))
 
 
 # ── streams of seeds ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_seeded_tasks_are_fixed_by_their_number_and_disjoint():
+def test_seeded_tasks_are_fixed_and_disjoint_from_the_train_stream():
     tasks, settings = SeededTasks("dice", "Roll a six."), StreamSettings()
-    one, other = tasks.source(3, settings), tasks.source(3, settings)
-    drawn = [*one.draw(4), *one.draw(60)]
-    assert drawn == list(other.draw(64))
+    first, second = tasks.source(3, settings), tasks.source(3, settings)
+    drawn = [*first.draw(4), *first.draw(60)]
+    assert drawn == list(second.draw(64))
     assert drawn != list(tasks.source(4, settings).draw(64))
     assert len({task.seed for task in drawn}) == 64
     assert all(task.seed in TRAIN_SEEDS and task.split == "train" for task in drawn)
@@ -301,7 +305,7 @@ def test_seeded_tasks_are_fixed_by_their_number_and_disjoint():
         tasks.eval_tasks("known", 1, 0, settings)
 
 
-def test_a_stream_of_seeds_goes_on_where_it_was():
+def test_a_stream_of_seeds_continues_from_its_state():
     source = SeededTasks("dice", "Roll a six.").source(0, StreamSettings())
     source.draw(5)
     state = json.loads(json.dumps(source.state()))

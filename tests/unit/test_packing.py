@@ -30,13 +30,13 @@ from transformers import (
 import crl.modeling
 from crl.errors import ConfigError
 from crl.modeling import (
-    TokenFigures,
+    TokenStats,
     checkpoint_activations,
     precision,
     require_packing,
     token_logprobs,
 )
-from crl.packing import PADDING, Packing, pack_sequences, reads_packed
+from crl.packing import MAX_PADDING_RATIO, Packing, enable_packing, reads_packed
 
 SMALL = {
     "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,7 +51,7 @@ FAMILIES = {
 }
 
 
-def made(
+def tiny_model(
     family: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     config, model = FAMILIES[family]
@@ -82,7 +82,7 @@ def batch(
     return ids, mask
 
 
-def pull(metrics: TokenFigures, seed: int = 1) -> torch.Tensor:
+def weighted_sum(metrics: TokenStats, seed: int = 1) -> torch.Tensor:
     """Return a scalar in which every log-prob and every KL has its own random weight."""
     draw = torch.Generator().manual_seed(seed)
     a, b = (
@@ -97,8 +97,8 @@ def gradients(model: PreTrainedModel, value: torch.Tensor) -> dict[str, torch.Te
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal_figures(ours: TokenFigures, theirs: TokenFigures, tolerance: float = 1e-5) -> None:
-    for name, a, b in zip(TokenFigures._fields, ours, theirs, strict=True):
+def assert_equal_stats(ours: TokenStats, theirs: TokenStats, tolerance: float = 1e-5) -> None:
+    for name, a, b in zip(TokenStats._fields, ours, theirs, strict=True):
         torch.testing.assert_close(
             a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -123,21 +123,23 @@ def assert_equal_gradients(
 )
 def test_packed_sequences_are_read_like_padded_rows(family: str, lengths: list[int]) -> None:
     ids, mask = batch(lengths)
-    plain, packed, other = made(family), made(family), made(family, seed=1)
-    pack_sequences(packed)
+    plain, packed, other = tiny_model(family), tiny_model(family), tiny_model(family, seed=1)
+    enable_packing(packed)
     assert reads_packed(packed)
     assert not reads_packed(plain)
     expected = token_logprobs(plain, ids, mask, 0.7, reference=other)
     found = token_logprobs(packed, ids, mask, 0.7, reference=other)
-    assert_equal_figures(found, expected)
-    assert_equal_gradients(gradients(packed, pull(found)), gradients(plain, pull(expected)))
-    pack_sequences(other)
-    assert_equal_figures(token_logprobs(packed, ids, mask, 0.7, reference=other), expected)
+    assert_equal_stats(found, expected)
+    assert_equal_gradients(
+        gradients(packed, weighted_sum(found)), gradients(plain, weighted_sum(expected))
+    )
+    enable_packing(other)
+    assert_equal_stats(token_logprobs(packed, ids, mask, 0.7, reference=other), expected)
 
 
-def test_no_padding_is_read_nor_what_stands_behind_the_last_trained_token() -> None:
-    model, read = made(), []
-    pack_sequences(model)
+def test_neither_padding_nor_tokens_after_the_last_trained_token_are_read() -> None:
+    model, read = tiny_model(), []
+    enable_packing(model)
     model.get_input_embeddings().register_forward_hook(
         lambda _, inputs, __: read.append(inputs[0].shape)
     )
@@ -150,9 +152,9 @@ def test_no_padding_is_read_nor_what_stands_behind_the_last_trained_token() -> N
     assert (metrics.logp != 0).equal(mask)
 
 
-def test_sequences_do_not_see_each_other() -> None:
-    model = made()
-    pack_sequences(model)
+def test_sequences_do_not_influence_each_other() -> None:
+    model = tiny_model()
+    enable_packing(model)
     ids, mask = batch([12, 11, 4])
     before = token_logprobs(model, ids, mask).logp
     ids[0, :12] = (ids[0, :12] + 1) % 48
@@ -161,35 +163,35 @@ def test_sequences_do_not_see_each_other() -> None:
     assert not after[0].equal(before[0])
 
 
-def test_nothing_to_train_is_no_error() -> None:
+def test_a_batch_without_trained_tokens_is_no_error() -> None:
     """A rank without samples still takes part in the step, with zero gradients."""
-    model = made()
-    pack_sequences(model)
+    model = tiny_model()
+    enable_packing(model)
     ids = torch.tensor([[3, 4, 5]])
     found = token_logprobs(model, ids, torch.zeros_like(ids, dtype=torch.bool))
     assert not found.logp.any()
-    grads = gradients(model, pull(found))
+    grads = gradients(model, weighted_sum(found))
     assert grads
     assert not any(g.any() for g in grads.values())
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
-def test_runs_are_the_whole_row_and_hardly_padded(lengths: list[int]) -> None:
+def test_buckets_cover_the_whole_row_with_little_padding(lengths: list[int]) -> None:
     packing = Packing(lengths, torch.device("cpu"))
-    assert [n for run in packing.runs for n in run.lengths] == lengths
+    assert [n for bucket in packing.buckets for n in bucket.lengths] == lengths
     begin = 0
-    for run in packing.runs:
-        assert run.tokens == slice(begin, begin + sum(run.lengths))
-        assert len(run.lengths) == 1 or max(run.lengths) * len(run.lengths) <= PADDING * sum(
-            run.lengths
-        )
-        begin = run.tokens.stop
+    for bucket in packing.buckets:
+        assert bucket.tokens == slice(begin, begin + sum(bucket.lengths))
+        assert len(bucket.lengths) == 1 or max(bucket.lengths) * len(
+            bucket.lengths
+        ) <= MAX_PADDING_RATIO * sum(bucket.lengths)
+        begin = bucket.tokens.stop
     assert packing.offsets.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert packing.rows.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
     assert packing.positions.tolist() == [t for n in lengths for t in range(n)]
 
 
-def test_a_model_whose_attention_cannot_be_replaced_goes_on_reading_padded_rows() -> None:
+def test_a_model_whose_attention_cannot_be_replaced_still_reads_padded_rows() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BloomForCausalLM(
@@ -202,8 +204,8 @@ def test_a_model_whose_attention_cannot_be_replaced_goes_on_reading_padded_rows(
     assert token_logprobs(model, ids, mask).logp.equal(before)
 
 
-def test_a_model_that_mixes_packed_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_packing(made(), Path("sound"))
+def test_a_model_that_mixes_packed_sequences_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_packing(tiny_model(), Path("sound"))
 
     def mixing(
         module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
@@ -214,17 +216,18 @@ def test_a_model_that_mixes_packed_sequences_is_refused(monkeypatch: pytest.Monk
         return out.transpose(1, 2), None
 
     monkeypatch.setattr("crl.packing.attend", mixing)
-    with pytest.raises(ConfigError, match=r"actor\.model.*does not keep packed sequences apart"):
-        require_packing(made(), Path("mixing"))
+    with pytest.raises(ConfigError, match=r"actor\.model.*packed sequences influence each other"):
+        require_packing(tiny_model(), Path("mixing"))
 
 
-def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made()
+def test_unsupported_attention_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     attention.sliding_window = 4
     with pytest.raises(
         ConfigError,
-        match=r"cannot be trained \(packed sequences are not attended to with sliding_window\)",
+        match=r"cannot be trained on packed sequences \(packed sequences do not support "
+        r"sliding_window\)",
     ):
         require_packing(model, Path("sliding"))
 
@@ -232,13 +235,13 @@ def test_attention_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -
 # ── log-probs in chunks ───────────────────────────────────────────────────────────────────────────
 
 
-def whole(
+def autograd_stats(
     model: PreTrainedModel,
     ids: torch.Tensor,
     mask: torch.Tensor,
     temperature: float,
     reference: PreTrainedModel | None,
-) -> TokenFigures:
+) -> TokenStats:
     """Return the reference values, computed by autograd through the softmax of all positions."""
     p = (model(input_ids=ids).logits[:, :-1].float() / temperature).log_softmax(-1)
     keep = mask[:, 1:]
@@ -248,48 +251,53 @@ def whole(
     if reference is not None:
         q = (reference(input_ids=ids).logits[:, :-1].detach().float() / temperature).log_softmax(-1)
         kl = (p.exp() * (p - q)).sum(-1) * keep
-    return TokenFigures(*(torch.nn.functional.pad(x, (1, 0)) for x in (logp, entropy, kl)))
+    return TokenStats(*(torch.nn.functional.pad(x, (1, 0)) for x in (logp, entropy, kl)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_reference", [False, True])
 @pytest.mark.parametrize("tokens_at_a_time", [1, 5, 1000])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
-def test_logprobs_in_parts_are_those_of_the_whole_softmax(
+def test_logprobs_in_parts_equal_those_of_the_whole_softmax(
     monkeypatch: pytest.MonkeyPatch,
     temperature: float,
     with_reference: bool,
     tokens_at_a_time: int,
     changes: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(crl.modeling, "LOGITS", 48 * tokens_at_a_time)
+    monkeypatch.setattr(crl.modeling, "MAX_LOGITS", 48 * tokens_at_a_time)
     ids, mask = batch([14, 9, 9, 3])
     assert int(mask.sum()) > 10
-    model, same = made(**changes), made(**changes)
-    reference = made(seed=1) if with_reference else None
+    model, same = tiny_model(**changes), tiny_model(**changes)
+    reference = tiny_model(seed=1) if with_reference else None
     found, expected = (
         token_logprobs(model, ids, mask, temperature, reference=reference),
-        whole(same, ids, mask, temperature, reference),
+        autograd_stats(same, ids, mask, temperature, reference),
     )
-    assert_equal_figures(found, expected)
+    assert_equal_stats(found, expected)
     assert not found.entropy.requires_grad
-    assert_equal_gradients(gradients(model, pull(found)), gradients(same, pull(expected)))
+    assert_equal_gradients(
+        gradients(model, weighted_sum(found)), gradients(same, weighted_sum(expected))
+    )
 
 
 def test_a_head_with_a_bias_and_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crl.modeling, "LOGITS", 48 * 3)
+    monkeypatch.setattr(crl.modeling, "MAX_LOGITS", 48 * 3)
     ids, mask = batch([14, 9])
-    models = [made(), made()]
+    models = [tiny_model(), tiny_model()]
     for model in models:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             model.set_output_embeddings(torch.nn.Linear(32, 48, bias=True))
-    found, expected = token_logprobs(models[0], ids, mask), whole(models[1], ids, mask, 1.0, None)
-    ours = gradients(models[0], pull(found))
+    found, expected = (
+        token_logprobs(models[0], ids, mask),
+        autograd_stats(models[1], ids, mask, 1.0, None),
+    )
+    ours = gradients(models[0], weighted_sum(found))
     assert "lm_head.bias" in ours
-    assert_equal_gradients(ours, gradients(models[1], pull(expected)))
+    assert_equal_gradients(ours, gradients(models[1], weighted_sum(expected)))
     models[0].get_submodule("lm_head").requires_grad_(False)
-    frozen = gradients(models[0], pull(token_logprobs(models[0], ids, mask)))
+    frozen = gradients(models[0], weighted_sum(token_logprobs(models[0], ids, mask)))
     assert_equal_gradients(
         frozen, {name: g for name, g in ours.items() if not name.startswith("lm_head")}
     )
@@ -300,15 +308,15 @@ def test_the_head_is_called_once_and_as_a_module() -> None:
 
     Therefore the number of calls must not depend on the number of chunks, which differs by rank.
     """
-    model, calls = made(), []
+    model, calls = tiny_model(), []
     head = model.get_submodule("lm_head")
     head.register_forward_pre_hook(lambda *_: calls.append("before"))
     head.register_forward_hook(lambda *_: calls.append("after"))
     ids, mask = batch([9, 9])
-    pull(token_logprobs(model, ids, mask)).backward()
+    weighted_sum(token_logprobs(model, ids, mask)).backward()
     assert calls == ["before", "after"]
     assert "forward" not in head.__dict__
-    assert model(input_ids=ids).logits.shape == (2, 9, 48), "it is itself again"
+    assert model(input_ids=ids).logits.shape == (2, 9, 48), "the original forward is restored"
 
 
 class Largest(TorchDispatchMode):
@@ -331,15 +339,15 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
+def test_logits_of_a_large_vocabulary_never_exist_for_all_tokens(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """No tensor has more elements than `LOGITS` or than the weights.
+    """No tensor has more elements than `MAX_LOGITS` or than the weights.
 
     The logits [b, t, V] would have 24 million elements, those of the selected tokens 18 million.
     """
     vocabulary, hidden = 151_936, 8
-    monkeypatch.setattr(crl.modeling, "LOGITS", 16 * vocabulary)
+    monkeypatch.setattr(crl.modeling, "MAX_LOGITS", 16 * vocabulary)
     sizes: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -347,9 +355,9 @@ def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     }
-    model, reference = (made(seed=seed, dtype=dtype, **sizes) for seed in (0, 1))
-    pack_sequences(model)
-    pack_sequences(reference)
+    model, reference = (tiny_model(seed=seed, dtype=dtype, **sizes) for seed in (0, 1))
+    enable_packing(model)
+    enable_packing(reference)
     ids = torch.randint(vocabulary, (4, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
@@ -357,7 +365,7 @@ def test_a_vocabulary_of_152_thousand_is_never_there_for_all_tokens(
     assert int(mask.sum()) * vocabulary > 17e6
     with Largest() as largest:
         metrics = token_logprobs(model, ids, mask, reference=reference)
-        pull(metrics).backward()
+        weighted_sum(metrics).backward()
     assert all(values.dtype == torch.float32 for values in metrics)
     assert largest.elements == 16 * vocabulary
 
@@ -390,12 +398,12 @@ def test_precision_by_setting_checkpoint_and_device(
 # ── activation checkpointing ──────────────────────────────────────────────────────────────────────
 
 
-def test_activations_computed_again_give_the_same_gradient() -> None:
+def test_recomputed_activations_give_the_same_gradient() -> None:
     ids, mask = batch([14, 9, 9, 3])
-    models = [made(), made()]
+    models = [tiny_model(), tiny_model()]
     counts = []
     for model in models:
-        pack_sequences(model)
+        enable_packing(model)
     checkpoint_activations(models[1])
     grads = []
     for model in models:
@@ -404,16 +412,16 @@ def test_activations_computed_again_give_the_same_gradient() -> None:
             lambda *_, calls=calls: calls.append(1)
         )
         metrics = token_logprobs(model, ids, mask)
-        grads.append(gradients(model, pull(metrics)))
+        grads.append(gradients(model, weighted_sum(metrics)))
         counts.append(len(calls))
     assert counts == [1, 2]
     assert_equal_gradients(grads[1], grads[0], tolerance=1e-7)
 
 
-def test_checkpointing_needs_layers_that_can_and_no_dropout() -> None:
+def test_checkpointing_rejects_models_with_dropout() -> None:
     with pytest.raises(
         ConfigError,
         match=r"learner\.activation_checkpointing.*attention_dropout is 0\.1.*"
-        r"set attention_dropout to 0",
+        r"Set attention_dropout to 0",
     ):
-        checkpoint_activations(made(attention_dropout=0.1))
+        checkpoint_activations(tiny_model(attention_dropout=0.1))

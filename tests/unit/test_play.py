@@ -15,7 +15,7 @@ from crl.cli.main import app
 from crl.config import catalog
 from crl.envs import registry
 from crl.run import installed
-from crl.run.play import Person, Table
+from crl.run.play import HumanPlayer, PlayableTask
 
 WEBSHOP = Path(__file__).parent / "webshop_data"
 DOORS = str(Path(__file__).resolve().parents[2] / "examples" / "doors" / "doors.toml")
@@ -34,7 +34,7 @@ def test_every_shipped_task_and_mixture_is_listed():
     (room,) = (line for line in lines if line.startswith("room "))
     assert room.split() == ["room", "room", "threads", "30", "full,", "4", "compact"]
     (three,) = (line for line in lines if line.startswith("three "))
-    assert three.endswith("mixes room, webshop, alfworld")
+    assert three.endswith("mixture of room, webshop, alfworld")
     listed = json.loads(crl("tasks", "--json").output)
     assert (
         sorted([*(task["name"] for task in listed["tasks"]), *listed["mixtures"]])
@@ -54,7 +54,7 @@ def line_of(task: str) -> str:
     return next(line for line in crl("tasks").output.splitlines() if line.startswith(f"{task} "))
 
 
-def test_what_an_extra_would_add(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     spec = replace(registry.get_spec("room"), extra="no_such_extra")
     monkeypatch.setattr(installed, "get_spec", lambda name: spec)
     assert line_of("room").endswith(
@@ -81,21 +81,21 @@ def test_which_data_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         trial.mkdir(parents=True)
         assert (
             f"ALFWORLD_DATA = {str(games)!r}: "
-            f"holds no game in json_2.1.1/{split} that can be played" in line_of("alfworld")
+            f"contains no playable game in json_2.1.1/{split}" in line_of("alfworld")
         )
         (trial / "game.tw-pddl").write_text('{"solvable": true}')
     assert line_of("alfworld").endswith(f"the official games in {games}"), (
-        "where alfworld-download puts them"
+        "the default folder of alfworld-download"
     )
     monkeypatch.setenv("WEBSHOP_DATA", str(WEBSHOP))
     assert line_of("webshop").endswith(f"the official data in {WEBSHOP}")
     monkeypatch.setenv("WEBSHOP_DATA", str(games))
     assert (
-        f"WEBSHOP_DATA = {str(games)!r}: holds no items_shuffle_1000.json. See the WebShop project"
+        f"WEBSHOP_DATA = {str(games)!r}: contains no items_shuffle_1000.json. Get the files"
         in line_of("webshop")
     )
     (games / "items_shuffle_1000.json").touch()
-    assert "holds no items_ins_v2_1000.json. See" in line_of("webshop")
+    assert "contains no items_ins_v2_1000.json. Get" in line_of("webshop")
 
 
 def test_listing_imports_no_library_of_an_environment():
@@ -113,9 +113,9 @@ def test_listing_imports_no_library_of_an_environment():
 # ── crl play ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_person_sees_what_an_actor_sees():
+def test_a_person_sees_the_texts_of_an_actor():
     shown: list[str] = []
-    table = Table.of("room", "full")
+    playable = PlayableTask.load("room", "full")
     actions = iter(["<think>perhaps west</think>  north", "up"])
 
     def read() -> str:
@@ -125,13 +125,13 @@ def test_a_person_sees_what_an_actor_sees():
             raise EOFError from None
 
     with pytest.raises(EOFError):
-        list(table.episodes("new", 1, 0, Person(read), shown.append))
+        list(playable.episodes("new", 1, 0, HumanPlayer(read), shown.append))
     assert shown[0].startswith(
         "You play a text game, one action a turn, until the goal is reached or 30 turns are over."
     )
     assert shown[1] == "Room: the amber arch. Reach the stairs down (>)."
     assert shown[2].startswith("Map:")
-    assert "not an action" not in shown[3], "what is thought is not the game's to read"
+    assert "not an action" not in shown[3], "thoughts are not sent to the game"
     assert shown[4].startswith("That is not an action, and nothing happened.")
     assert len(shown) == 5
 
@@ -151,8 +151,8 @@ def test_playing_through_a_pipe():
         "unknown door.",
     ]
     assert lines[0].startswith("Doors: the ")
-    assert lines[6] == "the turns are over: lost in 2 turns, reward 0"
-    assert lines[-2:] == ["left", "won 0 of 1 episodes"]
+    assert lines[6] == "turn limit reached: lost in 2 turns, reward 0"
+    assert lines[-2:] == ["stopped", "won 0 of 1 episodes"]
 
 
 def test_the_scripted_player_is_shown_with_its_success_rate():
@@ -187,11 +187,11 @@ def test_seed_and_split_choose_the_tasks():
         (("rom",), "Did you mean room?"),
         (
             ("room", "--split", "new", "--episodes", "200000"),
-            "episodes = 200000: there are 100,000 places, not 200,000.",
+            "episodes = 200000: 200,000 places were requested, but there are only 100,000.",
         ),
         (
             ("webshop", "--split", "known", "--episodes", "200000"),
-            "split = 'known': without permanent places there is no `known` eval",
+            "split = 'known': the split `known` needs permanent places",
         ),
         (
             (DOORS, "--scripted"),
@@ -199,7 +199,7 @@ def test_seed_and_split_choose_the_tasks():
         ),
     ],
 )
-def test_what_cannot_be_played_is_one_line(args: tuple[str, ...], words: str):
+def test_an_unplayable_task_is_a_one_line_error(args: tuple[str, ...], words: str):
     result = crl("play", *args)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
@@ -207,7 +207,7 @@ def test_what_cannot_be_played_is_one_line(args: tuple[str, ...], words: str):
     assert result.stderr.count("\n") == 1
 
 
-UNRULY = """
+INVALID_GAME = """
 from crl.envs.base import EnvSpec
 from crl.envs.seeded import SeededTasks
 from crl.types import StepResult
@@ -231,9 +231,9 @@ WINNING = {
 }
 
 
-def play_unruly(folder: Path, **parts: str):
+def play_game(folder: Path, **parts: str):
     folder.mkdir(exist_ok=True)
-    (folder / "unruly.py").write_text(UNRULY.format(**WINNING | parts))
+    (folder / "unruly.py").write_text(INVALID_GAME.format(**WINNING | parts))
     (folder / "unruly.toml").write_text(
         'env = "unruly.py:SPEC"\nrendering = "full"\nturns = 2\nmax_response_tokens = 4\n'
     )
@@ -241,7 +241,7 @@ def play_unruly(folder: Path, **parts: str):
 
 
 @pytest.mark.parametrize(
-    ("part", "code", "says"),
+    ("part", "code", "message"),
     [
         (
             "reset",
@@ -267,22 +267,20 @@ def play_unruly(folder: Path, **parts: str):
         ("step", "exit('enough')", "step: SystemExit: enough"),
     ],
 )
-def test_what_a_run_would_not_go_on_with_is_one_line(
-    tmp_path: Path, part: str, code: str, says: str
-):
-    result = play_unruly(tmp_path, **{part: code})
-    assert (result.exit_code, result.stderr) == (1, f"error: env: unruly: {says}\n")
+def test_an_invalid_result_is_a_one_line_error(tmp_path: Path, part: str, code: str, message: str):
+    result = play_game(tmp_path, **{part: code})
+    assert (result.exit_code, result.stderr) == (1, f"error: env: unruly: {message}\n")
     assert "won in" not in result.output
 
 
-def test_what_goes_wrong_at_the_end_is_told_and_hides_nothing(tmp_path: Path):
-    result = play_unruly(tmp_path, close="raise RuntimeError('no end')")
+def test_an_error_in_close_is_shown_and_hides_no_other_error(tmp_path: Path):
+    result = play_game(tmp_path, close="raise RuntimeError('no end')")
     assert (result.exit_code, result.stderr) == (0, "")
     assert [line for line in result.output.splitlines() if line][-2:] == [
         "won in 1 turn, reward 1",
         "env: unruly: close: RuntimeError: no end",
     ]
-    result = play_unruly(tmp_path / "lost", step="1 / 0", close="raise RuntimeError('no end')")
+    result = play_game(tmp_path / "lost", step="1 / 0", close="raise RuntimeError('no end')")
     assert (result.exit_code, result.stderr) == (
         1,
         "error: env: unruly: step: ZeroDivisionError: division by zero\n",
@@ -290,25 +288,28 @@ def test_what_goes_wrong_at_the_end_is_told_and_hides_nothing(tmp_path: Path):
     assert "env: unruly: close: RuntimeError: no end" in result.output
 
 
-def test_a_stream_that_cannot_be_is_one_line(tmp_path: Path):
+def test_an_invalid_stream_is_a_one_line_error(tmp_path: Path):
     (tmp_path / "hall.toml").write_text(
         catalog.task_file("room").read_text().replace("permanent = 8 ", "permanent = 33 ")
     )
     result = crl("play", str(tmp_path / "hall.toml"), "--scripted")
     assert result.exit_code == 2
-    said = "needs places >= 1 and 0 <= permanent <= places, not 32 and 33. Choose another value."
+    message = (
+        "places must be at least 1, and permanent must be between 0 and places, not 32 and 33. "
+        "Choose another value."
+    )
     assert (
         result.stderr
-        == f"error: tasks.hall.stream = {{'places': 32, 'permanent': 33, 'visits': 5}}: {said}\n"
+        == f"error: tasks.hall.stream = {{'places': 32, 'permanent': 33, 'visits': 5}}: {message}\n"
     )
 
 
-def test_ctrl_c_at_the_prompt_ends_it_politely(monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_at_the_prompt_ends_the_game(monkeypatch: pytest.MonkeyPatch):
     def interrupted(prompt: str) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", interrupted)
     result = crl("play", DOORS, "--episodes", "2")
     assert result.exit_code == 130
-    assert result.output.splitlines()[-2:] == ["left", "won 0 of 0 episodes"]
+    assert result.output.splitlines()[-2:] == ["stopped", "won 0 of 0 episodes"]
     assert result.stderr == ""

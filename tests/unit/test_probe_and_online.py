@@ -24,7 +24,7 @@ from crl.envs.actions import COMPASS
 from crl.envs.base import StreamSettings
 from crl.envs.host import ThreadHost
 from crl.envs.room import SPEC, probe_tasks
-from crl.envs.room.lessons import lesson, true_bearing
+from crl.envs.room.lessons import lesson, true_stairs_direction
 from crl.manager import (
     Distilled,
     DistilSettings,
@@ -40,42 +40,42 @@ from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.run.evaluate import EvalSet, Evaluation, Evaluator, SuccessRate
 from crl.run.experience import ReadOnlyRetriever
 from crl.run.online import (
-    MARK,
     MEMBERS,
+    RUN_NAME,
     VISITS,
     LessonCounter,
-    OnlineBank,
+    OnlineEvaluator,
     OnlineResult,
     OnlineTask,
-    take_in,
+    credit_and_distil,
 )
 from crl.run.playing import EpisodeScheduler
 from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.types import Task, Trajectory
 
 TURNS = 4
-SEEN = re.compile(r"^stairs ([a-z]+)$", re.MULTILINE)
-ADVISED = re.compile(r"from the start go ([a-z]+)\.")
+SEEN_STAIRS = re.compile(r"^stairs ([a-z]+)$", re.MULTILINE)
+ADVICE = re.compile(r"from the start go ([a-z]+)\.")
 PLACES = SPEC.eval_tasks("new", 3, 0, StreamSettings())
 assert SPEC.advisor
 ADVISOR = SPEC.advisor
 
 
-def follows(prompt: str) -> str:
+def follow_advice(prompt: str) -> str:
     """Return the direction of the stairs if they were seen, otherwise the advised direction.
 
     Without advice return northwest.
     """
-    told, seen = ADVISED.search(prompt), SEEN.findall(prompt)
-    return seen[-1] if seen else told[1] if told else "northwest"
+    advice, seen = ADVICE.search(prompt), SEEN_STAIRS.findall(prompt)
+    return seen[-1] if seen else advice[1] if advice else "northwest"
 
 
-def ignores(prompt: str) -> str:
-    return random.Random(ADVISED.sub("", prompt).count("assistant")).choice(list(COMPASS))
+def ignore_advice(prompt: str) -> str:
+    return random.Random(ADVICE.sub("", prompt).count("assistant")).choice(list(COMPASS))
 
 
 @asynccontextmanager
-async def rooms(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunner]:
+async def room_runner(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunner]:
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
     try:
         yield runner(
@@ -90,19 +90,19 @@ async def rooms(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunner]:
 
 # ── the advice probe ──────────────────────────────────────────────────────────────────────────────
 
-PROBED = probe_tasks(12)
+PROBE_PLACES = probe_tasks(12)
 
 
-async def probed(actor: Callable[[str], str]) -> dict[str, float]:
-    async with rooms(actor) as run:
-        probe = AdviceProbe(run, {"room": ProbeTask(PROBED, ADVISOR)}, EpisodeScheduler(5))
+async def probe_metrics(actor: Callable[[str], str]) -> dict[str, float]:
+    async with room_runner(actor) as run:
+        probe = AdviceProbe(run, {"room": ProbeTask(PROBE_PLACES, ADVISOR)}, EpisodeScheduler(5))
         metrics = await probe.measure()
         assert await probe.measure() == metrics, "the same places and the same draws every time"
         return metrics
 
 
-async def test_who_listens_gains_by_right_advice() -> None:
-    metrics = await probed(follows)
+async def test_an_actor_that_follows_advice_gains_from_right_advice() -> None:
+    metrics = await probe_metrics(follow_advice)
     assert metrics["probe/room/right"] > metrics["probe/room/none"]
     assert metrics["probe/room/right"] > metrics["probe/room/wrong"]
     assert metrics["probe/room/right_minus_none"] == pytest.approx(
@@ -111,8 +111,8 @@ async def test_who_listens_gains_by_right_advice() -> None:
     assert 0 < metrics["probe/room/right_minus_none/half_width"] < 0.6
 
 
-async def test_who_does_not_listen_gains_nothing() -> None:
-    metrics = await probed(ignores)
+async def test_an_actor_that_ignores_advice_gains_nothing() -> None:
+    metrics = await probe_metrics(ignore_advice)
     assert metrics["probe/room/right"] == metrics["probe/room/none"] == metrics["probe/room/wrong"]
     assert (
         metrics["probe/room/right_minus_none"],
@@ -120,25 +120,25 @@ async def test_who_does_not_listen_gains_nothing() -> None:
     ) == (0.0, 0.0)
 
 
-async def test_the_advice_is_probed_with_the_same_draws() -> None:
+async def test_all_kinds_of_advice_have_the_same_draws() -> None:
     """Concurrent and ordered episodes give the same result.
 
     The arms have different sessions but the same draws.
     """
-    async with rooms(ignores) as run:
-        told = {"room": ProbeTask(PROBED[:3], ADVISOR)}
+    async with room_runner(ignore_advice) as run:
+        advice = {"room": ProbeTask(PROBE_PLACES[:3], ADVISOR)}
         schedulers = [EpisodeScheduler(5), EpisodeScheduler(5, in_order=True)]
-        first, second = [await AdviceProbe(run, told, one).measure() for one in schedulers]
+        first, second = [await AdviceProbe(run, advice, one).measure() for one in schedulers]
     assert first == second
     keys = [EpisodeKey("probe/room", 0, 1, 0, arm) for arm in ("none", "right", "wrong")]
     assert len({key.session for key in keys}) == 3
-    assert {key.draws for key in keys} == {EpisodeKey("probe/room", 0, 1, 0).session}
+    assert {key.draw_name for key in keys} == {EpisodeKey("probe/room", 0, 1, 0).session}
 
 
-async def test_the_probe_tells_each_place_its_own() -> None:
-    async with rooms(follows) as run:
-        told = {"room": ProbeTask(PROBED[:4], ADVISOR)}
-        await AdviceProbe(run, told, EpisodeScheduler(8)).measure()
+async def test_each_place_gets_its_own_advice() -> None:
+    async with room_runner(follow_advice) as run:
+        advice = {"room": ProbeTask(PROBE_PLACES[:4], ADVISOR)}
+        await AdviceProbe(run, advice, EpisodeScheduler(8)).measure()
         assert isinstance(
             run.sampler._engine,  # pyright: ignore[reportAttributeAccessIssue]
             ScriptedEngine,
@@ -149,20 +149,20 @@ async def test_the_probe_tells_each_place_its_own() -> None:
                 run.sampler._engine.requests  # pyright: ignore[reportAttributeAccessIssue]
             )
         ]
-    task = ProbeTask(PROBED[:4], ADVISOR)
-    for place in PROBED[:4]:
+    task = ProbeTask(PROBE_PLACES[:4], ADVISOR)
+    for place in PROBE_PLACES[:4]:
         opening = {
             prompt for prompt in prompts if place.goal in prompt and prompt.count("assistant") == 1
         }
-        told = {match[0] if (match := ADVISED.search(prompt)) else None for prompt in opening}
+        advice = {match[0] if (match := ADVICE.search(prompt)) else None for prompt in opening}
         right, wrong = (
             advice_texts(task, "right")[place.goal],
             advice_texts(task, "wrong")[place.goal],
         )
-        assert told == {None, right, wrong}
-        assert right == lesson("exit", true_bearing(int(place.params["lgen"])) or "")
+        assert advice == {None, right, wrong}
+        assert right == lesson("exit", true_stairs_direction(int(place.params["lgen"])) or "")
         assert wrong != right
-        assert ADVISED.fullmatch(wrong)
+        assert ADVICE.fullmatch(wrong)
 
 
 # ── a bank built online ───────────────────────────────────────────────────────────────────────────
@@ -171,13 +171,13 @@ SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=0.0, min_similarit
 PROMPT = CompactDistilPrompt({"room": SPEC.digest or (lambda segments: "")})
 
 
-def wise(prompt: str) -> str:
+def good_extractor(prompt: str) -> str:
     """Add the direction of the stairs from the digest, unless the episode had a hint."""
     seen = re.search(r"stairs ([a-z]+) of the start", prompt)
     return add(lesson("exit", seen[1])) if seen and "hint" not in prompt else '[{"op": "return"}]'
 
 
-def foolish(prompt: str) -> str:
+def bad_extractor(prompt: str) -> str:
     return add(lesson("careful"))
 
 
@@ -217,58 +217,64 @@ class Banks:
             yield made
             self.sizes.append(len(made.latest(999)))
 
-    def scratch(self, on_distilled: Callable[[Distilled], None]):
+    def open_scratch(self, on_distilled: Callable[[Distilled], None]):
         return self._open(self.extractor, on_distilled, copy=True)
 
-    def untrained(self, on_distilled: Callable[[Distilled], None]):
-        return self._open(foolish, on_distilled, copy=False)
+    def open_untrained(self, on_distilled: Callable[[Distilled], None]):
+        return self._open(bad_extractor, on_distilled, copy=False)
 
 
 @asynccontextmanager
 async def online(
     folder: Path, actor, extractor
-) -> AsyncIterator[tuple[OnlineBank, Banks, EpisodeRunner]]:
+) -> AsyncIterator[tuple[OnlineEvaluator, Banks, EpisodeRunner]]:
     bank = await open_bank(folder / "bank.sqlite", extractor)
     banks = Banks(folder, bank, extractor)
     assert SPEC.revisit
     tasks = {"room": OnlineTask(PLACES, SPEC.revisit, ADVISOR)}
     try:
-        async with rooms(actor) as run:
+        async with room_runner(actor) as run:
             scheduler = EpisodeScheduler(7)
-            yield OnlineBank(run, tasks, banks.scratch, banks.untrained, scheduler), banks, run
+            yield (
+                OnlineEvaluator(run, tasks, banks.open_scratch, banks.open_untrained, scheduler),
+                banks,
+                run,
+            )
     finally:
         await bank.aclose()
 
 
-async def test_a_bank_that_is_built_on_the_way_helps_who_listens(tmp_path: Path) -> None:
-    async with online(tmp_path, follows, wise) as (evaluation, banks, _):
+async def test_a_bank_built_online_helps_an_actor_that_follows_advice(tmp_path: Path) -> None:
+    async with online(tmp_path, follow_advice, good_extractor) as (evaluation, banks, _):
         before = dump(tmp_path / "bank.sqlite")
         result = (await evaluation.evaluate(compare_lessons=False))["room"]
-        assert dump(tmp_path / "bank.sqlite") == before, "the run's own bank knows nothing of it"
+        assert dump(tmp_path / "bank.sqlite") == before, "the bank of the run is not changed"
         assert banks.sizes[0] > 0
     assert [len(visit) for visit in result.visits] == [len(PLACES) * MEMBERS] * VISITS
-    assert all(not t.used for t in result.visits[0]), "there is nothing to know yet"
-    assert any(t.used for t in result.visits[1]), "what the first visit taught guides the second"
+    assert all(not t.used for t in result.visits[0]), "the bank has no lesson yet"
+    assert any(t.used for t in result.visits[1]), "lessons of the first visit guide the second"
     assert all(t.condition == "guided" for visit in result.visits for t in visit)
-    assert result.settled == result.visits[2:]
-    assert any(t.overtime_turns for visit in result.visits[:-1] for t in visit), "for extractors"
-    nobody_reads = [*result.visits[-1], *(t for visit in result.alone for t in visit)]
-    assert not any(t.overtime_turns for t in nobody_reads)
-    guides = {(t.task.goal, t.shown) for t in result.visits[1] if t.used}
-    assert len(guides) == len({goal for goal, _ in guides}), (
-        "the members of a visit share what they are told"
+    assert result.counted_visits == result.visits[2:]
+    assert any(t.overtime_turns for visit in result.visits[:-1] for t in visit), (
+        "overtime is played for distillation"
+    )
+    undistilled = [*result.visits[-1], *(t for visit in result.free_visits for t in visit)]
+    assert not any(t.overtime_turns for t in undistilled)
+    guidance = {(t.task.goal, t.shown) for t in result.visits[1] if t.used}
+    assert len(guidance) == len({goal for goal, _ in guidance}), (
+        "the members of a visit share an experience"
     )
     right, answers = result.lessons or (0, 0)
     assert answers == len(PLACES) * MEMBERS
     assert 0 < right <= answers
     assert result.untrained_lessons is None
     assert len(result.lift) == len(PLACES)
-    helped = [
+    wins = [
         sum(t.success for visit in visits for t in visit)
-        for visits in (result.settled, result.alone)
+        for visits in (result.counted_visits, result.free_visits)
     ]
-    assert sum(result.lift) * MEMBERS * len(result.alone) == pytest.approx(helped[0] - helped[1])
-    assert helped[0] > helped[1], "who listens to right advice does better than alone"
+    assert sum(result.lift) * MEMBERS * len(result.free_visits) == pytest.approx(wins[0] - wins[1])
+    assert wins[0] > wins[1], "right advice increases the success"
 
 
 def test_lift_by_hand() -> None:
@@ -294,10 +300,10 @@ def test_lift_by_hand() -> None:
     assert result.lift == pytest.approx([2 / 3, 0])
 
 
-async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(
+async def test_visits_have_different_dynamics_and_are_reproducible(
     tmp_path: Path,
 ) -> None:
-    async with online(tmp_path, follows, wise) as (evaluation, _, _run):
+    async with online(tmp_path, follow_advice, good_extractor) as (evaluation, _, _run):
         first = (await evaluation.evaluate(compare_lessons=False))["room"]
         assert (await evaluation.evaluate(compare_lessons=False))["room"] == first
     tasks = [t.task for visit in first.visits for t in visit]
@@ -310,24 +316,24 @@ async def test_every_visit_has_dynamics_of_its_own_and_is_the_same_every_time(
     assert {task.params["lgen"] for task in tasks} == {place.params["lgen"] for place in PLACES}
 
 
-async def test_tasks_that_are_visited_at_the_same_time_are_as_they_are_alone(
+async def test_concurrent_tasks_give_the_same_results_as_separate_ones(
     tmp_path: Path,
 ) -> None:
     """Two tasks with the same places are evaluated together, and one after the other."""
 
     def of(result: OnlineResult) -> list[list[tuple]]:
-        visits = [*result.visits, *result.alone]
+        visits = [*result.visits, *result.free_visits]
         return [[(t.group, t.member, t.success, t.turns, t.shown) for t in some] for some in visits]
 
     found: list[dict[str, OnlineResult]] = []
     for in_order in (False, True):
         folder = tmp_path / str(in_order)
         folder.mkdir()
-        async with online(folder, follows, wise) as (evaluation, banks, run):
+        async with online(folder, follow_advice, good_extractor) as (evaluation, banks, run):
             named = {name: evaluation._tasks["room"] for name in ("room", "lounge")}
             named["lounge"] = replace(named["room"], places=[*reversed(PLACES)])
             scheduler = EpisodeScheduler(5, in_order=in_order)
-            both = OnlineBank(run, named, banks.scratch, banks.untrained, scheduler)
+            both = OnlineEvaluator(run, named, banks.open_scratch, banks.open_untrained, scheduler)
             found.append(await both.evaluate(compare_lessons=True))
             assert banks.opened == 4, "a scratch copy and an untrained bank for each"
     together, apart = found
@@ -339,18 +345,18 @@ async def test_tasks_that_are_visited_at_the_same_time_are_as_they_are_alone(
     assert any(t.used for t in together["lounge"].visits[1])
 
 
-async def test_the_untrained_extractor_is_asked_about_the_same_episodes(tmp_path: Path) -> None:
-    async with online(tmp_path, follows, wise) as (evaluation, banks, _):
+async def test_the_untrained_extractor_distils_the_same_episodes(tmp_path: Path) -> None:
+    async with online(tmp_path, follow_advice, good_extractor) as (evaluation, banks, _):
         result = (await evaluation.evaluate(compare_lessons=True))["room"]
         assert banks.opened == 2
     assert result.lessons is not None
     assert result.lessons[0] > 0
     assert result.untrained_lessons == (0, len(PLACES) * MEMBERS), (
-        "it says be careful, which is never right"
+        'its lesson "careful" is never right'
     )
 
 
-def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
+def test_the_lesson_counter_counts_only_its_own_requests() -> None:
     room = Task(
         "room",
         1,
@@ -358,28 +364,28 @@ def test_a_tally_counts_the_answers_of_its_own_requests() -> None:
         "Room: the jade attic.",
         {"lgen": PLACES[0].params["lgen"], "core": 1, "place": "jade attic"},
     )
-    right = distilled(lesson("exit", true_bearing(int(PLACES[0].params["lgen"])) or ""))
-    tally = LessonCounter(ADVISOR)
+    right = distilled(lesson("exit", true_stairs_direction(int(PLACES[0].params["lgen"])) or ""))
+    counter = LessonCounter(ADVISOR)
     for run, answer in (
-        (MARK, right),
+        (RUN_NAME, right),
         ("run", right),
-        (MARK, distilled("be careful.")),
+        (RUN_NAME, distilled("be careful.")),
         ("run12345678", distilled()),
     ):
-        tally(replace(answer, request=replace(answer.request, run=run, task=room)))
-    assert tally.count == (1, 2)
+        counter(replace(answer, request=replace(answer.request, run=run, task=room)))
+    assert counter.count == (1, 2)
     without = LessonCounter(None)
-    without(replace(right, request=replace(right.request, run=MARK, task=room)))
+    without(replace(right, request=replace(right.request, run=RUN_NAME, task=room)))
     assert without.count is None
 
 
-async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
-    bank = await open_bank(tmp_path / "bank.sqlite", foolish)
+async def test_episodes_with_errors_are_not_distilled(tmp_path: Path) -> None:
+    bank = await open_bank(tmp_path / "bank.sqlite", bad_extractor)
     good = [
         Trajectory(task(), 0, 0, member, "guided", segments=request().segments)
         for member in range(2)
     ]
-    await take_in(bank, [*good, Trajectory(task(), 0, 0, 2, "guided", error="env: lost")])
+    await credit_and_distil(bank, [*good, Trajectory(task(), 0, 0, 2, "guided", error="env: lost")])
     metrics = await bank.stats()
     assert (metrics["queue/done"], metrics["queue/pending"], metrics["queue/dead"], bank.step) == (
         2,
@@ -393,33 +399,35 @@ async def test_taking_in_a_visit_leaves_errors_out(tmp_path: Path) -> None:
 # ── evaluations leave no trace ────────────────────────────────────────────────────────────────────
 
 
-async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pick(
+async def test_an_evaluation_changes_neither_the_bank_nor_later_searches(
     tmp_path: Path,
 ) -> None:
     """The run searches the bank twice, with and without an evaluation in between.
 
     The bank has several experiences of each place.
     """
-    picks: list[list[str | None]] = []
+    picks_by_run: list[list[str | None]] = []
     known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
     for evaluated in (False, True):
         folder = tmp_path / str(evaluated)
         folder.mkdir()
         async with online(
-            folder, follows,
+            folder, follow_advice,
             lambda prompt: add(lesson("exit", "south"), lesson("exit", "north"), "be careful."),
-        ) as (building, banks, run):  # fmt: skip
+        ) as (online_evaluator, banks, run):  # fmt: skip
             bank = banks.bank
             for i, place in enumerate(known):
                 await bank.submit(replace(request(0, i), task=place))
             await bank.drain()
             bank.advance(1)
-            picked = [await picks_of(bank, known)]
+            picked_lists = [await picked_uids(bank, known)]
             await bank.flush()
             before = dump(folder / "bank.sqlite")
             counters = bank.latest(999)
             if evaluated:
-                result = await evaluator(run, bank, known, building).evaluate(compare_lessons=True)
+                result = await evaluator(run, bank, known, online_evaluator).evaluate(
+                    compare_lessons=True
+                )
                 assert result.rates["room", "known", "guided"].episodes == 6
                 assert {split for _, split, _ in result.rates} == {"known", "new"}
                 assert result.rates["room", "new", "online"].episodes == len(PLACES) * MEMBERS * (
@@ -428,13 +436,13 @@ async def test_an_evaluation_leaves_no_trace_in_the_bank_nor_in_what_it_will_pic
                 assert bank.latest(999) == counters
                 await bank.flush()
                 assert dump(folder / "bank.sqlite") == before
-            picked.append(await picks_of(bank, known))
-            picks.append([uid for some in picked for uid in some])
-    assert picks[0] == picks[1]
-    assert None not in picks[0]
+            picked_lists.append(await picked_uids(bank, known))
+            picks_by_run.append([uid for some in picked_lists for uid in some])
+    assert picks_by_run[0] == picks_by_run[1]
+    assert None not in picks_by_run[0]
 
 
-async def picks_of(bank: ExperienceManager, places: Sequence[Task]) -> list[str | None]:
+async def picked_uids(bank: ExperienceManager, places: Sequence[Task]) -> list[str | None]:
     hits = await bank.search(
         [SearchRequest(place.goal, place, i, 0) for i, place in enumerate(places)]
     )
@@ -442,23 +450,30 @@ async def picks_of(bank: ExperienceManager, places: Sequence[Task]) -> list[str 
 
 
 def evaluator(
-    run: EpisodeRunner, bank: ExperienceManager, known: Sequence[Task], building: OnlineBank | None
+    run: EpisodeRunner,
+    bank: ExperienceManager,
+    known: Sequence[Task],
+    online_evaluator: OnlineEvaluator | None,
 ) -> Evaluator:
     sets: dict[EvalSet, Sequence[Task]] = {("room", "known"): known, ("room", "new"): PLACES}
-    return Evaluator(run, sets, EpisodeScheduler(4), bank=ReadOnlyRetriever(bank), online=building)
+    return Evaluator(
+        run, sets, EpisodeScheduler(4), bank=ReadOnlyRetriever(bank), online=online_evaluator
+    )
 
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
     """With an empty bank both are the same episodes. Only an experience makes a difference."""
     known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
-    async with online(tmp_path, follows, wise) as (_, banks, run):
+    async with online(tmp_path, follow_advice, good_extractor) as (_, banks, run):
         empty: Evaluation = await evaluator(run, banks.bank, known, None).evaluate()
         assert empty.rates["room", "known", "guided"] == empty.rates["room", "known", "free"]
         assert empty.turns["room", "known", "guided"] == empty.turns["room", "known", "free"]
-        assert ("room", "new", "guided") not in empty.rates, "nobody can know a new place"
+        assert ("room", "new", "guided") not in empty.rates, (
+            "the bank has no lesson about a new place"
+        )
         for i, place in enumerate(known):
-            told = ADVISOR.right(place)
-            answer = json.dumps([{"op": "add", "text": told}])
+            advice = ADVISOR.right(place)
+            answer = json.dumps([{"op": "add", "text": advice}])
             banks.bank._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
                 lambda prompt, answer=answer: answer
             )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doors import RULES, TASK, Shelf, house, renderer, runner, scripted
+from doors import RULES, TASK, RecordingRetriever, open_host, renderer, runner, scripted
 from extractors import GOAL, hit, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ def test_every_bundled_prompt_is_known_and_has_its_slots():
         assert fill(text, **dict.fromkeys(slots, "filled")).count("filled") >= len(slots)
 
 
-def test_filling_takes_known_slots_alone_and_all_at_once():
+def test_only_known_slots_are_filled_in_one_pass():
     assert (
         fill("{a} {{a}} {b}{a} {} {A} {1} {'a': 1}", a="{b}", b="{a}{")
         == "{b} {a} {a}{{b} {} {A} {1} {'a': 1}"
@@ -42,7 +42,7 @@ def test_filling_takes_known_slots_alone_and_all_at_once():
         fill("{c}", a=1)
 
 
-def test_a_file_of_the_users_replaces_a_prompt_and_its_hash(tmp_path: Path):
+def test_a_users_file_replaces_a_prompt_and_its_hash(tmp_path: Path):
     mine = tmp_path / "mine.txt"
     mine.write_text("Advice:\n{experience}\n{{experience}} {\n")
     overrides = {"experience": mine}
@@ -59,41 +59,43 @@ def test_a_file_of_the_users_replaces_a_prompt_and_its_hash(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read (No such file or directory). Start from a copy of "),
         (b"\xff\xfe", "cannot be read ('utf-8' codec can't decode byte 0xff"),
         (b"You play {turns} turns, such as {example}.",
-         "has no {actions}, so the model would not be told. Start from a copy of "),
+         "lacks {actions}, so the model would not receive this information. Start from a copy of "),
         (b"{turns} {actions} {example} {gaol}",
-         "has {gaol}, which nothing fills; its slots are {actions}, {example}, {turns}. "
-         "Write {{name}} where braces are meant, or: Start from a copy of "),
-        (b"", "has no {actions}, {example}, {turns}"),
+         "has the unknown slots {gaol}; its slots are {actions}, {example}, {turns}. "
+         "Write {{name}} for literal braces, or: Start from a copy of "),
+        (b"", "lacks {actions}, {example}, {turns}"),
     ],
 )  # fmt: skip
-def test_a_prompt_that_cannot_be_used_says_why_and_what_to_do(
-    tmp_path: Path, content: bytes | None, said: str
-):
+def test_the_error_for_an_invalid_prompt_file(tmp_path: Path, content: bytes | None, message: str):
     path = tmp_path / "mine.txt"
     if content is not None:
         path.write_bytes(content)
     for use in (lambda: prompt("actor", {"actor": path}), lambda: hashes({"actor": path})):
         with pytest.raises(ConfigError) as caught:
             use()
-        assert str(caught.value).startswith(f"prompts.actor = '{path}': {said}")
+        assert str(caught.value).startswith(f"prompts.actor = '{path}': {message}")
 
 
 # ── introduction of an experience ─────────────────────────────────────────────────────────────────
 
 
-async def test_guided_and_free_prompts_of_language_models_differ_by_the_experience_alone():
+async def test_guided_and_free_prompts_differ_only_in_the_experience():
     context = ChatContext({"doors": RULES}, {"doors": prompt("experience")})
     guide = hit("run/0/0/0#0", text="Say {open} first; 100 % of the time.")
-    async with house() as home:
+    async with open_host() as hosted:
         engine = scripted("wait", "open")
-        played = runner(engine, home.host, context=context, retriever=Shelf(guide))
-        guided = await played.play(EpisodeKey("train", 0, 0, 0), TASK, RolloutPlan("guided"))
-        free = await played.play(EpisodeKey("train", 0, 0, 1), TASK, RolloutPlan("free"))
+        episode_runner = runner(
+            engine, hosted.host, context=context, retriever=RecordingRetriever(guide)
+        )
+        guided = await episode_runner.play(
+            EpisodeKey("train", 0, 0, 0), TASK, RolloutPlan("guided")
+        )
+        free = await episode_runner.play(EpisodeKey("train", 0, 0, 1), TASK, RolloutPlan("free"))
     (advice,) = [segment for segment in guided.segments if segment.origin == "experience"]
     assert guide.text in advice.text
     assert "may not fit" in advice.text
@@ -132,10 +134,10 @@ EPISODE = (
 )
 
 
-def told(max_tokens: int = 100_000, **changes) -> str:
+def distil_message(max_tokens: int = 100_000, **changes) -> str:
     """Return the message that asks for a distillation of the episode."""
-    one = replace(request(), **{"segments": EPISODE, **changes})
-    (message,) = FullDistilPrompt(prompt("distil"), renderer(), max_tokens)(one)
+    distil_request = replace(request(), **{"segments": EPISODE, **changes})
+    (message,) = FullDistilPrompt(prompt("distil"), renderer(), max_tokens)(distil_request)
     assert (message.role, message.origin) == ("user", "task")
     return message.text
 
@@ -149,46 +151,48 @@ def structure(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("  ")]
 
 
-def test_the_transcript_has_turns_and_thinking_and_no_boilerplate():
-    assert between(told(), "=== Transcript ===", "=== End of the transcript ===").splitlines() == [
+def test_the_transcript_contains_turns_and_thinking_only():
+    transcript = between(distil_message(), "=== Transcript ===", "=== End of the transcript ===")
+    assert transcript.splitlines() == [
         "[turn 0, environment]", "  |..>|", "  |@..|",
         "[turn 1, agent]", "  <think>West is a wall.</think>", "  east",
         "[turn 1, environment]", "  (nothing)",
         "[turn 2, agent]", "  north", "[turn 2, environment]", "  You are there.",
     ]  # fmt: skip
-    assert "You play a text game." not in told()
-    assert between(told(), "=== Goal ===", "===") == f"  {GOAL}"
-    assert between(told(segments=()), "=== Transcript ===", "=== End") == ""
+    assert "You play a text game." not in distil_message()
+    assert between(distil_message(), "=== Goal ===", "===") == f"  {GOAL}"
+    assert between(distil_message(segments=()), "=== Transcript ===", "=== End") == ""
 
 
-def test_outcome_and_advice_are_told():
+def test_the_prompt_contains_outcome_and_advice():
     advice = "=== Advice that the agent was given before the episode ==="
-    for changes, said in (
+    for changes, outcome in (
         ({"success": True, "truncated": True}, "success"),
         ({"success": False}, "failure"),
         ({"success": False, "truncated": True}, "failure: the episode was cut off before it ended"),
     ):
-        assert between(told(**changes), "=== Outcome ===", "===") == said
-    assert between(told(), advice, "===") == "None: there is nothing to update."
+        assert between(distil_message(**changes), "=== Outcome ===", "===") == outcome
+    assert between(distil_message(), advice, "===") == "None: there is nothing to update."
     shown = (hit("a#0", text="Go west."), hit("b#0", text="Look.\n3.\nThen go."))
     assert (
-        between(told(shown=shown), advice, "===") == "1.\n  Go west.\n2.\n  Look.\n  3.\n  Then go."
+        between(distil_message(shown=shown), advice, "===")
+        == "1.\n  Go west.\n2.\n  Look.\n  3.\n  Then go."
     )
 
 
-def test_votes_are_asked_for_where_there_is_something_to_vote_on():
-    one = replace(request(), segments=EPISODE, shown=(hit("a#0", text="Go west."),))
-    writer = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
-    (message,) = writer(one)
-    assert message.text == f"{told(shown=one.shown)}\n\n{prompt('vote')}"
-    (message,) = writer(replace(one, shown=()))
-    assert message.text == told()
-    assert '"up"' not in told(shown=one.shown)
+def test_votes_are_requested_if_there_is_advice():
+    distil_request = replace(request(), segments=EPISODE, shown=(hit("a#0", text="Go west."),))
+    template = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
+    (message,) = template(distil_request)
+    assert message.text == f"{distil_message(shown=distil_request.shown)}\n\n{prompt('vote')}"
+    (message,) = template(replace(distil_request, shown=()))
+    assert message.text == distil_message()
+    assert '"up"' not in distil_message(shown=distil_request.shown)
     example = parse_ops(prompt("vote"), 2, votes=True)
     assert ([op.kind for op in example.ops], example.dropped) == (["up", "down"], {})
 
 
-def test_no_vote_is_asked_for_on_words_that_were_made_for_the_episode():
+def test_no_vote_is_requested_on_reworded_advice():
     west, look, wait = (
         hit("a#0", text="Go west."),
         hit("b#0", text="Look."),
@@ -196,9 +200,9 @@ def test_no_vote_is_asked_for_on_words_that_were_made_for_the_episode():
     )
     answer = replace(look, use=replace(look.use, how="ask"))
     refined = replace(wait, use=replace(wait.use, verdict="refine"))
-    one = replace(request(), segments=EPISODE, shown=(west, answer, refined))
-    writer = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
-    (message,) = writer(one)
+    distil_request = replace(request(), segments=EPISODE, shown=(west, answer, refined))
+    template = FullDistilPrompt(prompt("distil"), renderer(), 100_000, prompt("vote"))
+    (message,) = template(distil_request)
     advice = "=== Advice that the agent was given before the episode ==="
     assert (
         between(message.text, advice, "===")
@@ -207,10 +211,10 @@ def test_no_vote_is_asked_for_on_words_that_were_made_for_the_episode():
     assert message.text.endswith(prompt("vote"))
     assert "marked as reworded" in prompt("vote")
     accepted = replace(west, use=replace(west.use, how="ask_unrefined", verdict="accept"))
-    (message,) = writer(replace(one, shown=(accepted,)))
+    (message,) = template(replace(distil_request, shown=(accepted,)))
     assert "1.\n  Go west." in message.text
-    (message,) = writer(replace(one, shown=(answer, refined)))
-    assert message.text == told(shown=(answer, refined)), "there is nothing to vote on"
+    (message,) = template(replace(distil_request, shown=(answer, refined)))
+    assert message.text == distil_message(shown=(answer, refined)), "there is nothing to vote on"
 
 
 HOSTILE = st.sampled_from(
@@ -222,28 +226,28 @@ HOSTILE = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(HOSTILE | st.text(max_size=9), max_size=9).map("".join))
-def test_no_text_of_an_episode_breaks_the_prompt_or_passes_for_a_part_of_it(text):
-    def of(text: str) -> str:
+def test_texts_of_an_episode_cannot_imitate_parts_of_the_prompt(text):
+    def prompt_with(text: str) -> str:
         episode = [
             replace(segment, text=text) if segment.origin in ("env", "policy") else segment
             for segment in EPISODE
         ]
-        return told(
+        return distil_message(
             segments=tuple(episode),
             task=replace(request().task, goal=text),
             shown=(hit("a#0", text=text),),
         )
 
-    assert structure(of(text)) == structure(of("harmless"))
+    assert structure(prompt_with(text)) == structure(prompt_with("harmless"))
 
 
 @pytest.mark.parametrize("max_tokens", [1900, 2500, 6000])
-def test_a_long_episode_loses_the_middle_of_its_transcript(max_tokens):
+def test_the_transcript_of_a_long_episode_loses_its_middle(max_tokens):
     turns = [
         Segment("user", f"room {i}: " + "the walls are 中 " * (i % 7) + "{x}", "env")
         for i in range(400)
     ]
-    text = told(max_tokens, segments=tuple(turns))
+    text = distil_message(max_tokens, segments=tuple(turns))
     tokens = len(renderer().encode(renderer().text([Segment("user", text, "task")])))
     assert 0.8 * max_tokens < tokens <= max_tokens
     assert "  room 0: {x}" in text
@@ -254,16 +258,18 @@ def test_a_long_episode_loses_the_middle_of_its_transcript(max_tokens):
         for line in structure(text)
         if re.fullmatch(r"\[… \d+ characters are left out …\]", line)
     ]
-    left = [
+    remaining = [
         line
         for line in structure(text)
         if line != gap and not "[turn 0, environment]".startswith(line)
     ]
-    assert left == [line for line in structure(told(max_tokens, segments=())) if line]
+    assert remaining == [
+        line for line in structure(distil_message(max_tokens, segments=())) if line
+    ]
     assert text.endswith('[{"op": "return"}]')
 
 
-def test_an_extractor_is_asked_for_as_many_operations_as_are_read():
+def test_the_prompt_names_the_maximal_number_of_operations():
     assert (
         f"a JSON list of one to {['zero', 'one', 'two', 'three'][OpLimits().max_ops]} operations"
         in prompt("distil")
@@ -271,8 +277,8 @@ def test_an_extractor_is_asked_for_as_many_operations_as_are_read():
 
 
 @pytest.mark.parametrize("segments", [(), (Segment("user", "x" * 5000, "env"),)])
-def test_a_prompt_without_room_for_any_transcript_is_an_error_of_that_episode(segments):
+def test_a_token_limit_below_the_prompt_without_transcript_is_an_error(segments):
     with pytest.raises(
-        RolloutError, match=r"prompt: \d+ tokens without a transcript leave no room for one in 50"
+        RolloutError, match=r"prompt: .* with a limit of 50 tokens, no part of the transcript"
     ):
-        told(50, segments=segments)
+        distil_message(50, segments=segments)

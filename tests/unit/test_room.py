@@ -15,10 +15,10 @@ import pytest
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.envs import places
-from crl.envs.base import Rendering, ScriptedPlayer, StreamSettings, play
+from crl.envs.base import Rendering, ScriptedPlayer, StreamSettings, play_episode
 from crl.envs.host import ThreadHost
 from crl.envs.room import ACTIONS, PLACES, SPEC, demonstration_tasks, probe_tasks
-from crl.envs.room.game import RoomGame, true_exit
+from crl.envs.room.game import RoomGame, true_stairs
 from crl.envs.room.player import RoomPlayer
 from crl.scratch import scratch_folder
 from crl.types import Task
@@ -79,7 +79,7 @@ async def test_members_of_a_group_play_the_same_episode_at_the_same_time() -> No
     assert host.failures == 0
 
 
-def test_a_layout_keeps_its_start_and_exit_while_dynamics_vary(
+def test_a_layout_keeps_its_start_while_dynamics_vary(
     games: dict[Rendering, RoomGame],
 ) -> None:
     game, starts, texts = games["full"], set(), set()
@@ -126,12 +126,12 @@ def test_the_shape_of_compact_texts(games: dict[Rendering, RoomGame]) -> None:
     assert {"stairs", "trap", "jackal", "newt", "unknown"} <= set(seen)
 
 
-def test_what_was_seen_stays_on_the_map(games: dict[Rendering, RoomGame]) -> None:
+def test_seen_cells_stay_on_the_map(games: dict[Rendering, RoomGame]) -> None:
     game, rng = games["full"], random.Random(0)
     for task in NEW[:20]:
         rows, _ = map_of(game.reset(task))
         assert sum(row.count("~") for row in rows) >= 16, (
-            "the room is dark: no more than the neighbours are seen"
+            "the room is dark, so only the neighbours are seen"
         )
         seen = {(x, y) for y in range(5) for x in range(5) if rows[y][x] != "~"}
         for _ in range(12):
@@ -147,7 +147,7 @@ def test_what_was_seen_stays_on_the_map(games: dict[Rendering, RoomGame]) -> Non
             seen = now
 
 
-def test_the_legend_names_exactly_what_is_on_the_map(games: dict[Rendering, RoomGame]) -> None:
+def test_the_legend_names_exactly_the_symbols_on_the_map(games: dict[Rendering, RoomGame]) -> None:
     game, rng, names = games["full"], random.Random(1), set[str]()
     for task in NEW[:80]:
         text = game.reset(task)
@@ -171,7 +171,7 @@ def test_the_legend_names_exactly_what_is_on_the_map(games: dict[Rendering, Room
     } <= names
 
 
-def test_hit_points_are_the_players(games: dict[Rendering, RoomGame]) -> None:
+def test_hit_points_follow_the_game(games: dict[Rendering, RoomGame]) -> None:
     game, rng, lost = games["full"], random.Random(2), 0
     for task in NEW[:40]:
         text, before = game.reset(task), 12
@@ -199,18 +199,20 @@ def test_an_invalid_action_does_not_advance_the_game(games: dict[Rendering, Room
         assert (result.reward, result.done, game.moves) == (0.0, False, 0)
         assert result.text.endswith("\n" + first)
         assert ("The actions are: north, east" in result.text) == (rendering == "full")
-        patient = transcript(game, NEW[0])
+        expected = transcript(game, NEW[0])
         game.reset(NEW[0])
         rng = random.Random(NEW[0].seed)
         texts = [first]
-        for _ in range(len(patient) - 1):
+        for _ in range(len(expected) - 1):
             assert not game.step("um").valid
             result = game.step(f"<answer>{rng.choice(ACTIONS)}</answer>")
             texts.append(f"{result.text} {result.reward} {result.done}")
-        assert texts == patient
+        assert texts == expected
 
 
-def test_the_end_can_be_read_and_not_be_played_past(games: dict[Rendering, RoomGame]) -> None:
+def test_the_last_text_reports_the_end_and_no_step_is_possible(
+    games: dict[Rendering, RoomGame],
+) -> None:
     ends = Counter[str]()
     game, rng = games["full"], random.Random(3)
     for task in NEW[:120]:
@@ -232,10 +234,10 @@ def test_the_end_can_be_read_and_not_be_played_past(games: dict[Rendering, RoomG
 # ── winning ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame]) -> None:
+def test_the_true_stairs_are_where_episodes_are_won(games: dict[Rendering, RoomGame]) -> None:
     game, checked = games["full"], 0
     for i, task in enumerate(NEW[:40]):
-        played = play(game, task, SPEC.scripted_player(random.Random(i)), turns=30)
+        played = play_episode(game, task, SPEC.scripted_player(random.Random(i)), turns=30)
         seen = [
             (x, y)
             for y, row in enumerate(game.grid)
@@ -243,13 +245,13 @@ def test_the_true_exit_is_where_episodes_are_won(games: dict[Rendering, RoomGame
             if symbol == ">"
         ]
         if played.success and seen:
-            assert seen == [true_exit(int(task.params["lgen"]))]
+            assert seen == [true_stairs(int(task.params["lgen"]))]
             checked += 1
     assert checked > 20
-    assert len({true_exit(task.params["lgen"]) for task in NEW}) > 20  # type: ignore[arg-type]
+    assert len({true_stairs(task.params["lgen"]) for task in NEW}) > 20  # type: ignore[arg-type]
 
 
-class Told(RoomPlayer):
+class InformedPlayer(RoomPlayer):
     """Player that knows the cell of the stairs."""
 
     def __init__(self, rng: random.Random, exit_at: tuple[int, int]) -> None:
@@ -276,7 +278,7 @@ class RandomPlayer:
 @pytest.mark.parametrize(
     "tasks", [NEW, PLACES.eval_tasks("known", 256, 0, SETTINGS)], ids=["new", "known"]
 )
-def test_in_the_compact_rooms_few_turns_who_knows_the_stairs_wins(
+def test_players_that_know_the_stairs_win_within_the_compact_turn_limit(
     games: dict[Rendering, RoomGame], tasks: Sequence[Task]
 ) -> None:
     """A player that knows the stairs wins at least 90 % of the episodes. Monsters cause the losses.
@@ -288,12 +290,12 @@ def test_in_the_compact_rooms_few_turns_who_knows_the_stairs_wins(
 
     def wins(player: Callable[[Task, random.Random], ScriptedPlayer]) -> float:
         played = (
-            play(games["compact"], task, player(task, random.Random(i)), turns)
+            play_episode(games["compact"], task, player(task, random.Random(i)), turns)
             for i, task in enumerate(tasks)
         )
         return sum(episode.success for episode in played) / len(tasks)
 
-    assert wins(lambda task, rng: Told(rng, true_exit(int(task.params["lgen"])))) >= 0.9
+    assert wins(lambda task, rng: InformedPlayer(rng, true_stairs(int(task.params["lgen"])))) >= 0.9
     assert 0.4 <= wins(lambda _, rng: SPEC.scripted_player(rng)) <= 0.65
     assert wins(lambda _, rng: RandomPlayer(rng)) <= 0.1375
 
@@ -335,7 +337,7 @@ def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() ->
     }
     assert all(count == 5 for place, count in visits.items() if place not in at_the_ends)
     assert {visits[place] for place in at_the_ends - known} == {1, 2, 3, 4, 5}, (
-        "they are not all replaced at once"
+        "they are not all replaced at the same time"
     )
     assert len({task.params["core"] for task in tasks}) == len(tasks)
 
@@ -353,7 +355,7 @@ def test_the_streams_state_restores_the_exact_continuation() -> None:
     assert PLACES.stream(6, SETTINGS).draw(200) != PLACES.stream(5, SETTINGS).draw(200)
 
 
-def test_evals_are_fixed_and_apart_from_training() -> None:
+def test_evals_are_fixed_and_separate_from_training() -> None:
     assert PLACES.eval_tasks("new", 64, 1, StreamSettings(places=4, permanent=1)) == NEW[:64]
     assert len({task.params["lgen"] for task in NEW}) == len(NEW)
     known = PLACES.eval_tasks("known", 32, 3, SETTINGS)

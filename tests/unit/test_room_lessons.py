@@ -23,7 +23,7 @@ from crl.envs.room.lessons import (
     lesson,
     read,
     stairs_direction,
-    true_bearing,
+    true_stairs_direction,
 )
 from crl.envs.room.player import RoomPlayer
 from crl.types import Segment
@@ -40,11 +40,11 @@ def game() -> Iterator[RoomGame]:
 
 def conversation(*texts: str, hint: str = "") -> list[Segment]:
     """Return a goal, the hint if any, and the texts of the room and the agent in turn."""
-    told = [
+    opening = [
         Segment("user", "Room: the jade attic.", "task"),
         *([Segment("user", hint, "experience")] if hint else []),
     ]
-    return told + [
+    return opening + [
         Segment("assistant", text, "policy") if i % 2 else Segment("user", text, "env")
         for i, text in enumerate(texts)
     ]
@@ -68,17 +68,17 @@ def conversation(*texts: str, hint: str = "") -> list[Segment]:
         ((4, 2), (2, 1), "northwest"),  # 27 degrees
     ],
 )  # fmt: skip
-def test_bearings_by_hand(start: tuple[int, int], end: tuple[int, int], direction: str) -> None:
+def test_bearings(start: tuple[int, int], end: tuple[int, int], direction: str) -> None:
     assert bearing(start, end) == direction
 
 
-def test_nowhere_has_no_bearing() -> None:
+def test_the_same_cell_has_no_bearing() -> None:
     assert bearing((3, 1), (3, 1)) is None
 
 
 @pytest.mark.parametrize("kind", LESSONS)
 @pytest.mark.parametrize("direction", COMPASS)
-def test_a_lesson_is_read_as_what_it_is(kind: str, direction: str) -> None:
+def test_read_reverses_lesson(kind: str, direction: str) -> None:
     assert read(lesson(kind, direction)) == (
         kind,
         direction if "{direction}" in LESSONS[kind] else None,
@@ -98,7 +98,7 @@ def test_the_wording_of_the_exit() -> None:
         "from the start go {direction}.",
     ],
 )  # fmt: skip
-def test_what_is_no_lesson(text: str) -> None:
+def test_other_texts_are_not_lessons(text: str) -> None:
     assert read(text) == ("other", None)
 
 
@@ -144,21 +144,21 @@ def test_what_is_no_lesson(text: str) -> None:
         ((), None),
     ],
 )  # fmt: skip
-def test_where_the_texts_say_that_the_stairs_are(
+def test_the_direction_of_the_stairs_in_the_texts(
     texts: tuple[str, ...], direction: str | None
 ) -> None:
     assert stairs_direction(conversation(*texts)) == direction
     assert ADVISOR.informative(conversation(*texts)) == (direction is not None)
 
 
-def test_a_hint_is_no_observation() -> None:
+def test_hints_are_not_observations() -> None:
     assert (
         stairs_direction(conversation("at 3 3\ndark north", "north", hint="at 1 1\nstairs south"))
         is None
     )
 
 
-def test_the_digest_by_hand() -> None:
+def test_the_digest() -> None:
     won = conversation(
         "at 3 3\ndark south",
         "east",
@@ -179,7 +179,7 @@ def test_judgements() -> None:
     rng = random.Random(0)
     for task in probe_tasks(12):
         right, wrong = ADVISOR.right(task), ADVISOR.wrong(task, rng)
-        assert right == lesson("exit", true_bearing(int(task.params["lgen"])) or "")
+        assert right == lesson("exit", true_stairs_direction(int(task.params["lgen"])) or "")
         assert read(wrong)[0] == "exit"
         assert ADVISOR.judge(task, right) == LessonVerdict("exit", True)
         assert ADVISOR.judge(task, wrong) == LessonVerdict("wrong exit", False)
@@ -193,9 +193,7 @@ def test_judgements() -> None:
 
 @given(st.sampled_from(PROBE_LAYOUTS), st.integers(0, 2**32))
 @settings(max_examples=150)
-def test_who_reaches_the_stairs_has_seen_where_they_are(
-    game: RoomGame, lgen: int, seed: int
-) -> None:
+def test_agents_that_reach_the_stairs_have_seen_them(game: RoomGame, lgen: int, seed: int) -> None:
     """This holds for a scripted walk with random steps in between.
 
     Episodes in which a teleporter reached stairs that were not visible are excluded.
@@ -212,4 +210,4 @@ def test_who_reaches_the_stairs_has_seen_where_they_are(
             break
         player.observe(result.text)
     assume(texts[-1] == "stairs reached." and "stairs" in texts[-3])
-    assert stairs_direction(conversation(*texts)) == true_bearing(lgen)
+    assert stairs_direction(conversation(*texts)) == true_stairs_direction(lgen)

@@ -29,7 +29,7 @@ def rows(benchmark):
         return asyncio.run(benchmark.bank_latency(50, [1, 20], 0.0))
 
 
-def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
+def test_there_is_a_row_for_every_load_and_embedder(benchmark, rows):
     kinds = [
         (load, what) for load in get_args(benchmark.Load) for what in ("asyncio", "numpy", "known")
     ] + [("idle", "encoder")]
@@ -44,24 +44,24 @@ def test_there_is_a_row_of_everything_but_ray(benchmark, rows):
         assert ("ratio" in row) == (row["what"] == "known")
 
 
-async def test_updates_and_merges_are_applied_in_every_measurement_and_the_bank_stays_as_large(
+async def test_updates_and_merges_are_applied_and_the_size_of_the_bank_stays_constant(
     benchmark, tmp_path
 ):
     """This also holds in the second round, after all entries were updated, merged or added."""
-    embeddings = benchmark.Embeddings(HashEmbedder())
+    embeddings = benchmark.LookupEmbedder(HashEmbedder())
     keys, episodes = (
-        await benchmark.fill(tmp_path / "bank.sqlite", 20, embeddings),
-        benchmark.Episodes(20),
+        await benchmark.write_bank(tmp_path / "bank.sqlite", 20, embeddings),
+        benchmark.BurstRequests(20),
     )
-    await embeddings.learn([benchmark.goal(0), benchmark.goal(1)])
-    async with benchmark.opened(tmp_path / "bank.sqlite", embeddings) as manager:
+    await embeddings.store([benchmark.goal(0), benchmark.goal(1)])
+    async with benchmark.open_manager(tmp_path / "bank.sqlite", embeddings) as manager:
         for waiting, load in itertools.product((1, 20), ("writes", "merge")):
-            kind, before = benchmark.COUNTED[load], await manager.stats()
-            measured = await benchmark.measure(
+            op, before = benchmark.LOAD_OPS[load], await manager.stats()
+            results = await benchmark.measure(
                 manager, embeddings, keys, episodes, waiting, load, 0.3
             )
-            assert measured["known"][f"{kind}s/s"] >= 0
-            assert (await manager.stats())[f"ops/{kind}"] > before.get(f"ops/{kind}", 0)
+            assert results["known"][f"{op}s/s"] >= 0
+            assert (await manager.stats())[f"ops/{op}"] > before.get(f"ops/{op}", 0)
             assert 16 <= len(manager._bank.entries) <= 22
 
 
@@ -73,8 +73,8 @@ def test_without_matplotlib_there_is_no_plot(benchmark, rows, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_loads_are_compared_with_the_idle_bank(benchmark, rows):
-    lines = benchmark.under_load(rows).splitlines()
+def test_the_table_of_loads_compares_them_with_the_idle_bank(benchmark, rows):
+    lines = benchmark.load_table(rows).splitlines()
     assert [line.split()[0] for line in lines] == ["p95", "50"] * 3
     p95 = {(row["waiting"], row["load"]): row["p95"] for row in rows if row["what"] == "known"}
     assert float(lines[1].split()[1]) == pytest.approx(p95[1, "writes"] / p95[1, "idle"], abs=0.005)

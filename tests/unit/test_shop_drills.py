@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from crl.envs.webshop.game import WebShopGame
-from crl.envs.webshop.lessons import LESSONS, alike, digest, lesson, read, right_brand, wrong_brands
-from crl.envs.webshop.player import Errand, links
+from crl.envs.webshop.lessons import (
+    LESSONS,
+    digest,
+    lesson,
+    read,
+    right_brand,
+    similar_brands,
+    wrong_brands,
+)
+from crl.envs.webshop.player import Requirements, links
 from crl.manager.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.models.drills.drill import Episode, distil_prompt
@@ -25,14 +33,14 @@ from crl.models.drills.webshop import (
 from crl.models.drills.webshop_visits import (
     ACTOR_VISITS,
     ASKING_VISITS,
-    CHOICES,
+    CHOICE_VISITS,
     TURNS,
+    buy_cheapest,
+    buy_first,
+    buy_incomplete,
     demonstration_shops,
     demonstration_task,
-    first,
     follower,
-    forgetful,
-    thrifty,
 )
 from crl.models.warm_start import END, Demonstration, demonstrated_trace, train_tokenizer
 from crl.tokens import ChatRenderer
@@ -49,11 +57,11 @@ def actions(episode: Episode) -> list[str]:
     return [segment.text for segment in episode.segments if segment.origin == "policy"]
 
 
-def told(visits: list[Episode], kind: str) -> list[Episode]:
+def visits_with(visits: list[Episode], kind: str) -> list[Episode]:
     return [visit for visit in visits if visit.hint and read(visit.hint.text)[0] == kind]
 
 
-def won(visits: list[Episode]) -> float:
+def win_rate(visits: list[Episode]) -> float:
     return sum(visit.success for visit in visits) / len(visits)
 
 
@@ -76,28 +84,28 @@ def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
         assert visit.success == (turns[-1].text == "bought. score 100")
 
 
-def test_good_and_bad_visits_are_shown(visits: list[Episode]) -> None:
+def test_success_of_visits_by_advice(visits: list[Episode]) -> None:
     """Visits without advice win often enough, but leave something to learn for RL.
 
     Right advice wins and wrong advice loses.
     """
-    free, buyers = [visit for visit in visits if visit.hint is None], told(visits, "buy")
-    named = defaultdict(list)
-    for visit in buyers:
+    free, advised = [visit for visit in visits if visit.hint is None], visits_with(visits, "buy")
+    by_correctness = defaultdict(list)
+    for visit in advised:
         right = any(
-            alike(shop, visit.task)[0] == read(visit.hint.text)[1]
+            similar_brands(shop, visit.task)[0] == read(visit.hint.text)[1]
             for shop in demonstration_shops()
             if visit.hint and shop.need(int(visit.task.params["lgen"])).text == visit.task.goal
         )  # fmt: skip
-        named[right].append(visit)
-    assert 0.3 <= won(free) <= 0.6
-    assert won(named[True]) >= 0.9
-    assert won(named[False]) <= 0.2
-    assert 0.2 <= len(buyers) / len(visits) <= 0.6
+        by_correctness[right].append(visit)
+    assert 0.3 <= win_rate(free) <= 0.6
+    assert win_rate(by_correctness[True]) >= 0.9
+    assert win_rate(by_correctness[False]) <= 0.2
+    assert 0.2 <= len(advised) / len(visits) <= 0.6
 
 
-def test_what_is_named_is_bought(visits: list[Episode]) -> None:
-    for visit in told(visits, "buy"):
+def test_an_advised_product_is_bought(visits: list[Episode]) -> None:
+    for visit in visits_with(visits, "buy"):
         assert visit.hint is not None
         _, name = read(visit.hint.text)
         assert actions(visit)[1] == f"click[ {name}]"
@@ -109,36 +117,36 @@ def test_choices_are_the_beginnings_of_visits() -> None:
 
     Most choices have a hint that names the product.
     """
-    choices = list(CHOICES.episodes(random.Random(5), 200))
+    choices = list(CHOICE_VISITS.episodes(random.Random(5), 200))
     assert all(len(actions(choice)) <= 3 for choice in choices)
-    assert len(told(choices, "buy")) >= 140
-    for choice in told(choices, "buy"):
+    assert len(visits_with(choices, "buy")) >= 140
+    for choice in visits_with(choices, "buy"):
         assert choice.hint is not None
         assert actions(choice)[1] == f"click[ {read(choice.hint.text)[1]}]"
 
 
-@pytest.mark.parametrize(("kind", "share"), [("read", 0.75), ("skip", 0.9)])
-def test_other_lessons_are_followed_mostly(kind: str, share: float) -> None:
-    advised = told(list(ACTOR_VISITS.episodes(random.Random(2), 1500)), kind)
+@pytest.mark.parametrize(("kind", "min_share"), [("read", 0.75), ("skip", 0.9)])
+def test_other_lessons_are_mostly_followed(kind: str, min_share: float) -> None:
+    advised = visits_with(list(ACTOR_VISITS.episodes(random.Random(2), 1500)), kind)
     if kind == "read":
-        assert won(advised) >= share
+        assert win_rate(advised) >= min_share
         return
-    spared = [
+    avoided = [
         f"click[ {read(visit.hint.text)[1]}]" not in actions(visit)
         for visit in advised
         if visit.hint
     ]
-    assert sum(spared) / len(spared) >= share - 0.15
+    assert sum(avoided) / len(avoided) >= min_share - 0.15
 
 
-def shopping(persona, seed: int = 3) -> tuple[list[str], list[str]]:
+def play_persona(persona, seed: int = 3) -> tuple[list[str], list[str]]:
     """Return the actions of a persona after its search, and the pages that it saw."""
     shop, rng = demonstration_shops()[0], random.Random(seed)
     task = demonstration_task(shop, rng)
     game = WebShopGame("compact", shop)
-    errand = Errand.read(task.goal, game.reset(task))
-    pages = [game.step(f"search[{errand.query}]").text]
-    visit, taken = persona(errand, pages[0], rng), []
+    requirements = Requirements.read(task.goal, game.reset(task))
+    pages = [game.step(f"search[{requirements.query}]").text]
+    visit, taken = persona(requirements, pages[0], rng), []
     taken.append(next(visit))
     while not (result := game.step(taken[-1])).done:
         pages.append(result.text)
@@ -147,32 +155,32 @@ def shopping(persona, seed: int = 3) -> tuple[list[str], list[str]]:
 
 
 def test_personas() -> None:
-    taken, (page, *_) = shopping(first)
+    taken, (page, *_) = play_persona(buy_first)
     assert taken[0] == f"click[{page.split()[1]}]"
     assert len(taken) == 4
-    taken, (page, *_) = shopping(forgetful)
+    taken, (page, *_) = play_persona(buy_incomplete)
     assert len(taken) == 3
-    taken, (page, *_) = shopping(thrifty)
+    taken, (page, *_) = play_persona(buy_cheapest)
     prices = {link.name: link.price for link in links(page) if not link.title}
     assert taken[0] == f"click[{min(prices, key=lambda name: prices[name])}]"
-    taken, (page, *_) = shopping(follower("nobody", first))
+    taken, (page, *_) = play_persona(follower("nobody", buy_first))
     assert taken[0] == f"click[{page.split()[1]}]"
 
 
-def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
+def test_agents_ask_at_the_start_and_follow_the_reply() -> None:
     asked = 0
     for visit in ASKING_VISITS.episodes(random.Random(4), 200):
-        spoken = [
+        messages = [
             segment
             for segment in visit.segments
             if segment.origin in ("policy", "tool_call", "tool_result")
         ]
-        asked += spoken[0].origin == "tool_call"
-        if spoken[0].origin == "tool_call":
-            assert spoken[0].text == COMPACT_CALL
-            kind, name = read(spoken[1].text)
+        asked += messages[0].origin == "tool_call"
+        if messages[0].origin == "tool_call":
+            assert messages[0].text == COMPACT_CALL
+            kind, name = read(messages[1].text)
             assert kind != "buy" or actions(visit)[1] == f"click[ {name}]"
-        assert not any(segment.origin == "tool_call" for segment in spoken[1:])
+        assert not any(segment.origin == "tool_call" for segment in messages[1:])
     assert 60 <= asked <= 140
 
 
@@ -182,8 +190,8 @@ def test_agents_that_may_ask_do_so_at_once_and_what_they_are_told() -> None:
 def test_lessons_are_true_of_their_visits(visits: list[Episode]) -> None:
     for visit in visits:
         right, wrong = right_brand(visit.segments), wrong_brands(visit.segments)
-        (buy,) = parse_ops(answer("buy", visit), shown=1 if visit.hint else 0).ops
-        (skip,) = parse_ops(answer("skip", visit), shown=1 if visit.hint else 0).ops
+        (buy,) = parse_ops(answer("buy", visit), num_shown=1 if visit.hint else 0).ops
+        (skip,) = parse_ops(answer("skip", visit), num_shown=1 if visit.hint else 0).ops
         assert buy.text == (lesson("buy", right) if right else "")
         assert skip.text == (lesson("skip", wrong[0]) if wrong else "")
         kind, name = read(visit.hint.text) if visit.hint else ("", None)
@@ -193,17 +201,17 @@ def test_lessons_are_true_of_their_visits(visits: list[Episode]) -> None:
         assert answer("careful", visit) == '[{"op":"add","text":"be careful."}]'
 
 
-def test_lessons_are_of_every_kind_equally() -> None:
+def test_kinds_of_lessons_are_equally_frequent() -> None:
     kinds = Counter[str]()
-    for prompt, said in lessons(random.Random(2), 700):
-        (op,) = parse_ops(said.text, shown=1 if "\nhint 1 " in prompt.text else 0).ops
+    for prompt, answer_segment in lessons(random.Random(2), 700):
+        (op,) = parse_ops(answer_segment.text, num_shown=1 if "\nhint 1 " in prompt.text else 0).ops
         kinds[read(op.text)[0] if op.text else "return"] += 1
     for kind in set(LESSONS) - {"buy", "skip"}:
         assert kinds[kind] / 700 == pytest.approx(1 / len(LESSONS), abs=0.04)
     assert min(kinds["buy"], kinds["skip"]) >= 30
 
 
-def test_what_the_extractor_is_asked(visits: list[Episode]) -> None:
+def test_the_distillation_prompt(visits: list[Episode]) -> None:
     visit = next(visit for visit in visits if visit.hint and visit.success)
     (prompt,) = distil_prompt(digest, visit)
     assert (
@@ -213,23 +221,23 @@ def test_what_the_extractor_is_asked(visits: list[Episode]) -> None:
     )
 
 
-def test_a_lesson_on_a_need_is_returned_as_it_is() -> None:
-    for prompt, said in refinements(random.Random(5), 20):
+def test_a_lesson_on_a_need_is_not_adapted() -> None:
+    for prompt, answer_segment in refinements(random.Random(5), 20):
         assert prompt.text.splitlines()[-1] == COMPACT_CALL
-        assert said.text == '[{"op":"return"}]'
+        assert answer_segment.text == '[{"op":"return"}]'
 
 
 # ── length ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
+def test_demonstrations_fit_into_the_limits_of_a_run() -> None:
     """A conversation has at most 300 tokens on average and 900 at most. No answer is truncated."""
-    drilled: dict[str, list[Demonstration]] = {
+    by_drill: dict[str, list[Demonstration]] = {
         drill.name: list(drill.make(random.Random(6), 150))
         for drill in (*ACTOR_DRILLS, *EXTRACTOR_DRILLS)
     }
     tokenizer = train_tokenizer(
-        [x for demonstrations in drilled.values() for x in demonstrations], 512
+        [x for demonstrations in by_drill.values() for x in demonstrations], 512
     )
     chat = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
     limits = {
@@ -237,7 +245,7 @@ def test_demonstrations_fit_into_what_a_run_lets_be_said() -> None:
         "shop visits with questions": COMPACT["max_response_tokens"],
         "shop verdicts": 24,
     }
-    for name, demonstrations in drilled.items():
+    for name, demonstrations in by_drill.items():
         lengths = [len(demonstrated_trace(x, chat).ids) for x in demonstrations]
         assert max(lengths) <= 900
         assert sum(lengths) / len(lengths) <= 300

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crl.envs.base import StreamSettings, play
+from crl.envs.base import StreamSettings, play_episode
 from crl.envs.search import shortest_path
 from crl.envs.sokoban import SPEC
 from crl.envs.sokoban.game import SokobanGame
 from crl.envs.sokoban.player import read_puzzle
 from crl.envs.sokoban.puzzle import (
     BOXES,
-    MOVES,
+    SOLUTION_MOVES,
     STEPS,
+    Grid,
     Position,
-    Room,
     move,
     moves_to_solve,
     puzzle,
@@ -36,30 +36,30 @@ def position(player: tuple[int, int], *boxes: tuple[int, int]) -> Position:
     return Position(player, frozenset(boxes))
 
 
-def test_a_step_a_push_and_what_blocks_them() -> None:
-    room = Room(frozenset((x, 1) for x in range(1, 5)), frozenset({(4, 1)}))
-    assert move(room, position((1, 1), (3, 1)), "east") == position((2, 1), (3, 1))
-    assert move(room, position((2, 1), (3, 1)), "east") == position((3, 1), (4, 1))
-    assert move(room, position((3, 1), (4, 1)), "east") == position((3, 1), (4, 1)), (
+def test_steps_pushes_and_blocked_moves() -> None:
+    grid = Grid(frozenset((x, 1) for x in range(1, 5)), frozenset({(4, 1)}))
+    assert move(grid, position((1, 1), (3, 1)), "east") == position((2, 1), (3, 1))
+    assert move(grid, position((2, 1), (3, 1)), "east") == position((3, 1), (4, 1))
+    assert move(grid, position((3, 1), (4, 1)), "east") == position((3, 1), (4, 1)), (
         "a wall behind the box"
     )
-    assert move(room, position((2, 1), (3, 1), (4, 1)), "east") == position(
+    assert move(grid, position((2, 1), (3, 1), (4, 1)), "east") == position(
         (2, 1), (3, 1), (4, 1)
     ), "a box behind the box"
-    assert move(room, position((2, 1), (3, 1)), "north") == position((2, 1), (3, 1)), "a wall"
-    assert move(room, position((2, 1), (3, 1)), "west") == position((1, 1), (3, 1)), (
-        "boxes are never pulled"
+    assert move(grid, position((2, 1), (3, 1)), "north") == position((2, 1), (3, 1)), "a wall"
+    assert move(grid, position((2, 1), (3, 1)), "west") == position((1, 1), (3, 1)), (
+        "boxes cannot be pulled"
     )
 
 
-def test_the_solver_on_a_room_worked_by_hand() -> None:
+def test_the_solver_on_a_grid_worked_by_hand() -> None:
     """The puzzle is a row of four cells with the target at the east end.
 
     A box in the second cell needs two pushes from the west. A box in the third cell needs two moves
     if the player starts at the west end. A box at the west end cannot be solved.
     """
-    room = Room(frozenset((x, 1) for x in range(1, 5)), frozenset({(4, 1)}))
-    moves = moves_to_solve(room)
+    grid = Grid(frozenset((x, 1) for x in range(1, 5)), frozenset({(4, 1)}))
+    moves = moves_to_solve(grid)
     assert moves[position((1, 1), (2, 1))] == 2
     assert moves[position((2, 1), (3, 1))] == 1
     assert moves[position((1, 1), (3, 1))] == 2
@@ -71,33 +71,35 @@ def test_the_solver_on_a_room_worked_by_hand() -> None:
 
 @settings(max_examples=15)
 @given(st.integers(0, 10**9))
-def test_backwards_and_forwards_agree(seed: int) -> None:
-    made = puzzle(seed)
+def test_backward_and_forward_search_agree(seed: int) -> None:
+    generated = puzzle(seed)
 
-    def moves(at: Position) -> Iterator[tuple[str, Position]]:
-        return ((name, move(made.room, at, name)) for name in STEPS)
+    def moves(state: Position) -> Iterator[tuple[str, Position]]:
+        return ((name, move(generated.grid, state, name)) for name in STEPS)
 
-    for start, needed in made.moves.items():
+    for start, needed in generated.moves.items():
         path = shortest_path(
-            Position(start, made.boxes), lambda at: at.boxes == made.room.targets, moves
+            Position(start, generated.boxes),
+            lambda state: state.boxes == generated.grid.targets,
+            moves,
         )
         assert path is not None
         assert len(path) == needed
-        assert needed in MOVES
-    assert len(made.boxes) == len(made.room.targets) == BOXES
-    assert not made.boxes & made.room.targets
-    assert made.boxes <= made.room.floor
-    assert not made.boxes & set(made.moves)
+        assert needed in SOLUTION_MOVES
+    assert len(generated.boxes) == len(generated.grid.targets) == BOXES
+    assert not generated.boxes & generated.grid.targets
+    assert generated.boxes <= generated.grid.floor
+    assert not generated.boxes & set(generated.moves)
 
 
-def test_a_puzzle_depends_on_its_seed_alone() -> None:
+def test_a_puzzle_depends_only_on_its_seed() -> None:
     random.seed(1)
     state = random.getstate()
     first = puzzle.__wrapped__(42)
-    assert random.getstate() == state, "its generator is its own"
+    assert random.getstate() == state, "the global generator is not used"
     random.seed(2)
     assert puzzle.__wrapped__(42) == first != puzzle(43)
-    layouts = {(puzzle(seed).room, puzzle(seed).boxes) for seed in range(100)}
+    layouts = {(puzzle(seed).grid, puzzle(seed).boxes) for seed in range(100)}
     assert len(layouts) == 100
 
 
@@ -124,7 +126,7 @@ def test_the_texts() -> None:
 def test_the_scripted_player_takes_the_shortest_solution(rendering) -> None:
     game = SokobanGame(rendering)
     for i, task in enumerate(SPEC.eval_tasks("new", 40, 0, StreamSettings())):
-        played = play(game, task, SPEC.scripted_player(random.Random(i)), SPEC.turns)
+        played = play_episode(game, task, SPEC.scripted_player(random.Random(i)), SPEC.turns)
         assert played.success
         assert len(played.actions) == game.puzzle.moves[starts(task)]
 

@@ -25,12 +25,12 @@ def test_half_an_interval_of_a_difference():
 
 
 def test_a_difference_beyond_noise_is_marked():
-    same, apart = (
+    same, different = (
         stacks.table({"one": runs(0.3, 0.4, 0.5), "other": runs(*other)})
         for other in ((0.6, 0.7, 0.5), (0.8, 0.9, 1.0))
     )
     assert "outside" not in same
-    (line,) = [line for line in apart.splitlines() if "outside" in line]
+    (line,) = [line for line in different.splitlines() if "outside" in line]
     assert line.split() == [
         "known,",
         "free",

@@ -46,7 +46,7 @@ SUMMARY = Summary(
 
 TEXT = """
 80 steps in 172 s
-environment turns 12,345 (of them overtime 678), sampled tokens: actor 98,765
+environment turns: 12,345 (678 in overtime); sampled tokens: actor 98,765
 
 success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
   room known  without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
@@ -57,42 +57,42 @@ the trained models, in Hugging Face format: runs/one/checkpoints/80
   train further:     crl train --tasks room,maze --method grpo --set run.steps=80 --set actor.model=runs/one/checkpoints/80/actor
   another seed:      crl train --tasks room,maze --method grpo --set run.steps=80 --seed 5
   in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
-  every figure and every episode: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
+  metrics, episodes: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
 
 
 def test_a_whole_run() -> None:
     assert SUMMARY.text() == TEXT
 
 
-def test_figures_of_generated_data_are_told_apart_from_published_ones() -> None:
+def test_notes_on_unofficial_data() -> None:
     rows, note = (
         TEXT.split("+0.551\n"),
-        "played on a generated maze: figures compare with no published ones",
+        "played on a generated maze: metrics are not comparable with published results",
     )
     assert (
-        replace(SUMMARY, generated={"maze": note}).text()
+        replace(SUMMARY, data_notes={"maze": note}).text()
         == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
     )
 
 
-def test_a_run_that_was_stopped_has_no_after() -> None:
+def test_a_stopped_run_has_no_final_evaluation() -> None:
     text = replace(SUMMARY, after=None, steps=3).text()
     assert "3 steps in 172 s" in text
     assert "  room known  without experience         256 episodes   0.250 [0.201, 0.306]\n" in text
     assert "→" not in text
 
 
-def test_a_run_that_was_stopped_in_its_first_evaluation() -> None:
+def test_a_run_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, before=None, after=None, steps=0).text()
-    assert "0 steps in 172 s\nenvironment turns 12,345" in text
+    assert "0 steps in 172 s\nenvironment turns: 12,345" in text
     assert "actor 98,765\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
-def test_what_went_wrong_is_said() -> None:
+def test_errors_and_skipped_updates_are_reported() -> None:
     text = replace(
         SUMMARY, skipped_updates=2, before=replace(BEFORE, errors=1), after=replace(AFTER, errors=4)
     ).text()
-    assert "  5 eval episodes could not be played and count as failures\n" in text
+    assert "  5 eval episodes ended with an error and count as failures\n" in text
     assert "  2 updates were skipped because the loss or its gradient was not finite\n" in text
 
 
@@ -154,7 +154,7 @@ REPORT = ExperienceReport(
         GroupGap(("room", "cell"), 0.25),
         GroupGap(("shop", "cell"), 0.25),
     ],
-    gains={"room": ((0.01, 0.05), (0.4, 0.06))},
+    probe_gains={"room": ((0.01, 0.05), (0.4, 0.06))},
     lift={"room": Mean(0.125, 0.05, 64, 64)},
     lessons={"room": SuccessRate(192, 256)},
     untrained_lessons={"room": SuccessRate(32, 128)},
@@ -162,7 +162,7 @@ REPORT = ExperienceReport(
 )
 
 
-def test_several_tasks_have_a_row_together() -> None:
+def test_several_tasks_have_an_overall_row() -> None:
     maze: EvalKey = ("maze", "new", "free")
     before = Evaluation({NEW: SuccessRate(64, 256), maze: SuccessRate(64, 256)}, {}, 0)
     after = Evaluation({NEW: SuccessRate(192, 256), maze: SuccessRate(64, 256)}, {}, 0)
@@ -172,7 +172,7 @@ def test_several_tasks_have_a_row_together() -> None:
     assert success_lines(1.0, before)[-1] == row[: row.index(" →")]
 
 
-def test_what_was_not_evaluated_at_the_start_has_its_later_rate_alone() -> None:
+def test_a_condition_without_an_earlier_rate_has_only_the_later_one() -> None:
     after = Evaluation(
         {NEW: SuccessRate(192, 256), ("room", "new", "online"): SuccessRate(64, 256)}, {}, 0
     )
@@ -182,7 +182,7 @@ def test_what_was_not_evaluated_at_the_start_has_its_later_rate_alone() -> None:
     ]
 
 
-def test_rows_stand_together_by_task_and_in_line() -> None:
+def test_rows_are_grouped_by_task_and_aligned() -> None:
     maze: EvalKey = ("maze", "new", "free")
     rates = {
         NEW: SuccessRate(1, 2),
@@ -198,7 +198,7 @@ def test_rows_stand_together_by_task_and_in_line() -> None:
     ]
 
 
-def test_what_experience_came_to() -> None:
+def test_experience_lines() -> None:
     """Lift of e1: half = 3.182446 · √(1 + 0.125) / 3 = 1.125165; of e2: 12.706205 · √1 / 1.
 
     The gaps of the three places have one mean.
@@ -206,33 +206,33 @@ def test_what_experience_came_to() -> None:
     assert REPORT.lines() == [
         "",
         "experience [± half a 95 % interval, by Student's t over places]:",
-        "  guided − free in the same groups, second half of the run: +0.250 ± 0.000 over 4 groups in 3 places",
-        "  room: what right advice adds on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
-        "  room: what a bank built online adds in new places: +0.125 ± 0.050 over 64 places",
-        "  room: right lessons among the extractor's 256 answers: 0.750 [0.694, 0.799]; "
-        "among the 128 of the extractor it started with, of the same episodes: 0.250 [0.183, 0.332]",
-        "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 0 returned, 0 refused; 2 episodes could not be distilled",
-        "  the bank, 31 experiences: runs/one/bank.sqlite",
-        "  the best of it, by the lower end of lift (guided − free in the same groups; ± half a 95 % credible interval):",
+        "  guided − free success in the same groups, second half of the run: +0.250 ± 0.000 over 4 groups in 3 places",
+        "  room: gain from right advice on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
+        "  room: gain from a bank built online in unseen places: +0.125 ± 0.050 over 64 places",
+        "  room: right lessons in 256 answers of the extractor: 0.750 [0.694, 0.799]; "
+        "untrained extractor, 128 answers on the same episodes: 0.250 [0.183, 0.332]",
+        "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 0 returned, 0 refused; 2 episodes failed",
+        "  bank: 31 experiences in runs/one/bank.sqlite",
+        "  best experiences by the lower end of lift (guided − free success in the same groups ± half a 95 % credible interval):",
         "    lift +0.250 ± 1.125 over 3 groups    won  10 of  12 episodes   Room: the dusty hut.  go east.",
         "    lift +0.000 ± 12.706 over 1 group    won   4 of   4 episodes   Room: the wet hut.  go on.",
         "    lift unknown                         won   4 of   4 episodes   Room: the red hut.  go west.",
     ]
 
 
-def test_groups_of_one_place_count_as_one() -> None:
+def test_groups_of_one_place_are_one_cluster() -> None:
     """m = 0.1. Sums less n_c · m: hut 0.5 − 0.2, cell −0.25 − 0.2, yard 0.25 − 0.1, whose squares sum to 0.315.
 
     V = 3/2 · 0.315 / 25 = 0.0189; half = 4.302653 · √0.0189 = 0.591515, and 0.440 over groups as if independent.
     """
     values = {"hut": (0.75, -0.25), "cell": (0.0, -0.25), "yard": (0.25,)}
     gaps = [
-        GroupGap(("room", place), gap) for place, all_of_it in values.items() for gap in all_of_it
+        GroupGap(("room", place), gap) for place, place_gaps in values.items() for gap in place_gaps
     ]
     line = replace(REPORT, gaps=gaps).lines()[2]
     assert (
         line
-        == "  guided − free in the same groups, second half of the run: +0.100 ± 0.592 over 5 groups in 3 places"
+        == "  guided − free success in the same groups, second half of the run: +0.100 ± 0.592 over 5 groups in 3 places"
     )
 
 
@@ -270,34 +270,34 @@ async def test_the_report_shows_the_best_of_every_task(monkeypatch: pytest.Monke
     assert [experience.task for experience in report.best] == ["room", "room", "shop"]
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_missing_values_are_left_out() -> None:
     stats = {"bank/size": 0}
     bare = ExperienceReport(
         Path("bank.sqlite"),
         stats,
         best=[],
         gaps=[],
-        gains={},
+        probe_gains={},
         lift={},
         lessons={},
         untrained_lessons={},
         trained=None,
     )
     assert bare.lines()[2:] == [
-        "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, 0 refused; 0 episodes could not be distilled",
-        "  the bank, 0 experiences: bank.sqlite",
+        "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, 0 refused; 0 episodes failed",
+        "  bank: 0 experiences in bank.sqlite",
     ]
     one = replace(
         bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": SuccessRate(1, 2)}
     ).lines()
     assert (
         one[2]
-        == "  guided − free in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
+        == "  guided − free success in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
     )
-    assert one[3] == "  room: right lessons among the extractor's 2 answers: 0.500 [0.095, 0.905]"
+    assert one[3] == "  room: right lessons in 2 answers of the extractor: 0.500 [0.095, 0.905]"
 
 
-def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: Path) -> None:
+def test_training_further_uses_both_models_and_the_bank(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "80" / "extractor").mkdir(parents=True)
     text = replace(
         SUMMARY,
@@ -306,23 +306,23 @@ def test_a_run_with_experience_can_be_trained_further_with_all_of_it(tmp_path: P
         command="crl train",
         experience=REPORT,
     ).text()
-    further = next(line for line in text.splitlines() if "train further:" in line)
+    command = next(line for line in text.splitlines() if "train further:" in line)
     at = tmp_path / "checkpoints" / "80"
-    assert further.split() == [
+    assert command.split() == [
         "train", "further:", "crl", "train", "--set", f"actor.model={at}/actor", "--set", f"extractor.model={at}/extractor",
         "--set", "bank.init=runs/one/bank.sqlite",
     ]  # fmt: skip
     assert "\n".join(REPORT.lines()) in text
 
 
-def test_what_a_run_started_from_is_not_what_it_is_trained_further_from() -> None:
+def test_training_further_replaces_earlier_models_and_banks() -> None:
     start = (
         "crl train --set bank.init=/old/bank.sqlite --set 'actor.model=an actor' --set run.seed=3"
     )
     text = replace(SUMMARY, command=start, experience=REPORT).text()
-    further = next(line for line in text.splitlines() if "train further:" in line)
-    assert further.split()[2:6] == ["crl", "train", "--set", "run.seed=3"]
-    assert (further.count("bank.init="), further.count("actor.model=")) == (1, 1)
+    command = next(line for line in text.splitlines() if "train further:" in line)
+    assert command.split()[2:6] == ["crl", "train", "--set", "run.seed=3"]
+    assert (command.count("bank.init="), command.count("actor.model=")) == (1, 1)
     assert f"another seed:      {start} --seed" in text
 
 
@@ -352,12 +352,18 @@ class _Bank:
         return REPORT.best[:n]
 
 
-def _loop(completed: int, gaps: list[list[float]], probes: dict[int, dict[str, float]]) -> Any:
-    side = SimpleNamespace(manager=_Bank(), diagnostics=SimpleNamespace(gaps=gaps), trainer=None)
-    return SimpleNamespace(experience=side, evaluations={}, probes=probes, completed=completed)
+def _loop(
+    completed_steps: int, gaps: list[list[float]], probes: dict[int, dict[str, float]]
+) -> Any:
+    experience = SimpleNamespace(
+        manager=_Bank(), diagnostics=SimpleNamespace(gaps=gaps), trainer=None
+    )
+    return SimpleNamespace(
+        experience=experience, evaluations={}, probes=probes, completed_steps=completed_steps
+    )
 
 
-async def test_the_gap_is_that_of_the_second_half_and_gains_are_first_and_last() -> None:
+async def test_gaps_of_the_second_half_and_gains_of_the_first_and_last_probe() -> None:
     name = "probe/room/right_minus_none"
     probes = {step: {name: step / 10, f"{name}/half_width": 0.01} for step in (0, 2, 4)}
     report = await experience_report(
@@ -365,19 +371,19 @@ async def test_the_gap_is_that_of_the_second_half_and_gains_are_first_and_last()
     )
     assert report is not None
     assert list(report.gaps) == [0.25, 0.5, 0.75]
-    assert report.gains == {"room": ((0.0, 0.01), (0.4, 0.01))}
+    assert report.probe_gains == {"room": ((0.0, 0.01), (0.4, 0.01))}
 
 
-async def test_a_run_that_was_stopped_before_its_first_step_gained_nothing() -> None:
+async def test_a_run_stopped_before_its_first_step_has_no_gains() -> None:
     probes = {
         0: {"probe/room/right_minus_none": 0.5, "probe/room/right_minus_none/half_width": 0.1}
     }
     report = await experience_report(_loop(0, [], probes), Path("bank.sqlite"))
     assert report is not None
-    assert report.gains == {}
+    assert report.probe_gains == {}
 
 
-def test_every_setting_has_a_name() -> None:
+def test_every_condition_has_a_label() -> None:
     with_bank = replace(
         AFTER, rates={**AFTER.rates, GUIDED: SuccessRate(1, 2), ONLINE: SuccessRate(0, 1)}
     )

@@ -16,9 +16,9 @@ from crl import sync
 from crl.engines.torch import TorchEngine
 from crl.errors import EngineError
 from crl.modeling import checksum, named_weights
-from crl.run.sync import sync as hand_over
+from crl.run.sync import sync_weights
 from crl.scratch import scratch_folder
-from crl.sync import FileWeights, beside, manifest_of, weights_path, write_tensors
+from crl.sync import FileWeights, manifest_of, sibling_path, weights_path, write_tensors
 
 
 def qwen2(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
@@ -41,7 +41,7 @@ TENSORS = {
 }
 
 
-def test_what_is_written_is_a_safetensors_file(tmp_path: Path) -> None:
+def test_the_written_file_is_a_safetensors_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     weights = FileWeights.write(path, TENSORS, version=7)
     assert weights.checksum == checksum(TENSORS)
@@ -56,25 +56,25 @@ def test_what_is_written_is_a_safetensors_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_tensor_that_is_not_as_announced_leaves_no_file(tmp_path: Path) -> None:
+def test_a_tensor_that_differs_from_the_manifest_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    with pytest.raises(ValueError, match=r"half is torch\.float32 \(3,\), not torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"half is torch\.float32 \(3,\), .* says torch\.bfloat16"):
         write_tensors(path, manifest_of(TENSORS), (TENSORS | {"half": torch.zeros(3)}).values())
     assert not path.exists()
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
-    def dying():
+    def failing():
         yield torch.zeros(3, 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_tensors(tmp_path / "weights", manifest_of(TENSORS), dying())
+        write_tensors(tmp_path / "weights", manifest_of(TENSORS), failing())
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_an_engine_takes_weights_from_a_file(tmp_path: Path, tied: bool) -> None:
+async def test_an_engine_loads_weights_from_a_file(tmp_path: Path, tied: bool) -> None:
     new, own = qwen2(1, tied=tied), qwen2(tied=tied)
     engine = TorchEngine(own, max_batch=2, max_context=64)
 
@@ -82,7 +82,7 @@ async def test_an_engine_takes_weights_from_a_file(tmp_path: Path, tied: bool) -
         async def publish(self) -> FileWeights:
             return FileWeights.write(tmp_path / "weights", named_weights(new), version=3)
 
-    size = await hand_over(Learner(), engine)  # pyright: ignore[reportArgumentType]
+    size = await sync_weights(Learner(), engine)  # pyright: ignore[reportArgumentType]
     assert size == sum(tensor.nbytes for tensor in named_weights(new).values())
     assert engine.version == 3
     assert checksum(named_weights(own)) == checksum(named_weights(new))
@@ -90,15 +90,15 @@ async def test_an_engine_takes_weights_from_a_file(tmp_path: Path, tied: bool) -
     await engine.aclose()
 
 
-async def test_a_file_that_is_not_as_announced_ends_the_engine(tmp_path: Path) -> None:
+async def test_a_file_with_a_different_checksum_ends_the_engine(tmp_path: Path) -> None:
     weights = FileWeights.write(tmp_path / "weights", named_weights(qwen2(1)), version=1)
     engine = TorchEngine(qwen2(), max_batch=2, max_context=64)
-    with pytest.raises(EngineError, match="another checksum"):
+    with pytest.raises(EngineError, match="different checksum"):
         await engine.update_weights(replace(weights, checksum=weights.checksum ^ 1))
     await engine.aclose()
 
 
-def test_shared_memory_is_used_where_the_weights_fit_twice(
+def test_shared_memory_is_used_if_the_weights_fit_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is in the scratch folder of this process.
@@ -109,8 +109,8 @@ def test_shared_memory_is_used_where_the_weights_fit_twice(
     path = weights_path(1000)
     assert path.parent == scratch_folder(tmp_path)
     assert weights_path(1000) != path
-    assert beside(path) != path
-    assert beside(path).parent == path.parent
+    assert sibling_path(path) != path
+    assert sibling_path(path).parent == path.parent
     assert weights_path(1 << 60).parent == scratch_folder()
     monkeypatch.setattr(sync, "SHARED_MEMORY", tmp_path / "absent")
     assert weights_path(1).parent == scratch_folder()

@@ -30,7 +30,7 @@ from engines import (
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
-from crl.engines.passes import SHORT, Pass
+from crl.engines.passes import MAX_STACKED_TOKENS, Pass
 from crl.engines.torch import PREFILL_TOKENS, Request, sample
 from crl.errors import EngineError, RolloutError
 from crl.modeling import InProcessWeights, load_model
@@ -49,12 +49,12 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 async def test_greedy_equals_generate_for_a_ragged_batch(model: PreTrainedModel) -> None:
-    asked = prompts(1, 2, 3, 17, 40, 9, 25)
+    prompt_list = prompts(1, 2, 3, 17, 40, 9, 25)
     async with serving(model) as engine:
         done = await asyncio.gather(
-            *(engine.generate(p, greedy(12 + 3 * i)) for i, p in enumerate(asked))
+            *(engine.generate(p, greedy(12 + 3 * i)) for i, p in enumerate(prompt_list))
         )
-    for i, (prompt, completion) in enumerate(zip(asked, done, strict=True)):
+    for i, (prompt, completion) in enumerate(zip(prompt_list, done, strict=True)):
         assert completion.ids == reference(model, prompt, 12 + 3 * i)
         assert completion.logprobs == pytest.approx(
             true_logprobs(model, prompt, completion.ids), abs=1e-4
@@ -64,26 +64,26 @@ async def test_greedy_equals_generate_for_a_ragged_batch(model: PreTrainedModel)
 
 
 async def test_requests_that_join_and_leave_while_others_decode(model: PreTrainedModel) -> None:
-    asked, lengths = prompts(30, 4, 11, 50, 7, 1), [40, 3, 25, 9, 1, 30]
+    prompt_list, lengths = prompts(30, 4, 11, 50, 7, 1), [40, 3, 25, 9, 1, 30]
     async with serving(model, max_batch=4) as engine:
         passes = Passes(model)
         for number in (3, 8, 15):
             passes.hold(number)
-        waves = [asked[:2], asked[2:3], asked[3:5], asked[5:]]
+        waves = [prompt_list[:2], prompt_list[2:3], prompt_list[3:5], prompt_list[5:]]
         tasks = []
         for i, wave in enumerate(waves):
             if i:
                 await passes.held()
             tasks += [
-                asyncio.create_task(engine.generate(p, greedy(lengths[asked.index(p)])))
+                asyncio.create_task(engine.generate(p, greedy(lengths[prompt_list.index(p)])))
                 for p in wave
             ]
             await settled()
             passes.go() if i else None
         done = await asyncio.gather(*tasks)
-    assert max(map(len, passes.read)) > 2, "they did share passes"
+    assert max(map(len, passes.read)) > 2, "requests shared passes"
     assert [c.ids for c in done] == [
-        reference(model, p, n) for p, n in zip(asked, lengths, strict=True)
+        reference(model, p, n) for p, n in zip(prompt_list, lengths, strict=True)
     ]
 
 
@@ -91,42 +91,47 @@ async def test_the_cache_grows_with_a_sequence_and_for_a_long_prompt() -> None:
     model = qwen2()
     # The sequences grow beyond 128 tokens, beyond 128 and 256, and beyond 256. The last prompt is
     # already longer than 256.
-    asked, lengths = (
+    prompt_list, lengths = (
         prompts(100, 10, 200, 300),
         [60, 280, 80, 20],
     )
     async with serving(model) as engine:
         first = [
             asyncio.create_task(engine.generate(p, greedy(n)))
-            for p, n in zip(asked[:2], lengths[:2], strict=True)
+            for p, n in zip(prompt_list[:2], lengths[:2], strict=True)
         ]
         one = await first[0]
         rest = await asyncio.gather(
             first[1],
-            *(engine.generate(p, greedy(n)) for p, n in zip(asked[2:], lengths[2:], strict=True)),
+            *(
+                engine.generate(p, greedy(n))
+                for p, n in zip(prompt_list[2:], lengths[2:], strict=True)
+            ),
         )
     assert [c.ids for c in (one, *rest)] == [
-        reference(model, p, n) for p, n in zip(asked, lengths, strict=True)
+        reference(model, p, n) for p, n in zip(prompt_list, lengths, strict=True)
     ]
 
 
-async def test_more_requests_than_rows() -> None:
+async def test_more_requests_than_cache_rows() -> None:
     model = qwen2()
-    asked = prompts(*range(1, 14))
+    prompt_list = prompts(*range(1, 14))
     async with serving(model, max_batch=3) as engine:
         passes = Passes(model)
-        done = await asyncio.gather(*(engine.generate(p, greedy(3 + len(p) % 4)) for p in asked))
+        done = await asyncio.gather(
+            *(engine.generate(p, greedy(3 + len(p) % 4)) for p in prompt_list)
+        )
         assert engine.sampled_tokens == sum(len(c.ids) for c in done)
     assert max(map(len, passes.read)) == 3
-    assert [c.ids for c in done] == [reference(model, p, 3 + len(p) % 4) for p in asked]
+    assert [c.ids for c in done] == [reference(model, p, 3 + len(p) % 4) for p in prompt_list]
 
 
-async def test_prefill_passes_are_bounded_and_one_long_prompt_is_served_all_the_same() -> None:
+async def test_prefill_passes_are_limited_but_a_longer_prompt_is_still_served() -> None:
     model = qwen2()
-    asked = prompts(*[300] * 9, PREFILL_TOKENS + 100, 5)
+    prompt_list = prompts(*[300] * 9, PREFILL_TOKENS + 100, 5)
     async with serving(model, max_batch=16) as engine:
         passes = Passes(model)
-        done = await asyncio.gather(*(engine.generate(p, greedy(2)) for p in asked))
+        done = await asyncio.gather(*(engine.generate(p, greedy(2)) for p in prompt_list))
     fit = PREFILL_TOKENS // 300
     assert passes.read == [
         (300,) * fit,
@@ -135,10 +140,10 @@ async def test_prefill_passes_are_bounded_and_one_long_prompt_is_served_all_the_
         (1, 5),
         (1,),
     ]
-    assert [c.ids for c in done] == [reference(model, p, 2) for p in asked]
+    assert [c.ids for c in done] == [reference(model, p, 2) for p in prompt_list]
 
 
-async def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
+async def test_stop_tokens_end_a_completion_and_are_part_of_it() -> None:
     model = qwen2()
     (prompt,) = prompts(12)
     path = reference(model, prompt, 30)
@@ -159,7 +164,7 @@ async def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
     assert at_early.ids == reference(model, prompt, 30, [path[late], path[early]])
 
 
-async def test_score_is_the_log_softmax_of_what_follows() -> None:
+async def test_score_equals_the_log_softmax() -> None:
     model = qwen2()
     (ids,) = prompts(20)
     async with serving(model) as engine:
@@ -177,21 +182,22 @@ async def test_equal_prompts_that_arrive_together_are_read_once(model: PreTraine
     shared, other = prompts(30, 12)
     async with serving(model) as engine:
         passes = Passes(model)
-        asked = [shared, shared, other, shared]
+        prompt_list = [shared, shared, other, shared]
         turns = [
             engine.generate(p, Sampling(8 + i, NEVER), session=str(i), rng=i)
-            for i, p in enumerate(asked)
+            for i, p in enumerate(prompt_list)
         ]
         done = await asyncio.gather(*turns)
         assert passes.read[:2] == [(12, 30), (1, 1, 1, 1)]
-        later = [(*p, *c.ids, 5) for p, c in zip(asked, done, strict=True)]
+        later = [(*p, *c.ids, 5) for p, c in zip(prompt_list, done, strict=True)]
         again = await asyncio.gather(
             *(engine.generate(p, greedy(4), session=str(i)) for i, p in enumerate(later))
         )
         alone = [
-            await engine.generate(p, Sampling(8 + i, NEVER), rng=i) for i, p in enumerate(asked)
+            await engine.generate(p, Sampling(8 + i, NEVER), rng=i)
+            for i, p in enumerate(prompt_list)
         ]
-    for prompt, completion, single in zip(asked, done, alone, strict=True):
+    for prompt, completion, single in zip(prompt_list, done, alone, strict=True):
         assert completion.ids == single.ids
         assert completion.logprobs == pytest.approx(
             true_logprobs(model, prompt, completion.ids), abs=1e-4
@@ -199,7 +205,7 @@ async def test_equal_prompts_that_arrive_together_are_read_once(model: PreTraine
     assert [c.ids for c in again] == [reference(model, p, 4) for p in later]
 
 
-async def test_equal_prompts_count_once_in_what_one_pass_reads() -> None:
+async def test_equal_prompts_count_once_in_the_prefill_limit() -> None:
     model = qwen2()
     (shared,) = prompts(PREFILL_TOKENS - 100)
     async with serving(model) as engine:
@@ -210,9 +216,12 @@ async def test_equal_prompts_count_once_in_what_one_pass_reads() -> None:
 
 @pytest.mark.parametrize(
     ("width", "mask"),
-    [(SHORT, (1, 1, 2 * SHORT, SHORT)), (SHORT + 1, (1, 1, SHORT + 1, SHORT + 1))],
+    [
+        (MAX_STACKED_TOKENS, (1, 1, 2 * MAX_STACKED_TOKENS, MAX_STACKED_TOKENS)),
+        (MAX_STACKED_TOKENS + 1, (1, 1, MAX_STACKED_TOKENS + 1, MAX_STACKED_TOKENS + 1)),
+    ],
 )
-def test_masks_of_long_prompts_are_not_repeated_for_queries_that_share_a_key(
+def test_masks_of_long_prompts_are_not_repeated_for_grouped_queries(
     width: int, mask: tuple[int, ...]
 ) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -246,11 +255,11 @@ async def test_prompts_are_read_while_others_decode() -> None:
     assert [c.ids for c in done] == [reference(model, first, 5), reference(model, late, 3)]
 
 
-async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(
+async def test_arrivals_cancellations_and_swaps_are_noticed_within_a_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slice has no time limit in this test, so the compute thread must check between passes."""
-    monkeypatch.setattr("crl.engines.torch.SLICE", math.inf)
+    monkeypatch.setattr("crl.engines.torch.SLICE_S", math.inf)
     model, new = qwen2(), qwen2(seed=1)
     (prompt,) = prompts(5)
     async with serving(model, max_batch=2) as engine:
@@ -261,7 +270,7 @@ async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(
         await settled()
         endless[0].cancel()
         assert (await engine.generate(prompt, greedy(6))).ids == reference(qwen2(), prompt, 6), (
-            "the freed row is given away"
+            "the freed row is used again"
         )
         swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=1)))
         await settled()
@@ -270,7 +279,7 @@ async def test_arrivals_cancellations_and_swaps_are_seen_within_a_slice(
         assert (await engine.generate(prompt, greedy(6))).ids == reference(new, prompt, 6)
 
 
-async def test_scoring_does_not_wait_until_nothing_decodes() -> None:
+async def test_scoring_does_not_wait_for_decoding_requests() -> None:
     model = qwen2()
     (prompt,) = prompts(5)
     async with serving(model) as engine:
@@ -295,29 +304,29 @@ async def test_a_model_whose_attention_cannot_be_replaced_is_served_in_padded_bl
         )
         model = GPTJForCausalLM(config).eval()
     assert not model._can_set_attn_implementation()
-    asked = prompts(1, 17, 40, 9)
+    prompt_list = prompts(1, 17, 40, 9)
     async with serving(model) as engine:
         passes = Passes(model)
         passes.hold(2)
         first = [
             asyncio.create_task(engine.generate(p, Sampling(12, NEVER), session=str(p), rng=3))
-            for p in asked[:3]
+            for p in prompt_list[:3]
         ]
         await passes.held()
         late = asyncio.create_task(
-            engine.generate(asked[3], Sampling(12, NEVER), session=str(asked[3]), rng=3)
+            engine.generate(prompt_list[3], Sampling(12, NEVER), session=str(prompt_list[3]), rng=3)
         )
         await settled()
         passes.go()
         done = await asyncio.gather(*first, late)
-        later = [(*p, *c.ids, 1, 2) for p, c in zip(asked, done, strict=True)]
+        later = [(*p, *c.ids, 1, 2) for p, c in zip(prompt_list, done, strict=True)]
         again = await asyncio.gather(
             *(
                 engine.generate(q, greedy(4), session=str(p))
-                for p, q in zip(asked, later, strict=True)
+                for p, q in zip(prompt_list, later, strict=True)
             )
         )
-    for prompt, completion in zip(asked, done, strict=True):
+    for prompt, completion in zip(prompt_list, done, strict=True):
         assert completion.logprobs == pytest.approx(
             true_logprobs(model, prompt, completion.ids), abs=1e-4
         )
@@ -327,30 +336,34 @@ async def test_a_model_whose_attention_cannot_be_replaced_is_served_in_padded_bl
 # ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_logprobs_are_the_models_at_the_requests_temperature(model: PreTrainedModel) -> None:
-    asked = prompts(3, 30, 11, 18)
+async def test_logprobs_are_those_of_the_model_at_the_requests_temperature(
+    model: PreTrainedModel,
+) -> None:
+    prompt_list = prompts(3, 30, 11, 18)
     temperatures = [0.7, 1.3, 0.7, 0.0]
     async with serving(model) as engine:
         done = await asyncio.gather(
             *(
                 engine.generate(p, Sampling(20, NEVER, t), rng=i)
-                for i, (p, t) in enumerate(zip(asked, temperatures, strict=True))
+                for i, (p, t) in enumerate(zip(prompt_list, temperatures, strict=True))
             )
         )
-    for prompt, temperature, completion in zip(asked, temperatures, done, strict=True):
+    for prompt, temperature, completion in zip(prompt_list, temperatures, done, strict=True):
         assert completion.logprobs == pytest.approx(
             true_logprobs(model, prompt, completion.ids, temperature or 1.0), abs=1e-4
         )
-    assert done[3].ids == reference(model, asked[3], 20), "greedy beside sampled rows"
+    assert done[3].ids == reference(model, prompt_list[3], 20), (
+        "a greedy row in a batch of sampled rows"
+    )
 
 
-async def test_a_seed_decides_whoever_shares_the_batch() -> None:
+async def test_equal_seeds_give_equal_tokens_in_any_batch() -> None:
     model = qwen2(initializer_range=0.1)
     one, *others = prompts(15, 1, 40, 22, 3, 60)
     sampling = Sampling(24, NEVER)
     async with serving(model, max_batch=4) as engine:
         alone = await engine.generate(one, sampling, rng=7)
-        crowd = [
+        others_running = [
             asyncio.create_task(engine.generate(p, replace(sampling, temperature=0.5), rng=i))
             for i, p in enumerate(others)
         ]
@@ -358,14 +371,14 @@ async def test_a_seed_decides_whoever_shares_the_batch() -> None:
         shared, again, different = await asyncio.gather(
             *(engine.generate(one, sampling, rng=seed) for seed in (7, 7, 8))
         )
-        await asyncio.gather(*crowd)
+        await asyncio.gather(*others_running)
     assert shared.ids == again.ids == alone.ids
     assert shared.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     assert different.ids != alone.ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_frequencies_are_the_softmaxs(temperature: float) -> None:
+async def test_token_frequencies_follow_the_softmax(temperature: float) -> None:
     model, n = qwen2(vocab_size=8, initializer_range=0.15), 4000
     prompt = (1, 5, 2)
     with torch.no_grad():
@@ -385,7 +398,7 @@ async def test_frequencies_are_the_softmaxs(temperature: float) -> None:
     )
 
 
-class Fixed(random.Random):
+class FixedGenerator(random.Random):
     def __init__(self, value: float) -> None:
         super().__init__()
         self._value = value
@@ -407,7 +420,7 @@ class Fixed(random.Random):
         (1 - 2**-53, 5),
     ],
 )
-def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: int) -> None:
+def test_sampling_inverts_the_cumulative_distribution(draw: float, token: int) -> None:
     logits = torch.tensor(
         [
             [
@@ -424,7 +437,7 @@ def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: i
     request = Request(
         (1,),
         Sampling(1, ()),
-        Fixed(draw),  # pyright: ignore[reportArgumentType]
+        FixedGenerator(draw),  # pyright: ignore[reportArgumentType]
         future=None,  # pyright: ignore[reportArgumentType]
     )
     tokens, logprobs = sample(logits, [request])
@@ -435,7 +448,7 @@ def test_a_draw_is_put_through_the_cumulated_probabilities(draw: float, token: i
 # ── new weights ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_swap_lets_who_runs_finish_and_who_waits_begin_anew() -> None:
+async def test_a_swap_finishes_running_requests_and_waiting_ones_use_the_new_weights() -> None:
     old, new = qwen2(seed=0), qwen2(seed=1)
     running, queued, late = prompts(10, 12, 8)
     model = qwen2(seed=0)
@@ -450,7 +463,7 @@ async def test_a_swap_lets_who_runs_finish_and_who_waits_begin_anew() -> None:
         await settled()
         third = asyncio.create_task(engine.generate(late, greedy(10)))
         await settled()
-        with pytest.raises(EngineError, match="already under way"):
+        with pytest.raises(EngineError, match="still in progress"):
             await engine.update_weights(InProcessWeights.snapshot(new, version=6))
         assert engine.version == 4
         assert not swap.done()
@@ -468,32 +481,33 @@ async def test_a_swap_lets_who_runs_finish_and_who_waits_begin_anew() -> None:
         assert await fresh.score(turn_2) == score
 
 
-async def test_a_swap_waits_for_all_and_starves_nobody() -> None:
+async def test_a_swap_waits_for_all_running_requests_and_starves_none() -> None:
     model, new = qwen2(seed=0), qwen2(seed=1)
-    asked = prompts(5, 6, 7)
+    prompt_list = prompts(5, 6, 7)
     async with serving(model) as engine:
         passes = Passes(model)
         passes.hold(2)
         tasks = [
-            asyncio.create_task(engine.generate(p, greedy(4 + 6 * i))) for i, p in enumerate(asked)
+            asyncio.create_task(engine.generate(p, greedy(4 + 6 * i)))
+            for i, p in enumerate(prompt_list)
         ]
         await passes.held()
         swap = asyncio.create_task(engine.update_weights(InProcessWeights.snapshot(new, version=1)))
         await settled()
-        newcomers = [asyncio.create_task(engine.generate(p, greedy(5))) for p in asked]
+        newcomers = [asyncio.create_task(engine.generate(p, greedy(5))) for p in prompt_list]
         passes.go()
         done = await asyncio.gather(*tasks)
         await swap
         fresh = await asyncio.gather(*newcomers)
     assert [set(c.versions) for c in done] == [{0}] * 3
     assert [c.ids for c in done] == [
-        reference(qwen2(seed=0), p, 4 + 6 * i) for i, p in enumerate(asked)
+        reference(qwen2(seed=0), p, 4 + 6 * i) for i, p in enumerate(prompt_list)
     ]
-    assert [c.ids for c in fresh] == [reference(new, p, 5) for p in asked]
+    assert [c.ids for c in fresh] == [reference(new, p, 5) for p in prompt_list]
     assert [c.versions for c in fresh] == [(1,) * 5] * 3
 
 
-async def test_a_swap_copies() -> None:
+async def test_a_swap_copies_the_weights() -> None:
     """Later changes of the tensors by the learner must not change the engine's weights."""
     model, source = qwen2(seed=0), qwen2(seed=1)
     (prompt,) = prompts(10)
@@ -506,36 +520,36 @@ async def test_a_swap_copies() -> None:
         assert await engine.generate(prompt, greedy(10)) == before
 
 
-def misnamed(good: InProcessWeights) -> InProcessWeights:
+def with_wrong_names(good: InProcessWeights) -> InProcessWeights:
     return replace(good, tensors={"x." + name: tensor for name, tensor in good.tensors.items()})
 
 
-def garbled(good: InProcessWeights) -> InProcessWeights:
+def with_changed_value(good: InProcessWeights) -> InProcessWeights:
     tensors = {name: tensor.clone() for name, tensor in good.tensors.items()}
     tensors["model.norm.weight"][0] += 1e-3
     return replace(good, tensors=tensors)
 
 
-def misshapen(good: InProcessWeights) -> InProcessWeights:
+def with_wrong_shapes(good: InProcessWeights) -> InProcessWeights:
     # A copy into the model would broadcast these tensors without an error.
     return replace(good, tensors={name: tensor[:1] for name, tensor in good.tensors.items()})
 
 
-def oversized(good: InProcessWeights) -> InProcessWeights:
+def with_large_tensor(good: InProcessWeights) -> InProcessWeights:
     return replace(good, tensors=dict(good.tensors) | {"model.norm.weight": torch.ones(3)})
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
-        (misnamed, "their names differ"),
-        (garbled, "version 1 arrived with another checksum"),
-        (misshapen, "version 1 arrived with another checksum"),
-        (oversized, "the engine failed: RuntimeError"),
+        (with_wrong_names, "the names of the tensors differ"),
+        (with_changed_value, "version 1 arrived with a different checksum"),
+        (with_wrong_shapes, "version 1 arrived with a different checksum"),
+        (with_large_tensor, "the engine failed: RuntimeError"),
     ],
 )
-async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(
-    damage: Callable[[InProcessWeights], InProcessWeights], said: str
+async def test_damaged_weights_end_the_engine_and_fail_all_callers(
+    damage: Callable[[InProcessWeights], InProcessWeights], message: str
 ) -> None:
     model = qwen2(seed=0)
     running, queued = prompts(10, 6)
@@ -551,23 +565,25 @@ async def test_damaged_weights_end_the_engine_and_nobody_waits_for_ever(
         second = asyncio.create_task(engine.generate(queued, greedy(8)))
         await settled()
         passes.go()
-        assert (await first).ids == reference(qwen2(seed=0), running, 8), "it ran on good weights"
+        assert (await first).ids == reference(qwen2(seed=0), running, 8), (
+            "the request ran on the old weights"
+        )
         for waiting in (swap, second):
-            with pytest.raises(EngineError, match=said):
+            with pytest.raises(EngineError, match=message):
                 await waiting
         for call in (
             engine.health(),
             engine.generate(queued, greedy(1)),
             engine.score(queued),
-            engine.update_weights(Foreign()),
+            engine.update_weights(UnsupportedHandle()),
         ):
-            with pytest.raises(EngineError, match=said):
+            with pytest.raises(EngineError, match=message):
                 await call
         assert engine.version == 0
 
 
 @dataclass
-class Foreign:
+class UnsupportedHandle:
     """Handle of a transport that the engine does not support."""
 
     version: int = 1
@@ -578,26 +594,26 @@ class Foreign:
     def discard(self) -> None: ...
 
 
-async def test_a_handle_of_another_transport_is_refused_and_nothing_breaks() -> None:
+async def test_a_handle_of_an_unsupported_transport_is_rejected() -> None:
     model = qwen2()
     (prompt,) = prompts(4)
     async with serving(model) as engine:
         with pytest.raises(EngineError, match="cannot receive weights over nccl"):
-            await engine.update_weights(Foreign())
+            await engine.update_weights(UnsupportedHandle())
         assert (await engine.generate(prompt, greedy(3))).ids == reference(model, prompt, 3)
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() -> None:
+async def test_a_cancelled_request_frees_its_row_without_effect_on_others() -> None:
     model = qwen2()
-    asked = prompts(10, 20, 15, 7)
+    prompt_list = prompts(10, 20, 15, 7)
     async with serving(model, max_batch=3) as engine:
         passes = Passes(model)
         passes.hold(4)
         # No row is free for the last request.
-        tasks = [asyncio.create_task(engine.generate(p, greedy(30))) for p in asked]
+        tasks = [asyncio.create_task(engine.generate(p, greedy(30))) for p in prompt_list]
         await passes.held()
         tasks[0].cancel()
         await settled()
@@ -613,26 +629,28 @@ async def test_a_cancelled_request_frees_its_row_and_the_others_do_not_notice() 
         *[(1, 1, 1)] * 24,
         *[(1,)] * 5,
     ]
-    assert [c.ids for c in done] == [reference(model, p, 30) for p in asked[1:]]
+    assert [c.ids for c in done] == [reference(model, p, 30) for p in prompt_list[1:]]
 
 
-async def test_a_request_cancelled_while_it_waits_is_never_run() -> None:
+async def test_a_request_cancelled_while_waiting_never_runs() -> None:
     model = qwen2()
-    asked = prompts(5, 6, 7)
+    prompt_list = prompts(5, 6, 7)
     async with serving(model, max_batch=1) as engine:
         passes = Passes(model)
         passes.hold(1)
-        tasks = [asyncio.create_task(engine.generate(p, greedy(4))) for p in asked]
+        tasks = [asyncio.create_task(engine.generate(p, greedy(4))) for p in prompt_list]
         await passes.held()
         tasks[1].cancel()
         await settled()
         passes.go()
         done = await asyncio.gather(tasks[0], tasks[2])
     assert passes.read == [(5,), *[(1,)] * 3, (7,), *[(1,)] * 3]
-    assert [c.ids for c in done] == [reference(model, p, 4) for p in (asked[0], asked[2])]
+    assert [c.ids for c in done] == [
+        reference(model, p, 4) for p in (prompt_list[0], prompt_list[2])
+    ]
 
 
-async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
+async def test_a_swap_does_not_wait_for_cancelled_requests() -> None:
     model = qwen2()
     (prompt,) = prompts(5)
     async with serving(model) as engine:
@@ -651,7 +669,7 @@ async def test_a_swap_does_not_wait_for_the_cancelled() -> None:
     assert len(passes.read) == 3
 
 
-async def test_a_failed_pass_ends_the_engine_for_all() -> None:
+async def test_a_failed_pass_fails_all_requests() -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
@@ -678,17 +696,17 @@ async def test_a_failed_pass_ends_the_engine_for_all() -> None:
             await engine.generate(queued, greedy(5))
 
 
-async def test_a_token_that_the_model_does_not_know_costs_its_own_request_alone() -> None:
+async def test_an_unknown_token_fails_only_its_own_request() -> None:
     model = qwen2()
     (prompt,) = prompts(5)
     async with serving(model, max_batch=2) as engine:
         for unknown in (V, -1):
-            with pytest.raises(RolloutError, match=f"outside the model's {V}"):
+            with pytest.raises(RolloutError, match=f"outside the model's vocabulary of {V}"):
                 await engine.generate((1, unknown), greedy(5))
         assert (await engine.generate(prompt, greedy(5))).ids == reference(model, prompt, 5)
 
 
-async def test_damaged_weights_are_an_error_and_no_tokens() -> None:
+async def test_nonfinite_logits_are_an_error() -> None:
     model = qwen2()
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
@@ -697,7 +715,7 @@ async def test_damaged_weights_are_an_error_and_no_tokens() -> None:
             await engine.generate((1, 2, 3), greedy(5))
 
 
-async def test_no_failure_of_any_kind_leaves_a_caller_waiting() -> None:
+async def test_every_kind_of_failure_reaches_the_caller() -> None:
     """A model whose forward pass does not accept the engine's arguments raises a TypeError."""
 
     def fail() -> None:
@@ -712,7 +730,7 @@ async def test_no_failure_of_any_kind_leaves_a_caller_waiting() -> None:
             await engine.health()
 
 
-async def test_a_failed_score_is_an_error_of_its_caller_alone() -> None:
+async def test_a_failed_score_fails_only_its_caller() -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
@@ -723,21 +741,21 @@ async def test_a_failed_score_is_an_error_of_its_caller_alone() -> None:
         with pytest.raises(EngineError, match="the engine failed: RuntimeError: out of memory"):
             await engine.score((1, 2))
         for unfit in ((), (1,) * 65):
-            with pytest.raises(RolloutError, match="do not fit 64"):
+            with pytest.raises(RolloutError, match="do not fit into the context of 64"):
                 await engine.score(unfit)
-        with pytest.raises(RolloutError, match="outside the model's"):
+        with pytest.raises(RolloutError, match="outside the model's vocabulary"):
             await engine.score((1, V))
         assert (await engine.generate(prompt, greedy(5))).ids == reference(model, prompt, 5)
 
 
-async def test_closing_fails_who_runs_and_who_waits() -> None:
+async def test_closing_fails_running_and_waiting_requests() -> None:
     model = qwen2()
-    asked = prompts(5, 6)
+    prompt_list = prompts(5, 6)
     async with serving(model, max_batch=1) as engine:
         passes = Passes(model)
         passes.hold(2)
         tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(engine.generate(p, greedy(500))) for p in asked
+            asyncio.create_task(engine.generate(p, greedy(500))) for p in prompt_list
         ]
         await passes.held()
         tasks.append(
@@ -749,7 +767,11 @@ async def test_closing_fails_who_runs_and_who_waits() -> None:
         for task in tasks:
             with pytest.raises(EngineError, match="the engine is closed"):
                 await task
-        for call in (engine.health(), engine.generate(asked[0], greedy(1)), engine.score(asked[0])):
+        for call in (
+            engine.health(),
+            engine.generate(prompt_list[0], greedy(1)),
+            engine.score(prompt_list[0]),
+        ):
             with pytest.raises(EngineError, match="the engine is closed"):
                 await call
         await engine.aclose()
@@ -772,25 +794,27 @@ async def test_closing_fails_a_request_whose_first_pass_has_not_begun() -> None:
         assert len(await scoring) == 4
 
 
-async def test_an_unused_engine_closes() -> None:
+async def test_an_unused_engine_can_be_closed() -> None:
     async with serving(qwen2()) as engine:
         await engine.health()
     with pytest.raises(EngineError, match="closed"):
         await engine.health()
 
 
-async def test_what_does_not_fit_is_a_rollout_error_and_nothing_breaks() -> None:
+async def test_a_request_that_does_not_fit_is_a_rollout_error() -> None:
     model = qwen2()
     (prompt,) = prompts(10)
     async with serving(model, max_context=16) as engine:
-        with pytest.raises(RolloutError, match=r"engine: 10 prompt \+ 7 new tokens do not fit 16"):
+        with pytest.raises(
+            RolloutError, match=r"engine: 10 prompt tokens and 7 new tokens do not fit"
+        ):
             await engine.generate(prompt, greedy(7))
-        with pytest.raises(RolloutError, match="0 prompt"):
+        with pytest.raises(RolloutError, match="0 prompt tokens"):
             await engine.generate((), greedy(7))
         assert (await engine.generate(prompt, greedy(6))).ids == reference(model, prompt, 6)
 
 
-async def test_sampling_needs_a_seed_and_greedy_does_not() -> None:
+async def test_sampling_needs_a_seed_but_greedy_decoding_does_not() -> None:
     async with serving(qwen2()) as engine:
         with pytest.raises(ValueError, match="needs a seed: pass rng"):
             await engine.generate((1, 2), Sampling(3, NEVER))
@@ -799,7 +823,7 @@ async def test_sampling_needs_a_seed_and_greedy_does_not() -> None:
 
 async def test_the_bundled_actor_is_served(tiny_actor: Path) -> None:
     model = load_model(tiny_actor, torch.device("cpu"))
-    asked = prompts(20, 35)
+    prompt_list = prompts(20, 35)
     async with serving(model) as engine:
-        done = await asyncio.gather(*(engine.generate(p, greedy(8, (2,))) for p in asked))
-    assert [c.ids for c in done] == [reference(model, p, 8, (2,)) for p in asked]
+        done = await asyncio.gather(*(engine.generate(p, greedy(8, (2,))) for p in prompt_list))
+    assert [c.ids for c in done] == [reference(model, p, 8, (2,)) for p in prompt_list]

@@ -33,8 +33,7 @@ def test_overtime_and_failed_episodes_count():
     }
 
 
-def test_the_line_of_the_summary():
+def test_the_summary_line():
     assert Totals(1_234_567, 5, 36).line(9_000) == (
-        "environment turns 1,234,567 (of them overtime 5), "
-        "sampled tokens: actor 36, extractor 9,000"
+        "environment turns: 1,234,567 (5 in overtime); sampled tokens: actor 36, extractor 9,000"
     )

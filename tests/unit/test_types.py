@@ -39,16 +39,16 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
 
 
 @pytest.mark.parametrize(
-    ("record", "change", "said"),
+    ("record", "change", "message"),
     [
         (TASK, {"split": "test"}, "split must be one of"),
-        (TASK, {"name": ""}, "needs a name"),
+        (TASK, {"name": ""}, "name must not be empty"),
         (Segment("user", "hello", "env"), {"role": "human"}, "role must be one of"),
         (Segment("user", "hello", "env"), {"origin": "model"}, "origin must be one of"),
-        (Lift(2, 0.5, 0.1), {"groups": 0}, "a lift needs a group"),
-        (Lift(2, 0.5, 0.1), {"mean": 1.5}, "a lift needs a group"),
-        (Lift(2, 0.5, 0.1), {"mean": float("nan")}, "a lift needs a group"),
-        (Lift(2, 0.5, 0.1), {"m2": -0.1}, "a lift needs a group"),
+        (Lift(2, 0.5, 0.1), {"groups": 0}, "a lift needs at least one group"),
+        (Lift(2, 0.5, 0.1), {"mean": 1.5}, "a lift needs at least one group"),
+        (Lift(2, 0.5, 0.1), {"mean": float("nan")}, "a lift needs at least one group"),
+        (Lift(2, 0.5, 0.1), {"m2": -0.1}, "a lift needs at least one group"),
         (Sampling(8, (2,)), {"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         (
             Sampling(8, (2,)),
@@ -67,8 +67,8 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (TRACE, {"mask": (0, 1, 2)}, "only 0 and 1"),
         (TRACE, {"mask": (0, -1, 1)}, "only 0 and 1"),
         (EXPERIENCE, {"status": "gone"}, "status must be one of"),
-        (EXPERIENCE, {"version": 0}, "bad version or span: 0"),
-        (EXPERIENCE, {"span": (9, 3)}, r"bad version or span: 1, \(9, 3\)"),
+        (EXPERIENCE, {"version": 0}, "invalid version or span: 0"),
+        (EXPERIENCE, {"span": (9, 3)}, r"invalid version or span: 1, \(9, 3\)"),
         (USE, {"how": "guess"}, "how must be one of"),
         (RolloutPlan("free"), {"condition": "both"}, "condition must be one of"),
         (TrainSample(TRACE, 1.0, 0.5), {"advantage": (1.0, 2.0)}, "one value per token"),
@@ -78,7 +78,7 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (
             Trajectory(TASK, 0, 0, 0, "free"),
             {"used": (USE,), "shown": ("look first",)},
-            "must not have seen an experience",
+            "must contain neither an experience",
         ),
         (
             Trajectory(TASK, 0, 0, 0, "guided"),
@@ -88,16 +88,18 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (
             Trajectory(TASK, 0, 0, 0, "free"),
             {"segments": (Segment("user", "x", "experience"),)},
-            "must not have seen an experience",
+            "must contain neither an experience",
         ),
     ],
 )
-def test_a_bad_record_is_refused(record: Any, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_record_raises_an_error(
+    record: Any, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         replace(record, **change)
 
 
-def test_a_guided_trajectory_may_have_seen_an_experience() -> None:
+def test_a_guided_trajectory_may_contain_an_experience() -> None:
     seen = Trajectory(
         TASK,
         0,
@@ -111,7 +113,7 @@ def test_a_guided_trajectory_may_have_seen_an_experience() -> None:
     assert seen.used == (USE,)
 
 
-def test_records_are_frozen_and_do_not_share_their_callers_dicts() -> None:
+def test_records_are_frozen_and_copy_mappings() -> None:
     params, rewards, metrics = {"lgen": 3}, {"outcome": 1.0}, {"loss": 0.5}
     task = replace(TASK, params=params)
     trajectory = Trajectory(task, 0, 0, 0, "free", rewards=rewards)
@@ -135,7 +137,7 @@ def test_a_trajectorys_reward_is_the_sum_of_its_channels() -> None:
         shaped.with_rewards({"outcome": float("inf")})
 
 
-def test_a_trace_grows_at_its_end_only() -> None:
+def test_traces_are_append_only() -> None:
     start = TokenTrace().with_context((5, 6))
     once = start.with_sampled(Completion((7, 8), (-0.5, -1.5), (3, 4), "length"))
     twice = once.with_context((9,)).with_sampled(Completion((2,), (-0.25,), (4,), "stop"))
@@ -150,7 +152,7 @@ def test_a_trace_grows_at_its_end_only() -> None:
     assert once.with_context(()) == once
 
 
-def test_a_per_token_advantage_of_the_right_length_is_taken() -> None:
+def test_a_per_token_advantage_of_the_right_length_is_accepted() -> None:
     assert TrainSample(TRACE, (0.0, 1.0, -1.0), 0.5).advantage == (0.0, 1.0, -1.0)
 
 
@@ -165,14 +167,14 @@ def test_lift_by_hand() -> None:
     """
     lift = Lift(1, 0.5) + Lift(1, -0.25) + Lift(1, 0.5)
     assert (lift.groups, lift.mean, lift.m2) == (3, 0.25, 0.375)
-    assert lift.half == pytest.approx(1.243916, abs=1e-6)
+    assert lift.half_width == pytest.approx(1.243916, abs=1e-6)
     assert lift.low == pytest.approx(-0.993916, abs=1e-6)
 
 
 def test_the_lift_of_one_group_has_a_wide_interval() -> None:
     """half = t_975(1) · √1 / 1 = 12.706205."""
-    assert Lift(1, 0.75).half == pytest.approx(12.706205, abs=1e-6)
-    assert Lift(1, 0.75).low == -1.0, "no lift is lower"
+    assert Lift(1, 0.75).half_width == pytest.approx(12.706205, abs=1e-6)
+    assert Lift(1, 0.75).low == -1.0, "−1 is the lowest possible lift"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_the_posterior_of_the_mean_has_95_percent_of_its_mass_in_the_interval(li
         * np.sqrt(v)
         * v
     )
-    inside = erf(lift.half * np.sqrt(lift.groups / (2 * v)))
+    inside = erf(lift.half_width * np.sqrt(lift.groups / (2 * v)))
     assert (mass * inside).sum() / mass.sum() == pytest.approx(0.95, abs=1e-5)
 
 
@@ -202,9 +204,7 @@ differences = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_
 
 
 @given(differences, st.integers(1, 29))
-def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(
-    values: list[float], cut: int
-) -> None:
+def test_the_sum_of_lifts_does_not_depend_on_the_order(values: list[float], cut: int) -> None:
     one, *more = [
         reduce(add, [Lift(1, value) for value in part])
         for part in (values[:cut], values[cut:])
@@ -216,7 +216,7 @@ def test_lift_is_the_mean_of_the_differences_however_they_are_put_together(
     assert (-lift).mean == pytest.approx(-fmean(values))
 
 
-def test_the_sign_of_a_lift_is_known_once_its_interval_excludes_none() -> None:
+def test_the_sign_of_a_lift_is_nonzero_if_its_interval_excludes_zero() -> None:
     one, many = Lift(1, 0.25), Lift(40, 0.25)
     assert (one.sign, (-one).sign, many.sign, (-many).sign, Lift(40, 0.0).sign) == (0, 0, 1, -1, 0)
 
@@ -241,7 +241,7 @@ def test_the_order_of_lifts() -> None:
     assert sorted(reversed(best), key=lift_order) == best
 
 
-def test_two_equal_groups_rank_below_many_that_differ_little() -> None:
+def test_few_equal_groups_rank_below_many_similar_ones() -> None:
     """The values {1, 1} have half = 4.302653 / 2 = 2.151326 and the lower end −1.
 
     20 values 1/2 and 20 values 7/10 have the mean 0.6, m2 = 40 · 0.1² = 0.4 and
@@ -249,8 +249,8 @@ def test_two_equal_groups_rank_below_many_that_differ_little() -> None:
     """
     lucky = Lift(1, 1.0) + Lift(1, 1.0)
     proven = reduce(add, [Lift(1, value) for value in (0.5, 0.7) * 20])
-    assert (lucky.half, lucky.low) == (pytest.approx(2.151326, abs=1e-6), -1.0)
-    assert (proven.half, proven.low) == (
+    assert (lucky.half_width, lucky.low) == (pytest.approx(2.151326, abs=1e-6), -1.0)
+    assert (proven.half_width, proven.low) == (
         pytest.approx(0.059784, abs=1e-6),
         pytest.approx(0.540216, abs=1e-6),
     )

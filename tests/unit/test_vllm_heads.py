@@ -14,12 +14,12 @@ from crl.modeling import load_model, token_logprobs
 
 
 @pytest.mark.parametrize("wide", [32, 64])
-def test_wider_heads_compute_the_same(tiny_actor: Path, tmp_path: Path, wide: int) -> None:
+def test_wider_heads_compute_the_same_function(tiny_actor: Path, tmp_path: Path, wide: int) -> None:
     heads = WiderHeads.of(AutoConfig.from_pretrained(tiny_actor), wide)
     assert heads is not None
     heads.write_config(tiny_actor, tmp_path)
     save_file(
-        heads.widened(load_file(tiny_actor / "model.safetensors")),
+        heads.widen(load_file(tiny_actor / "model.safetensors")),
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
@@ -59,7 +59,7 @@ def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
     assert heads is not None
     heads.write_config(source, target)
     save_file(
-        heads.widened(load_file(source / "model.safetensors")),
+        heads.widen(load_file(source / "model.safetensors")),
         target / "model.safetensors",
         {"format": "pt"},
     )
@@ -69,7 +69,7 @@ def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
         torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_only_models_that_are_built_so_are_widened() -> None:
+def test_unsupported_models_are_not_widened() -> None:
     assert WiderHeads.of(Qwen2Config(use_sliding_window=True), 32) is None
     assert (
         WiderHeads.of(

@@ -15,9 +15,9 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shipped import as_set
+from shipped import shipped_task
 
-from crl.envs.base import Rendering, StreamSettings, play
+from crl.envs.base import Rendering, StreamSettings, play_episode
 from crl.envs.host import ThreadHost
 from crl.envs.webshop import SPEC, WebShopStream, eval_tasks, probe_tasks
 from crl.envs.webshop.catalogue import Product
@@ -101,10 +101,10 @@ def test_the_same_task_is_the_same_visit_in_another_process() -> None:
     assert json.loads(done.stdout) == [
         transcript(WebShopGame("full"), task) for task in reversed(NEW[:8])
     ]
-    assert done.stderr == "", "games speak through their texts only"
+    assert done.stderr == "", "games must not print"
 
 
-def test_games_of_many_threads_share_one_shop_and_do_not_meet() -> None:
+def test_games_in_many_threads_share_one_shop_and_do_not_interfere() -> None:
     expected = [transcript(WebShopGame("full"), task) for task in NEW[:64]]
     games = [WebShopGame("full") for _ in NEW[:64]]
     with ThreadPoolExecutor(8) as threads:
@@ -176,7 +176,7 @@ def test_the_compact_pages(original: Task) -> None:
     ]  # fmt: skip
 
 
-def test_pages_of_results_turn() -> None:
+def test_pages_of_results_can_be_turned() -> None:
     game = WebShopGame("full")
     game.reset(NEW[0])
     one, two, *_, five = steps(game, "search[everyday]", *["click[Next >]"] * 4)
@@ -189,7 +189,7 @@ def test_pages_of_results_turn() -> None:
     assert not set(codes[0]) & set(codes[1])
     item, back = steps(game, f"click[{codes[2][3]}]", "click[< prev]")
     assert item.valid
-    assert back.text == five.text, "the page that the item was on"
+    assert back.text == five.text, "the page that contained the item"
     assert game.step("click[< prev]").text.startswith(two.text.split(" [SEP] Back")[0])
 
 
@@ -211,7 +211,7 @@ def test_compact_links_of_one_brand_are_numbered() -> None:
         (["acme", "bolt", "acme", "bolt"], ["acme", "bolt", "acme2", "bolt2"]),
     ],
 )
-def test_a_numbered_brand_is_no_other_products(brands: list[str], links: list[str]) -> None:
+def test_a_numbered_brand_never_equals_another_brand(brands: list[str], links: list[str]) -> None:
     found = [cast("Product", {"asin": "", "Title": f"{name} tent, green"}) for name in brands]
     assert RENDERERS["compact"].name_links(found) == links
 
@@ -237,7 +237,7 @@ def test_a_perfect_purchase_is_a_success(original: Task) -> None:
     )
 
 
-def test_the_score_tells_how_near_another_purchase_was(original: Task) -> None:
+def test_an_imperfect_purchase_gets_a_partial_score(original: Task) -> None:
     last_click_counts = (
         "click[x-large]",
         "click[black | white]",
@@ -256,10 +256,10 @@ def test_the_score_tells_how_near_another_purchase_was(original: Task) -> None:
     forgotten = buy(
         original, *open_it, "click[small]", "click[< prev]", open_it[1], "click[navy blue]"
     )
-    assert forgotten.score == 0.8, "who leaves an item chooses anew"
+    assert forgotten.score == 0.8, "options are reset when the item is left"
 
 
-def test_an_end_cannot_be_played_past(original: Task) -> None:
+def test_a_step_after_the_end_is_an_error(original: Task) -> None:
     game = WebShopGame("full")
     with pytest.raises(RuntimeError, match="reset first"):
         game.step("search[jumpsuit]")
@@ -272,7 +272,7 @@ def test_an_end_cannot_be_played_past(original: Task) -> None:
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_action_that_the_page_does_not_offer_changes_nothing_and_is_told(original: Task) -> None:
+def test_an_unavailable_action_changes_nothing_and_is_reported(original: Task) -> None:
     game = WebShopGame("full")
     first = game.reset(original)
     refused = game.step("click[buy now]")
@@ -307,24 +307,26 @@ def test_an_action_that_the_page_does_not_offer_changes_nothing_and_is_told(orig
 def test_actions_are_read_from_answers(original: Task) -> None:
     game = WebShopGame("full")
     game.reset(original)
-    said = (
+    answers = (
         "I could search[tea] first.\n<answer>search[ Women's   JUMPSUIT ]</answer>",
         "<answer>Click [ b000000001 ]</answer>",
         "<answer>click[navy blue]</answer> or <answer>click[pink]</answer>", "CLICK[Small].",
         "It fits, so:\nclick[BUY NOW]",
     )  # fmt: skip
-    assert [result.valid for result in steps(game, *said)] == [True] * 5
+    assert [result.valid for result in steps(game, *answers)] == [True] * 5
     assert not game._session or game._session.keywords == "women's jumpsuit"
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
-def test_random_and_malformed_actions_never_crash_it(rendering: Rendering) -> None:
+def test_random_and_malformed_actions_never_crash_the_game(rendering: Rendering) -> None:
     check_junk(rendering, 1000)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rendering", RENDERINGS)
-def test_ten_thousand_random_and_malformed_actions_never_crash_it(rendering: Rendering) -> None:
+def test_ten_thousand_random_and_malformed_actions_never_crash_the_game(
+    rendering: Rendering,
+) -> None:
     check_junk(rendering, 10_000)
 
 
@@ -345,7 +347,7 @@ def check_junk(rendering: Rendering, actions: int) -> None:
         moves += result.valid
         assert game.moves == moves
         assert result.text
-        assert result.valid or result.text.endswith(page), "the page is what it was"
+        assert result.valid or result.text.endswith(page), "the page has not changed"
         assert result.reward == float(result.success) == float(result.score == 1.0)
         page, done = result.text if result.valid else page, result.done
 
@@ -354,9 +356,10 @@ def check_junk(rendering: Rendering, actions: int) -> None:
 
 
 def wins(rendering: Rendering, tasks: tuple[Task, ...]) -> float:
-    game, (_, turns) = WebShopGame(rendering), as_set("webshop", rendering)
+    game, (_, turns) = WebShopGame(rendering), shipped_task("webshop", rendering)
     return sum(
-        play(game, task, SPEC.scripted_player(random.Random(0)), turns).success for task in tasks
+        play_episode(game, task, SPEC.scripted_player(random.Random(0)), turns).success
+        for task in tasks
     ) / len(tasks)
 
 
@@ -372,11 +375,11 @@ def test_the_scripted_player_wins_every_eval_set(rendering: Rendering) -> None:
     assert wins(rendering, eval_tasks("known", 256, 0, PERSISTENT)) >= 0.95
 
 
-def test_the_scripted_player_says_which_goals_it_cannot_read() -> None:
+def test_the_scripted_player_rejects_goals_that_it_cannot_read() -> None:
     with pytest.raises(
-        ConfigError, match=r"task = 'i want a jumpsuit.': is in a person's words.*Play it yourself"
+        ConfigError, match=r"task = 'i want a jumpsuit.': was written by a person.*Play it yourself"
     ):
-        play(
+        play_episode(
             WebShopGame("full"),
             replace(NEW[0], goal="i want a jumpsuit."),
             SPEC.scripted_player(random.Random(0)),
@@ -386,7 +389,7 @@ def test_the_scripted_player_says_which_goals_it_cannot_read() -> None:
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_random_play_does_not_win(rendering: Rendering) -> None:
-    game, won, (_, turns) = WebShopGame(rendering), 0, as_set("webshop", rendering)
+    game, won, (_, turns) = WebShopGame(rendering), 0, shipped_task("webshop", rendering)
     for task in NEW[:60]:
         game.reset(task)
         rng = random.Random(task.seed)
@@ -405,7 +408,7 @@ def test_random_play_does_not_win(rendering: Rendering) -> None:
 # ── the stream and the evals ──────────────────────────────────────────────────────────────────────
 
 
-def test_the_papers_stream_draws_a_new_goal_for_every_group() -> None:
+def test_the_papers_stream_draws_a_goal_for_every_group() -> None:
     tasks = WebShopStream(0, PAPER).draw(640)
     assert len({task.params["lgen"] for task in tasks}) == 640
     assert len({task.goal for task in tasks}) > 200
@@ -429,7 +432,7 @@ def test_needs_persist_while_wanted_options_vary() -> None:
     assert again.params["core"] != NEW[0].params["core"]
 
 
-def test_evals_are_fixed_and_apart_from_training() -> None:
+def test_evals_are_fixed_and_separate_from_training() -> None:
     assert eval_tasks("new", 64, 5, PERSISTENT) == NEW[:64]
     assert len({task.goal for task in NEW}) == 150
     known = eval_tasks("known", 32, 3, PERSISTENT)
@@ -453,7 +456,7 @@ def test_the_streams_state_restores_the_exact_continuation() -> None:
     assert resumed.draw(100) == through.draw(100)
 
 
-async def test_the_host_plays_it() -> None:
+async def test_the_host_runs_the_game() -> None:
     host = ThreadHost({"webshop": (SPEC, "compact")}, threads=2)
     environment = await host.acquire(NEW[0])
     assert (await environment.reset(NEW[0])).text.startswith("want ")

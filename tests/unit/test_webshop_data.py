@@ -63,7 +63,7 @@ def test_an_item_of_the_original() -> None:
     assert jumpsuit["BulletPoints"] == ["Machine wash cold", "Elastic waist", "Made of cotton"]
 
 
-def test_what_may_be_missing_of_an_item() -> None:
+def test_optional_fields_of_an_item() -> None:
     assert ORIGINAL["B000000002"]["options"] == {"color": ["red"]}
     tea = ORIGINAL["B000000003"]
     assert (tea["BulletPoints"], tea["price"], tea["options"]) == (
@@ -76,7 +76,7 @@ def test_what_may_be_missing_of_an_item() -> None:
     assert ORIGINAL["B000000007"]["instruction_text"] is None
 
 
-def test_empty_values_are_no_options_and_a_truncated_escape_is_replaced(tmp_path: Path) -> None:
+def test_empty_option_values_are_dropped_and_truncated_escapes_replaced(tmp_path: Path) -> None:
     items = read_files(FILES)["items"]
     items[0]["customization_options"] = {
         "Color": [{"value": " "}, {"value": "Red \ud83d"}],
@@ -89,9 +89,9 @@ def test_empty_values_are_no_options_and_a_truncated_escape_is_replaced(tmp_path
     assert products(read_files(tmp_path))[0]["options"] == {"color": ["red \ufffd"]}
 
 
-def test_what_cannot_be_sold() -> None:
+def test_invalid_items_are_not_sold() -> None:
     assert list(ORIGINAL) == [f"B00000000{i}" for i in range(1, 8)], (
-        "a second of one ASIN, one without, and one that is too long"
+        "items with a repeated, missing or too long ASIN are dropped"
     )
 
 
@@ -121,7 +121,7 @@ def test_price_limits_are_among_the_next_multiples_of_ten() -> None:
     assert "price" not in need_of("B000000004").goals[0]["instruction_text"]
 
 
-def test_goals_weigh_by_how_rare_their_attributes_are() -> None:
+def test_weights_of_goals_follow_the_rarity_of_their_attributes() -> None:
     # Four goals share two attributes that no other goal has. Each goal weighs (1/4 + 1/4) / 2.
     assert need_of("B000000001").weight == pytest.approx(4 * 1 / 4)
     # One goal has one attribute that no other goal has.
@@ -134,7 +134,7 @@ def test_goals_weigh_by_how_rare_their_attributes_are() -> None:
     )
 
 
-def test_peoples_goals_weigh_one_and_need_attributes() -> None:
+def test_human_goals_have_weight_one_and_need_attributes() -> None:
     (human,) = [need for need in NEEDS if isinstance(need.goals[0]["goal_options"], list)]
     (goal,) = human.goals
     assert (human.text, human.weight) == ("i want a machine washable slim jumpsuit in navy", 1.0)
@@ -154,42 +154,42 @@ def test_the_human_instructions_may_be_missing(tmp_path: Path) -> None:
         (ITEMS, None, "items_shuffle_1000.json cannot be read (No such file or directory)"),
         (INSTRUCTIONS, None, "items_ins_v2_1000.json cannot be read"),
         (ITEMS, "[{", "items_shuffle_1000.json is not JSON in UTF-8"),
-        (ITEMS, "{}", "items_shuffle_1000.json should hold a list, not a dict"),
-        (HUMAN, "[]", "items_human_ins.json should hold a dict, not a list"),
+        (ITEMS, "{}", "items_shuffle_1000.json must contain a list, not a dict"),
+        (HUMAN, "[]", "items_human_ins.json must contain a dict, not a list"),
         (
             ITEMS,
             '[{"asin": "B1"}]',
-            "item 0 of items_shuffle_1000.json is not of the original's form "
+            "item 0 of items_shuffle_1000.json does not have the original's format "
             "(name: Field required)",
         ),
         (
             ITEMS,
             "[3]",
-            "item 0 of items_shuffle_1000.json is not of the original's form "
+            "item 0 of items_shuffle_1000.json does not have the original's format "
             "(Input should be a valid dictionary",
         ),
         (
             ITEMS,
             '[{"asin": 7}]',
-            "item 0 of items_shuffle_1000.json is not of the original's form "
+            "item 0 of items_shuffle_1000.json does not have the original's format "
             "(asin: Input should be a valid string)",
         ),
         (
             INSTRUCTIONS,
             '{"B000000002": []}',
-            "B000000002 of items_ins_v2_1000.json is not of the original's form "
+            "B000000002 of items_ins_v2_1000.json does not have the original's format "
             "(Input should be a valid",
         ),
         (
             HUMAN,
             '{"B000000002": {}}',
-            "B000000002 of items_human_ins.json is not of the original's form "
+            "B000000002 of items_human_ins.json does not have the original's format "
             "(Input should be a valid list)",
         ),
-        (ITEMS, "[]", "has 0 instructions in all, too few"),
+        (ITEMS, "[]", "has 0 instructions in total, too few"),
     ],
 )
-def test_files_that_cannot_be_used(
+def test_invalid_files_are_config_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, reason: str
 ) -> None:
     for path in FILES.iterdir():
@@ -198,10 +198,10 @@ def test_files_that_cannot_be_used(
     if content is not None:
         (tmp_path / name).write_text(content)
     monkeypatch.setenv("WEBSHOP_DATA", str(tmp_path))
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         open_shop()
-    assert str(refusal.value).startswith(f"WEBSHOP_DATA = {str(tmp_path)!r}: {reason}")
-    assert "github.com/princeton-nlp/WebShop" in str(refusal.value)
+    assert str(error.value).startswith(f"WEBSHOP_DATA = {str(tmp_path)!r}: {reason}")
+    assert "github.com/princeton-nlp/WebShop" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_files_that_cannot_be_used(
             4,
             "customization_options.Color.1.value: Input should be a valid string",
         ),
-        (ITEMS, (0, "pricing"), 25.0, "pricing: Value error, a price tag is a text"),
+        (ITEMS, (0, "pricing"), 25.0, "pricing: Value error, a price tag must be a string"),
         (
             ITEMS,
             (0, "pricing"),
@@ -280,7 +280,7 @@ def test_files_that_cannot_be_used(
         ),
     ],
 )
-def test_a_field_of_another_type_is_named(
+def test_a_field_of_another_type_is_named_in_the_error(
     name: str, place: tuple[str | int, ...], value: object, reason: str
 ) -> None:
     files = read_files(FILES)
@@ -293,18 +293,18 @@ def test_a_field_of_another_type_is_named(
     for part in place[:-1]:
         row = row[part]
     row[place[-1]] = value
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         products(files, "FOLDER")
     entry = f"item 0 of {ITEMS}" if name == ITEMS else f"B000000001 of {name}"
-    assert str(refusal.value).startswith(
-        f"WEBSHOP_DATA = 'FOLDER': {entry} is not of the original's form ({reason}"
+    assert str(error.value).startswith(
+        f"WEBSHOP_DATA = 'FOLDER': {entry} does not have the original's format ({reason}"
     )
 
 
-def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shop_uses_the_original_files_if_present(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEBSHOP_DATA", str(FILES))
     shop = open_shop()
-    assert shop is open_shop(), "it is read once"
+    assert shop is open_shop(), "the files are read once"
     assert [product["asin"] for product in shop.products] == list(ORIGINAL)
     trained = {
         task.goal for task in WebShopStream(0, StreamSettings(permanent=0, visits=1)).draw(200)
@@ -319,7 +319,7 @@ def test_the_shop_sells_the_original_where_it_is(monkeypatch: pytest.MonkeyPatch
 # ── search ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_search_stems_ranks_and_leaves_out_what_has_no_word() -> None:
+def test_search_stems_ranks_and_drops_products_without_a_match() -> None:
     engine = SearchEngine(list(ORIGINAL.values()))
 
     def found(keywords: str) -> list[str]:
@@ -338,14 +338,14 @@ def test_search_stems_ranks_and_leaves_out_what_has_no_word() -> None:
 # ── the generated catalogue ───────────────────────────────────────────────────────────────────────
 
 
-def test_its_size() -> None:
+def test_the_size_of_the_generated_catalogue() -> None:
     assert len(SHOP.products) == 1000
     assert len({product["asin"] for product in SHOP.products}) == 1000
     assert len({product["query"] for product in SHOP.products}) == 50
     assert sum(len(need.goals) for need in needs(SHOP.products)) == 50 * 5 * 3 * 9
 
 
-def test_it_is_the_same_in_every_process() -> None:
+def test_the_generated_catalogue_is_the_same_in_every_process() -> None:
     code = (
         "import json; from crl.envs.webshop.generate import generate; print(json.dumps(generate()))"
     )
@@ -354,9 +354,9 @@ def test_it_is_the_same_in_every_process() -> None:
     assert generate(1) != generate()
 
 
-def test_words_do_not_stand_for_one_another() -> None:
+def test_attributes_and_options_do_not_match_each_other() -> None:
     for kind in KINDS:
-        for one, other in combinations((*kind.shown, *kind.told), 2):
+        for one, other in combinations((*kind.title_attributes, *kind.feature_attributes), 2):
             assert fuzz.token_set_ratio(one, other) <= 85, (one, other)
             assert one not in other, "an attribute also counts where it is part of a text"
             assert other not in one
@@ -367,7 +367,7 @@ def test_words_do_not_stand_for_one_another() -> None:
                 ]
 
 
-def test_a_need_names_one_product_and_its_family_misses_it_narrowly() -> None:
+def test_only_the_wanted_product_and_its_twin_can_score_one() -> None:
     sold = {product["asin"]: product for product in SHOP.products}
     everything = needs(SHOP.products)
     assert len({need.text for need in everything}) == len(everything) == 750
@@ -380,7 +380,7 @@ def test_a_need_names_one_product_and_its_family_misses_it_narrowly() -> None:
             ]
             assert sold[goal["asin"]] in perfect
             assert len(perfect) <= 2, (
-                "the twin too, where it offers what is wanted and costs no more"
+                "also the twin, if it has the wanted options and is not more expensive"
             )
             family = [
                 p
@@ -400,13 +400,13 @@ def _score(product, goal) -> float:
     return get_reward(product, goal, product["price"], offered)[0]
 
 
-def test_a_search_does_not_tell_a_family_apart() -> None:
+def test_a_search_does_not_distinguish_a_family() -> None:
     for need in needs(SHOP.products)[::25]:
-        noun, shown, told = need.text.removeprefix("find me ").split(", ")
-        family = [p["asin"] for p in SHOP.engine.search(f"{noun} {shown}")[:4]]
+        noun, title_attribute, feature_attribute = need.text.removeprefix("find me ").split(", ")
+        family = [p["asin"] for p in SHOP.engine.search(f"{noun} {title_attribute}")[:4]]
         assert need.goals[0]["asin"] in family
         assert all(
-            told not in text.lower()
+            feature_attribute not in text.lower()
             for p in SHOP.products
             for text in (p["Title"], p["Description"], p["BulletPoints"][0])
         )
@@ -420,7 +420,7 @@ def test_needs_are_split_by_use() -> None:
     assert [len(texts) for texts in (*fixed, trained)] == [150, 75, 525]
     assert len(set().union(*fixed, trained)) == 750
     assert len({SHOP.need(lgen).text for lgen in NEW_LAYOUTS[:150]}) == 150, (
-        "each once before any comes again"
+        "each occurs once before any is repeated"
     )
 
 

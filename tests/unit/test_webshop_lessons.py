@@ -17,7 +17,7 @@ from crl.envs.webshop.lessons import (
     right_brand,
     wrong_brands,
 )
-from crl.envs.webshop.player import Errand
+from crl.envs.webshop.player import Requirements
 from crl.envs.webshop.shop import open_shop
 from crl.envs.webshop.text import brand
 from crl.types import Segment, Task
@@ -41,16 +41,16 @@ def visit(task: Task, *actions: str) -> list[Segment]:
 def following(task: Task, advice: str) -> list[str]:
     """Return the actions of an agent that buys the advised product."""
     _, brand = read(advice)
-    errand = Errand.read(task.goal, WebShopGame("compact").reset(task))
+    requirements = Requirements.read(task.goal, WebShopGame("compact").reset(task))
     return [
-        f"search[{errand.query}]",
+        f"search[{requirements.query}]",
         f"click[{brand}]",
-        *(f"click[{value}]" for value in errand.values),
+        *(f"click[{value}]" for value in requirements.values),
         "click[buy now]",
     ]
 
 
-def test_lessons_are_read_as_they_are_written() -> None:
+def test_read_reverses_lesson() -> None:
     for kind in LESSONS:
         text = lesson(kind, "norda")
         assert read(text) == (kind, "norda" if "norda" in text else None)
@@ -65,7 +65,7 @@ def test_right_advice_wins_and_wrong_advice_loses() -> None:
         visit(task, *following(task, ADVISOR.wrong(task, random.Random(i))))[-1].text
         for i, task in enumerate(TASKS)
     ]
-    assert sum(text != "bought. score 100" for text in lost) >= 36, "the twin may do as well"
+    assert sum(text != "bought. score 100" for text in lost) >= 36, "some twins also score 100"
 
 
 def test_advice_holds_for_every_visit_of_a_need() -> None:
@@ -92,7 +92,7 @@ def test_verdicts() -> None:
     ]  # fmt: skip
 
 
-def test_a_purchase_in_few_words() -> None:
+def test_the_digest_of_a_purchase() -> None:
     task = TASKS[0]
     _, brand = read(ADVISOR.right(task))
     search, click, *_ = following(task, ADVISOR.right(task))
@@ -103,7 +103,7 @@ def test_a_purchase_in_few_words() -> None:
     assert right_brand(won) == right_brand(bare) == brand
 
 
-def test_what_was_opened_is_right_or_wrong() -> None:
+def test_the_digest_of_opened_products() -> None:
     task = TASKS[0]
     search, *_ = following(task, ADVISOR.right(task))
     _, brand = read(ADVISOR.right(task))
@@ -121,7 +121,7 @@ def test_what_was_opened_is_right_or_wrong() -> None:
     )
 
 
-def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
+def test_a_twin_is_wrong_unless_it_scores_100() -> None:
     """A twin has the right features, but costs too much or is offered with fewer options."""
     scores = []
     for task in probe_tasks(75):
@@ -139,18 +139,18 @@ def test_a_twin_is_wrong_unless_it_does_as_well() -> None:
     assert 0 < sum(scores) < len(scores)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_informative(told: bool) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_informative(complete: bool) -> None:
     task = TASKS[1]
     assert (
         ADVISOR.informative(
-            visit(task, *following(task, ADVISOR.right(task))[: None if told else 1])
+            visit(task, *following(task, ADVISOR.right(task))[: None if complete else 1])
         )
-        == told
+        == complete
     )
 
 
-def test_where_nothing_is_like_the_right_product_wrong_advice_names_none_that_is_there(
+def test_without_a_similar_product_wrong_advice_names_a_brand_that_does_not_exist(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("crl.envs.webshop.lessons._brands", lambda task: ["norda"])

@@ -21,7 +21,7 @@ from crl.envs.webshop.reward import (
     normalize_color,
     title_score,
     type_reward,
-    words_but_stop_words,
+    words_without_stop_words,
 )
 
 TITLE = "Acme Jumpsuit Romper"
@@ -62,9 +62,11 @@ def test_a_perfect_purchase() -> None:
     )
 
 
-def test_each_part_counts_for_a_share() -> None:
+def test_each_part_has_an_equal_share() -> None:
     # 2 attributes, 2 options and the price count one fifth each.
-    assert get_reward(product(), goal(), 40.0, RIGHT)[0] == 1.0, "the limit itself is low enough"
+    assert get_reward(product(), goal(), 40.0, RIGHT)[0] == 1.0, (
+        "a price equal to the limit is allowed"
+    )
     reward, info = get_reward(product(), goal(), 40.01, RIGHT)
     assert (reward, info["r_price"]) == (4 / 5, False)
     reward, info = get_reward(product(), goal(), 30.0, {"color": "red"})
@@ -74,7 +76,7 @@ def test_each_part_counts_for_a_share() -> None:
     assert get_reward(product(Attributes=[]), goal(), 99.0, {})[0] == 0.0
 
 
-def test_the_type_scales_all_the_rest() -> None:
+def test_the_type_scales_the_other_parts() -> None:
     # The titles share 1 of 6 nouns: 1/6 is between 0.1 and 0.2. Neither the query nor the category
     # matches, so the type factor is 1/2. The reward is half of 4/5.
     other = product(name="Acme Kettle", query="kettles", product_category="Kitchen › Kettles")
@@ -141,7 +143,7 @@ def test_a_goal_whose_title_has_no_nouns() -> None:
 
 
 def test_nouns_without_a_tagger() -> None:
-    assert words_but_stop_words("Acme Women's Jumpsuit, 2 Pcs for the New Season") == (
+    assert words_without_stop_words("Acme Women's Jumpsuit, 2 Pcs for the New Season") == (
         "acme",
         "women",
         "jumpsuit",
@@ -153,7 +155,7 @@ def test_nouns_without_a_tagger() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("en_core_web_lg") is not None, reason="spaCy's tagger is installed"
 )
-def test_spacy_is_not_imported_in_vain() -> None:
+def test_spacy_is_not_imported_without_its_model() -> None:
     code = (
         "import sys; from crl.envs.webshop.reward import title_nouns; "
         "print(title_nouns('red shoe'), 'spacy' in sys.modules)"
@@ -233,7 +235,7 @@ def test_options(wanted: Any, chosen: list[str], matches: list[bool]) -> None:
     assert matched_options(wanted, chosen) == matches
 
 
-def test_options_that_nobody_asked_for_cost_nothing() -> None:
+def test_additional_options_do_not_lower_the_reward() -> None:
     assert (
         get_reward(
             product(),

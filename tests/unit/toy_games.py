@@ -104,7 +104,7 @@ def make_broken(rendering: Rendering) -> Guess:
     raise OSError("no display")
 
 
-class Counter:
+class CountingPlayer:
     """Player that guesses the numbers in order."""
 
     def begin(self, goal: str, observation: str) -> None:
@@ -128,5 +128,5 @@ SPEC = EnvSpec(
     make_game=make_guess,
     task_source=lambda seed, settings: PlaceStream("toy", "{place}", seed, settings),
     eval_tasks=lambda split, n, seed, settings: (),
-    scripted_player=lambda rng: Counter(),
+    scripted_player=lambda rng: CountingPlayer(),
 )

@@ -97,10 +97,10 @@ def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tup
     others. Raise `ValueError` for any other split, or if the split has fewer than n games.
     """
     if split not in ("known", "new"):
-        raise ValueError(f"an eval split is known or new, not {split!r}")
-    there = len(_games(split))
-    if n > there:
-        raise ValueError(f"there are {there} games, not {n}")
+        raise ValueError(f"an eval split must be known or new, not {split!r}")
+    available = len(_games(split))
+    if n > available:
+        raise ValueError(f"{n} games were requested, but there are only {available}")
     return tuple(_task(split, number) for number in range(n))
 
 
@@ -175,7 +175,7 @@ def small_eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) 
         return tuple(map(_with_chore, known_tasks(SMALL, "{place}", n, seed, settings)))
     if split == "new":
         return _fixed_small_tasks(NEW_LAYOUTS, n)
-    raise ValueError(f"an eval split is known or new, not {split!r}")
+    raise ValueError(f"an eval split must be known or new, not {split!r}")
 
 
 def demonstration_tasks(n: int) -> tuple[Task, ...]:

@@ -25,27 +25,27 @@ from textworld.logic import Rule  # pyright: ignore[reportMissingImports]
 
 from crl.envs.alfworld.pddl import GameData
 
-_HANDLED = 64
+_CACHED_GAMES = 64
 """Number of games whose translation is cached.
 
 The members of a group play the same game. Evaluations play the same games several times.
 """
 
-_take_arguments_and_translate = fast_downward.pddl2sas
+_original_pddl2sas = fast_downward.pddl2sas
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
 """The only part in which the games of one grammar differ."""
 
-_parsed: Any = lru_cache(maxsize=_HANDLED)(logic._parse_and_convert)
+_cached_parse: Any = lru_cache(maxsize=_CACHED_GAMES)(logic._parse_and_convert)
 
 
 class PddlEngine:
     """Engine that runs one game at a time.
 
-    `start` a game, then `do` commands of `admissible` until the game is won.
+    `start` a game, then `execute` commands of `admissible` until the game is won.
     """
 
     def __init__(self) -> None:
-        _without_repetition()
+        _patch_textworld()
         self._env = AlfredDemangler(
             textworld.envs.PddlEnv(textworld.EnvInfos(admissible_commands=True)), shuffle=False
         )
@@ -66,7 +66,7 @@ class PddlEngine:
         """Commands that have an effect, sorted."""
         return tuple(self._state["admissible_commands"])
 
-    def do(self, command: str) -> tuple[str, bool]:
+    def execute(self, command: str) -> tuple[str, bool]:
         """Execute a command. Return TextWorld's text, and whether the game is won."""
         self._state, _, _ = self._env.step(command)
         return self._state.feedback, bool(self._state["won"])
@@ -99,12 +99,12 @@ def _pddl2sas(domain: str, problem: str, optimize: bool = False) -> Any:
     """
     arguments = sys.argv
     try:
-        return _take_arguments_and_translate(domain, problem, optimize=optimize)
+        return _original_pddl2sas(domain, problem, optimize=optimize)
     finally:
         sys.argv = arguments
 
 
-_translate = lru_cache(maxsize=_HANDLED)(_pddl2sas)
+_translate = lru_cache(maxsize=_CACHED_GAMES)(_pddl2sas)
 
 
 @cache
@@ -113,7 +113,7 @@ def _planner() -> Any:
 
 
 @cache
-def _without_repetition() -> None:
+def _patch_textworld() -> None:
     """Patch TextWorld so that it does not repeat work. Its texts do not change.
 
     Without the patch, TextWorld parses a grammar for every game, and the grammar's expressions at
@@ -122,8 +122,8 @@ def _without_repetition() -> None:
     planner that is not used here.
     """
     textgen._parse_and_convert = lru_cache(maxsize=4096)(textgen._parse_and_convert)
-    textgen.copy_context = _copied
-    logic._parse_and_convert = _grammar
+    textgen.copy_context = _copy_context
+    logic._parse_and_convert = _parse_game_grammar
     Rule.parse_conjunctive_query = staticmethod(
         lru_cache(maxsize=4096)(Rule.parse_conjunctive_query)
     )  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ def _without_repetition() -> None:
     )
 
 
-def _copied(context: dict[str, Any]) -> dict[str, Any]:
+def _copy_context(context: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a context for one symbol.
 
     Expressions only read the entities of the context, so these are shared.
@@ -140,18 +140,18 @@ def _copied(context: dict[str, Any]) -> dict[str, Any]:
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
 
 
-def _grammar(text: str, rule_name: str) -> tuple[Any, ContextSensitiveGrammar]:
+def _parse_game_grammar(text: str, rule_name: str) -> tuple[Any, ContextSensitiveGrammar]:
     """Return a game's actions and its grammar.
 
     The part that the game shares with other games is parsed only once.
     """
     chore = _CHORE.search(text)
     if chore is None:
-        return _parsed(text, rule_name=rule_name)
-    actions, common = _parsed(_CHORE.sub('"Your task is to: "', text), rule_name=rule_name)
-    own = ContextSensitiveGrammar.parse(
+        return _cached_parse(text, rule_name=rule_name)
+    actions, common = _cached_parse(_CHORE.sub('"Your task is to: "', text), rule_name=rule_name)
+    task_grammar = ContextSensitiveGrammar.parse(
         json.dumps({"task": [{"rhs": f"Your task is to: {chore[1]}"}]})
     )
     grammar = ContextSensitiveGrammar()
-    grammar._rules |= {**common._rules, **own._rules}
+    grammar._rules |= {**common._rules, **task_grammar._rules}
     return actions, grammar

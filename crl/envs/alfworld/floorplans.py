@@ -23,24 +23,24 @@ from alfworld.gen.constants import (  # pyright: ignore[reportMissingImports]
 from crl.envs.alfworld.house import APPLIANCES, KINDS, LAMPS, Chore, House
 from crl.seeds import generator
 
-UNSEEN = (10, 219, 308, 424)
+UNSEEN_PLANS = (10, 219, 308, 424)
 """Floor plans of the unseen split (`new`): a kitchen, living room, bedroom and bathroom.
 
 They are the floor plans of ALFRED's unseen validation split.
 """
 
-_STANDING = {"CoffeeMachine": 1, "Toaster": 1, "StoveBurner": 4}
+_UNLISTED_RECEPTACLES = {"CoffeeMachine": 1, "Toaster": 1, "StoveBurner": 4}
 """Receptacles that the layouts do not list → number of them in a floor plan.
 
 They are present if the floor plan's list of objects names them.
 """
-_MOST_ALIKE = 3
+_MAX_PER_TYPE = 3
 """Maximum number of receptacles of one type, while floor plans have up to 30.
 
 With this maximum, games have about as many receptacles as ALFWorld's own, where many receptacles
 cannot be reached.
 """
-_MOST_OTHERS = 16
+_MAX_OTHER_TYPES = 16
 """Maximum number of types of things that the chore does not need."""
 _LAMP_STANDS = ("Desk", "SideTable", "Dresser", "CoffeeTable", "DiningTable", "Shelf")
 _PROPERTY = {
@@ -48,7 +48,7 @@ _PROPERTY = {
     "pick_heat_then_place_in_recep": "Heatable",
     "pick_cool_then_place_in_recep": "Coolable",
 }
-_NOT_CARRIED = {"Box", "Statue"}
+_UNUSED_THINGS = {"Box", "Statue"}
 """Things in ALFRED's floor plans that its chores do not use."""
 
 
@@ -76,7 +76,7 @@ def house(use: str, number: int) -> House:
     plans = [plan for plan in (_unseen() if use == "new" else _seen()) if chores(plan, kind)]
     plan = rng.choice(plans)
     chore = rng.choice(chores(plan, kind))
-    return House(chore, plan.receptacles, _placed(plan, chore, rng))
+    return House(chore, plan.receptacles, _place_things(plan, chore, rng))
 
 
 @cache
@@ -92,7 +92,7 @@ def floor_plans() -> tuple[FloorPlan, ...]:
 
 @cache
 def _unseen() -> tuple[FloorPlan, ...]:
-    return tuple(plan for plan in floor_plans() if plan.number in UNSEEN)
+    return tuple(plan for plan in floor_plans() if plan.number in UNSEEN_PLANS)
 
 
 @cache
@@ -113,13 +113,13 @@ def _floor_plan(folder: Path, number: int) -> FloorPlan:
     places = json.loads((folder / f"FloorPlan{number}-openable.json").read_text("utf-8"))
     receptacles = [place.split("|")[-1 if place.endswith("Basin") else 0] for place in places]
     receptacles += [
-        kind for kind, count in _STANDING.items() if kind in named for _ in range(count)
+        kind for kind, count in _UNLISTED_RECEPTACLES.items() if kind in named for _ in range(count)
     ]
     counts = Counter(kind for kind in receptacles if kind in VAL_RECEPTACLE_OBJECTS)
-    receptacles = [kind for kind in sorted(counts) for _ in range(min(counts[kind], _MOST_ALIKE))]
-    holdable = set().union(*(VAL_RECEPTACLE_OBJECTS[kind] for kind in receptacles)) - _NOT_CARRIED
+    receptacles = [kind for kind in sorted(counts) for _ in range(min(counts[kind], _MAX_PER_TYPE))]
+    possible = set().union(*(VAL_RECEPTACLE_OBJECTS[kind] for kind in receptacles)) - _UNUSED_THINGS
     lamps = [kind for kind in LAMPS if kind in named and set(_LAMP_STANDS) & set(receptacles)]
-    return FloorPlan(number, tuple(receptacles), tuple(sorted(named & holdable)), tuple(lamps))
+    return FloorPlan(number, tuple(receptacles), tuple(sorted(named & possible)), tuple(lamps))
 
 
 @cache
@@ -129,30 +129,30 @@ def chores(plan: FloorPlan, kind: str) -> tuple[Chore, ...]:
         return tuple(Chore(kind, thing, lamp) for lamp in plan.lamps for thing in plan.things)
     if kind in APPLIANCES and APPLIANCES[kind] not in plan.receptacles:
         return ()
-    able = VAL_ACTION_OBJECTS[_PROPERTY[kind]] if kind in _PROPERTY else set(plan.things)
+    suitable = VAL_ACTION_OBJECTS[_PROPERTY[kind]] if kind in _PROPERTY else set(plan.things)
     return tuple(
         Chore(kind, thing, receptacle)
         for thing in plan.things
         for receptacle in sorted(set(plan.receptacles))
-        if thing in able
+        if thing in suitable
         and thing in VAL_RECEPTACLE_OBJECTS[receptacle]
-        and _homes(plan, thing, receptacle)
+        and _possible_receptacles(plan, thing, receptacle)
     )
 
 
-def _homes(plan: FloorPlan, thing: str, but: str = "") -> list[int]:
+def _possible_receptacles(plan: FloorPlan, thing: str, excluded: str = "") -> list[int]:
     """Return the indices of the receptacles that may hold the thing.
 
-    Receptacles of the type `but` are left out.
+    Receptacles of the type `excluded` are left out.
     """
     return [
         i
         for i, kind in enumerate(plan.receptacles)
-        if thing in VAL_RECEPTACLE_OBJECTS[kind] and kind != but
+        if thing in VAL_RECEPTACLE_OBJECTS[kind] and kind != excluded
     ]
 
 
-def _placed(plan: FloorPlan, chore: Chore, rng: random.Random) -> tuple[tuple[str, int], ...]:
+def _place_things(plan: FloorPlan, chore: Chore, rng: random.Random) -> tuple[tuple[str, int], ...]:
     """Return (type, index of the receptacle) of all things.
 
     There are one to three things of the wanted type (at least two if the chore needs two), none of
@@ -162,10 +162,13 @@ def _placed(plan: FloorPlan, chore: Chore, rng: random.Random) -> tuple[tuple[st
         (lamp, rng.choice([i for i, kind in enumerate(plan.receptacles) if kind in _LAMP_STANDS]))
         for lamp in plan.lamps
     ]
-    away = _homes(plan, chore.thing, chore.receptacle)
+    sources = _possible_receptacles(plan, chore.thing, chore.receptacle)
     count = rng.randint(2 if chore.kind == "pick_two_obj_and_place" else 1, 3)
-    placed += [(chore.thing, rng.choice(away)) for _ in range(count)]
+    placed += [(chore.thing, rng.choice(sources)) for _ in range(count)]
     others = [thing for thing in plan.things if thing != chore.thing]
-    for thing in rng.sample(others, min(_MOST_OTHERS, len(others))):
-        placed += [(thing, rng.choice(_homes(plan, thing))) for _ in range(rng.randint(1, 2))]
+    for thing in rng.sample(others, min(_MAX_OTHER_TYPES, len(others))):
+        placed += [
+            (thing, rng.choice(_possible_receptacles(plan, thing)))
+            for _ in range(rng.randint(1, 2))
+        ]
     return tuple(placed)

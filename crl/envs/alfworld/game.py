@@ -6,10 +6,10 @@ from crl.envs.alfworld import text
 from crl.envs.alfworld.engine import PddlEngine
 from crl.envs.alfworld.games import game_of, official_path
 from crl.envs.base import Rendering
-from crl.envs.host import describe
+from crl.envs.host import describe_error
 from crl.types import StepResult, Task
 
-_LEFT_OUT = frozenset({"help"})
+_HIDDEN_COMMANDS = frozenset({"help"})
 """Commands that are not offered, because their output is not about the game."""
 
 
@@ -25,7 +25,7 @@ class AlfworldGame:
         self.moves = 0
         self._rendering: Rendering = rendering
         self._engine = PddlEngine()
-        self._owed = 0.0
+        self._pending_reward = 0.0
         self._over = True
 
     def reset(self, task: Task) -> str:
@@ -35,28 +35,34 @@ class AlfworldGame:
         """
         data, path = game_of(task), official_path(task)
         try:
-            said = self._engine.start(data)
+            feedback = self._engine.start(data)
         except Exception as error:  # the parsers of TextWorld and the planner can raise anything
             if path is None:
                 raise
-            raise ValueError(f"{path} is no game of ALFWorld's: {describe(error)}") from error
-        self.moves, self._owed, self._over = 0, -1.0, False
-        return self._told(said)
+            raise ValueError(
+                f"{path} is not a valid ALFWorld game: {describe_error(error)}"
+            ) from error
+        self.moves, self._pending_reward, self._over = 0, -1.0, False
+        return self._render(feedback)
 
     def step(self, action: str) -> StepResult:
         """Execute one command. Raise `RuntimeError` outside an episode."""
         if self._over:
-            raise RuntimeError("this episode is over: reset first")
-        cost, self._owed = self._owed, 0.0
-        command = text.chosen(action, self.admissible)
+            raise RuntimeError("the episode is over: call reset first")
+        pending, self._pending_reward = self._pending_reward, 0.0
+        command = text.chosen_command(action, self.admissible)
         if command is None:
-            return StepResult(self._told(text.INVALID[self._rendering]), reward=cost, valid=False)
+            return StepResult(
+                self._render(text.INVALID[self._rendering]), reward=pending, valid=False
+            )
         self.moves += 1
-        said, won = self._engine.do(command)
+        feedback, won = self._engine.execute(command)
         if won:
             self._over = True
-            return StepResult(text.WON[self._rendering], reward=cost + 2.0, done=True, success=True)
-        return StepResult(self._told(said), reward=cost)
+            return StepResult(
+                text.WON[self._rendering], reward=pending + 2.0, done=True, success=True
+            )
+        return StepResult(self._render(feedback), reward=pending)
 
     def close(self) -> None:
         self._over = True
@@ -65,7 +71,13 @@ class AlfworldGame:
     @property
     def admissible(self) -> tuple[str, ...]:
         """Commands that the game accepts now."""
-        return tuple(command for command in self._engine.admissible if command not in _LEFT_OUT)
+        return tuple(
+            command for command in self._engine.admissible if command not in _HIDDEN_COMMANDS
+        )
 
-    def _told(self, said: str) -> str:
-        return text.full(said, self.admissible) if self._rendering == "full" else text.compact(said)
+    def _render(self, feedback: str) -> str:
+        return (
+            text.full(feedback, self.admissible)
+            if self._rendering == "full"
+            else text.compact(feedback)
+        )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VARIABLE = "ALFWORLD_DATA"
 """Environment variable with the folder of ALFWorld's own games."""
 _DEFAULT_DATA = Path("~/.cache/alfworld")
-_GAMES = "json_2.1.1"
+_GAMES_FOLDER = "json_2.1.1"
 _SOLVABLE = b'"solvable": true'
 
 
@@ -42,15 +42,15 @@ def data_folder() -> Path | None:
     """
     default = _DEFAULT_DATA.expanduser()
     folder = Path(os.environ.get(VARIABLE) or default).expanduser()
-    if (folder / _GAMES).is_dir():
+    if (folder / _GAMES_FOLDER).is_dir():
         return folder
     if folder != default:
-        reason = f"holds no {_GAMES}, as alfworld-download makes it"
+        reason = f"contains no {_GAMES_FOLDER}, which alfworld-download creates"
         raise ConfigError(
             VARIABLE,
             str(folder),
             reason,
-            "Run alfworld-download, or unset it to play generated games",
+            f"Run alfworld-download, or unset {VARIABLE} to play generated games",
         )
     return None
 
@@ -61,34 +61,34 @@ def playable_games(folder: Path, split: str) -> Iterator[str]:
     The splits are train, valid_seen and valid_unseen. As in ALFWorld, a playable game is solvable
     and uses neither movable receptacles nor slicing. Raise `ConfigError` if there are none.
     """
-    none = True
-    for path in sorted((folder / _GAMES / split).glob("*/*/game.tw-pddl")):
+    is_empty = True
+    for path in sorted((folder / _GAMES_FOLDER / split).glob("*/*/game.tw-pddl")):
         if official_chore(str(path)) and _SOLVABLE in path.read_bytes():
-            none = False
+            is_empty = False
             yield str(path.relative_to(folder))
-    if none:
+    if is_empty:
         reason = (
-            f"holds no game in {_GAMES}/{split} that can be played "
-            f"(game.tw-pddl, of alfworld-download)"
+            f"contains no playable game in {_GAMES_FOLDER}/{split} "
+            f"(a file game.tw-pddl from alfworld-download)"
         )
         raise ConfigError(
             VARIABLE,
             str(folder),
             reason,
-            "Run alfworld-download, or unset it to play generated games",
+            f"Run alfworld-download, or unset {VARIABLE} to play generated games",
         )
 
 
 @cache
-def official_games(folder: Path, split: str, most: int) -> tuple[str, ...]:
+def official_games(folder: Path, split: str, limit: int) -> tuple[str, ...]:
     """Return the playable games of a split.
 
-    If there are more than `most`, return a fixed sample of `most` games. Raise `ConfigError` if
+    If there are more than `limit`, return a fixed sample of `limit` games. Raise `ConfigError` if
     there are none.
     """
     games = list(playable_games(folder, split))
     return (
-        tuple(sorted(random.Random(0).sample(games, most))) if len(games) > most else tuple(games)
+        tuple(sorted(random.Random(0).sample(games, limit))) if len(games) > limit else tuple(games)
     )
 
 
@@ -118,10 +118,10 @@ def game_of(task: Task) -> GameData:
     if "lgen" in params:
         layout = int(params["lgen"])
         # the other things do not matter for the proof, because no receptacle is ever full
-        _prove(small.house(layout, None))
+        _verify_solvable(small.house(layout, None))
         return game_data(small.house(layout, int(params["core"])))
     house = floorplans.house(str(params["use"]), int(params["number"]))
-    _prove(house)
+    _verify_solvable(house)
     return game_data(house)
 
 
@@ -135,7 +135,12 @@ def official_path(task: Task) -> Path | None:
         return None
     folder = data_folder()
     if folder is None:
-        raise ConfigError(VARIABLE, None, f"is needed for {game}", "Set it as where the run began")
+        raise ConfigError(
+            VARIABLE,
+            None,
+            f"must be set to load the game {game}",
+            "Set it to the same folder as for the run",
+        )
     return folder / str(game)
 
 
@@ -150,15 +155,15 @@ def _read(path: Path) -> GameData:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no game of ALFWorld's: {type(error).__name__}: {error}"
+            f"{path} is not a valid ALFWorld game: {type(error).__name__}: {error}"
         ) from error
     if missing:
-        raise ValueError(f"{path} is no game of ALFWorld's: {missing[0]} is no text")
+        raise ValueError(f"{path} is not a valid ALFWorld game: {missing[0]} is not a string")
     return data
 
 
 @lru_cache(maxsize=4096)
-def _prove(house: House) -> None:
+def _verify_solvable(house: House) -> None:
     """Let the planner solve the house's game, unless it has been solved before.
 
     Raise `RuntimeError` if the planner finds no solution.
@@ -171,7 +176,7 @@ def _prove(house: House) -> None:
     path = cache_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.tw-pddl"
     if not path.exists():
         if plan_length(data) is None:
-            raise RuntimeError(f"the planner finds no way to do {house.chore} in {house}")
+            raise RuntimeError(f"the planner finds no solution for {house.chore} in {house}")
         _write(path, text)
 
 
@@ -187,15 +192,15 @@ def _write(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=path.parent)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        os.replace(draft, path)
+        os.replace(temporary, path)
     except OSError as error:
         reason = f"{path.parent} cannot be written ({error.strerror})"
         raise ConfigError(
             "XDG_CACHE_HOME",
             os.environ.get("XDG_CACHE_HOME"),
             reason,
-            "Set it to a folder that can",
+            "Set it to a writable folder",
         ) from error

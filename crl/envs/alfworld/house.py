@@ -61,7 +61,7 @@ _PHRASES = {
     "pick_cool_then_place_in_recep": "put a cool {thing} in {receptacle}",
     "pick_two_obj_and_place": "put two {thing} in {receptacle}",
 }
-_READINGS = (
+_PATTERNS = (
     ("look_at_obj_in_light", r"(?:look at|examine) (?:the )?(\w+) (?:under|with|in) the (\w+)"),
     ("pick_two_obj_and_place", r"(?:put|find) two (\w+) (?:and put them )?(?:in|on) (\w+)"),
     (
@@ -92,11 +92,11 @@ def read_chore(text: str) -> Chore:
 
     Its types are in lower case. Raise `ValueError` if the goal names no chore.
     """
-    for kind, pattern in _READINGS:
+    for kind, pattern in _PATTERNS:
         if match := re.search(pattern, text.lower()):
             thing, receptacle = (group for group in match.groups() if group)
             return Chore(kind, thing, receptacle)
-    raise ValueError(f"no chore in {text!r}")
+    raise ValueError(f"the text names no chore: {text!r}")
 
 
 def numbered(types: Sequence[str]) -> list[tuple[str, int]]:

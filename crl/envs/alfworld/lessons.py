@@ -78,7 +78,7 @@ def read(text: str, chore: Chore) -> tuple[str, str]:
 
 # ── episode digests ───────────────────────────────────────────────────────────────────────────────
 
-_SHOWN = re.compile(r"([a-z]+ \d): (.+)")
+_CONTENTS = re.compile(r"([a-z]+ \d): (.+)")
 
 
 def digest(segments: Sequence[Segment]) -> str:
@@ -91,13 +91,13 @@ def digest(segments: Sequence[Segment]) -> str:
         plate in countertop 1                       (or: nothing else)
         looked in countertop 1, cabinet 2           (or: looked in nothing)
     """
-    wanted, seen = chore_of(segments).thing, sights(segments)
-    aside = other_sight(segments)
+    wanted, seen = chore_of(segments).thing, first_sightings(segments)
+    other = other_sighting(segments)
     return "\n".join(
         [
             f"{wanted} in {seen[wanted]}" if wanted in seen else f"{wanted} not seen",
-            f"{aside[0]} in {aside[1]}" if aside else "nothing else",
-            f"looked in {', '.join(visits(segments)) or 'nothing'}",
+            f"{other[0]} in {other[1]}" if other else "nothing else",
+            f"looked in {', '.join(visited_receptacles(segments)) or 'nothing'}",
         ]
     )
 
@@ -107,34 +107,35 @@ def chore_of(segments: Sequence[Segment]) -> Chore:
     return read_chore("\n".join(segment.text for segment in segments if segment.origin == "task"))
 
 
-def sights(segments: Sequence[Segment]) -> dict[str, str]:
+def first_sightings(segments: Sequence[Segment]) -> dict[str, str]:
     """Return type of thing → the receptacle where it was first seen, in order."""
     seen: dict[str, str] = {}
-    for place, things in _shown(segments):
+    for place, things in _contents(segments):
         for thing in things:
             seen.setdefault(thing, place)
     return seen
 
 
-def other_sight(segments: Sequence[Segment]) -> tuple[str, str] | None:
+def other_sighting(segments: Sequence[Segment]) -> tuple[str, str] | None:
     """Return the first seen thing that the chore is not about, and its receptacle.
 
     Return None if there is none.
     """
     wanted = chore_of(segments).thing
     return next(
-        ((thing, place) for thing, place in sights(segments).items() if thing != wanted), None
+        ((thing, place) for thing, place in first_sightings(segments).items() if thing != wanted),
+        None,
     )
 
 
-def visits(segments: Sequence[Segment]) -> list[str]:
+def visited_receptacles(segments: Sequence[Segment]) -> list[str]:
     """Return the receptacles that the agent looked into, in order, without repetition."""
-    return list(dict.fromkeys(place for place, _ in _shown(segments)))
+    return list(dict.fromkeys(place for place, _ in _contents(segments)))
 
 
-def _shown(segments: Sequence[Segment]) -> list[tuple[str, list[str]]]:
+def _contents(segments: Sequence[Segment]) -> list[tuple[str, list[str]]]:
     """Return (receptacle, types of the things in it) of every look into a receptacle, in order."""
-    found = (_SHOWN.fullmatch(segment.text) for segment in segments if segment.origin == "env")
+    found = (_CONTENTS.fullmatch(segment.text) for segment in segments if segment.origin == "env")
     return [
         (match[1], [name.rpartition(" ")[0] for name in match[2].split(", ") if name != "nothing"])
         for match in found
@@ -152,37 +153,40 @@ class HouseAdvisor:
     """
 
     def right(self, task: Task) -> str:
-        return lesson("where", read_chore(task.goal).thing, true_places(task)[0])
+        return lesson("where", read_chore(task.goal).thing, true_receptacles(task)[0])
 
     def wrong(self, task: Task, rng: random.Random) -> str:
-        right = true_places(task)
+        right = true_receptacles(task)
         return lesson(
             "where",
             read_chore(task.goal).thing,
-            rng.choice([place for place in places(task) if place not in right]),
+            rng.choice([place for place in receptacle_names(task) if place not in right]),
         )
 
     def judge(self, task: Task, text: str) -> LessonVerdict:
         kind, place = read(text, read_chore(task.goal))
         if kind != "where":
             return LessonVerdict(kind, correct=False)
-        correct = place in true_places(task)
+        correct = place in true_receptacles(task)
         return LessonVerdict("where" if correct else "wrong where", correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
-        return chore_of(segments).thing in sights(segments)
+        return chore_of(segments).thing in first_sightings(segments)
 
 
-def places(task: Task) -> list[str]:
+def receptacle_names(task: Task) -> list[str]:
     """Return the names of the receptacles of the task's house."""
     house = small.house(int(task.params["lgen"]), int(task.params["core"]))
     return [f"{kind.lower()} {number}" for kind, number in numbered(house.receptacles)]
 
 
-def true_places(task: Task) -> list[str]:
+def true_receptacles(task: Task) -> list[str]:
     """Return the receptacles with the thing of the chore.
 
     They do not change while the place exists. There are two entries if the chore needs two things.
     """
-    house, names = small.house(int(task.params["lgen"]), int(task.params["core"])), places(task)
-    return [names[home] for kind, home in house.things if kind == house.chore.thing]
+    house, names = (
+        small.house(int(task.params["lgen"]), int(task.params["core"])),
+        receptacle_names(task),
+    )
+    return [names[index] for kind, index in house.things if kind == house.chore.thing]

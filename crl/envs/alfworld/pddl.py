@@ -75,9 +75,9 @@ def problem(house: House) -> str:
             for other in thing_types
             if other in VAL_RECEPTACLE_OBJECTS[kind]
         ]
-    for name, (kind, home) in zip(things, house.things, strict=True):
-        facts += [f"(objectType {name} {kind}Type)", f"(inReceptacle {name} {receptacles[home]})"]
-        facts += [f"(objectAtLocation {name} {places[home]})"]
+    for name, (kind, index) in zip(things, house.things, strict=True):
+        facts += [f"(objectType {name} {kind}Type)", f"(inReceptacle {name} {receptacles[index]})"]
+        facts += [f"(objectAtLocation {name} {places[index]})"]
         facts += [] if kind in LAMPS else [f"(pickupable {name})"]
         facts += [
             f"({word} {name})"
@@ -109,8 +109,12 @@ def _ids(types: Sequence[str]) -> list[str]:
 
 def _id(kind: str, number: int) -> str:
     """Return an identifier. A basin's identifier has its whole and itself, as in ALFRED."""
-    whole = kind.removesuffix("Basin")
-    return f"{whole}_bar_{number:02d}" if whole == kind else f"{whole}_bar_{number:02d}_bar_{kind}"
+    base_type = kind.removesuffix("Basin")
+    return (
+        f"{base_type}_bar_{number:02d}"
+        if base_type == kind
+        else f"{base_type}_bar_{number:02d}_bar_{kind}"
+    )
 
 
 @cache

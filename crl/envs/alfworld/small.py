@@ -15,7 +15,7 @@ from crl.envs.alfworld.house import APPLIANCES, KINDS, Chore, House
 from crl.seeds import generator
 
 RECEPTACLES = 6
-_OTHERS = 4
+_OTHER_THINGS = 4
 """Number of things that the chore does not need."""
 
 HOLDS = {
@@ -36,7 +36,7 @@ HOLDS = {
 }
 """Receptacle → things that it may hold: a part of ALFRED's table."""
 
-_ROOMS = {
+_ROOM_RECEPTACLES = {
     "kitchen": (
         "Cabinet",
         "Cabinet",
@@ -61,10 +61,10 @@ _ROOMS = {
         "SideTable",
     ),
 }
-_WHERE = {
+_ROOMS_OF_CHORE = {
     kind: ("kitchen",) if kind in APPLIANCES else ("kitchen", "bedroom") for kind in KINDS
 } | {"look_at_obj_in_light": ("bedroom",)}
-ABLE = {
+SUITABLE_THINGS = {
     "pick_clean_then_place_in_recep": (
         "Apple Bowl Cup Egg Fork Knife Mug Pan Plate Pot Potato Spoon Tomato"
     ),
@@ -82,38 +82,42 @@ def house(layout: int, dynamics: int | None) -> House:
     None: the house holds only the things that the chore needs.
     """
     rng = generator(layout, "alfworld_small/layout")
-    chore, receptacles, needed = _fixed(rng)
+    chore, receptacles, needed = _layout_content(rng)
     if dynamics is None:
         return House(chore, receptacles, tuple(needed))
-    about = generator(layout, "alfworld_small/about", dynamics)
+    dynamics_rng = generator(layout, "alfworld_small/about", dynamics)
     kinds = sorted({thing for kind in receptacles for thing in _holds(kind)} - {chore.thing})
     others = [
-        (thing, about.choice(_homes(receptacles, thing)))
-        for thing in about.sample(kinds, min(_OTHERS, len(kinds)))
+        (thing, dynamics_rng.choice(_possible_receptacles(receptacles, thing)))
+        for thing in dynamics_rng.sample(kinds, min(_OTHER_THINGS, len(kinds)))
     ]
     return House(chore, receptacles, (*needed, *others))
 
 
-def _fixed(rng: random.Random) -> tuple[Chore, tuple[str, ...], list[tuple[str, int]]]:
+def _layout_content(rng: random.Random) -> tuple[Chore, tuple[str, ...], list[tuple[str, int]]]:
     """Return the chore, the receptacles, and the needed things with their receptacles."""
     kind = rng.choice(KINDS)
-    room = list(_ROOMS[rng.choice(_WHERE[kind])])
-    lit = kind == "look_at_obj_in_light"
+    room = list(_ROOM_RECEPTACLES[rng.choice(_ROOMS_OF_CHORE[kind])])
+    needs_lamp = kind == "look_at_obj_in_light"
     while True:
         receptacles = tuple(sorted(rng.sample(room, RECEPTACLES)))
-        able = ABLE.get(kind, " ".join(HOLDS.values())).split()
-        things = sorted({thing for holder in receptacles for thing in _holds(holder)} & set(able))
-        goals = ["DeskLamp"] if lit else sorted(set(receptacles))
-        stands = [i for i, holder in enumerate(receptacles) if holder in _LAMP_STANDS]
+        suitable = SUITABLE_THINGS.get(kind, " ".join(HOLDS.values())).split()
+        things = sorted(
+            {thing for holder in receptacles for thing in _holds(holder)} & set(suitable)
+        )
+        goals = ["DeskLamp"] if needs_lamp else sorted(set(receptacles))
+        lamp_stands = [i for i, holder in enumerate(receptacles) if holder in _LAMP_STANDS]
         thing, goal = rng.choice(things), rng.choice(goals)
-        homes = [i for i in _homes(receptacles, thing) if receptacles[i] != goal]
-        fits = bool(stands) if lit else thing in _holds(goal)
-        if fits and homes and APPLIANCES.get(kind, receptacles[0]) in receptacles:
+        candidates = [
+            i for i in _possible_receptacles(receptacles, thing) if receptacles[i] != goal
+        ]
+        fits = bool(lamp_stands) if needs_lamp else thing in _holds(goal)
+        if fits and candidates and APPLIANCES.get(kind, receptacles[0]) in receptacles:
             break
     count = 2 if kind == "pick_two_obj_and_place" else 1
-    needed = [(thing, rng.choice(homes)) for _ in range(count)]
-    if lit:
-        needed.append((goal, rng.choice(stands)))
+    needed = [(thing, rng.choice(candidates)) for _ in range(count)]
+    if needs_lamp:
+        needed.append((goal, rng.choice(lamp_stands)))
     return Chore(kind, thing, goal), receptacles, needed
 
 
@@ -121,5 +125,5 @@ def _holds(receptacle: str) -> list[str]:
     return HOLDS[receptacle].split()
 
 
-def _homes(receptacles: Sequence[str], thing: str) -> list[int]:
+def _possible_receptacles(receptacles: Sequence[str], thing: str) -> list[int]:
     return [i for i, kind in enumerate(receptacles) if thing in _holds(kind)]

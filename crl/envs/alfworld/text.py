@@ -27,7 +27,7 @@ INVALID = {
 WON = {"full": "You have done it.", "compact": "done."}
 
 _ARTICLE = re.compile(r"\b(?:a|an) (?=\w)")
-_SHORTER = (
+_SHORT_FORMS = (
     (re.compile(r".*Looking quickly around you, you see (.*?)\..*", re.DOTALL), "see {0}"),
     (re.compile(r".*?[Tt]he ([\w ]+?) is closed\.", re.DOTALL), "{0} closed"),
     (re.compile(r".*?[Tt]he ([\w ]+?) is open\. In it, you see (.*)\.", re.DOTALL), "{0}: {1}"),
@@ -47,26 +47,26 @@ _SHORTER = (
 )
 
 
-def full(said: str, admissible: Sequence[str]) -> str:
+def full(feedback: str, admissible: Sequence[str]) -> str:
     """Return TextWorld's text with the accepted commands."""
-    return f"{said.strip()}{COMMANDS}{', '.join(admissible)}"
+    return f"{feedback.strip()}{COMMANDS}{', '.join(admissible)}"
 
 
-def compact(said: str) -> str:
+def compact(feedback: str) -> str:
     """Return TextWorld's text in few words. A text that is already short is not changed."""
-    said = said.strip()
-    for pattern, form in _SHORTER:
-        if match := pattern.fullmatch(said):
-            return form.format(*(_listed(group) for group in match.groups()))
-    return said
+    feedback = feedback.strip()
+    for pattern, form in _SHORT_FORMS:
+        if match := pattern.fullmatch(feedback):
+            return form.format(*(_short_list(group) for group in match.groups()))
+    return feedback
 
 
-def _listed(words: str) -> str:
+def _short_list(words: str) -> str:
     """Return a list in short form: "a mug 1, and a pen 2" → "mug 1, pen 2"."""
     return _ARTICLE.sub("", words.replace(", and ", ", "))
 
 
-def chosen(action: str, admissible: tuple[str, ...]) -> str | None:
+def chosen_command(action: str, admissible: tuple[str, ...]) -> str | None:
     """Return the command of `admissible` that the agent chose, or None if it chose none.
 
     ALFWorld's grammars differ in wording, so the agent may use the wording of any of them.
@@ -82,9 +82,9 @@ def _aliases(admissible: tuple[str, ...]) -> dict[str, str]:
             thing, place = match.groups()
             aliases |= {f"move {thing} to {place}": command}
             aliases |= {
-                f"{verb} {thing} {where} {place}": command
+                f"{verb} {thing} {preposition} {place}": command
                 for verb in ("put", "place")
-                for where in _INTO
+                for preposition in _PREPOSITIONS
             }
         elif match := re.fullmatch(r"take (.+) from (.+)", command):
             thing, place = match.groups()
@@ -97,4 +97,4 @@ def _aliases(admissible: tuple[str, ...]) -> dict[str, str]:
     return aliases
 
 
-_INTO = ("in/on", "in", "on", "into", "onto", "to")
+_PREPOSITIONS = ("in/on", "in", "on", "into", "onto", "to")

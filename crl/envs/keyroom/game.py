@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import cache
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import Rendering, play
+from crl.envs.base import Rendering, play_episode
 from crl.envs.keyroom import ACTIONS
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import INVENTORY, OBSERVATIONS, Level, Turn, Window, minihack
-from crl.envs.minihack.player import At
+from crl.envs.minihack.player import Point
 from crl.envs.minihack.view import View
 from crl.types import Task
 
@@ -22,7 +22,7 @@ WINDOW = Window(x=36, y=8, width=7, height=7)
 KEY = "key named The Master Key of Thievery"
 _COMMANDS = dict(zip(ACTIONS, map(int, minihack.envs.keyroom.APPLY_ACTIONS), strict=True))
 _KEYBOARD = tuple(range(128))
-_PUSHES = 20
+_MAX_PUSHES = 20
 """Maximum number of steps into an unlocked door.
 
 The door sticks in three of ten attempts.
@@ -60,18 +60,18 @@ class KeyRoomGame(LevelGame):
     def _play(self, choice: str) -> Turn:
         if choice != "apply":
             return self.level.step(_COMMANDS[choice])
-        key, door = _held_key(self.view), _door_beside(self.view)
+        key, door = _held_key(self.view), _adjacent_door(self.view)
         if key is None:
             return Turn(replace(self.view, message="You have no key."), success=False)
         if door is None:
             return Turn(
                 replace(self.view, message="There is no closed door next to you."), success=False
             )
-        for pressed in (_COMMANDS["apply"], ord(key), _COMMANDS[door]):
-            self.level.step(pressed)
+        for command in (_COMMANDS["apply"], ord(key), _COMMANDS[door]):
+            self.level.step(command)
         turn = self.level.step(ord("y"))
-        for _ in range(_PUSHES):
-            if turn.view is None or _door_beside(turn.view) is None:
+        for _ in range(_MAX_PUSHES):
+            if turn.view is None or _adjacent_door(turn.view) is None:
                 break
             turn = self.level.step(_COMMANDS[door])
         return turn
@@ -93,7 +93,7 @@ def _held_key(view: View) -> str | None:
     return next((letter for letter, name in view.inventory.items() if "key" in name), None)
 
 
-def _door_beside(view: View) -> str | None:
+def _adjacent_door(view: View) -> str | None:
     """Return the direction of a closed door next to the player, or None if there is none."""
     x, y = view.position
     cells = {name: text.cell_at(view, (x + dx, y + dy)) for name, (dx, dy) in COMPASS.items()}
@@ -102,11 +102,11 @@ def _door_beside(view: View) -> str | None:
     )
 
 
-_peek_lock = threading.Lock()
+_level_lock = threading.Lock()
 
 
 @cache
-def true_places(lgen: int) -> tuple[At, At]:
+def true_cells(lgen: int) -> tuple[Point, Point]:
     """Return the cells of a layout's key and door, which do not depend on the dynamics.
 
     The function plays the game to find them. Never used by rollouts. Raise `LookupError` if they
@@ -116,13 +116,13 @@ def true_places(lgen: int) -> tuple[At, At]:
         KeyRoomPlayer(random.Random(0)),
         Task("keyroom", 0, "train", "", {"lgen": lgen, "core": 0}),
     )
-    with _peek_lock:
-        play(_peek_game(), task, player, turns=60)
+    with _level_lock:
+        play_episode(_layout_game(), task, player, turns=60)
     if player.key is None or player.door is None:
-        raise LookupError(f"the key or the door of layout {lgen} were never seen")
+        raise LookupError(f"the key or the door of layout {lgen} were not found")
     return player.key, player.door
 
 
 @cache
-def _peek_game() -> KeyRoomGame:
+def _layout_game() -> KeyRoomGame:
     return KeyRoomGame("compact")

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from crl.envs.actions import COMPASS, moves
 from crl.envs.base import LessonVerdict
 from crl.envs.keyroom.player import KeyRoomPlayer
-from crl.envs.minihack.player import At
+from crl.envs.minihack.player import Point
 from crl.types import Segment, Task
 
 _LESSON = re.compile(r"key at (\d) (\d), door at (\d) (\d)\.")
 
 
-def lesson(key: At, door: At) -> str:
+def lesson(key: Point, door: Point) -> str:
     """Return the lesson that gives the cells of the key and the door, as (x, y) from 0."""
-    return f"key at {_told(key)}, door at {_told(door)}."
+    return f"key at {_row_column(key)}, door at {_row_column(door)}."
 
 
-def read(text: str) -> tuple[At, At] | None:
+def read(text: str) -> tuple[Point, Point] | None:
     """Return the cells of the key and the door in a lesson, or None if it gives none."""
     match = _LESSON.fullmatch(text)
     if match is None:
@@ -43,12 +43,14 @@ def digest(segments: Sequence[Segment]) -> str:
         key at 2 5
         door not seen
     """
-    seen = zip(("key", "door"), found(segments), strict=True)
-    places = (f"{name} {f'at {_told(at)}' if at else 'not seen'}" for name, at in seen)
-    return "\n".join([moves(segments, (*COMPASS, "pickup", "apply")), *places])
+    seen = zip(("key", "door"), found_cells(segments), strict=True)
+    lines = (
+        f"{name} {f'at {_row_column(point)}' if point else 'not seen'}" for name, point in seen
+    )
+    return "\n".join([moves(segments, (*COMPASS, "pickup", "apply")), *lines])
 
 
-def found(segments: Sequence[Segment]) -> tuple[At | None, At | None]:
+def found_cells(segments: Sequence[Segment]) -> tuple[Point | None, Point | None]:
     """Return the cells of the key and the door, as far as an episode's compact texts show them.
 
     The key's cell is where the key lay before it was taken.
@@ -73,21 +75,21 @@ class KeyRoomAdvisor:
         return lesson(key, door)
 
     def judge(self, task: Task, text: str) -> LessonVerdict:
-        told = read(text)
-        if told is None:
+        cells = read(text)
+        if cells is None:
             return LessonVerdict("other", correct=False)
-        correct = told == _truth(task)
+        correct = cells == _truth(task)
         return LessonVerdict("places" if correct else "wrong places", correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
-        return None not in found(segments)
+        return None not in found_cells(segments)
 
 
-def _truth(task: Task) -> tuple[At, At]:
-    from crl.envs.keyroom.game import true_places
+def _truth(task: Task) -> tuple[Point, Point]:
+    from crl.envs.keyroom.game import true_cells
 
-    return true_places(int(task.params["lgen"]))
+    return true_cells(int(task.params["lgen"]))
 
 
-def _told(at: At) -> str:
-    return f"{at[1] + 1} {at[0] + 1}"
+def _row_column(point: Point) -> str:
+    return f"{point[1] + 1} {point[0] + 1}"

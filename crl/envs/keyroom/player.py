@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 from crl.envs.actions import COMPASS
 from crl.envs.minihack.player import (
-    At,
-    around,
-    beside,
-    read_at,
+    Point,
+    neighbour,
+    neighbours,
     read_map,
-    read_open,
+    read_open_directions,
+    read_position,
     read_things,
-    walk,
+    shortest_walk,
 )
 
 _INTERIOR = frozenset((x, y) for x in range(1, 6) for y in range(1, 6))
@@ -37,84 +37,89 @@ class KeyRoomPlayer:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._forget()
+        self._reset()
 
     def begin(self, goal: str, observation: str) -> None:
-        self._forget()
+        self._reset()
         self.observe(observation)
 
     def observe(self, observation: str) -> None:
-        names, here = read_map(observation), read_at(observation)
+        names, position = read_map(observation), read_position(observation)
         if names is not None:
-            self._here = next(at for at, name in names.items() if name == "you")
+            self._position = next(point for point, name in names.items() if name == "you")
             self._floor |= {
-                at
-                for at, name in names.items()
+                point
+                for point, name in names.items()
                 if name not in ("wall", "closed door", "wall or open door", "not seen yet")
             }
-            things = {_NAMES[name]: at for at, name in names.items() if name in _NAMES}
-        elif here is not None:
-            self._here = here
-            self._floor |= {here, *(beside(here, name) for name in read_open(observation))}
-            things = dict(read_things(observation, here))
+            things = {_NAMES[name]: point for point, name in names.items() if name in _NAMES}
+        elif position is not None:
+            self._position = position
+            self._floor |= {
+                position,
+                *(neighbour(position, name) for name in read_open_directions(observation)),
+            }
+            things = dict(read_things(observation, position))
         else:
             return
         if self.door and "door" not in things:
-            self._open = True
+            self._door_open = True
         self._stairs = things.get("stairs", self._stairs)
         self.key, self.door = things.get("key", self.key), things.get("door", self.door)
         self._holding = bool(_HELD.search(observation))
-        self._inspected |= {self._here, *around(self._here)}
+        self._inspected |= {self._position, *neighbours(self._position)}
 
     def act(self) -> str:
-        if not self._holding and self._here == self.key:
+        if not self._holding and self._position == self.key:
             return "pickup"
         if (
             self._holding
             and self.door
-            and not self._open
-            and self._here in self._thresholds(self.door)
+            and not self._door_open
+            and self._position in self._thresholds(self.door)
         ):
             return "apply"
         return next(
-            (path[0] for wanted in self._wishes() if (path := self._way_to(wanted))),
+            (path[0] for targets in self._targets() if (path := self._walk_to(targets))),
             self._rng.choice(list(COMPASS)),
         )
 
-    def _wishes(self) -> Iterable[set[At]]:
+    def _targets(self) -> Iterable[set[Point]]:
         """Yield sets of cells to walk to, the most wanted set first."""
         if self._stairs:
             yield {self._stairs}
         if self.key and not self._holding:
             yield {self.key}
-        if self.door and self._open:
+        if self.door and self._door_open:
             yield {self.door}
         if self.door and self._holding:
             yield self._thresholds(self.door)
         yield {
-            at
-            for at in self._floor
-            if any(to in _INTERIOR and to not in self._inspected for to in around(at))
+            point
+            for point in self._floor
+            if any(end in _INTERIOR and end not in self._inspected for end in neighbours(point))
         }
         yield self._floor
 
-    def _forget(self) -> None:
-        self._here: At = (0, 0)
-        self._floor: set[At] = set()
-        self._inspected: set[At] = set()
-        self._stairs: At | None = None
-        self.key: At | None = None
-        self.door: At | None = None
-        self._open = self._holding = False
+    def _reset(self) -> None:
+        self._position: Point = (0, 0)
+        self._floor: set[Point] = set()
+        self._inspected: set[Point] = set()
+        self._stairs: Point | None = None
+        self.key: Point | None = None
+        self.door: Point | None = None
+        self._door_open = self._holding = False
 
-    def _thresholds(self, door: At) -> set[At]:
+    def _thresholds(self, door: Point) -> set[Point]:
         """Return the floor cells from which the door can be entered."""
-        return {beside(door, name) for name in ("north", "east", "south", "west")} & self._floor
+        return {neighbour(door, name) for name in ("north", "east", "south", "west")} & self._floor
 
-    def _way_to(self, wanted: set[At]) -> list[str] | None:
-        return walk(self._here, lambda at: at in wanted, self._passable, self._rng)
+    def _walk_to(self, targets: set[Point]) -> list[str] | None:
+        return shortest_walk(
+            self._position, lambda point: point in targets, self._passable, self._rng
+        )
 
-    def _passable(self, at: At, to: At) -> bool:
-        if self.door in (at, to):
-            return self._open and (at[0] == to[0] or at[1] == to[1])
-        return to in self._floor
+    def _passable(self, start: Point, end: Point) -> bool:
+        if self.door in (start, end):
+            return self._door_open and (start[0] == end[0] or start[1] == end[1])
+        return end in self._floor

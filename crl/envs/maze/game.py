@@ -13,19 +13,19 @@ from crl.envs.maze.player import SIZE, SMALL_SIZE, MazePlayer
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import Level, Window
-from crl.envs.minihack.player import At, around, beside, walk
+from crl.envs.minihack.player import Point, neighbour, neighbours, shortest_walk
 from crl.envs.places import DEMONSTRATION_LAYOUTS
 from crl.types import Task
 
-NEAREST = 3
+MIN_STAIRS_DISTANCE = 3
 """Minimum number of steps from the start to the stairs of a small maze.
 
 Random play would reach stairs that are closer.
 """
-LATEST, TRIES = 14, 12
+MAX_SEARCH_STEPS, SEARCH_TRIALS = 14, 12
 """Steps in which a searching player finds the stairs of a small maze, and number of trials.
 
-The player finds the stairs in all trials. `LATEST` is the turn limit of `maze_small` in
+The player finds the stairs in all trials. `MAX_SEARCH_STEPS` is the turn limit of `maze_small` in
 tasks/maze.toml.
 """
 
@@ -76,37 +76,39 @@ def _small_layout(lgen: int) -> int:
     layouts = (
         seed
         for seed in range(lgen, 1 << 62, 1 << 32)
-        if len(_way(*_peek(seed, SMALL_SIZE))) >= NEAREST
+        if len(_way(*_read_layout(seed, SMALL_SIZE))) >= MIN_STAIRS_DISTANCE
     )
     return next(
         seed
         for seed in layouts
-        if lgen in DEMONSTRATION_LAYOUTS or _found_in_time(*_peek(seed, SMALL_SIZE))
+        if lgen in DEMONSTRATION_LAYOUTS or _found_in_time(*_read_layout(seed, SMALL_SIZE))
     )
 
 
-def _found_in_time(start: At, corridors: frozenset[At], stairs: At) -> bool:
+def _found_in_time(start: Point, corridors: frozenset[Point], stairs: Point) -> bool:
     return all(
-        _found(start, corridors, stairs, MazePlayer(random.Random(i), SMALL_SIZE))
-        for i in range(TRIES)
+        _finds_stairs(start, corridors, stairs, MazePlayer(random.Random(i), SMALL_SIZE))
+        for i in range(SEARCH_TRIALS)
     )
 
 
-def _found(here: At, corridors: frozenset[At], stairs: At, player: MazePlayer) -> bool:
-    """Return whether a new player reaches the stairs within `LATEST` steps.
+def _finds_stairs(
+    position: Point, corridors: frozenset[Point], stairs: Point, player: MazePlayer
+) -> bool:
+    """Return whether a new player reaches the stairs within `MAX_SEARCH_STEPS` steps.
 
     The player sees only the cells next to it.
     """
-    for _ in range(LATEST):
-        near = corridors & {here, *around(here)}
-        player.see(here, near, near & {stairs})
-        here = to if (to := beside(here, player.act())) in corridors else here
-        if here == stairs:
+    for _ in range(MAX_SEARCH_STEPS):
+        visible = corridors & {position, *neighbours(position)}
+        player.record_view(position, visible, visible & {stairs})
+        position = end if (end := neighbour(position, player.act())) in corridors else position
+        if position == stairs:
             return True
     return False
 
 
-Maze = tuple[At, frozenset[At], At]
+Maze = tuple[Point, frozenset[Point], Point]
 
 
 def true_maze(lgen: int, size: int = SIZE) -> Maze:
@@ -114,7 +116,7 @@ def true_maze(lgen: int, size: int = SIZE) -> Maze:
 
     They do not depend on the dynamics. Never used by rollouts.
     """
-    return _peek(_small_layout(lgen) if size == SMALL_SIZE else lgen, size)
+    return _read_layout(_small_layout(lgen) if size == SMALL_SIZE else lgen, size)
 
 
 def true_way(lgen: int, size: int = SIZE) -> list[str]:
@@ -122,22 +124,24 @@ def true_way(lgen: int, size: int = SIZE) -> list[str]:
     return _way(*true_maze(lgen, size))
 
 
-def _way(start: At, corridors: frozenset[At], stairs: At) -> list[str]:
-    path = walk(start, lambda at: at == stairs, lambda _, to: to in corridors, random.Random(0))
+def _way(start: Point, corridors: frozenset[Point], stairs: Point) -> list[str]:
+    path = shortest_walk(
+        start, lambda point: point == stairs, lambda _, end: end in corridors, random.Random(0)
+    )
     if path is None:
-        raise LookupError(f"no way leads from {start} to the stairs at {stairs}")
+        raise LookupError(f"there is no way from {start} to the stairs at {stairs}")
     return path
 
 
-_peek_lock = threading.Lock()
+_level_lock = threading.Lock()
 
 
 @cache
-def _peek(layout: int, size: int) -> Maze:
-    with _peek_lock:
+def _read_layout(layout: int, size: int) -> Maze:
+    with _level_lock:
         view = _mapped_level(size).reset(layout, 0)
-    corridors = frozenset(at for at, cell in text.cells(view) if cell.kind != "unseen")
-    (stairs,) = (at for at, cell in text.cells(view) if cell.name == text.STAIRS)
+    corridors = frozenset(point for point, cell in text.cells(view) if cell.kind != "unseen")
+    (stairs,) = (point for point, cell in text.cells(view) if cell.name == text.STAIRS)
     return view.position, corridors, stairs
 
 

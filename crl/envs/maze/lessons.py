@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from crl.envs.actions import COMPASS, moves, parse_choice
 from crl.envs.base import LessonVerdict
 from crl.envs.maze.player import SIZE, MazePlayer
-from crl.envs.minihack.player import beside, read_at
+from crl.envs.minihack.player import neighbour, read_position
 from crl.types import Segment, Task
 
 _LESSON = re.compile(r"from the start go ([a-z]+(?: [a-z]+)*)\.")
@@ -53,10 +53,10 @@ def found_way(segments: Sequence[Segment]) -> list[str] | None:
         if segment.origin == "policy":
             action = parse_choice(segment.text, tuple(COMPASS))
         elif segment.origin == "env" and segment.text.startswith("stairs reached") and action:
-            player.stairs.add(beside(player.here, action))
+            player.stairs.add(neighbour(player.position, action))
         elif segment.origin == "env":
             player.observe(segment.text)
-            start = start or read_at(segment.text)
+            start = start or read_position(segment.text)
     return player.way_to_stairs(start) if start else None
 
 
@@ -82,7 +82,7 @@ class MazeAdvisor:
         from crl.envs.maze.game import true_maze, true_way
 
         start, corridors, _ = true_maze(int(task.params["lgen"]), self._size)
-        first = rng.choice([name for name in COMPASS if beside(start, name) not in corridors])
+        first = rng.choice([name for name in COMPASS if neighbour(start, name) not in corridors])
         return lesson([first, *true_way(int(task.params["lgen"]), self._size)[1:]])
 
     def judge(self, task: Task, text: str) -> LessonVerdict:
@@ -91,10 +91,10 @@ class MazeAdvisor:
         way = read(text)
         if way is None:
             return LessonVerdict("other", correct=False)
-        at, corridors, stairs = true_maze(int(task.params["lgen"]), self._size)
+        point, corridors, stairs = true_maze(int(task.params["lgen"]), self._size)
         for name in way:
-            at = to if (to := beside(at, name)) in corridors else at
-            if at == stairs:
+            point = end if (end := neighbour(point, name)) in corridors else point
+            if point == stairs:
                 return LessonVerdict("way", correct=True)
         return LessonVerdict("wrong way", correct=False)
 

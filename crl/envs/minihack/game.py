@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from crl.envs.actions import parse_choice
-from crl.envs.base import Rendering, refusal
+from crl.envs.base import Rendering, invalid_action_text
 from crl.envs.minihack import text
 from crl.envs.minihack.level import Level, Turn
 from crl.envs.minihack.view import View
@@ -59,11 +59,12 @@ class LevelGame:
     def step(self, action: str) -> StepResult:
         """Play one of the actions. Raise `RuntimeError` outside an episode."""
         if self._over:
-            raise RuntimeError("this episode is over: reset first")
+            raise RuntimeError("the episode is over: call reset first")
         choice = parse_choice(action, self._actions)
         if choice is None:
             return StepResult(
-                f"{refusal(self._rendering, self._actions)}\n{self._render(self.view)}", valid=False
+                f"{invalid_action_text(self._rendering, self._actions)}\n{self._render(self.view)}",
+                valid=False,
             )
         turn = self._play(choice)
         self.moves += 1
@@ -71,9 +72,9 @@ class LevelGame:
             self._view = turn.view
             return StepResult(self._render(turn.view))
         self._over = True
-        last_words = text.WON if turn.success else text.DIED
+        end_texts = text.WON if turn.success else text.DIED
         return StepResult(
-            last_words[self._rendering], reward=float(turn.success), done=True, success=turn.success
+            end_texts[self._rendering], reward=float(turn.success), done=True, success=turn.success
         )
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class LevelGame:
     @property
     def view(self) -> View:
         if self._view is None:
-            raise RuntimeError("no episode has begun: reset first")
+            raise RuntimeError("no episode has started: call reset first")
         return self._view
 
     @property

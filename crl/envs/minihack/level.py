@@ -160,8 +160,8 @@ class Level:
             for y in range(window.height)
         )
         message = _text(observation["message"].tobytes())
-        hit_points, most = int(stats[nethack.NLE_BL_HP]), int(stats[nethack.NLE_BL_HPMAX])
-        return View(cells, position, hit_points, most, message, _inventory(observation))
+        hit_points, max_hit_points = int(stats[nethack.NLE_BL_HP]), int(stats[nethack.NLE_BL_HPMAX])
+        return View(cells, position, hit_points, max_hit_points, message, _inventory(observation))
 
 
 def _inventory(observation: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -176,8 +176,8 @@ def _inventory(observation: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4096)
-def _cell(glyph: int, char: int, description: bytes, here: bool) -> Cell:
-    if here:
+def _cell(glyph: int, char: int, description: bytes, is_player: bool) -> Cell:
+    if is_player:
         return Cell("@", "you", "you")
     name = _text(description).removeprefix("a ").removeprefix("an ").removeprefix("the ")
     if nethack.glyph_is_monster(glyph) or nethack.glyph_is_invisible(glyph):

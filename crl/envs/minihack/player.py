@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from crl.envs.actions import COMPASS
 from crl.envs.search import shortest_path
 
-At = tuple[int, int]
+Point = tuple[int, int]
 
 _MAP = re.compile(r"^Map:\n(.+?)\nLegend: (.+)$", re.MULTILINE | re.DOTALL)
-_AT = re.compile(r"^at (\d+) (\d+)$", re.MULTILINE)
+_POSITION = re.compile(r"^at (\d+) (\d+)$", re.MULTILINE)
 _OPEN = re.compile(r"^open (.+)$", re.MULTILINE)
 _THING = re.compile(r"^(\w+) (here|(?:east|west|north|south) \d.*)$", re.MULTILINE)
 
 
-def read_map(observation: str) -> dict[At, str] | None:
+def read_map(observation: str) -> dict[Point, str] | None:
     """Return the names of the cells of a full text's map, by (x, y) from its top left.
 
     Return None if the text has no map. A symbol with several meanings is named by all of them
@@ -37,52 +37,57 @@ def read_map(observation: str) -> dict[At, str] | None:
     }
 
 
-def read_at(observation: str) -> At | None:
+def read_position(observation: str) -> Point | None:
     """Return the player's cell in a compact text, as (x, y) from 0. Return None if it has none."""
-    match = _AT.search(observation)
+    match = _POSITION.search(observation)
     return (int(match[2]) - 1, int(match[1]) - 1) if match else None
 
 
-def read_open(observation: str) -> list[str]:
+def read_open_directions(observation: str) -> list[str]:
     """Return the open directions in a compact text."""
     match = _OPEN.search(observation)
     return match[1].split() if match else []
 
 
-def read_things(observation: str, here: At) -> Iterator[tuple[str, At]]:
+def read_things(observation: str, position: Point) -> Iterator[tuple[str, Point]]:
     """Yield (name, cell) of every line of the form `key east 2 south 1`."""
-    for name, way in _THING.findall(observation):
-        x, y = here
-        words = way.split()
+    for name, offset in _THING.findall(observation):
+        x, y = position
+        words = offset.split()
         for direction, count in zip(words[::2], words[1::2], strict=False):
             dx, dy = COMPASS[direction]
             x, y = x + dx * int(count), y + dy * int(count)
         yield name, (x, y)
 
 
-def beside(at: At, name: str) -> At:
+def neighbour(point: Point, direction: str) -> Point:
     """Return the neighbour of a cell in a compass direction."""
-    dx, dy = COMPASS[name]
-    return (at[0] + dx, at[1] + dy)
+    dx, dy = COMPASS[direction]
+    return (point[0] + dx, point[1] + dy)
 
 
-def around(at: At) -> Iterator[At]:
+def neighbours(point: Point) -> Iterator[Point]:
     """Yield the eight neighbours of a cell."""
-    return (beside(at, name) for name in COMPASS)
+    return (neighbour(point, name) for name in COMPASS)
 
 
-def walk(
-    here: At, wanted: Callable[[At], bool], passable: Callable[[At, At], bool], rng: random.Random
+def shortest_walk(
+    start: Point,
+    is_target: Callable[[Point], bool],
+    passable: Callable[[Point, Point], bool],
+    rng: random.Random,
 ) -> list[str] | None:
-    """Return the directions of a shortest walk to a wanted cell, or None if there is no way.
+    """Return the directions of a shortest walk to a target, or None if there is no way.
 
-    The walk has at least one step. Ties are broken at random. `passable(from, to)` returns whether
-    a step is possible.
+    The walk has at least one step. Ties are broken at random. `passable(start, end)` returns
+    whether a step is possible.
     """
-    order = list(COMPASS)
-    rng.shuffle(order)
+    directions = list(COMPASS)
+    rng.shuffle(directions)
 
-    def moves(at: At) -> Iterator[tuple[str, At]]:
-        return ((name, there) for name in order if passable(at, there := beside(at, name)))
+    def moves(point: Point) -> Iterator[tuple[str, Point]]:
+        return (
+            (name, end) for name in directions if passable(point, end := neighbour(point, name))
+        )
 
-    return shortest_path(here, lambda at: at != here and wanted(at), moves)
+    return shortest_path(start, lambda point: point != start and is_target(point), moves)

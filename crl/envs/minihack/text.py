@@ -53,9 +53,9 @@ def cells(view: View) -> Iterator[tuple[tuple[int, int], Cell]]:
     return (((x, y), cell) for y, row in enumerate(view.cells) for x, cell in enumerate(row))
 
 
-def cell_at(view: View, at: tuple[int, int]) -> Cell | None:
+def cell_at(view: View, point: tuple[int, int]) -> Cell | None:
     """Return the cell at (x, y), or None outside the window."""
-    x, y = at
+    x, y = point
     return view.cells[y][x] if 0 <= y < len(view.cells) and 0 <= x < len(view.cells[y]) else None
 
 
@@ -75,39 +75,42 @@ def compact(view: View, things: Mapping[str, str]) -> str:
 
         at 2 3 / open north east / key east 2 south 1 / door here        (" / " is a line break)
     """
-    here = view.position
-    lines = [f"at {here[1] + 1} {here[0] + 1}", f"open {' '.join(open_ways(view)) or 'nowhere'}"]
+    position = view.position
+    lines = [
+        f"at {position[1] + 1} {position[0] + 1}",
+        f"open {' '.join(open_directions(view)) or 'nowhere'}",
+    ]
     return "\n".join(
         [
             *lines,
             *(
-                f"{things[cell.name]} {way(here, at)}"
-                for at, cell in cells(view)
+                f"{things[cell.name]} {offset_text(position, point)}"
+                for point, cell in cells(view)
                 if cell.name in things
             ),
         ]
     )
 
 
-def open_ways(view: View) -> list[str]:
+def open_directions(view: View) -> list[str]:
     """Return the directions in which the player can step.
 
     Doors cannot be entered diagonally.
     """
-    here, ways = view.position, []
+    position, directions = view.position, []
     for name, (dx, dy) in COMPASS.items():
-        cell = cell_at(view, (here[0] + dx, here[1] + dy))
+        cell = cell_at(view, (position[0] + dx, position[1] + dy))
         if (
             cell is not None
             and cell.kind != "unseen"
             and cell.name not in _BLOCKED
             and not (dx and dy and cell.name == OPEN_DOOR)
         ):
-            ways.append(name)
-    return ways
+            directions.append(name)
+    return directions
 
 
-def way(start: tuple[int, int], end: tuple[int, int]) -> str:
+def offset_text(start: tuple[int, int], end: tuple[int, int]) -> str:
     """Return the offset from `start` to `end`: `east 2 south 1`, or `here` if they are equal."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     parts = [f"{'east' if dx > 0 else 'west'} {abs(dx)}"] if dx else []

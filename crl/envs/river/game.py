@@ -12,7 +12,7 @@ from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import Level, Window
 from crl.envs.minihack.view import View
-from crl.envs.river.player import BANK, BEYOND
+from crl.envs.river.player import BANK, FAR_SIDE
 
 BOULDERS = 3
 """Maximum number of boulders in a compact text, nearest first.
@@ -38,19 +38,19 @@ class RiverGame(LevelGame):
 
 def _level(bank: int) -> Level:
     """Return MiniHack-River-Narrow, or a similar level with a narrower near bank."""
-    window = Window(x=26 if bank == BANK else 32, y=7, width=bank + BEYOND, height=7)
+    window = Window(x=26 if bank == BANK else 32, y=7, width=bank + FAR_SIDE, height=7)
     return Level("MiniHack-River-Narrow-v0" if bank == BANK else _small_river(bank), window)
 
 
 def _small_river(bank: int) -> Callable[..., Any]:
     from minihack import LevelGenerator, MiniHackNavigation
 
-    level = LevelGenerator(map="\n" + f"{'.' * bank}WW{'.' * (BEYOND - 2)}\n" * 7)
+    level = LevelGenerator(map="\n" + f"{'.' * bank}WW{'.' * (FAR_SIDE - 2)}\n" * 7)
     level.set_start_rect((0, 0), (bank - 1, 6))
     level.set_area_variable("$boulder_area", type="fillrect", x1=1, y1=1, x2=bank - 1, y2=5)
     for _ in range(BOULDERS):
         level.add_object_area("$boulder_area", name="boulder", symbol="`")
-    level.add_goal_pos((bank + BEYOND - 1, 2))
+    level.add_goal_pos((bank + FAR_SIDE - 1, 2))
     return partial(MiniHackNavigation, des_file=level.get_des())
 
 
@@ -63,24 +63,26 @@ def compact(view: View, bank: int = BANK) -> str:
 
         at 2 3 / boulder east 4 south 1        (" / " is a line break)
     """
-    here = view.position
-    lines = [f"at {here[1] + 1} {here[0] + 1}"]
+    position = view.position
+    lines = [f"at {position[1] + 1} {position[0] + 1}"]
     river = (bank, bank + 1)
     lines += [
-        f"ford {text.way(here, at)}"
-        for at, cell in text.cells(view)
-        if at[0] in river and cell.name == "floor"
+        f"ford {text.offset_text(position, point)}"
+        for point, cell in text.cells(view)
+        if point[0] in river and cell.name == "floor"
     ]
     boulders = sorted(
-        (at for at, cell in text.cells(view) if cell.name == "boulder"),
-        key=lambda at: _steps(here, at),
+        (point for point, cell in text.cells(view) if cell.name == "boulder"),
+        key=lambda point: _distance(position, point),
     )
-    lines += [f"boulder {text.way(here, at)}" for at in boulders[:BOULDERS]]
+    lines += [f"boulder {text.offset_text(position, point)}" for point in boulders[:BOULDERS]]
     lines += [
-        f"stairs {text.way(here, at)}" for at, cell in text.cells(view) if cell.name == text.STAIRS
+        f"stairs {text.offset_text(position, point)}"
+        for point, cell in text.cells(view)
+        if cell.name == text.STAIRS
     ]
     return "\n".join(lines)
 
 
-def _steps(start: tuple[int, int], end: tuple[int, int]) -> int:
+def _distance(start: tuple[int, int], end: tuple[int, int]) -> int:
     return max(abs(end[0] - start[0]), abs(end[1] - start[1]))

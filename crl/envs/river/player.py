@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 
 from crl.envs.actions import COMPASS
-from crl.envs.minihack.player import At, read_at, read_map, read_things, walk
+from crl.envs.minihack.player import Point, read_map, read_position, read_things, shortest_walk
 
 BANK, SMALL_BANK = 18, 8
 """Number of columns of the near bank. Also the index of the river's first column of water."""
-BEYOND = 7
+FAR_SIDE = 7
 """Number of columns of the river and the far bank.
 
 The river is two cells wide. A player that falls into the second cell crawls out on a bank next to
 it.
 """
-_HEIGHT, _EXIT_ROW = 7, 2
+_HEIGHT, _STAIRS_ROW = 7, 2
 
 
 class RiverPlayer:
@@ -26,69 +26,75 @@ class RiverPlayer:
     """
 
     def __init__(self, rng: random.Random, bank: int = BANK) -> None:
-        self._rng, self._water, self._exit = rng, bank, (bank + BEYOND - 1, _EXIT_ROW)
-        self._forget()
+        self._rng, self._water, self._stairs = rng, bank, (bank + FAR_SIDE - 1, _STAIRS_ROW)
+        self._reset()
 
     def begin(self, goal: str, observation: str) -> None:
-        self._forget()
+        self._reset()
         self.observe(observation)
 
     def observe(self, observation: str) -> None:
-        before = self._here
-        names, here = read_map(observation), read_at(observation)
+        previous = self._position
+        names, position = read_map(observation), read_position(observation)
         if names is not None:
-            self._see(names)
-        elif here is not None:
-            self._hear(here, observation)
-        if self._pushed and self._here == before:
+            self._read_full(names)
+        elif position is not None:
+            self._read_compact(position, observation)
+        if self._pushed and self._position == previous:
             self._stuck.add(self._pushed)
 
     def act(self) -> str:
         self._pushed = None
-        if self._here[0] > self._water:
-            path = self._walk({self._exit})
-        elif self._here == self._ford:
+        if self._position[0] > self._water:
+            path = self._walk_to({self._stairs})
+        elif self._position == self._ford:
             path = ["east"]
         elif self._ford:
-            path = self._walk({self._ford})
+            path = self._walk_to({self._ford})
         else:
-            path = self._push()
+            path = self._plan_push()
         return path[0] if path else self._rng.choice(list(COMPASS))
 
-    def _forget(self) -> None:
-        self._here: At = (0, 0)
-        self._boulders: set[At] = set()
-        self._stuck: set[tuple[At, str]] = set()
-        self._ford: At | None = None
-        self._pushed: tuple[At, str] | None = None
+    def _reset(self) -> None:
+        self._position: Point = (0, 0)
+        self._boulders: set[Point] = set()
+        self._stuck: set[tuple[Point, str]] = set()
+        self._ford: Point | None = None
+        self._pushed: tuple[Point, str] | None = None
 
-    def _see(self, names: dict[At, str]) -> None:
-        self._here = next(at for at, name in names.items() if name == "you")
-        self._boulders = {at for at, name in names.items() if name == "boulder"}
+    def _read_full(self, names: dict[Point, str]) -> None:
+        self._position = next(point for point, name in names.items() if name == "you")
+        self._boulders = {point for point, name in names.items() if name == "boulder"}
         self._ford = next(
-            (at for at, name in names.items() if at[0] == self._water and name in ("floor", "you")),
+            (
+                point
+                for point, name in names.items()
+                if point[0] == self._water and name in ("floor", "you")
+            ),
             None,
         )
 
-    def _hear(self, here: At, words: str) -> None:
+    def _read_compact(self, position: Point, text: str) -> None:
         """Read a compact text.
 
         It mentions only the nearest boulders. Boulders that are farther away are remembered.
         """
-        self._here = here
-        things = list(read_things(words, here))
-        told = {at for name, at in things if name == "boulder"}
-        reach = max((_steps(here, at) for at in told), default=0)
-        self._boulders = told | {at for at in self._boulders if _steps(here, at) > reach}
-        self._ford = next((at for name, at in things if name == "ford"), self._ford)
+        self._position = position
+        things = list(read_things(text, position))
+        visible = {point for name, point in things if name == "boulder"}
+        visible_distance = max((_distance(position, point) for point in visible), default=0)
+        self._boulders = visible | {
+            point for point in self._boulders if _distance(position, point) > visible_distance
+        }
+        self._ford = next((point for name, point in things if name == "ford"), self._ford)
 
-    def _push(self) -> list[str] | None:
+    def _plan_push(self) -> list[str] | None:
         """Return the way to the best boulder, followed by one push, or None if there is no way.
 
         The best boulder gives the shortest total way to the stairs if it is pushed into the water
         in a straight line.
         """
-        ways = []
+        candidates = []
         for x, y in self._boulders:
             for name in ("east", "northeast", "southeast"):
                 dx, dy = COMPASS[name]
@@ -101,27 +107,34 @@ class RiverPlayer:
                 ):
                     continue
                 behind = (x - dx, y - dy)
-                path = [] if self._here == behind else self._walk({behind})
+                path = [] if self._position == behind else self._walk_to({behind})
                 if path is not None:
-                    across = max(BEYOND - 1, abs(_EXIT_ROW - lane[-1][1]))
-                    ways.append((len(path) + len(lane) + across, (x, y), name, path))
-        if not ways:
+                    across = max(FAR_SIDE - 1, abs(_STAIRS_ROW - lane[-1][1]))
+                    candidates.append((len(path) + len(lane) + across, (x, y), name, path))
+        if not candidates:
             return None
-        _, boulder, name, path = min(ways)
+        _, boulder, name, path = min(candidates)
         if not path:
             self._pushed = (boulder, name)
         return [*path, name]
 
-    def _walk(self, wanted: set[At]) -> list[str] | None:
-        return walk(
-            self._here, lambda at: at in wanted, lambda _, to: self._passable(to), self._rng
+    def _walk_to(self, targets: set[Point]) -> list[str] | None:
+        return shortest_walk(
+            self._position,
+            lambda point: point in targets,
+            lambda _, point: self._passable(point),
+            self._rng,
         )
 
-    def _passable(self, to: At) -> bool:
-        x, y = to
-        dry = 0 <= x < self._water or self._water + 1 < x < self._water + BEYOND or to == self._ford
-        return dry and 0 <= y < _HEIGHT and to not in self._boulders
+    def _passable(self, point: Point) -> bool:
+        x, y = point
+        dry = (
+            0 <= x < self._water
+            or self._water + 1 < x < self._water + FAR_SIDE
+            or point == self._ford
+        )
+        return dry and 0 <= y < _HEIGHT and point not in self._boulders
 
 
-def _steps(start: At, end: At) -> int:
+def _distance(start: Point, end: Point) -> int:
     return max(abs(end[0] - start[0]), abs(end[1] - start[1]))

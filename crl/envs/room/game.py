@@ -28,11 +28,11 @@ class RoomGame(LevelGame):
         )
 
 
-_peek_lock = threading.Lock()
+_level_lock = threading.Lock()
 
 
 @cache
-def true_exit(lgen: int) -> tuple[int, int]:
+def true_stairs(lgen: int) -> tuple[int, int]:
     """Return the cell of a layout's stairs down: (x, y) from the room's top left.
 
     Never used by rollouts. The cell is read from the same level with the light on. If a monster or
@@ -40,23 +40,23 @@ def true_exit(lgen: int) -> tuple[int, int]:
     Raise `LookupError` if they are not found.
     """
     rng = random.Random(lgen)
-    with _peek_lock:
+    with _level_lock:
         level = _lit_level()
         for core in range(200):
             view: View | None = level.reset(lgen, core)
             for _ in range(30):
-                seen = next((at for at, cell in cells(view) if cell.name == STAIRS), None)
+                seen = next((point for point, cell in cells(view) if cell.name == STAIRS), None)
                 if seen:
                     return seen
-                before, action = view.position, rng.choice(ACTIONS)
+                previous, action = view.position, rng.choice(ACTIONS)
                 turn = level.step(ACTIONS.index(action))
                 if turn.success:
                     dx, dy = COMPASS[action]
-                    return (before[0] + dx, before[1] + dy)
+                    return (previous[0] + dx, previous[1] + dy)
                 view = turn.view
                 if view is None:
                     break
-    raise LookupError(f"the stairs of layout {lgen} were never seen")
+    raise LookupError(f"the stairs of layout {lgen} were not found")
 
 
 @cache
@@ -65,7 +65,7 @@ def true_start(lgen: int) -> tuple[int, int]:
 
     The cell does not depend on the dynamics. Never used by rollouts.
     """
-    with _peek_lock:
+    with _level_lock:
         return _lit_level().reset(lgen, 0).position
 
 

@@ -19,7 +19,7 @@ from crl.envs.base import LessonVerdict
 from crl.envs.room.player import possible_stairs
 from crl.types import Segment, Task
 
-Cell = tuple[int, int]
+Point = tuple[int, int]
 
 LESSONS = {
     "exit": "from the start go {direction}.",
@@ -56,7 +56,7 @@ def from_here(direction: str) -> str:
     return FROM_HERE.format(direction=direction)
 
 
-def bearing(start: Cell, end: Cell) -> str | None:
+def bearing(start: Point, end: Point) -> str | None:
     """Return the compass direction that is closest to the line from `start` to `end`.
 
     Return None if the cells are equal. Cells are (x, y), where y grows to the south.
@@ -82,7 +82,7 @@ def read(text: str) -> tuple[str, str | None]:
 
 # ── episode digests ───────────────────────────────────────────────────────────────────────────────
 
-_AT = re.compile(r"^at (\d) (\d)$", re.MULTILINE)
+_POSITION = re.compile(r"^at (\d) (\d)$", re.MULTILINE)
 
 
 def digest(segments: Sequence[Segment]) -> str:
@@ -103,7 +103,7 @@ def stairs_direction(segments: Sequence[Segment]) -> str | None:
 
     Return None if the stairs were not seen.
     """
-    start = next(places(segments), None)
+    start = next(visited_cells(segments), None)
     if start is None:
         return None
     cells = possible_stairs(
@@ -115,16 +115,16 @@ def stairs_direction(segments: Sequence[Segment]) -> str | None:
     )
     if not cells:
         return None
-    return bearing(start, min(cells, key=lambda at: (math.dist(at, start), at)))
+    return bearing(start, min(cells, key=lambda point: (math.dist(point, start), point)))
 
 
-def places(segments: Sequence[Segment]) -> Iterator[Cell]:
+def visited_cells(segments: Sequence[Segment]) -> Iterator[Point]:
     """Yield the cells where the agent was, according to an episode's texts, in order.
 
     Cells are (x, y) from the room's top left.
     """
-    found = (_AT.search(segment.text) for segment in segments if segment.origin == "env")
-    return ((int(at[2]) - 1, int(at[1]) - 1) for at in found if at)
+    matches = (_POSITION.search(segment.text) for segment in segments if segment.origin == "env")
+    return ((int(match[2]) - 1, int(match[1]) - 1) for match in matches if match)
 
 
 # ── ground truth, for diagnostics only ────────────────────────────────────────────────────────────
@@ -134,20 +134,20 @@ class RoomAdvisor:
     """`Advisor` of the room. Right advice is the direction of the stairs from the start."""
 
     def right(self, task: Task) -> str:
-        direction = true_bearing(int(task.params["lgen"]))
+        direction = true_stairs_direction(int(task.params["lgen"]))
         if direction is None:
-            raise LookupError(f"nobody knows where the stairs of {task.params['place']} are")
+            raise LookupError(f"the stairs of {task.params['place']} were not found")
         return lesson("exit", direction)
 
     def wrong(self, task: Task, rng: random.Random) -> str:
-        right = true_bearing(int(task.params["lgen"]))
+        right = true_stairs_direction(int(task.params["lgen"]))
         return lesson("exit", rng.choice([name for name in COMPASS if name != right]))
 
     def judge(self, task: Task, text: str) -> LessonVerdict:
         kind, direction = read(text)
         if kind != "exit":
             return LessonVerdict(kind, correct=False)
-        correct = direction == true_bearing(int(task.params["lgen"]))
+        correct = direction == true_stairs_direction(int(task.params["lgen"]))
         return LessonVerdict("exit" if correct else "wrong exit", correct)
 
     def informative(self, segments: Sequence[Segment]) -> bool:
@@ -155,15 +155,15 @@ class RoomAdvisor:
 
 
 @cache
-def true_bearing(lgen: int, here: Cell | None = None) -> str | None:
-    """Return the direction of a layout's stairs from its start, or from `here`.
+def true_stairs_direction(lgen: int, origin: Point | None = None) -> str | None:
+    """Return the direction of a layout's stairs from its start, or from `origin`.
 
     Return None if that cell holds the stairs, or if the stairs were not found. The function plays
     the game to find them.
     """
-    from crl.envs.room.game import true_exit, true_start
+    from crl.envs.room.game import true_stairs, true_start
 
     try:
-        return bearing(here or true_start(lgen), true_exit(lgen))
+        return bearing(origin or true_start(lgen), true_stairs(lgen))
     except LookupError:
         return None

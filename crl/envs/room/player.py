@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from crl.envs.actions import COMPASS, parse_choice
-from crl.envs.minihack.player import At, beside, read_at, read_map, walk
+from crl.envs.minihack.player import Point, neighbour, read_map, read_position, shortest_walk
 
 _SIZE = 5
 _CELLS = frozenset((x, y) for x in range(_SIZE) for y in range(_SIZE))
@@ -19,81 +19,85 @@ class RoomPlayer:
     """Player that walks to the stairs if it has seen them, else to the nearest unseen cell.
 
     If it has seen every cell, it walks to the nearest unvisited one. It walks around traps if
-    possible. It remembers seen cells, visited cells and traps. `here` and `stairs` (the cells that
-    may hold the stairs) are (x, y) from the top left.
+    possible. It remembers seen cells, visited cells and traps. `position` and `stairs` (the cells
+    that may hold the stairs) are (x, y) from the top left.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._forget()
+        self._reset()
 
     def begin(self, goal: str, observation: str) -> None:
-        self._forget()
+        self._reset()
         self.observe(observation)
 
     def observe(self, observation: str) -> None:
-        names, here = read_map(observation), read_at(observation)
+        names, position = read_map(observation), read_position(observation)
         if names is not None:
-            self._see(names)
-        elif here is not None:
-            self._read_words(here, observation)
-        self._visited.add(self.here)
+            self._read_full(names)
+        elif position is not None:
+            self._read_compact(position, observation)
+        self._visited.add(self.position)
 
     def act(self) -> str:
-        for wanted in (self.stairs, _CELLS - self._seen, _CELLS - self._visited):
-            if wanted:
-                step = self._first_step(wanted, avoid=self._traps) or self._first_step(
-                    wanted, avoid=set()
+        for targets in (self.stairs, _CELLS - self._seen, _CELLS - self._visited):
+            if targets:
+                step = self._first_step(targets, avoid=self._traps) or self._first_step(
+                    targets, avoid=set()
                 )
                 if step:
                     return step
         return self._rng.choice(list(COMPASS))
 
-    def _forget(self) -> None:
-        self.here: At = (0, 0)
-        self._seen: set[At] = set()
-        self._visited: set[At] = set()
-        self._traps: set[At] = set()
-        self.stairs: set[At] = set()
+    def _reset(self) -> None:
+        self.position: Point = (0, 0)
+        self._seen: set[Point] = set()
+        self._visited: set[Point] = set()
+        self._traps: set[Point] = set()
+        self.stairs: set[Point] = set()
 
-    def _see(self, names: dict[At, str]) -> None:
-        self.here = next(at for at, name in names.items() if name == "you")
-        self._seen = {at for at, name in names.items() if name != "not seen yet"}
-        self._traps |= {at for at, name in names.items() if "trap" in name}
-        self.stairs = {at for at, name in names.items() if name == "staircase down"}
+    def _read_full(self, names: dict[Point, str]) -> None:
+        self.position = next(point for point, name in names.items() if name == "you")
+        self._seen = {point for point, name in names.items() if name != "not seen yet"}
+        self._traps |= {point for point, name in names.items() if "trap" in name}
+        self.stairs = {point for point, name in names.items() if name == "staircase down"}
 
-    def _read_words(self, here: At, words: str) -> None:
-        self.here = here
-        near = {at for at in _CELLS if max(abs(at[0] - here[0]), abs(at[1] - here[1])) <= 1}
-        fresh = near - self._seen
-        self._seen |= near
-        self._traps |= {beside(here, name) for name in _TRAP.findall(words)}
-        stairs = _STAIRS.search(words)
+    def _read_compact(self, position: Point, text: str) -> None:
+        self.position = position
+        visible = {
+            point
+            for point in _CELLS
+            if max(abs(point[0] - position[0]), abs(point[1] - position[1])) <= 1
+        }
+        new_cells = visible - self._seen
+        self._seen |= visible
+        self._traps |= {neighbour(position, name) for name in _TRAP.findall(text)}
+        stairs = _STAIRS.search(text)
         if stairs:
             dx, dy = COMPASS[stairs[1]]
             possible = {
-                at
-                for at in self._seen
-                if (_sign(at[0] - here[0]), _sign(at[1] - here[1])) == (dx, dy)
+                point
+                for point in self._seen
+                if (_sign(point[0] - position[0]), _sign(point[1] - position[1])) == (dx, dy)
             }
             # stairs that appear for the first time are not in a cell that was seen before
-            self.stairs = (self.stairs & possible) or (fresh & possible) or possible
+            self.stairs = (self.stairs & possible) or (new_cells & possible) or possible
 
-    def _first_step(self, wanted: set[At] | frozenset[At], avoid: set[At]) -> str | None:
-        """Return the first step of a shortest walk to the nearest cell of `wanted`.
+    def _first_step(self, targets: set[Point] | frozenset[Point], avoid: set[Point]) -> str | None:
+        """Return the first step of a shortest walk to the nearest cell of `targets`.
 
         Ties are broken at random. Return None if there is no way.
         """
-        path = walk(
-            self.here,
-            lambda at: at in wanted,
-            lambda _, to: to in _CELLS and (to not in avoid or to in wanted),
+        path = shortest_walk(
+            self.position,
+            lambda point: point in targets,
+            lambda _, end: end in _CELLS and (end not in avoid or end in targets),
             self._rng,
         )
         return path[0] if path else None
 
 
-def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
+def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[Point]:
     """Return the cells that may hold the stairs, as far as an episode's compact texts show them.
 
     Return an empty set if the stairs were never seen. `turns` holds (whether the agent wrote the
@@ -102,13 +106,15 @@ def possible_stairs(turns: Sequence[tuple[bool, str]]) -> frozenset[At]:
     has stepped on a teleporter.
     """
     player, last_action = RoomPlayer(random.Random(0)), None
-    for said, words in turns:
-        if said:
-            last_action = parse_choice(words, tuple(COMPASS))
-        elif words.startswith("stairs reached") and last_action:
-            return frozenset(player.stairs & {beside(player.here, last_action)} or player.stairs)
+    for by_agent, text in turns:
+        if by_agent:
+            last_action = parse_choice(text, tuple(COMPASS))
+        elif text.startswith("stairs reached") and last_action:
+            return frozenset(
+                player.stairs & {neighbour(player.position, last_action)} or player.stairs
+            )
         else:
-            player.observe(words)
+            player.observe(text)
     return frozenset(player.stairs)
 
 

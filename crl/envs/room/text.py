@@ -15,16 +15,16 @@ def compact(view: View) -> str:
 
         at 2 3 / dark east south / trap north / jackal west        (" / " is a line break)
     """
-    here = view.position
-    lines = [f"at {here[1] + 1} {here[0] + 1}"]
-    stairs = next((at for at, cell in cells(view) if cell.name == STAIRS), None)
+    position = view.position
+    lines = [f"at {position[1] + 1} {position[0] + 1}"]
+    stairs = next((point for point, cell in cells(view) if cell.name == STAIRS), None)
     lines.append(
-        f"stairs {direction(here, stairs)}"
+        f"stairs {direction(position, stairs)}"
         if stairs
         else f"dark {' '.join(_dark(view)) or 'nowhere'}"
     )
     for name, (dx, dy) in COMPASS.items():
-        cell = cell_at(view, (here[0] + dx, here[1] + dy))
+        cell = cell_at(view, (position[0] + dx, position[1] + dy))
         if cell is not None and cell.kind == "trap":
             lines.append(f"trap {name}")
         elif cell is not None and cell.kind == "creature":
@@ -45,6 +45,6 @@ def _dark(view: View) -> list[str]:
             dark.append(name)
     if dark:
         return dark
-    unseen = [at for at, cell in cells(view) if cell.kind == "unseen"]
-    nearest = min(unseen, key=lambda at: max(abs(at[0] - x), abs(at[1] - y)), default=None)
+    unseen = [point for point, cell in cells(view) if cell.kind == "unseen"]
+    nearest = min(unseen, key=lambda point: max(abs(point[0] - x), abs(point[1] - y)), default=None)
     return [direction(view.position, nearest)] if nearest else []

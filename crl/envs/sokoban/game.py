@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from crl.envs.actions import parse_choice
-from crl.envs.base import Rendering, refusal
-from crl.envs.sokoban.puzzle import SIZE, STEPS, At, Position, Puzzle, move, puzzle
+from crl.envs.base import Rendering, invalid_action_text
+from crl.envs.sokoban.puzzle import SIZE, STEPS, Point, Position, Puzzle, move, puzzle
 from crl.types import StepResult, Task
 
 ACTIONS = tuple(STEPS)
@@ -44,12 +44,14 @@ class SokobanGame:
     def step(self, action: str) -> StepResult:
         """Walk or push. Raise `RuntimeError` outside an episode."""
         if self._over:
-            raise RuntimeError("this episode is over: reset first")
+            raise RuntimeError("the episode is over: call reset first")
         choice = parse_choice(action, ACTIONS)
         if choice is None:
-            return StepResult(f"{refusal(self._rendering, ACTIONS)}\n{self._render()}", valid=False)
-        self.position = move(self.puzzle.room, self.position, choice)
-        if self.position.boxes != self.puzzle.room.targets:
+            return StepResult(
+                f"{invalid_action_text(self._rendering, ACTIONS)}\n{self._render()}", valid=False
+            )
+        self.position = move(self.puzzle.grid, self.position, choice)
+        if self.position.boxes != self.puzzle.grid.targets:
             return StepResult(self._render())
         self._over = True
         words = "Every box is on a target." if self._rendering == "full" else "solved."
@@ -71,12 +73,12 @@ class SokobanGame:
         )
         return "\n".join(["Map:", *rows, f"Legend: {legend}"])
 
-    def _symbol(self, at: At) -> str:
-        room, target = self.puzzle.room, at in self.puzzle.room.targets
-        if at == self.position.player:
+    def _symbol(self, point: Point) -> str:
+        grid, target = self.puzzle.grid, point in self.puzzle.grid.targets
+        if point == self.position.player:
             return "+" if target else "@"
-        if at in self.position.boxes:
+        if point in self.position.boxes:
             return "*" if target else "A"
-        if at in room.floor:
+        if point in grid.floor:
             return "C" if target else "."
         return "W"

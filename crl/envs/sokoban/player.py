@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from crl.envs.search import shortest_path
-from crl.envs.sokoban.puzzle import SIZE, STEPS, Position, Room, move
+from crl.envs.sokoban.puzzle import SIZE, STEPS, Grid, Position, move
 
 _SYMBOLS = r"[W.CA@*+]"
 _FULL = re.compile(rf"^Map:\n((?:{_SYMBOLS}{{{SIZE}}}\n){{{SIZE}}})", re.MULTILINE)
@@ -22,13 +22,13 @@ class SokobanPlayer:
         self._plan: list[str] = []
 
     def begin(self, goal: str, observation: str) -> None:
-        room, start = read_puzzle(observation)
+        grid, start = read_puzzle(observation)
 
         def moves(position: Position) -> Iterator[tuple[str, Position]]:
-            return ((name, move(room, position, name)) for name in STEPS)
+            return ((name, move(grid, position, name)) for name in STEPS)
 
         self._plan = (
-            shortest_path(start, lambda position: position.boxes == room.targets, moves) or []
+            shortest_path(start, lambda position: position.boxes == grid.targets, moves) or []
         )
 
     def observe(self, observation: str) -> None:
@@ -38,7 +38,7 @@ class SokobanPlayer:
         return self._plan.pop(0) if self._plan else self._rng.choice(list(STEPS))
 
 
-def read_puzzle(observation: str) -> tuple[Room, Position]:
+def read_puzzle(observation: str) -> tuple[Grid, Position]:
     """Return the grid and the position that a text shows, in either rendering.
 
     Raise `ValueError` if the text shows no puzzle.
@@ -56,10 +56,10 @@ def read_puzzle(observation: str) -> tuple[Room, Position]:
             for x, symbol in enumerate(row.split(), 1)
         }
     else:
-        raise ValueError(f"no puzzle in {observation!r}")
+        raise ValueError(f"the text shows no puzzle: {observation!r}")
 
     def cells(wanted: str) -> frozenset[tuple[int, int]]:
-        return frozenset(at for at, symbol in symbols.items() if symbol in wanted)
+        return frozenset(point for point, symbol in symbols.items() if symbol in wanted)
 
     (player,) = cells("@+")
-    return Room(cells(".CA@*+"), cells("C*+")), Position(player, cells("A*"))
+    return Grid(cells(".CA@*+"), cells("C*+")), Position(player, cells("A*"))

@@ -56,7 +56,7 @@ def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tup
         return tuple(map(_with_need, known_tasks(NAME, "{place}", n, seed, settings)))
     if split == "new":
         return _fixed(NEW_LAYOUTS, n)
-    raise ValueError(f"an eval split is known or new, not {split!r}")
+    raise ValueError(f"an eval split must be known or new, not {split!r}")
 
 
 def probe_tasks(n: int) -> tuple[Task, ...]:
@@ -86,13 +86,15 @@ def data() -> Data:
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
-        what = "a generated catalogue of 1,000 products"
+        description = "a generated catalogue of 1,000 products"
         return Data(
-            what, official=False, hint=f"the official data is used when {VARIABLE} names its folder"
+            description,
+            official=False,
+            hint=f"the official data is used when {VARIABLE} names its folder",
         )
     for name in (ITEMS, INSTRUCTIONS):
         if not (Path(folder) / name).is_file():
-            raise ConfigError(VARIABLE, folder, f"holds no {name}", DOWNLOAD)
+            raise ConfigError(VARIABLE, folder, f"contains no {name}", DOWNLOAD)
     return Data(f"the official data in {folder}", official=True)
 
 

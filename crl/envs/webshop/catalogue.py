@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypedDict, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from crl.envs.base import readable
+from crl.envs.base import replace_surrogates
 from crl.errors import ConfigError
 from crl.seeds import generator
 
@@ -26,7 +26,7 @@ ITEMS, INSTRUCTIONS, HUMAN = (
     "items_ins_v2_1000.json",
     "items_human_ins.json",
 )
-DOWNLOAD = "See the WebShop project (github.com/princeton-nlp/WebShop) for the files"
+DOWNLOAD = "Get the files from the WebShop project (github.com/princeton-nlp/WebShop)"
 
 T = TypeVar("T")
 
@@ -94,21 +94,21 @@ def _prices(tag: object) -> list[float]:
     Return `NO_PRICE` for a missing tag. Raise `ValueError` if the tag is not a text.
     """
     if not isinstance(tag, str | None):
-        raise ValueError("a price tag is a text")
+        raise ValueError("a price tag must be a string")
     return [float(re.sub(r"[^\d.]", "", price)) for price in (tag or "").split("$")[1:3]] or [
         NO_PRICE
     ]
 
 
-class _Option(_Row):
+class _OptionRow(_Row):
     value: str
 
 
-class _Asin(_Row):
+class _AsinRow(_Row):
     asin: str
 
 
-class _Item(_Asin):
+class _ItemRow(_AsinRow):
     """Entry of `ITEMS`."""
 
     name: str
@@ -118,12 +118,12 @@ class _Item(_Asin):
     full_description: str | None
     small_description: Annotated[list[str] | str | None, _EmptyIsNone]
     customization_options: Annotated[
-        dict[str, Annotated[list[_Option] | None, _EmptyIsNone]] | None, _EmptyIsNone
+        dict[str, Annotated[list[_OptionRow] | None, _EmptyIsNone]] | None, _EmptyIsNone
     ]
     pricing: Annotated[list[float], BeforeValidator(_prices)] = [NO_PRICE]
 
 
-class _Told(_Row):
+class _InstructionRow(_Row):
     """Entry of `INSTRUCTIONS`."""
 
     attributes: Annotated[list[str] | None, _EmptyIsNone] = None
@@ -144,10 +144,10 @@ def read_files(folder: Path) -> DataFiles:
     }
 
 
-def _read(path: Path, form: type) -> Any:
+def _read(path: Path, expected: type) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content = json.loads(readable(json.dumps(content, ensure_ascii=False)))
+        content = json.loads(replace_surrogates(json.dumps(content, ensure_ascii=False)))
     except OSError as error:
         raise ConfigError(
             VARIABLE, str(path.parent), f"{path.name} cannot be read ({error.strerror})", DOWNLOAD
@@ -156,8 +156,8 @@ def _read(path: Path, form: type) -> Any:
         raise ConfigError(
             VARIABLE, str(path.parent), f"{path.name} is not JSON in UTF-8 ({error})", DOWNLOAD
         ) from error
-    if not isinstance(content, form):
-        reason = f"{path.name} should hold a {form.__name__}, not a {type(content).__name__}"
+    if not isinstance(content, expected):
+        reason = f"{path.name} must contain a {expected.__name__}, not a {type(content).__name__}"
         raise ConfigError(VARIABLE, str(path.parent), reason, DOWNLOAD)
     return content
 
@@ -170,31 +170,34 @@ def products(files: DataFiles, source: str = "the generated catalogue") -> tuple
     """
     sold: dict[str, Product] = {}
     for number, entry in enumerate(files["items"]):
-        where = f"item {number} of {ITEMS}"
-        asin = _checked(_Asin, entry, where, source).asin
+        location = f"item {number} of {ITEMS}"
+        asin = _validated(_AsinRow, entry, location, source).asin
         if asin != "nan" and len(asin) <= 10 and asin not in sold:
-            told = _checked(
-                _Told, files["instructions"].get(asin, {}), f"{asin} of {INSTRUCTIONS}", source
+            generated = _validated(
+                _InstructionRow,
+                files["instructions"].get(asin, {}),
+                f"{asin} of {INSTRUCTIONS}",
+                source,
             )
-            human = _checked(
+            human = _validated(
                 list[HumanInstruction], files["human"].get(asin, []), f"{asin} of {HUMAN}", source
             )
-            sold[asin] = _product(_checked(_Item, entry, where, source), told, human)
+            sold[asin] = _product(_validated(_ItemRow, entry, location, source), generated, human)
     return tuple(sold.values())
 
 
-def _checked(form: type[T], entry: object, where: str, source: str) -> T:
-    """Return the entry as a `form`. Raise `ConfigError` with the name of an invalid field."""
+def _validated(expected: type[T], entry: object, location: str, source: str) -> T:
+    """Return the entry as an `expected`. Raise `ConfigError` with the name of an invalid field."""
     try:
-        return TypeAdapter(form).validate_python(entry)
+        return TypeAdapter(expected).validate_python(entry)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         found = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-        reason = f"{where} is not of the original's form ({found})"
+        reason = f"{location} does not have the original's format ({found})"
         raise ConfigError(VARIABLE, source, reason, DOWNLOAD) from error
 
 
-def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product:
+def _product(item: _ItemRow, generated: _InstructionRow, human: list[HumanInstruction]) -> Product:
     points = item.small_description or []
     return {
         "asin": item.asin,
@@ -206,19 +209,19 @@ def _product(item: _Item, told: _Told, human: list[HumanInstruction]) -> Product
         "Description": item.full_description or "",
         "BulletPoints": points if isinstance(points, list) else [points],
         "Rating": "N.A.",  # reviews are in a file that the small variant lacks
-        "Attributes": told.attributes or [],
+        "Attributes": generated.attributes or [],
         "options": _options(item.customization_options or {}),
         "pricing": item.pricing,
         "price": generator(0, "webshop/price", item.asin).uniform(
             item.pricing[0], item.pricing[-1]
         ),
-        "instruction_text": told.instruction,
-        "instruction_attributes": told.instruction_attributes or [],
+        "instruction_text": generated.instruction,
+        "instruction_attributes": generated.instruction_attributes or [],
         "instructions": human,
     }
 
 
-def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[str]]:
+def _options(raw_options: Mapping[str, Sequence[_OptionRow] | None]) -> dict[str, list[str]]:
     """Return option name → values, without empty values.
 
     An empty value cannot be clicked, although the original also has goals with empty values.
@@ -229,9 +232,9 @@ def _options(offered: Mapping[str, Sequence[_Option] | None]) -> dict[str, list[
             for option in options or ()
             if (value := option.value.strip().replace("/", " | ").lower())
         ]
-        for name, options in offered.items()
+        for name, options in raw_options.items()
     }
-    return {name: own for name, own in values.items() if own}
+    return {name: texts for name, texts in values.items() if texts}
 
 
 def price_tag(product: Product) -> str:

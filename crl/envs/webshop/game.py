@@ -43,7 +43,7 @@ class WebShopGame:
         """Search or click. Raise `RuntimeError` outside an episode."""
         session, goal = self._session, self._goal
         if session is None or goal is None or session.bought:
-            raise RuntimeError("this episode is over: reset first")
+            raise RuntimeError("the episode is over: call reset first")
         call = parse_call(action, {"search": None, "click": session.clickable})
         if call is None:
             return StepResult(

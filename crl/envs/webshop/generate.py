@@ -18,7 +18,7 @@ from crl.seeds import generator
 
 Item = dict[str, Any]
 
-FAMILY = 3
+FAMILY_SIZE = 3
 """Number of products per family that goals ask for. The twin is an additional product."""
 
 _CODE = "0123456789ABCDEFGHJKLMNPQRSTVWXYZ"
@@ -31,25 +31,27 @@ def generate(seed: int = 0) -> DataFiles:
     instructions: dict[str, Item] = {}
     for kind in KINDS:
         for noun in kind.nouns:
-            brands = rng.sample(BRANDS, len(kind.shown) * (FAMILY + 1))
-            for number, shown in enumerate(kind.shown):
-                own = brands[number * (FAMILY + 1) : (number + 1) * (FAMILY + 1)]
-                for item, told in _family(kind, noun, shown, own, rng):
+            brands = rng.sample(BRANDS, len(kind.title_attributes) * (FAMILY_SIZE + 1))
+            for number, title_attribute in enumerate(kind.title_attributes):
+                family_brands = brands[
+                    number * (FAMILY_SIZE + 1) : (number + 1) * (FAMILY_SIZE + 1)
+                ]
+                for item, instruction in _family(kind, noun, title_attribute, family_brands, rng):
                     asin = _asin(len(items), rng)
                     items.append({"asin": asin, **item})
-                    instructions[asin] = told
+                    instructions[asin] = instruction
     rng.shuffle(items)
     return {"items": items, "instructions": instructions, "human": {}}
 
 
 def _family(
-    kind: Kind, noun: str, shown: str, brands: Sequence[str], rng: random.Random
+    kind: Kind, noun: str, title_attribute: str, brands: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Item, Item]]:
     """Yield each item of a family with its entry of the instructions. The twin is the last item."""
-    prices = [rng.randrange(8, 60) for _ in range(FAMILY)]
+    prices = [rng.randrange(8, 60) for _ in range(FAMILY_SIZE)]
     options = {name: rng.sample(values, 3) for name, values in kind.options.items()}
-    told = rng.sample(kind.told, FAMILY)
-    twin = rng.randrange(FAMILY)
+    feature_attributes = rng.sample(kind.feature_attributes, FAMILY_SIZE)
+    twin = rng.randrange(FAMILY_SIZE)
     if rng.random() < 0.5:
         # above every price limit of a goal for the other product
         prices.append(prices[twin] + rng.randrange(50, 90))
@@ -57,13 +59,13 @@ def _family(
     else:
         prices.append(prices[twin] - rng.randrange(1, 5))
         twin_options = {name: values[:2] for name, values in options.items()}
-    told.append(told[twin])
+    feature_attributes.append(feature_attributes[twin])
     for i, brand in enumerate(brands):
-        attributes, wanted = [shown, told[i]], i < FAMILY
+        attributes, wanted = [title_attribute, feature_attributes[i]], i < FAMILY_SIZE
         item = _item(
             kind, noun, brand, attributes, prices[i], options if wanted else twin_options, rng
         )
-        yield item, _told(noun, attributes, wanted=wanted)
+        yield item, _instruction_entry(noun, attributes, wanted=wanted)
 
 
 def _item(
@@ -93,7 +95,7 @@ def _item(
     }
 
 
-def _told(noun: str, attributes: Sequence[str], *, wanted: bool) -> Item:
+def _instruction_entry(noun: str, attributes: Sequence[str], *, wanted: bool) -> Item:
     if not wanted:
         return {"attributes": attributes, "instruction": None, "instruction_attributes": []}
     instruction = ", ".join([f"find me {noun}", *attributes])

@@ -52,7 +52,7 @@ def needs(products: Sequence[Product]) -> list[InstructionGoals]:
     attribute). A goal from a human instruction has weight 1 (WebShop).
     """
     synthetic = [
-        (product, list(_combinations(product))) for product in products if _asked_for(product)
+        (product, list(_combinations(product))) for product in products if _has_goal(product)
     ]
     counts = Counter(
         a
@@ -62,9 +62,9 @@ def needs(products: Sequence[Product]) -> list[InstructionGoals]:
     found = []
     for product, combinations in synthetic:
         text, attributes = product["instruction_text"] or "", product["instruction_attributes"]
-        limit = _limit(product)
+        limit = _price_limit(product)
         goals = tuple(
-            _goal(product, _worded(text, options), attributes, options, limit)
+            _goal(product, _instruction_text(text, options), attributes, options, limit)
             for options in combinations
         )
         found.append(
@@ -72,10 +72,10 @@ def needs(products: Sequence[Product]) -> list[InstructionGoals]:
                 text, goals, len(goals) * sum(1 / counts[a] for a in attributes) / len(attributes)
             )
         )
-    return found + [need for product in products for need in _human(product)]
+    return found + [need for product in products for need in _human_needs(product)]
 
 
-def _asked_for(product: Product) -> bool:
+def _has_goal(product: Product) -> bool:
     return bool(product["instruction_text"] and product["instruction_attributes"])
 
 
@@ -87,7 +87,7 @@ def _combinations(product: Product) -> Iterator[dict[str, str]]:
     )
 
 
-def _worded(text: str, options: dict[str, str]) -> str:
+def _instruction_text(text: str, options: dict[str, str]) -> str:
     return (
         f"{text} with {', and '.join(f'{name}: {value}' for name, value in options.items())}"
         if options
@@ -95,21 +95,21 @@ def _worded(text: str, options: dict[str, str]) -> str:
     )
 
 
-def _human(product: Product) -> Iterator[InstructionGoals]:
-    for number, told in enumerate(product["instructions"]):
-        if told.instruction_attributes:
-            text = told.instruction.strip(".")
+def _human_needs(product: Product) -> Iterator[InstructionGoals]:
+    for number, entry in enumerate(product["instructions"]):
+        if entry.instruction_attributes:
+            text = entry.instruction.strip(".")
             goal = _goal(
                 product,
                 text,
-                told.instruction_attributes,
-                told.instruction_options,
-                _limit(product, number),
+                entry.instruction_attributes,
+                entry.instruction_options,
+                _price_limit(product, number),
             )
             yield InstructionGoals(text, (goal,), 1.0)
 
 
-def _limit(product: Product, *key: int) -> float:
+def _price_limit(product: Product, *key: int) -> float:
     """Return the larger of two draws from the next four multiples of 10 above the price.
 
     Return `NO_LIMIT` if fewer than two such multiples are below 1000.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from crl.envs.actions import parse_call
 from crl.envs.base import LessonVerdict
-from crl.envs.webshop.player import Errand, links
+from crl.envs.webshop.player import Requirements, links
 from crl.types import Segment, Task
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def digest(segments: Sequence[Segment]) -> str:
         right norda                          (or: right unknown)
         bought norda, score 100              (or: bought nothing)
     """
-    visit = _visit(segments)
+    visit = _read_visit(segments)
     bought = (
-        f"bought {visit.bought}, score {visit.score}"
+        f"bought {visit.last_opened}, score {visit.score}"
         if visit.score is not None
         else "bought nothing"
     )
@@ -79,12 +79,12 @@ def digest(segments: Sequence[Segment]) -> str:
 
 def right_brand(segments: Sequence[Segment]) -> str | None:
     """Return the brand to buy, or None if the visit's texts do not show it."""
-    return _visit(segments).right
+    return _read_visit(segments).right
 
 
 def wrong_brands(segments: Sequence[Segment]) -> list[str]:
     """Return the opened brands that the visit's texts show to be wrong."""
-    return _visit(segments).wrong
+    return _read_visit(segments).wrong
 
 
 @dataclass
@@ -93,13 +93,13 @@ class _Visit:
 
     right: str | None = None
     wrong: list[str] = field(default_factory=list)
-    bought: str = ""
+    last_opened: str = ""
     """Brand of the item that was opened last."""
     score: int | None = None
     """Score of the purchase, from 0 to 100. None without a purchase."""
 
     def open(self, brand: str, *, fits: bool) -> None:
-        self.bought = brand
+        self.last_opened = brand
         if fits:
             self.right = self.right or brand
         elif brand not in self.wrong:
@@ -108,24 +108,24 @@ class _Visit:
     def buy(self, score: int) -> None:
         self.score = score
         if score == 100:
-            self.right = self.bought
-            self.wrong = [brand for brand in self.wrong if brand != self.bought]
+            self.right = self.last_opened
+            self.wrong = [brand for brand in self.wrong if brand != self.last_opened]
 
 
-def _visit(segments: Sequence[Segment]) -> _Visit:
+def _read_visit(segments: Sequence[Segment]) -> _Visit:
     goal = next(segment.text for segment in segments if segment.origin == "task")
-    (_, page), *answers = _answers(segments)
-    errand, visit = Errand.read(goal, page), _Visit()
+    (_, page), *answers = _pages(segments)
+    requirements, visit = Requirements.read(goal, page), _Visit()
     for clicked, answer in answers:
         if score := _SCORE.fullmatch(answer):
             visit.buy(int(score[1]))
         elif link := next((link for link in links(page) if link.name == clicked), None):
-            visit.open(clicked, fits=errand.met_by(link, answer))
+            visit.open(clicked, fits=requirements.met_by(link, answer))
         page = answer
     return visit
 
 
-def _answers(segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
+def _pages(segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
     """Yield each page with the text of the click that opened it.
 
     The text is empty for the first page and after a search. Invalid actions are left out.
@@ -171,10 +171,10 @@ class WebShopAdvisor:
 def _brands(task: Task) -> list[str]:
     from crl.envs.webshop.shop import open_shop
 
-    return alike(open_shop(), task)
+    return similar_brands(open_shop(), task)
 
 
-def alike(shop: Shop, task: Task) -> list[str]:
+def similar_brands(shop: Shop, task: Task) -> list[str]:
     """Return the brands of the products that a search for the wanted product finds first.
 
     The wanted product's brand is the first. The others have the same query and the same first
@@ -183,11 +183,11 @@ def alike(shop: Shop, task: Task) -> list[str]:
     from crl.envs.webshop.text import brand
 
     goal = shop.goal(int(task.params["lgen"]), int(task.params["core"]))
-    rivals = [
+    candidates = [
         product
         for product in shop.products
         if product["query"] == goal["query"] and product["asin"] != goal["asin"]
     ]
-    near = [product for product in rivals if goal["attributes"][0] in product["Attributes"]]
+    similar = [product for product in candidates if goal["attributes"][0] in product["Attributes"]]
     wanted = next(product for product in shop.products if product["asin"] == goal["asin"])
-    return [brand(product) for product in (wanted, *(near or rivals))]
+    return [brand(product) for product in (wanted, *(similar or candidates))]

@@ -37,7 +37,7 @@ class ResultLink:
 
 
 @dataclass(frozen=True)
-class Errand:
+class Requirements:
     """Requirements of a purchase."""
 
     query: str
@@ -50,7 +50,7 @@ class Errand:
 
     @classmethod
     def read(cls, goal: str, observation: str) -> Self:
-        """Read the errand from a goal, "find me NOUN, ATTRIBUTE, …", and from the first page."""
+        """Read the requirements from the first page and a goal, "find me NOUN, ATTRIBUTE, …"."""
         noun, *attributes = goal.removeprefix("find me ").split(", ")
         if match := _INSTRUCTION.search(observation):
             options, limit = match[2], match[3]
@@ -68,84 +68,92 @@ class Errand:
             float(limit or math.inf),
         )
 
-    def promise(self, link: ResultLink) -> int:
+    def match_score(self, link: ResultLink) -> int:
         """Return how well a link's title fits the query. Higher is better.
 
         For a full title this is the number of the query's words in the title. A compact title
-        leaves out the words of the search. The promise is then minus the number of its words.
+        leaves out the words of the search. The score is then minus the number of its words.
         """
         words = re.findall(r"\w+", link.title.lower())
         return sum(word in words for word in self.query.split()) or -len(words)
 
     def met_by(self, link: ResultLink, item: str) -> bool:
         """Return whether a compact item page, opened by `link`, meets all requirements."""
-        told = bool(self.attributes) and all(attribute in item for attribute in self.attributes)
-        return told and link.price <= self.limit and set(self.values) <= _words(item)
+        has_attributes = bool(self.attributes) and all(
+            attribute in item for attribute in self.attributes
+        )
+        return has_attributes and link.price <= self.limit and set(self.values) <= _words(item)
 
 
 class WebShopPlayer:
-    """Player that opens products in the order of their promise and reads their features.
+    """Player that opens products in the order of their `match_score` and reads their features.
 
-    It buys the first product that meets all requirements. It buys the last product of equal promise
+    It buys the first product that meets all requirements. It buys the last product of equal score
     without reading its features.
     """
 
     def __init__(self, rng: random.Random) -> None:
         del rng  # no choice is random
-        self._script = _shop(Errand("", (), (), math.inf))
+        self._script = _shopping_script(Requirements("", (), (), math.inf))
         self._action = ""
 
     def begin(self, goal: str, observation: str) -> None:
         """Start an episode. Raise `ConfigError` for a goal that a person wrote."""
         if not goal.lower().startswith("find me "):
-            reason = "is in a person's words, and the scripted player reads generated goals alone"
+            reason = (
+                "was written by a person, but the scripted player can only read generated goals"
+            )
             raise ConfigError("task", goal, reason, "Play it yourself, without --scripted")
-        self._script = _shop(Errand.read(goal, observation))
+        self._script = _shopping_script(Requirements.read(goal, observation))
         self._action = next(self._script)
 
     def act(self) -> str:
         return self._action
 
     def observe(self, observation: str) -> None:
-        instructed, button, page = observation.partition("Back to Search")
-        self._action = self._script.send(page if button else instructed)
+        instructions, button, page = observation.partition("Back to Search")
+        self._action = self._script.send(page if button else instructions)
 
 
 Script = Generator[str, str, None]
 """Generator that yields actions and receives their pages, without the instruction above them."""
 
 
-def _shop(errand: Errand) -> Script:
-    search = f"search[{errand.query}]"
+def _shopping_script(requirements: Requirements) -> Script:
+    search = f"search[{requirements.query}]"
     page, tried = (yield search), set[str]()
     while True:
-        left = [
-            link for link in links(page) if link.name not in tried and link.price <= errand.limit
+        untried = [
+            link
+            for link in links(page)
+            if link.name not in tried and link.price <= requirements.limit
         ]
-        if not left:
+        if not untried:
             page = yield "click[next >]" if "next >" in page.lower() else search
             continue
-        link = max(left, key=errand.promise)
-        last = [errand.promise(other) for other in left].count(errand.promise(link)) == 1
+        link = max(untried, key=requirements.match_score)
+        last = [requirements.match_score(other) for other in untried].count(
+            requirements.match_score(link)
+        ) == 1
         tried.add(link.name)
         item = yield f"click[{link.name}]"
-        if not set(errand.values) <= _words(item):
+        if not set(requirements.values) <= _words(item):
             page = yield "click[< prev]"
         elif last:
-            page = yield from _buy(errand)
+            page = yield from _buy(requirements)
         else:
-            told_here = "Buy Now" not in item  # on a compact page
-            features = item if told_here else (yield "click[features]").lower()
-            if all(attribute in features for attribute in errand.attributes):
-                if not told_here:
+            shows_features = "Buy Now" not in item  # on a compact page
+            features = item if shows_features else (yield "click[features]").lower()
+            if all(attribute in features for attribute in requirements.attributes):
+                if not shows_features:
                     yield "click[< prev]"
-                page = yield from _buy(errand)
+                page = yield from _buy(requirements)
             else:
                 page = yield search  # from any page: one turn less than the way back
 
 
-def _buy(errand: Errand) -> Generator[str, str, str]:
-    for value in errand.values:
+def _buy(requirements: Requirements) -> Generator[str, str, str]:
+    for value in requirements.values:
         yield f"click[{value}]"
     return (yield "click[buy now]")
 

@@ -21,34 +21,28 @@ logger = logging.getLogger(__name__)
 
 _TAGGER = "en_core_web_lg"
 
-ALIKE = 85
+MATCH_THRESHOLD = 85
 """Token set ratio, out of 100, above which two texts match."""
 
 COLORS = tuple(sorted("""
-    amber apricot aqua ash azure banana beige black blue blush bordeaux bronze brown burgundy \
-camel camo caramel champagne charcoal
-    cherry chestnut chocolate cinnamon cobalt coffee cognac copper coral cranberry cream \
-crimson cyan denim ebony eggplant emerald
-    espresso fuchsia gold grape graphite gray green grey hazel heather indigo ivory jade khaki \
-lavender lemon leopard lilac lime
-    magenta mahogany maroon mauve merlot midnight mint mocha mustard navy nude oatmeal olive \
-onyx orange orchid peach pearl periwinkle
-    pewter pink platinum plum purple rainbow raspberry red rose ruby rust salmon sand sapphire \
-scarlet sienna silver slate tan tangerine
-    taupe teal terracotta turquoise violet walnut wheat white wine yellow
+    amber apricot aqua ash azure banana beige black blue blush bordeaux bronze brown burgundy
+    camel camo caramel champagne charcoal cherry chestnut chocolate cinnamon cobalt coffee
+    cognac copper coral cranberry cream crimson cyan denim ebony eggplant emerald espresso
+    fuchsia gold grape graphite gray green grey hazel heather indigo ivory jade khaki lavender
+    lemon leopard lilac lime magenta mahogany maroon mauve merlot midnight mint mocha mustard
+    navy nude oatmeal olive onyx orange orchid peach pearl periwinkle pewter pink platinum plum
+    purple rainbow raspberry red rose ruby rust salmon sand sapphire scarlet sienna silver slate
+    tan tangerine taupe teal terracotta turquoise violet walnut wheat white wine yellow
 """.split()))  # fmt: skip # noqa: SIM905
 
-_NOT_NOUNS = frozenset("""
-    a about above adjustable all an and any are as at be best big black blue brown by can \
-casual classic comfortable comfy cool cute
-    deluxe durable easy elegant everyday extra fashion fashionable fit for free fresh from gold \
-gray great green grey heavy high in
-    into is it its large light lightweight long loose low made mini modern natural new no non \
-of off on one or orange organic original
-    our out over perfect pink portable premium professional pure purple quick red regular short \
-silver slim small soft solid super that
-    the their this to two ultra up vintage warm wash waterproof white wide with without yellow \
-you your
+_STOP_WORDS = frozenset("""
+    a about above adjustable all an and any are as at be best big black blue brown by can casual
+    classic comfortable comfy cool cute deluxe durable easy elegant everyday extra fashion
+    fashionable fit for free fresh from gold gray great green grey heavy high in into is it its
+    large light lightweight long loose low made mini modern natural new no non of off on one or
+    orange organic original our out over perfect pink portable premium professional pure purple
+    quick red regular short silver slim small soft solid super that the their this to two ultra
+    up vintage warm wash waterproof white wide with without yellow you your
 """.split())  # fmt: skip # noqa: SIM905
 """Words of titles that are not nouns."""
 
@@ -75,7 +69,7 @@ def get_reward(
     R is in [0, 1]. `price` is the price of the purchase. `options` maps names to the chosen values.
     """
     attributes, wanted = goal["attributes"], goal["goal_options"]
-    met = [_has(product, attribute) for attribute in attributes]
+    met = [_has_attribute(product, attribute) for attribute in attributes]
     chosen = matched_options(wanted, list(options.values()))
     affordable = price <= goal["price_upper"]
     r_type = type_reward(product, goal)
@@ -120,7 +114,10 @@ def matched_options(wanted: Mapping[str, str] | Sequence[str], chosen: Sequence[
     else:
         texts = [normalize_color(value) for value in wanted]
     values = [normalize_color(value) for value in chosen]
-    return [any(fuzz.token_set_ratio(value, text) > ALIKE for value in values) for text in texts]
+    return [
+        any(fuzz.token_set_ratio(value, text) > MATCH_THRESHOLD for value in values)
+        for text in texts
+    ]
 
 
 def normalize_color(value: str) -> str:
@@ -131,15 +128,15 @@ def normalize_color(value: str) -> str:
     return next((color for color in COLORS if color in value.lower()), value)
 
 
-def _has(product: Product, attribute: str) -> bool:
-    if any(fuzz.token_set_ratio(own, attribute) > ALIKE for own in product["Attributes"]):
+def _has_attribute(product: Product, attribute: str) -> bool:
+    if any(fuzz.token_set_ratio(own, attribute) > MATCH_THRESHOLD for own in product["Attributes"]):
         return True
     texts = (product["Title"], " ".join(product["BulletPoints"]), product["Description"])
     return any(attribute in text.lower() for text in texts)
 
 
-def _categories(of: Product | Goal) -> set[str]:
-    return {category.strip() for category in of["product_category"].split("›")}
+def _categories(entry: Product | Goal) -> set[str]:
+    return {category.strip() for category in entry["product_category"].split("›")}
 
 
 def _share(met: Sequence[bool]) -> float | None:
@@ -164,20 +161,22 @@ def _noun_finder() -> Callable[[str], tuple[str, ...]]:
     # ALFWorld installs spaCy without the model, and spaCy is slow to import
     if importlib.util.find_spec(_TAGGER) is None:
         logger.info(
-            "WebShop's title nouns are told by a list of words, "
+            "WebShop finds the nouns of titles with a word list, "
             "because spaCy's %s is not installed",
             _TAGGER,
         )
-        return words_but_stop_words
+        return words_without_stop_words
     import spacy  # type: ignore[import-not-found]
 
     tagger = spacy.load(_TAGGER, exclude=["parser", "ner", "lemmatizer"])
-    logger.info("WebShop's title nouns are told by spaCy's %s", _TAGGER)
+    logger.info("WebShop finds the nouns of titles with spaCy's %s", _TAGGER)
     return lambda title: tuple(
         token.text.lower() for token in tagger(title) if token.pos_ in ("NOUN", "PROPN")
     )
 
 
-def words_but_stop_words(title: str) -> tuple[str, ...]:
-    """Return the words of three letters or more that are not in `_NOT_NOUNS`."""
-    return tuple(word for word in re.findall(r"[a-z]{3,}", title.lower()) if word not in _NOT_NOUNS)
+def words_without_stop_words(title: str) -> tuple[str, ...]:
+    """Return the words of three letters or more that are not in `_STOP_WORDS`."""
+    return tuple(
+        word for word in re.findall(r"[a-z]{3,}", title.lower()) if word not in _STOP_WORDS
+    )

@@ -10,7 +10,7 @@ import Stemmer
 
 from crl.envs.webshop.catalogue import Product
 
-FOUND = 50
+MAX_RESULTS = 50
 """Maximum number of products that a search returns."""
 
 
@@ -23,16 +23,16 @@ class SearchEngine:
         self._bm25.index(_words([_document(product) for product in products]), show_progress=False)
 
     def search(self, keywords: str) -> list[Product]:
-        """Return the products that contain any of the keywords, best first, at most `FOUND`.
+        """Return the products that contain any of the keywords, best first, at most `MAX_RESULTS`.
 
         Products with equal scores are in the catalogue's order.
         """
         (words,) = _words([keywords])
-        known = [word for word in words if word in self._bm25.vocab_dict]
-        if not known:
+        indexed = [word for word in words if word in self._bm25.vocab_dict]
+        if not indexed:
             return []
-        scores = self._bm25.get_scores(known)
-        best = np.argsort(-scores, kind="stable")[:FOUND]
+        scores = self._bm25.get_scores(indexed)
+        best = np.argsort(-scores, kind="stable")[:MAX_RESULTS]
         return [self._products[i] for i in best if scores[i] > 0]
 
 

@@ -16,7 +16,7 @@ BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
 Page = Literal["search", "results", "item", "description", "features", "reviews"]
 DETAILS: tuple[Page, ...] = ("description", "features", "reviews")
 
-Namer = Callable[[Sequence[Product]], list[str]]
+LinkNamer = Callable[[Sequence[Product]], list[str]]
 """Function that returns the texts of the links to the products of a page."""
 
 
@@ -26,10 +26,10 @@ class Session:
     `chosen` maps option names to values. `bought` is the product after the purchase.
     """
 
-    def __init__(self, engine: SearchEngine, name_links: Namer, per_page: int) -> None:
+    def __init__(self, engine: SearchEngine, name_links: LinkNamer, per_page: int) -> None:
         self._engine, self._name_links, self._per_page = engine, name_links, per_page
         self.page: Page = "search"
-        self.number = 1
+        self.page_number = 1
         self.keywords = ""
         self.found: list[Product] = []
         self.item: Product | None = None
@@ -37,22 +37,24 @@ class Session:
         self.bought: Product | None = None
 
     @property
-    def shown(self) -> list[Product]:
+    def page_products(self) -> list[Product]:
         """Products of the current page of results."""
-        return self.found[(self.number - 1) * self._per_page : self.number * self._per_page]
+        return self.found[
+            (self.page_number - 1) * self._per_page : self.page_number * self._per_page
+        ]
 
     @property
     def links(self) -> dict[str, Product]:
-        return dict(zip(self._name_links(self.shown), self.shown, strict=True))
+        return dict(zip(self._name_links(self.page_products), self.page_products, strict=True))
 
     @property
-    def turning(self) -> list[str]:
+    def page_buttons(self) -> list[str]:
         """Buttons that turn the page of results."""
-        more = self.number * self._per_page < len(self.found)
-        return ([PREVIOUS] if self.number > 1 else []) + ([NEXT] if more else [])
+        has_more = self.page_number * self._per_page < len(self.found)
+        return ([PREVIOUS] if self.page_number > 1 else []) + ([NEXT] if has_more else [])
 
     @property
-    def offered(self) -> dict[str, str]:
+    def option_of_value(self) -> dict[str, str]:
         """Value → name of the item's options. If two names have the same value, the last wins."""
         return (
             {value: name for name, values in self.item["options"].items() for value in values}
@@ -67,9 +69,9 @@ class Session:
             case "search":
                 return []
             case "results":
-                return [BACK, *self.turning, *self.links]
+                return [BACK, *self.page_buttons, *self.links]
             case "item":
-                return [BACK, PREVIOUS, *self.offered, *DETAILS, BUY]
+                return [BACK, PREVIOUS, *self.option_of_value, *DETAILS, BUY]
             case _:
                 return [BACK, PREVIOUS]
 
@@ -91,15 +93,15 @@ class Session:
         elif target in DETAILS:
             self.page = next(page for page in DETAILS if page == target)
         else:
-            self.chosen[self.offered[target]] = target
+            self.chosen[self.option_of_value[target]] = target
 
     def _turn(self, target: str) -> None:
         if self.page in DETAILS:
             self.page = "item"
         elif self.page == "item":
-            self._open_results(self.number)
+            self._open_results(self.page_number)
         else:
-            self._open_results(self.number + (1 if target == NEXT else -1))
+            self._open_results(self.page_number + (1 if target == NEXT else -1))
 
-    def _open_results(self, number: int) -> None:
-        self.page, self.number, self.item, self.chosen = "results", number, None, {}
+    def _open_results(self, page_number: int) -> None:
+        self.page, self.page_number, self.item, self.chosen = "results", page_number, None, {}

@@ -45,7 +45,7 @@ class Shop:
         self, products: Sequence[Product], source: str, shares: Mapping[range, float]
     ) -> None:
         self.products = tuple(products)
-        self._uses, self._train = _split(needs(self.products), source, shares)
+        self._reserved, self._train = _split(needs(self.products), source, shares)
         self._cumulative = list(itertools.accumulate(need.weight for need in self._train))
 
     @cached_property
@@ -58,9 +58,9 @@ class Shop:
         In a range of reserved layouts, every need occurs once before any need occurs again. Other
         layouts draw a need by weight.
         """
-        for layouts, kept in self._uses.items():
+        for layouts, reserved in self._reserved.items():
             if lgen in layouts:
-                return kept[(lgen - layouts.start) % len(kept)]
+                return reserved[(lgen - layouts.start) % len(reserved)]
         draw = derive_seed(0, "webshop/need", lgen) / 2**63 * self._cumulative[-1]
         return self._train[bisect(self._cumulative, draw, hi=len(self._train) - 1)]
 
@@ -77,22 +77,23 @@ def _split(
 
     The order of reserved needs is a random draw by weight.
     """
-    rng, left = generator(0, "webshop/split"), list(needs)
-    rng.shuffle(left)
-    uses: dict[range, list[InstructionGoals]] = {}
+    rng, remaining = generator(0, "webshop/split"), list(needs)
+    rng.shuffle(remaining)
+    reserved_needs: dict[range, list[InstructionGoals]] = {}
     for layouts, share in shares.items():
         count = round(share * len(needs))
-        kept, left = left[:count], left[count:]
-        uses[layouts] = sorted(kept, key=lambda need: rng.expovariate(need.weight))
-    if not left or not all(uses.values()):
+        reserved, remaining = remaining[:count], remaining[count:]
+        reserved_needs[layouts] = sorted(reserved, key=lambda need: rng.expovariate(need.weight))
+    if not remaining or not all(reserved_needs.values()):
         reason = (
-            f"has {len(needs)} instructions in all, too few to evaluate on some and train on others"
+            f"has {len(needs)} instructions in total, "
+            "too few to use some for evaluation and others for training"
         )
         raise ConfigError(VARIABLE, source, reason, DOWNLOAD)
-    return uses, left
+    return reserved_needs, remaining
 
 
-_opening = threading.Lock()
+_open_lock = threading.Lock()
 
 
 def open_shop() -> Shop:
@@ -100,7 +101,7 @@ def open_shop() -> Shop:
 
     Raise `ConfigError` for invalid files.
     """
-    with _opening:
+    with _open_lock:
         return _open(os.environ.get(VARIABLE, ""))
 
 
@@ -108,8 +109,8 @@ def open_shop() -> Shop:
 def _open(folder: str) -> Shop:
     if not folder:
         logger.info(
-            "WebShop sells a generated catalogue, because %s is not set: "
-            "its figures compare with no published ones",
+            "WebShop uses a generated catalogue, because %s is not set. "
+            "Metrics are not comparable with published results",
             VARIABLE,
         )
         return Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)

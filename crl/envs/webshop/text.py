@@ -12,7 +12,7 @@ from itertools import count
 from crl.envs.base import Rendering
 from crl.envs.webshop.catalogue import Product, price_tag
 from crl.envs.webshop.goals import NO_LIMIT, Goal
-from crl.envs.webshop.session import DETAILS, NEXT, PREVIOUS, Namer, Session
+from crl.envs.webshop.session import DETAILS, NEXT, PREVIOUS, LinkNamer, Session
 
 _BUTTONS = {PREVIOUS: "< Prev", NEXT: "Next >"}
 _TITLE_WORDS = 6
@@ -28,7 +28,7 @@ class Renderer:
     """Message after an invalid action."""
     bought: Callable[[float], str]
     """Last page, by the score in [0, 1]."""
-    name_links: Namer
+    name_links: LinkNamer
     """Texts of the links on a page of results."""
     per_page: int
     """Number of results on a page."""
@@ -49,17 +49,17 @@ def _full(session: Session, goal: Goal) -> str:
     if session.page == "search":
         return _blocks("WebShop", *head, "Search")
     if session.page == "results":
-        turning = [_BUTTONS[button] for button in session.turning]
+        page_buttons = [_BUTTONS[button] for button in session.page_buttons]
         items = [
             block
-            for product in session.shown
+            for product in session.page_products
             for block in (product["asin"], product["Title"], price_tag(product))
         ]
         return _blocks(
             *head,
             "Back to Search",
-            f"Page {session.number} (Total results: {len(session.found)})",
-            *turning,
+            f"Page {session.page_number} (Total results: {len(session.found)})",
+            *page_buttons,
             *items,
         )
     assert session.item is not None, "every other page is an item's"
@@ -107,29 +107,29 @@ def _compact(session: Session, goal: Goal) -> str:
         color: red blue / size: 8 9 / has wireless, fast charging        (" / " is a line break)
     """
     if session.page == "search":
-        return f"want {_wanted(goal)}"
+        return f"want {_requirements_text(goal)}"
     if session.page == "results":
-        asked = session.keywords.split()
+        searched_words = session.keywords.split()
         found = [
-            " ".join([link, *_unasked(product, asked), _price(product)])
+            " ".join([link, *_unsearched_words(product, searched_words), _price(product)])
             for link, product in session.links.items()
         ]
-        return f"found {', '.join([*found, *session.turning]) or 'nothing'}"
+        return f"found {', '.join([*found, *session.page_buttons]) or 'nothing'}"
     item = session.item
     assert item is not None, "every other page is an item's"
     if session.page in DETAILS:
-        return _told(session.page, item) or "nothing"
+        return _detail_text(session.page, item) or "nothing"
     if session.chosen:
         return f"chosen {' '.join(session.chosen.values())}"
     lines = [f"{name}: {' '.join(values)}" for name, values in item["options"].items()]
-    return "\n".join([*lines, f"has {_told('features', item) or 'nothing'}"])
+    return "\n".join([*lines, f"has {_detail_text('features', item) or 'nothing'}"])
 
 
-def _told(page: str, item: Product) -> str:
-    return ", ".join(_short(text) for text in _detail(page, item))
+def _detail_text(page: str, item: Product) -> str:
+    return ", ".join(_shortened(text) for text in _detail(page, item))
 
 
-def _wanted(goal: Goal) -> str:
+def _requirements_text(goal: Goal) -> str:
     options = goal["goal_options"]
     texts = (
         [f"{name} {value}" for name, value in options.items()]
@@ -148,8 +148,8 @@ def _brands(products: Sequence[Product]) -> list[str]:
     brands, names = [brand(product) for product in products], list[str]()
     for name in brands:
         numbered = (f"{name}{n}" for n in count(2))
-        free = (other for other in numbered if other not in names and other not in brands)
-        names.append(next(free) if name in names else name)
+        unused = (other for other in numbered if other not in names and other not in brands)
+        names.append(next(unused) if name in names else name)
     return names
 
 
@@ -161,8 +161,8 @@ def brand(product: Product) -> str:
     return _title(product)[0]
 
 
-def _unasked(product: Product, asked: Sequence[str]) -> list[str]:
-    return [word for word in _title(product)[1:] if word not in asked]
+def _unsearched_words(product: Product, searched_words: Sequence[str]) -> list[str]:
+    return [word for word in _title(product)[1:] if word not in searched_words]
 
 
 def _price(product: Product) -> str:
@@ -176,7 +176,7 @@ def _title(product: Product) -> list[str]:
     ]
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     return " ".join(text.lower().split(":")[0].split()[:_TITLE_WORDS])
 
 

@@ -15,9 +15,9 @@ class Kind:
     department: str
     nouns: tuple[str, ...]
     """Names of the categories."""
-    shown: tuple[str, ...]
+    title_attributes: tuple[str, ...]
     """Attributes that a title may name."""
-    told: tuple[str, ...]
+    feature_attributes: tuple[str, ...]
     """Attributes that only the features name."""
     options: Mapping[str, tuple[str, ...]]
     """Name → values. A product offers some of the values."""

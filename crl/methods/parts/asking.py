@@ -11,7 +11,7 @@ from crl.protocols import Hit, Question
 from crl.tokens import ChatRenderer
 from crl.types import Segment
 
-COMPACT_OFFER, COMPACT_CALL, COMPACT_NOTHING = "you may ask.", "ask", "nothing is known."
+COMPACT_OFFER, COMPACT_CALL, COMPACT_NO_RESULT = "you may ask.", "ask", "nothing is known."
 """Texts of the tool for a tiny agent: its description, its call, and the reply without a result.
 
 The call may be followed by the words of a question.
@@ -28,9 +28,9 @@ class AskTool:
 
     offer: str
     """Description of the tool in the agent's prompt, optionally with a slot `{limit}`."""
-    query: Callable[[str], str | None]
+    parse_query: Callable[[str], str | None]
     """Function from the completion's text after the thinking to the question, None if no call."""
-    nothing: str
+    no_result: str
     """Reply when no experience is found."""
 
 
@@ -53,7 +53,7 @@ def tagged_query(answer: str) -> str | None:
     )
 
 
-COMPACT_TOOL = AskTool(COMPACT_OFFER, compact_query, COMPACT_NOTHING)
+COMPACT_TOOL = AskTool(COMPACT_OFFER, compact_query, COMPACT_NO_RESULT)
 
 
 def full_tool(offer: str) -> AskTool:
@@ -76,13 +76,13 @@ class FullRefinePrompt:
     """Maximal tokens of the rendered prompt."""
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
-        known = {
+        slots = {
             "goal": quoted(question.task.goal),
             "experience": quoted(hit.text),
             "question": quoted(question.query),
         }
         return with_transcript(
-            self.template, known, question.segments, self.renderer, self.max_tokens
+            self.template, slots, question.segments, self.renderer, self.max_tokens
         )
 
 
@@ -98,11 +98,11 @@ class CompactRefinePrompt:
     """Digest function by task name."""
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
-        asked = f"{COMPACT_CALL} {question.query}".rstrip()
+        call = f"{COMPACT_CALL} {question.query}".rstrip()
         lines = [
             question.task.goal,
             f"hint 1 {hit.text}",
             self.digests[question.task.name](question.segments),
-            asked,
+            call,
         ]
         return [Segment("user", "\n".join(lines), "task")]

@@ -28,11 +28,11 @@ Instructions, goal, tools and advice are not part of the transcript.
 INDENT = "  "
 """Prefix of every quoted line."""
 
-REWORDED = " (reworded)"
+REWORDED_MARK = " (reworded)"
 """Mark of advice that the agent did not read in the experience's words; see the prompt `vote`."""
 
 
-def whole_text(segments: Sequence[Segment]) -> str:
+def turns_text(segments: Sequence[Segment]) -> str:
     """Return the text of all environment and agent turns.
 
     This is the `Digest` of environments that do not define one.
@@ -53,7 +53,7 @@ class EveryEpisode:
 
 @dataclass(frozen=True)
 class NoEpisode:
-    """`DistillationFilter` that selects no episode, so that distillation does not change the bank."""
+    """`DistillationFilter` that selects no episode: distillation does not change the bank."""
 
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         return ()
@@ -108,16 +108,16 @@ class FullDistilPrompt:
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
         votes = bool(self.vote) and not all(hit.use.reworded for hit in request.shown)
         experiences = [
-            f"{number}.{REWORDED if votes and hit.use.reworded else ''}\n{quoted(hit.text)}"
+            f"{number}.{REWORDED_MARK if votes and hit.use.reworded else ''}\n{quoted(hit.text)}"
             for number, hit in enumerate(request.shown, start=1)
         ]
-        known = {
+        slots = {
             "goal": quoted(request.task.goal),
             "outcome": _outcome(request),
             "experiences": "\n".join(experiences) or "None: there is nothing to update.",
         }
         template = f"{self.template}\n\n{self.vote}" if votes else self.template
-        return with_transcript(template, known, request.segments, self.renderer, self.max_tokens)
+        return with_transcript(template, slots, request.segments, self.renderer, self.max_tokens)
 
 
 def _outcome(request: DistilRequest) -> str:
@@ -140,7 +140,7 @@ def _transcript(segments: Sequence[Segment]) -> Iterator[str]:
 
 def with_transcript(
     template: str,
-    known: Mapping[str, str],
+    slots: Mapping[str, str],
     segments: Sequence[Segment],
     renderer: ChatRenderer,
     max_tokens: int,
@@ -148,32 +148,37 @@ def with_transcript(
     """Return the prompt with the transcript of `segments` in its slot.
 
     If the prompt would be longer than `max_tokens`, the middle of the transcript is left out.
-    `known`: texts of the other slots.
+    `slots`: texts of the other slots.
 
     Raise `RolloutError` if no part of the transcript fits.
     """
 
-    def written(transcript: str) -> list[Segment]:
-        return [Segment("user", fill(template, **known, transcript=transcript), "task")]
+    def write_prompt(transcript: str) -> list[Segment]:
+        return [Segment("user", fill(template, **slots, transcript=transcript), "task")]
 
     def length(prompt: Sequence[Segment]) -> int:
         return len(renderer.encode(renderer.text(prompt)))
 
     transcript = "\n".join(_transcript(segments))
-    prompt = written(transcript)
+    prompt = write_prompt(transcript)
     if len(renderer.text(prompt).encode()) < max_tokens:
         # A prompt has no more tokens than bytes. Counting the tokens takes milliseconds.
         return prompt
-    tokens, kept = length(prompt), len(transcript)
-    rest = length(written("")) if tokens > max_tokens else 0
+    tokens, size = length(prompt), len(transcript)
+    other_tokens = length(write_prompt("")) if tokens > max_tokens else 0
     while tokens > max_tokens:
-        kept = int(0.95 * kept * (max_tokens - rest) / (tokens - rest)) if tokens > rest else 0
-        if kept < 1:
+        size = (
+            int(0.95 * size * (max_tokens - other_tokens) / (tokens - other_tokens))
+            if tokens > other_tokens
+            else 0
+        )
+        if size < 1:
             raise RolloutError(
                 "prompt",
-                f"{rest} tokens without a transcript leave no room for one in {max_tokens}",
+                f"the prompt without the transcript has {other_tokens} tokens; with a limit of "
+                f"{max_tokens} tokens, no part of the transcript fits",
             )
-        prompt = written(_without_middle(transcript, kept))
+        prompt = write_prompt(_without_middle(transcript, size))
         tokens = length(prompt)
     return prompt
 

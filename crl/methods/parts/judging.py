@@ -21,8 +21,8 @@ class CompactCriticPrompt:
     """
 
     def __call__(self, task: Task, hit: Hit, rate: float | None) -> Sequence[Segment]:
-        won = [] if rate is None else [f"won {round(10 * rate)} of 10"]
-        lines = [task.goal, f"hint 1 {hit.text}", *won, "judge"]
+        rate_lines = [] if rate is None else [f"won {round(10 * rate)} of 10"]
+        lines = [task.goal, f"hint 1 {hit.text}", *rate_lines, "judge"]
         return [Segment("user", "\n".join(lines), "task")]
 
 
@@ -37,6 +37,8 @@ class FullCriticPrompt:
     """Text of the prompt `critic`."""
 
     def __call__(self, task: Task, hit: Hit, rate: float | None) -> Sequence[Segment]:
-        known = "not known yet" if rate is None else f"{rate:.0%} of the last episodes"
-        text = fill(self.template, goal=quoted(task.goal), experience=quoted(hit.text), rate=known)
+        rate_text = "not known yet" if rate is None else f"{rate:.0%} of the last episodes"
+        text = fill(
+            self.template, goal=quoted(task.goal), experience=quoted(hit.text), rate=rate_text
+        )
         return [Segment("user", text, "task")]

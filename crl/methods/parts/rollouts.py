@@ -41,9 +41,9 @@ class ChatContext:
     """Template with an `{experience}` slot, by task name; without one the text is used alone."""
     tools: Mapping[str, AskTool] = field(default_factory=dict)
     """Tool search_and_ask, by task name."""
-    observed: frozenset[str] = frozenset()
+    observation_in_query: frozenset[str] = frozenset()
     """Tasks whose retrieval query includes the first observation."""
-    goal_keys: bool = False
+    retrieve_by_goal: bool = False
     """Whether experience is retrieved by goal; the goal then also replaces a question's text."""
     records: Mapping[str, RecordWriter] = field(default_factory=dict)
     """Writer of an experience's record, by task name; without one the record is not shown.
@@ -51,39 +51,48 @@ class ChatContext:
     Reworded experiences have no record.
     """
 
-    def query_observes(self, task: Task) -> bool:
-        return task.name in self.observed
+    def query_needs_observation(self, task: Task) -> bool:
+        return task.name in self.observation_in_query
 
     def query(self, task: Task, observation: Observation | None) -> str:
-        if not self.query_observes(task):
+        if not self.query_needs_observation(task):
             return task.goal
-        assert observation is not None, "the query depends on it"
+        assert observation is not None, "the query of this task needs the first observation"
         return f"{task.goal}\n{observation.text}"
 
-    def asked(self, task: Task, query: str) -> str:
-        return task.goal if self.goal_keys or not query else query
+    def question_query(self, task: Task, query: str) -> str:
+        return task.goal if self.retrieve_by_goal or not query else query
 
     def opening(
-        self, task: Task, observation: Observation, experience: Hit | None, *, asks: int = 0
+        self,
+        task: Task,
+        observation: Observation,
+        experience: Hit | None,
+        *,
+        max_questions: int = 0,
     ) -> Sequence[Segment]:
         instructions = self.instructions[task.name]
         return [
             *([Segment("system", instructions, "task")] if instructions else []),
             Segment("user", task.goal, "task"),
             *(
-                [Segment("user", self._introduced(task, experience), "experience")]
+                [Segment("user", self._experience_text(task, experience), "experience")]
                 if experience
                 else []
             ),
             *(
-                [Segment("user", fill(self.tools[task.name].offer, limit=asks), "tool_spec")]
-                if asks
+                [
+                    Segment(
+                        "user", fill(self.tools[task.name].offer, limit=max_questions), "tool_spec"
+                    )
+                ]
+                if max_questions
                 else []
             ),
             Segment("user", observation.text, "env"),
         ]
 
-    def _introduced(self, task: Task, experience: Hit) -> str:
+    def _experience_text(self, task: Task, experience: Hit) -> str:
         write = self.records.get(task.name)
         text = (
             write(experience.text, experience.record)
@@ -96,12 +105,12 @@ class ChatContext:
         return [
             Segment(
                 "user",
-                self._introduced(task, found) if found else self.tools[task.name].nothing,
+                self._experience_text(task, found) if found else self.tools[task.name].no_result,
                 "tool_result",
             )
         ]
 
-    def following(self, result: StepResult) -> Sequence[Segment]:
+    def feedback(self, result: StepResult) -> Sequence[Segment]:
         return [Segment("user", result.text, "env")]
 
     def parse(self, task: Task, completion: str) -> Response:
@@ -109,15 +118,15 @@ class ChatContext:
 
         Only the text after the thinking is read, if the completion contains thinking.
         """
-        thinking, closed, answer = completion.rpartition("</think>")
-        if not closed and "<think>" in completion:
+        thinking, think_end, answer = completion.rpartition("</think>")
+        if not think_end and "<think>" in completion:
             # The completion ended during the thinking, so it contains no decision.
             return Response("", {"thinking": completion})
         tool = self.tools.get(task.name)
         return Response(
             answer.strip(),
-            {"thinking": thinking} if closed else {},
-            tool.query(answer) if tool else None,
+            {"thinking": thinking} if think_end else {},
+            tool.parse_query(answer) if tool else None,
         )
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from crl.models.drills import alfworld, grids, room, webshop
 from crl.models.drills.drill import Drill
 
-TAUGHT = (room, webshop, alfworld, grids)
+TASK_MODULES = (room, webshop, alfworld, grids)
 
-ACTOR_DRILLS: tuple[Drill, ...] = tuple(drill for task in TAUGHT for drill in task.ACTOR_DRILLS)
+ACTOR_DRILLS: tuple[Drill, ...] = tuple(
+    drill for module in TASK_MODULES for drill in module.ACTOR_DRILLS
+)
 EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
-    drill for task in TAUGHT for drill in task.EXTRACTOR_DRILLS
+    drill for module in TASK_MODULES for drill in module.EXTRACTOR_DRILLS
 )

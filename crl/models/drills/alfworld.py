@@ -17,12 +17,12 @@ from crl.envs.alfworld.lessons import (
     LESSONS,
     chore_of,
     digest,
+    first_sightings,
     from_here,
     lesson,
-    other_sight,
+    other_sighting,
     read,
-    sights,
-    visits,
+    visited_receptacles,
 )
 from crl.models.drills import drill
 from crl.models.drills.alfworld_chores import (
@@ -31,13 +31,13 @@ from crl.models.drills.alfworld_chores import (
     EXTRACTOR_CHORES,
     OTHER_KINDS,
     Chores,
-    some_lesson,
+    random_lesson,
 )
-from crl.models.drills.drill import Drill, Episode, learnt, op, said
+from crl.models.drills.drill import Drill, Episode, demonstrated, lesson_answer, op_answer
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
 
-SOON = 6
+QUESTION_TURNS = 6
 """Number of first turns in which an agent may ask."""
 
 
@@ -64,20 +64,26 @@ def answer(kind: str, episode: Episode) -> str:
     place.
     """
     chore = chore_of(episode.segments)
-    return learnt(
-        taught(kind, episode.segments), episode.hint, lambda text: read(text, chore)[0] == "where"
+    return lesson_answer(
+        lesson_text(kind, episode.segments),
+        episode.hint,
+        lambda text: read(text, chore)[0] == "where",
     )
 
 
-def taught(kind: str, segments: Sequence[Segment]) -> str | None:
+def lesson_text(kind: str, segments: Sequence[Segment]) -> str | None:
     """Return the text of the lesson of this kind, or None if the episode does not show one."""
-    wanted, seen, visited = chore_of(segments).thing, sights(segments), visits(segments)
+    wanted, seen, visited = (
+        chore_of(segments).thing,
+        first_sightings(segments),
+        visited_receptacles(segments),
+    )
     match kind:
         case "where":
             return lesson("where", wanted, seen[wanted]) if wanted in seen else None
         case "aside":
-            aside = other_sight(segments)
-            return lesson("aside", *aside) if aside else None
+            other = other_sighting(segments)
+            return lesson("aside", *other) if other else None
         case "first":
             return lesson("first", place=visited[0]) if visited else None
     return lesson(kind)
@@ -94,13 +100,13 @@ class ChoreRefinements:
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         for episode in self.chores.episodes(rng, demonstration_tasks(n)):
-            segments = drill.until_asked(episode, rng, SOON)
-            text = some_lesson(
+            segments = drill.cut_at_question(episode, rng, QUESTION_TURNS)
+            text = random_lesson(
                 "where" if rng.random() < 0.75 else rng.choice(OTHER_KINDS), episode.task, rng
             )
             yield [
                 *drill.refine_prompt(digest, episode.task, segments, text),
-                said(refinement(segments, text)),
+                demonstrated(refinement(segments, text)),
             ]
 
 
@@ -112,9 +118,13 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
     """
     chore = chore_of(segments)
     kind, place = read(text, chore)
-    if kind != "where" or chore.thing in sights(segments) or place in visits(segments):
-        return op("return")
-    return op("refine", text=from_here(place))
+    if (
+        kind != "where"
+        or chore.thing in first_sightings(segments)
+        or place in visited_receptacles(segments)
+    ):
+        return op_answer("return")
+    return op_answer("refine", text=from_here(place))
 
 
 # ── the extractor: merges of a place's lessons ────────────────────────────────────────────────────
@@ -131,14 +141,14 @@ def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
             rng,
             1,
             SMALL,
-            lambda rng: known(task, rng),  # noqa: B023
+            lambda rng: random_bank_lesson(task, rng),  # noqa: B023
             lambda text: " is in " in text,
         )
 
 
-def known(task: Task, rng: random.Random) -> str:
+def random_bank_lesson(task: Task, rng: random.Random) -> str:
     """Return a random lesson. Most lessons of a bank say where the thing is."""
-    return some_lesson("where" if rng.random() < 0.65 else rng.choice(OTHER_KINDS), task, rng)
+    return random_lesson("where" if rng.random() < 0.65 else rng.choice(OTHER_KINDS), task, rng)
 
 
 # ── the actor: verdicts on lessons ────────────────────────────────────────────────────────────────
@@ -147,7 +157,8 @@ def known(task: Task, rng: random.Random) -> str:
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     kinds = list(LESSONS)
     return drill.verdicts(
-        rng, ((task, some_lesson(rng.choice(kinds), task, rng)) for task in demonstration_tasks(n))
+        rng,
+        ((task, random_lesson(rng.choice(kinds), task, rng)) for task in demonstration_tasks(n)),
     )
 
 

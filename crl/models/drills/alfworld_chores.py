@@ -8,20 +8,28 @@ from dataclasses import dataclass, replace
 
 from crl.envs.alfworld import SMALL, demonstration_tasks
 from crl.envs.alfworld.house import read_chore
-from crl.envs.alfworld.lessons import LESSONS, from_here, lesson, places, read, sights, true_places
+from crl.envs.alfworld.lessons import (
+    LESSONS,
+    first_sightings,
+    from_here,
+    lesson,
+    read,
+    receptacle_names,
+    true_receptacles,
+)
 from crl.envs.alfworld.small import HOLDS
-from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
 from crl.models.drills.alfworld_houses import SmallHouse
 from crl.models.drills.alfworld_personas import (
-    Dawdler,
+    ClosedFirstSearcher,
     ForgetfulSearcher,
-    Hasty,
-    Opener,
-    Passer,
+    IdleLooker,
+    RandomVisitor,
     SearchingPlayer,
+    TreatmentSkipper,
 )
-from crl.models.drills.drill import OFFER, Episode, asking_turn, draw, hit
+from crl.models.drills.drill import OFFER, Episode, as_hit, asking_turn, weighted_choice
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
@@ -34,7 +42,7 @@ THINGS = sorted({thing.lower() for things in HOLDS.values() for thing in things.
 REPLIES = (("right", 0.45), ("random", 0.15), ("lesson", 0.20), ("nothing", 0.20))
 """Shares of the replies to a question."""
 
-Persona = Callable[[random.Random, str], SearchingPlayer]
+PersonaFactory = Callable[[random.Random, str], SearchingPlayer]
 """Maker of a demonstrator, from a random generator and the receptacle in the advice."""
 
 
@@ -42,7 +50,7 @@ Persona = Callable[[random.Random, str], SearchingPlayer]
 class Chores:
     """Episodes of small houses."""
 
-    personas: tuple[tuple[Persona, float], ...]
+    personas: tuple[tuple[PersonaFactory, float], ...]
     """Shares of the personas that play without advice, or ignore it."""
     advice: tuple[tuple[str, float], ...] = (("none", 1.0),)
     """Shares of the advice at the start.
@@ -55,7 +63,7 @@ class Chores:
     slip: float = 0.03
     """Probability of a useless command."""
     offer: bool = False
-    """Whether the agent may ask; see `asking_turn` and `replied`."""
+    """Whether the agent may ask; see `asking_turn` and `question_reply`."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))
@@ -64,92 +72,94 @@ class Chores:
         return (self._episode(task, rng) for task in tasks)
 
     def _episode(self, task: Task, rng: random.Random) -> Episode:
-        house, told = SmallHouse(), self._told(task, rng)
-        hint = hit(told, task) if told else None
-        *head, seen = CONTEXT.opening(task, Observation(house.reset(task)), hint)
-        segments = [*head, *([OFFER] if self.offer else []), seen]
-        persona = self._persona(task, told, rng)
-        persona.begin(task.goal, seen.text)
-        asks = asking_turn(rng, advised=told is not None) if self.offer else None
+        house, advice = SmallHouse(), self._draw_advice(task, rng)
+        hint = as_hit(advice, task) if advice else None
+        *head, first = CONTEXT.opening(task, Observation(house.reset(task)), hint)
+        segments = [*head, *([OFFER] if self.offer else []), first]
+        persona = self._persona(task, advice, rng)
+        persona.begin(task.goal, first.text)
+        asks = asking_turn(rng, advised=advice is not None) if self.offer else None
         for turn in range(TURNS):
-            if turn == asks and read_chore(task.goal).thing not in sights(segments):
-                reply, going = replied(task, rng)
+            if turn == asks and read_chore(task.goal).thing not in first_sightings(segments):
+                reply, place = question_reply(task, rng)
                 segments += [
                     Segment("assistant", COMPACT_CALL, "tool_call"),
                     Segment("user", reply, "tool_result"),
                 ]
-                persona.told = going or persona.told
+                persona.advised_place = place or persona.advised_place
             command = persona.slip() if rng.random() < self.slip else persona.act()
             result = house.step(command)
-            segments += [Segment("assistant", command, "policy"), *CONTEXT.following(result)]
+            segments += [Segment("assistant", command, "policy"), *CONTEXT.feedback(result)]
             if result.done:
                 return Episode(task, hint, tuple(segments), success=True)
             persona.observe(result.text)
         return Episode(task, hint, tuple(segments), success=False)
 
-    def _told(self, task: Task, rng: random.Random) -> str | None:
+    def _draw_advice(self, task: Task, rng: random.Random) -> str | None:
         """Return the lesson at the start, or None."""
-        said, wanted = draw(self.advice, rng), read_chore(task.goal).thing
-        if said == "none":
+        kind, wanted = weighted_choice(self.advice, rng), read_chore(task.goal).thing
+        if kind == "none":
             return None
-        if said == "other":
-            return some_lesson(rng.choice(OTHER_KINDS), task, rng)
+        if kind == "other":
+            return random_lesson(rng.choice(OTHER_KINDS), task, rng)
         return lesson(
-            "where", wanted, rng.choice(true_places(task) if said == "right" else places(task))
+            "where",
+            wanted,
+            rng.choice(true_receptacles(task) if kind == "right" else receptacle_names(task)),
         )
 
-    def _persona(self, task: Task, told: str | None, rng: random.Random) -> SearchingPlayer:
-        own = draw(self.personas, rng)
-        if told is None:
-            return own(rng, "")
-        kind, _ = read(told, read_chore(task.goal))
+    def _persona(self, task: Task, advice: str | None, rng: random.Random) -> SearchingPlayer:
+        default = weighted_choice(self.personas, rng)
+        if advice is None:
+            return default(rng, "")
+        kind, _ = read(advice, read_chore(task.goal))
         follows = kind == "where" or rng.random() < self.fidelity
-        return (_ADHERENTS.get(kind, own) if follows else own)(
-            rng, heard(told, task) if follows else ""
+        return (_FOLLOWERS.get(kind, default) if follows else default)(
+            rng, lesson_place(advice, task) if follows else ""
         )
 
 
-_ADHERENTS: Mapping[str, Persona] = {"open": Opener, "look": Dawdler}
+_FOLLOWERS: Mapping[str, PersonaFactory] = {"open": ClosedFirstSearcher, "look": IdleLooker}
 """Personas that follow lessons on the way of playing, by kind of lesson."""
 
 
-def some_lesson(kind: str, task: Task, rng: random.Random) -> str:
+def random_lesson(kind: str, task: Task, rng: random.Random) -> str:
     """Return a lesson of this kind on the task's place. The lesson may be false."""
     wanted = read_chore(task.goal).thing
     thing = (
         wanted if kind == "where" else rng.choice([thing for thing in THINGS if thing != wanted])
     )
-    return lesson(kind, thing, rng.choice(places(task)))
+    return lesson(kind, thing, rng.choice(receptacle_names(task)))
 
 
-def heard(text: str, task: Task) -> str:
+def lesson_place(text: str, task: Task) -> str:
     """Return the receptacle to which a lesson sends an agent, or "" if there is none."""
     kind, place = read(text, read_chore(task.goal))
     return place if kind in ("where", "first") else ""
 
 
-def replied(task: Task, rng: random.Random) -> tuple[str, str]:
+def question_reply(task: Task, rng: random.Random) -> tuple[str, str]:
     """Return the reply to a question and the receptacle to which it sends the agent.
 
     The receptacle is "" if the agent continues as before.
     """
-    said = draw(REPLIES, rng)
-    if said == "nothing":
-        return COMPACT_NOTHING, ""
-    if said == "lesson":
-        text = some_lesson(rng.choice(list(LESSONS)), task, rng)
-        return text, heard(text, task)
-    place = rng.choice(true_places(task) if said == "right" else places(task))
+    kind = weighted_choice(REPLIES, rng)
+    if kind == "nothing":
+        return COMPACT_NO_RESULT, ""
+    if kind == "lesson":
+        text = random_lesson(rng.choice(list(LESSONS)), task, rng)
+        return text, lesson_place(text, task)
+    place = rng.choice(true_receptacles(task) if kind == "right" else receptacle_names(task))
     return from_here(place), place
 
 
-PERSONAS: tuple[tuple[Persona, float], ...] = (
+PERSONAS: tuple[tuple[PersonaFactory, float], ...] = (
     (SearchingPlayer, 0.10),
-    (Opener, 0.05),
+    (ClosedFirstSearcher, 0.05),
     (ForgetfulSearcher, 0.15),
-    (Passer, 0.35),
-    (Hasty, 0.10),
-    (Dawdler, 0.25),
+    (RandomVisitor, 0.35),
+    (TreatmentSkipper, 0.10),
+    (IdleLooker, 0.25),
 )
 ACTOR_CHORES = Chores(
     PERSONAS, advice=(("none", 0.30), ("right", 0.35), ("random", 0.12), ("other", 0.23))

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from crl.envs.alfworld import small
 from crl.envs.alfworld.house import APPLIANCES, LAMPS, numbered
-from crl.envs.alfworld.text import INVALID, WON, chosen
+from crl.envs.alfworld.text import INVALID, WON, chosen_command
 from crl.types import StepResult, Task
 
-_SHUT = ("Cabinet", "Drawer", "Fridge", "Microwave", "Safe")
+_OPENABLE = ("Cabinet", "Drawer", "Fridge", "Microwave", "Safe")
 """Receptacles that are closed at the start."""
 _TREATMENTS = {
     "pick_clean_then_place_in_recep": ("clean", "clean"),
@@ -35,22 +35,23 @@ class SmallHouse:
         house = small.house(int(task.params["lgen"]), int(task.params["core"]))
         self._chore = house.chore
         self._receptacles = dict(zip(_names(house.receptacles), house.receptacles, strict=True))
-        homes, kinds = list(self._receptacles), [kind for kind, _ in house.things]
+        receptacles, kinds = list(self._receptacles), [kind for kind, _ in house.things]
         self._things = dict(zip(_names(kinds), kinds, strict=True))
-        self.where = {
-            name: homes[home] for name, (_, home) in zip(self._things, house.things, strict=True)
+        self.locations = {
+            name: receptacles[index]
+            for name, (_, index) in zip(self._things, house.things, strict=True)
         }
-        self._shut = {name for name, kind in self._receptacles.items() if kind in _SHUT}
+        self._closed = {name for name, kind in self._receptacles.items() if kind in _OPENABLE}
         self._states = {name: set[str]() for name in self._things}
         self._here = self._held = ""
-        return f"see {', '.join(sorted(self._receptacles, key=_as_engine))}"
+        return f"see {', '.join(sorted(self._receptacles, key=_engine_order))}"
 
     def step(self, action: str) -> StepResult:
-        command = chosen(action, self.admissible)
+        command = chosen_command(action, self.admissible)
         if command is None:
             return StepResult(INVALID["compact"], valid=False)
-        said, won = self._do(command), self._won()
-        return StepResult(WON["compact"] if won else said, done=won, success=won)
+        text, won = self._execute(command), self._is_won()
+        return StepResult(WON["compact"] if won else text, done=won, success=won)
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
@@ -59,36 +60,36 @@ class SmallHouse:
     def admissible(self) -> tuple[str, ...]:
         """Currently admissible commands, sorted."""
         here, held = self._here, self._held
-        may = [
+        commands = [
             "look",
             "inventory",
             *(f"go to {name}" for name in self._receptacles if name != here),
         ]
         if not here:
-            return tuple(sorted(may))
-        kind, things = self._receptacles[here], self._in(here)
-        may += [
+            return tuple(sorted(commands))
+        kind, things = self._receptacles[here], self._things_in(here)
+        commands += [
             f"examine {here}",
             *(f"use {name}" for name in things if self._things[name] in LAMPS),
         ]
-        if kind in _SHUT:
-            may.append(f"open {here}" if here in self._shut else f"close {here}")
-        if here not in self._shut and not held:
-            may += [
+        if kind in _OPENABLE:
+            commands.append(f"open {here}" if here in self._closed else f"close {here}")
+        if here not in self._closed and not held:
+            commands += [
                 f"take {name} from {here}" for name in things if self._things[name] not in LAMPS
             ]
-        if here not in self._shut and held and self._things[held] in small.HOLDS[kind].split():
-            may.append(f"move {held} to {here}")
+        if here not in self._closed and held and self._things[held] in small.HOLDS[kind].split():
+            commands.append(f"move {held} to {here}")
         for chore, (verb, _) in _TREATMENTS.items():
             if (
                 held
                 and kind == APPLIANCES[chore]
-                and self._things[held] in small.ABLE[chore].split()
+                and self._things[held] in small.SUITABLE_THINGS[chore].split()
             ):
-                may.append(f"{verb} {held} with {here}")
-        return tuple(sorted(may))
+                commands.append(f"{verb} {held} with {here}")
+        return tuple(sorted(commands))
 
-    def _do(self, command: str) -> str:
+    def _execute(self, command: str) -> str:
         verb, *rest = command.split()
         match verb:
             case "look":
@@ -98,22 +99,22 @@ class SmallHouse:
             case "go" | "open" | "examine":
                 self._here = " ".join(rest[-2:])
                 if verb == "open":
-                    self._shut.remove(self._here)
+                    self._closed.remove(self._here)
                 return (
                     f"{self._here} closed"
-                    if self._here in self._shut
-                    else f"{self._here}: {', '.join(self._in(self._here)) or 'nothing'}"
+                    if self._here in self._closed
+                    else f"{self._here}: {', '.join(self._things_in(self._here)) or 'nothing'}"
                 )
             case "close":
-                self._shut.add(self._here)
+                self._closed.add(self._here)
                 return f"{self._here} closed"
             case "take":
                 self._held = " ".join(rest[:2])
-                self.where[self._held] = ""
+                self.locations[self._held] = ""
                 return f"took {self._held}"
             case "move":
                 thing, self._held = self._held, ""
-                self.where[thing] = self._here
+                self.locations[thing] = self._here
                 return f"{thing} in {self._here}"
             case "use":
                 lamp = " ".join(rest)
@@ -125,17 +126,18 @@ class SmallHouse:
         ) | {state}
         return f"{self._held} {state}"
 
-    def _in(self, receptacle: str) -> list[str]:
+    def _things_in(self, receptacle: str) -> list[str]:
         return sorted(
-            (name for name, where in self.where.items() if where == receptacle), key=_as_engine
+            (name for name, location in self.locations.items() if location == receptacle),
+            key=_engine_order,
         )
 
-    def _won(self) -> bool:
+    def _is_won(self) -> bool:
         chore = self._chore
         if chore.kind == "look_at_obj_in_light":
             lit = any(
                 "on" in self._states[name]
-                for name in self._in(self._here)
+                for name in self._things_in(self._here)
                 if self._things[name] == chore.receptacle
             )
             return lit and self._things.get(self._held) == chore.thing
@@ -146,19 +148,19 @@ class SmallHouse:
             for name, kind in self._things.items()
             if kind == chore.thing and state in (None, *self._states[name])
         ]
-        homes = [
-            self.where[name]
+        receptacles = [
+            self.locations[name]
             for name in wanted
-            if self._receptacles.get(self.where[name]) == chore.receptacle
+            if self._receptacles.get(self.locations[name]) == chore.receptacle
         ]
-        return any(homes.count(home) >= needed for home in homes)
+        return any(receptacles.count(receptacle) >= needed for receptacle in receptacles)
 
 
 def _names(kinds: Sequence[str]) -> list[str]:
     return [f"{kind.lower()} {number}" for kind, number in numbered(kinds)]
 
 
-def _as_engine(name: str) -> tuple[str, int]:
+def _engine_order(name: str) -> tuple[str, int]:
     """Return the sort key of the engine's lists: by kind, then by descending number."""
     kind, _, number = name.partition(" ")
     return kind, -int(number)

@@ -14,25 +14,25 @@ from crl.envs.alfworld.player import AlfworldPlayer
 class SearchingPlayer(AlfworldPlayer):
     """Persona that looks into every receptacle once, open ones first.
 
-    `told` is the receptacle that the advice names, "" if there is none.
+    `advised_place` is the receptacle that the advice names, "" if there is none.
     """
 
-    def __init__(self, rng: random.Random, told: str = "") -> None:
+    def __init__(self, rng: random.Random, advised_place: str = "") -> None:
         super().__init__(rng)
-        self.told = told
+        self.advised_place = advised_place
 
     def act(self) -> str:
-        return short(super().act())
+        return shorten(super().act())
 
     def slip(self) -> str:
         """Return a random command instead of the intended one."""
-        self._last = self._rng.choice(["look", "inventory", f"go to {self._elsewhere()}"])
-        return self._last
+        self._last_command = self._rng.choice(["look", "inventory", f"go to {self._elsewhere()}"])
+        return self._last_command
 
     def _explore(self) -> str:
         return (
-            self._at(self.told)
-            if self.told in self._places and self.told not in self.seen
+            self._go_and_open(self.advised_place)
+            if self.advised_place in self._receptacles and self.advised_place not in self.seen
             else self._search()
         )
 
@@ -40,37 +40,37 @@ class SearchingPlayer(AlfworldPlayer):
         return super()._explore()
 
     def _elsewhere(self) -> str:
-        return self._rng.choice([place for place in self._places if place != self._here])
+        return self._rng.choice([place for place in self._receptacles if place != self._location])
 
 
-class Opener(SearchingPlayer):
+class ClosedFirstSearcher(SearchingPlayer):
     """Persona that looks into every receptacle once, closed ones first."""
 
     def _search(self) -> str:
-        unseen = [place for place in reversed(self._places) if place not in self.seen]
-        return self._at(unseen[0]) if unseen else "look"
+        unseen = [place for place in reversed(self._receptacles) if place not in self.seen]
+        return self._go_and_open(unseen[0]) if unseen else "look"
 
 
 class ForgetfulSearcher(SearchingPlayer):
     """Persona that looks into random receptacles, including those that it has visited."""
 
-    _bound_for = ""
+    _destination = ""
 
     def _search(self) -> str:
-        command = self._at(self._bound_for) if self._bound_for else ""
+        command = self._go_and_open(self._destination) if self._destination else ""
         if not command:
-            self._bound_for = self._elsewhere()
-        return command or self._at(self._bound_for)
+            self._destination = self._elsewhere()
+        return command or self._go_and_open(self._destination)
 
 
-class Passer(SearchingPlayer):
+class RandomVisitor(SearchingPlayer):
     """Persona that goes to random receptacles, visited ones included, and opens none to look."""
 
     def _search(self) -> str:
-        return self._go(self._elsewhere())
+        return self._go_to(self._elsewhere())
 
 
-class Hasty(SearchingPlayer):
+class TreatmentSkipper(SearchingPlayer):
     """Persona that places things without cleaning, heating or cooling them."""
 
     def begin(self, goal: str, observation: str) -> None:
@@ -78,16 +78,16 @@ class Hasty(SearchingPlayer):
         self._treated = True
 
 
-class Dawdler(SearchingPlayer):
+class IdleLooker(SearchingPlayer):
     """Persona that looks around before every action."""
 
     _looked = True
 
-    def _next(self) -> str:
+    def _next_command(self) -> str:
         self._looked = not self._looked
-        return super()._next() if self._looked else self._rng.choice(["look", "inventory"])
+        return super()._next_command() if self._looked else self._rng.choice(["look", "inventory"])
 
 
-def short(command: str) -> str:
+def shorten(command: str) -> str:
     """Return a command in the short form: without "from …" and "with …"."""
     return command.partition(" from ")[0].partition(" with ")[0]

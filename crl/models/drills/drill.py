@@ -24,15 +24,15 @@ from crl.types import ExperienceUse, Segment, Task
 
 T = TypeVar("T")
 
-MASTERED = 0.85
+MASTERED_RATE = 0.85
 """Success rate from which advice is useless. Prompts show it as 9 of 10."""
 
 OFFER = Segment("user", COMPACT_OFFER, "tool_spec")
 MERGE_PROMPT, CRITIC_PROMPT = CompactMergePrompt(), CompactCriticPrompt()
 
-SomeLesson = Callable[[random.Random], str]
+LessonSampler = Callable[[random.Random], str]
 """Function that draws a lesson that a bank may contain."""
-Claims = Callable[[str], bool]
+ClaimTest = Callable[[str], bool]
 """Function that returns whether a lesson's text makes a claim about its place.
 
 Other lessons of the place may contradict a claim, for example on the position of the exit.
@@ -50,22 +50,22 @@ class Drill:
     """Function that yields n demonstrations: make(rng, n)."""
 
 
-def said(text: str) -> Segment:
+def demonstrated(text: str) -> Segment:
     """Return a segment of the demonstrator."""
     return Segment("assistant", text, "policy")
 
 
-def op(kind: str, **fields: int | str | Sequence[int]) -> str:
+def op_answer(kind: str, **fields: int | str | Sequence[int]) -> str:
     """Return an extractor's answer with one op, in its canonical spelling."""
     return json.dumps([{"op": kind, **fields}], separators=(",", ":"))
 
 
-def hit(text: str, task: Task) -> Hit:
+def as_hit(text: str, task: Task) -> Hit:
     """Return a lesson in the form in which a bank returns it for the task's goal."""
     return Hit(text, ExperienceUse("drill", 1, "drill", "start"), task.goal)
 
 
-def draw(shares: Sequence[tuple[T, float]], rng: random.Random) -> T:
+def weighted_choice(shares: Sequence[tuple[T, float]], rng: random.Random) -> T:
     """Return one of the values, drawn according to their shares."""
     values, weights = zip(*shares, strict=True)
     return rng.choices(values, weights)[0]
@@ -97,9 +97,9 @@ def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
 
 def distil_prompt(digest: Digest, episode: Episode, number: int = 0) -> Sequence[Segment]:
     """Return the extractor's prompt for the episode, as in a run."""
-    shown = (episode.hint,) if episode.hint else ()
+    hints = (episode.hint,) if episode.hint else ()
     request = DistilRequest(
-        "drill", 0, 0, number, episode.task, episode.segments, episode.success, False, shown
+        "drill", 0, 0, number, episode.task, episode.segments, episode.success, False, hints
     )
     return CompactDistilPrompt({episode.task.name: digest})(request)
 
@@ -109,33 +109,33 @@ def lessons(
 ) -> Iterator[Demonstration]:
     """Yield an extractor's answers to finished episodes."""
     return (
-        [*distil_prompt(digest, episode, number), said(answer(episode))]
+        [*distil_prompt(digest, episode, number), demonstrated(answer(episode))]
         for number, episode in enumerate(episodes)
     )
 
 
-def learnt(text: str | None, hint: Hit | None, claims: Claims) -> str:
+def lesson_answer(text: str | None, hint: Hit | None, makes_claim: ClaimTest) -> str:
     """Return the op with which an extractor stores the lesson `text`, in its canonical spelling.
 
     A claim that differs from the hint's claim updates the hint. None as text teaches nothing.
     """
     if text is None:
-        return op("return")
-    if hint and hint.text != text and claims(text) and claims(hint.text):
-        return op("update", target=1, text=text)
-    return op("add", text=text)
+        return op_answer("return")
+    if hint and hint.text != text and makes_claim(text) and makes_claim(hint.text):
+        return op_answer("update", target=1, text=text)
+    return op_answer("add", text=text)
 
 
 # ── the extractor: a lesson for an agent in the middle of an episode ──────────────────────────────
 
 
-def until_asked(episode: Episode, rng: random.Random, turns: int) -> tuple[Segment, ...]:
+def cut_at_question(episode: Episode, rng: random.Random, turns: int) -> tuple[Segment, ...]:
     """Return the episode up to one of its first `turns` moves, followed by the question."""
-    spoken = [
+    policy_indices = [
         number for number, segment in enumerate(episode.segments) if segment.origin == "policy"
     ]
     return (
-        *episode.segments[: rng.choice(spoken[:turns])],
+        *episode.segments[: rng.choice(policy_indices[:turns])],
         Segment("assistant", COMPACT_CALL, "tool_call"),
     )
 
@@ -145,7 +145,7 @@ def refine_prompt(
 ) -> Sequence[Segment]:
     """Return the extractor's prompt for the question, as in a run."""
     return CompactRefinePrompt({task.name: digest})(
-        Question("drill", task, "", tuple(segments)), hit(text, task)
+        Question("drill", task, "", tuple(segments)), as_hit(text, task)
     )
 
 
@@ -153,27 +153,29 @@ def refine_prompt(
 
 
 def merges(
-    rng: random.Random, n: int, env: str, some_lesson: SomeLesson, claims: Claims
+    rng: random.Random, n: int, env: str, random_lesson: LessonSampler, makes_claim: ClaimTest
 ) -> Iterator[Demonstration]:
+    """Yield an extractor's answers to `n` random chunks of a bank."""
     for _ in range(n):
-        entries = chunk(rng, env, some_lesson)
-        yield [*MERGE_PROMPT(entries), said(tidied(entries, claims))]
+        entries = random_chunk(rng, env, random_lesson)
+        yield [*MERGE_PROMPT(entries), demonstrated(merge_answer(entries, makes_claim))]
 
 
-def chunk(rng: random.Random, env: str, some_lesson: SomeLesson) -> list[Entry]:
+def random_chunk(rng: random.Random, env: str, random_lesson: LessonSampler) -> list[Entry]:
     """Return the entries of a place that a bank may contain.
 
     A chunk has 2 to 6 entries. In half of the chunks, most entries repeat another one.
     """
-    size, texts = draw(((2, 0.45), (3, 0.30), (4, 0.20), (5, 0.03), (6, 0.02)), rng), list[str]()
+    size = weighted_choice(((2, 0.45), (3, 0.30), (4, 0.20), (5, 0.03), (6, 0.02)), rng)
+    texts = list[str]()
     repeats = rng.random() < 0.5
     for _ in range(size):
-        new = some_lesson(rng)
+        new = random_lesson(rng)
         texts.append(rng.choice(texts) if repeats and texts and rng.random() < 0.7 else new)
-    return [_entry(number, text, env, rng) for number, text in enumerate(texts)]
+    return [_random_entry(number, text, env, rng) for number, text in enumerate(texts)]
 
 
-def _entry(number: int, text: str, env: str, rng: random.Random) -> Entry:
+def _random_entry(number: int, text: str, env: str, rng: random.Random) -> Entry:
     guided = rng.randint(1, 10) if rng.random() < 0.7 else 0
     won = rng.randint(1, guided) if guided and rng.random() < 0.7 else 0
     return Entry(
@@ -181,7 +183,7 @@ def _entry(number: int, text: str, env: str, rng: random.Random) -> Entry:
     )
 
 
-def tidied(entries: Sequence[Entry], claims: Claims) -> str:
+def merge_answer(entries: Sequence[Entry], makes_claim: ClaimTest) -> str:
     """Return the merge answer for a chunk: at most one op, in its canonical spelling.
 
     The first text that occurs more than once is merged into one entry. The text precedes the
@@ -192,30 +194,37 @@ def tidied(entries: Sequence[Entry], claims: Claims) -> str:
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for number, entry in enumerate(entries, start=1):
         numbers[entry.text].append(number)
-    for text, same in numbers.items():
-        if len(same) > 1:
-            return op("merge", text=text, targets=same)
+    for text, positions in numbers.items():
+        if len(positions) > 1:
+            return op_answer("merge", text=text, targets=positions)
     # A credit of -credited means that every episode that the entry guided was lost.
-    won = {
+    has_won = {
         number: e.credit > -e.credited
         for number, e in enumerate(entries, start=1)
-        if e.credited and claims(e.text)
+        if e.credited and makes_claim(e.text)
     }
-    lost = [number for number, some in won.items() if not some]
-    return op("discard", target=lost[0]) if lost and any(won.values()) else "[]"
+    never_won = [number for number, won in has_won.items() if not won]
+    return (
+        op_answer("discard", target=never_won[0]) if never_won and any(has_won.values()) else "[]"
+    )
 
 
 # ── the actor: verdicts on lessons ────────────────────────────────────────────────────────────────
 
 
-def verdicts(rng: random.Random, judged: Iterable[tuple[Task, str]]) -> Iterator[Demonstration]:
+def verdicts(
+    rng: random.Random, task_lessons: Iterable[tuple[Task, str]]
+) -> Iterator[Demonstration]:
     """Yield verdicts on lessons, which are given as task and text.
 
     In about a third of the prompts the place is mastered.
     """
-    for task, text in judged:
+    for task, text in task_lessons:
         rate = (rng.choice((9, 10)) if rng.random() < 1 / 3 else rng.randint(0, 8)) / 10
-        yield [*CRITIC_PROMPT(task, hit(text, task), rate), said(verdict(text, rate, rng))]
+        yield [
+            *CRITIC_PROMPT(task, as_hit(text, task), rate),
+            demonstrated(verdict(text, rate, rng)),
+        ]
 
 
 def verdict(text: str, rate: float, rng: random.Random) -> str:
@@ -225,6 +234,6 @@ def verdict(text: str, rate: float, rng: random.Random) -> str:
     refined at random. A refinement repeats the lesson. RL must teach which lessons help and how to
     improve them.
     """
-    if rate >= MASTERED:
+    if rate >= MASTERED_RATE:
         return "reject"
     return rng.choice(("accept", f"refine {text}"))

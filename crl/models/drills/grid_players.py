@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from crl.envs.base import ScriptedPlayer
 from crl.envs.keyroom.player import KeyRoomPlayer
-from crl.envs.minihack.player import At, around, walk
+from crl.envs.minihack.player import Point, neighbours, shortest_walk
 
-LATE = range(1, 7)
+LATE_TURNS = range(1, 7)
 """Turns after which a late player becomes skilled."""
-MEMORY = range(2, 6)
+MEMORY_TURNS = range(2, 6)
 """Turns after which a forgetful player forgets."""
 
 
@@ -20,28 +20,28 @@ class Drifter:
 
     def __init__(self, rng: random.Random, actions: Sequence[str]) -> None:
         self._rng, self._actions = rng, actions
-        self._seen, self._direction = "", ""
+        self._observation, self._direction = "", ""
 
     def begin(self, goal: str, observation: str) -> None:
-        self._seen, self._direction = observation, self._rng.choice(self._actions)
+        self._observation, self._direction = observation, self._rng.choice(self._actions)
 
     def act(self) -> str:
         return self._direction
 
     def observe(self, observation: str) -> None:
-        if observation == self._seen:
+        if observation == self._observation:
             self._direction = self._rng.choice(self._actions)
-        self._seen = observation
+        self._observation = observation
 
 
-class Changing:
-    """Player that plays as `first` for some turns, then as `then`.
+class SwitchingPlayer:
+    """Player that plays as `first` for some turns, then as `second`.
 
-    `then` does not know the observations before the change.
+    `second` does not know the observations before the change.
     """
 
-    def __init__(self, first: ScriptedPlayer, then: ScriptedPlayer, turns: int) -> None:
-        self._player, self._then, self._turns = first, then, turns
+    def __init__(self, first: ScriptedPlayer, second: ScriptedPlayer, turns: int) -> None:
+        self._player, self._second, self._turns = first, second, turns
         self._goal = ""
 
     def begin(self, goal: str, observation: str) -> None:
@@ -54,7 +54,7 @@ class Changing:
     def observe(self, observation: str) -> None:
         self._turns -= 1
         if self._turns == 0:
-            self._player = self._then
+            self._player = self._second
             self._player.begin(self._goal, observation)
         else:
             self._player.observe(observation)
@@ -83,25 +83,25 @@ class ForgetfulPlayer:
 
 
 class WayFollower:
-    """Player that follows the advised way until its end or a wall, then plays as `then`."""
+    """Player that follows the advised way until its end or a wall, then plays as `fallback`."""
 
-    def __init__(self, way: Sequence[str], then: ScriptedPlayer) -> None:
-        self._told, self._player = way, then
-        self._way: list[str] = []
-        self._seen = ""
+    def __init__(self, way: Sequence[str], fallback: ScriptedPlayer) -> None:
+        self._advised_way, self._fallback = way, fallback
+        self._remaining: list[str] = []
+        self._observation = ""
 
     def begin(self, goal: str, observation: str) -> None:
-        self._way, self._seen = list(self._told), observation
-        self._player.begin(goal, observation)
+        self._remaining, self._observation = list(self._advised_way), observation
+        self._fallback.begin(goal, observation)
 
     def act(self) -> str:
-        return self._way.pop(0) if self._way else self._player.act()
+        return self._remaining.pop(0) if self._remaining else self._fallback.act()
 
     def observe(self, observation: str) -> None:
-        if observation == self._seen:
-            self._way = []  # the way led against a wall
-        self._seen = observation
-        self._player.observe(observation)
+        if observation == self._observation:
+            self._remaining = []  # the way led against a wall
+        self._observation = observation
+        self._fallback.observe(observation)
 
 
 class PlaceFollower(KeyRoomPlayer):
@@ -110,40 +110,42 @@ class PlaceFollower(KeyRoomPlayer):
     It ignores the advice once it has seen the real object, the stairs or the advised cell.
     """
 
-    def __init__(self, key: At, door: At, rng: random.Random) -> None:
+    def __init__(self, key: Point, door: Point, rng: random.Random) -> None:
         super().__init__(rng)
-        self._told = {"key": key, "door": door}
+        self._advised = {"key": key, "door": door}
 
     def act(self) -> str:
-        known, told = (
-            (self.door, self._told["door"]) if self._holding else (self.key, self._told["key"])
+        seen, target = (
+            (self.door, self._advised["door"])
+            if self._holding
+            else (self.key, self._advised["key"])
         )
-        if known or self._stairs or told in self._inspected:
+        if seen or self._stairs or target in self._inspected:
             return super().act()
-        path = walk(
-            self._here,
-            lambda at: at in around(told),
+        path = shortest_walk(
+            self._position,
+            lambda at: at in neighbours(target),
             lambda _, to: self._may_be_floor(to),
             self._rng,
         )
         return path[0] if path else super().act()
 
-    def _may_be_floor(self, at: At) -> bool:
+    def _may_be_floor(self, at: Point) -> bool:
         return at in self._floor or (
             at not in self._inspected and 1 <= at[0] <= 5 and 1 <= at[1] <= 5
         )
 
 
-def players(
+def player_factories(
     skilled: Callable[[random.Random], ScriptedPlayer], actions: Sequence[str]
 ) -> tuple[Callable[[random.Random], ScriptedPlayer], ...]:
     """Return makers of the skilled, late, forgetful and drifting player."""
 
     def late(rng: random.Random) -> ScriptedPlayer:
-        return Changing(Drifter(rng, actions), skilled(rng), rng.choice(LATE))
+        return SwitchingPlayer(Drifter(rng, actions), skilled(rng), rng.choice(LATE_TURNS))
 
     def forgetful(rng: random.Random) -> ScriptedPlayer:
-        return ForgetfulPlayer(skilled(rng), rng.choice(MEMORY))
+        return ForgetfulPlayer(skilled(rng), rng.choice(MEMORY_TURNS))
 
     def drifter(rng: random.Random) -> ScriptedPlayer:
         return Drifter(rng, actions)

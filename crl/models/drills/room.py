@@ -21,12 +21,12 @@ from crl.envs.room.lessons import (
     digest,
     from_here,
     lesson,
-    places,
     read,
     stairs_direction,
+    visited_cells,
 )
 from crl.models.drills import drill
-from crl.models.drills.drill import Drill, Episode, learnt, op, said
+from crl.models.drills.drill import Drill, Episode, demonstrated, lesson_answer, op_answer
 from crl.models.drills.room_walks import (
     ACTOR_WALKS,
     ASKING_WALKS,
@@ -38,7 +38,7 @@ from crl.models.drills.room_walks import (
 from crl.models.warm_start import Demonstration
 from crl.types import Segment, Task
 
-STAIRS_AWAY = 3
+ASSUMED_DISTANCE = 3
 """Assumed distance between start and stairs, in steps.
 
 Refinements use it for stairs that the agent has not seen. After one to three moves, the direction
@@ -76,35 +76,38 @@ def answer(kind: str, episode: Episode) -> str:
     """
     if kind == "exit":
         seen = stairs_direction(episode.segments)
-        return learnt(lesson("exit", seen) if seen else None, episode.hint, claims)
+        return lesson_answer(lesson("exit", seen) if seen else None, episode.hint, makes_claim)
     last_move = next(
         segment.text for segment in reversed(episode.segments) if segment.origin == "policy"
     )
-    return learnt(lesson(kind, last_move), episode.hint, claims)
+    return lesson_answer(lesson(kind, last_move), episode.hint, makes_claim)
 
 
 # ── the extractor: a lesson for an agent in the middle of an episode ──────────────────────────────
 
 
 @dataclass(frozen=True)
-class Refinements:
+class RoomRefinements:
     """Extractor's answers to agents that ask within the first moves of a walk."""
 
     walks: RoomWalks
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         for episode in self.walks.episodes(rng, demonstration_tasks(n)):
-            segments = until_asked(episode, rng)
-            text = found(segments, rng)
-            yield [*refine_prompt(episode.task, segments, text), said(refinement(segments, text))]
+            segments = cut_at_question(episode, rng)
+            text = bank_lesson(segments, rng)
+            yield [
+                *refine_prompt(episode.task, segments, text),
+                demonstrated(refinement(segments, text)),
+            ]
 
 
-def until_asked(episode: Episode, rng: random.Random) -> tuple[Segment, ...]:
+def cut_at_question(episode: Episode, rng: random.Random) -> tuple[Segment, ...]:
     """Return the episode up to one of its scored moves, followed by the question."""
-    return drill.until_asked(episode, rng, SCORED_TURNS)
+    return drill.cut_at_question(episode, rng, SCORED_TURNS)
 
 
-def found(segments: Sequence[Segment], rng: random.Random) -> str:
+def bank_lesson(segments: Sequence[Segment], rng: random.Random) -> str:
     """Return a lesson that a bank may contain for the place.
 
     Three of four lessons tell the direction of the stairs. If the agent has seen the stairs, the
@@ -127,31 +130,31 @@ def refinement(segments: Sequence[Segment], text: str) -> str:
 
     An "exit" lesson becomes the direction of the stairs from the current position. Other lessons
     are not adapted. A lesson does not contain the distance, so the stairs are assumed to be
-    STAIRS_AWAY steps from the start.
+    ASSUMED_DISTANCE steps from the start.
     """
     kind, direction = read(text)
     if kind != "exit" or direction is None:
-        return op("return")
-    visited = list(places(segments))
+        return op_answer("return")
+    visited = list(visited_cells(segments))
     (x, y), (dx, dy) = visited[0], COMPASS[direction]
-    stairs = (x + STAIRS_AWAY * dx, y + STAIRS_AWAY * dy)
-    return op("refine", text=from_here(bearing(visited[-1], stairs) or direction))
+    stairs = (x + ASSUMED_DISTANCE * dx, y + ASSUMED_DISTANCE * dy)
+    return op_answer("refine", text=from_here(bearing(visited[-1], stairs) or direction))
 
 
 # ── the extractor: merges of a place's lessons ────────────────────────────────────────────────────
 
 
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    return drill.merges(rng, n, NAME, some_lesson, claims)
+    return drill.merges(rng, n, NAME, random_lesson, makes_claim)
 
 
-def some_lesson(rng: random.Random) -> str:
+def random_lesson(rng: random.Random) -> str:
     """Return a random lesson. Most lessons of a bank are about the stairs."""
     kind = "exit" if rng.random() < 0.65 else rng.choice(OTHER_KINDS)
     return lesson(kind, rng.choice(list(COMPASS)))
 
 
-def claims(text: str) -> bool:
+def makes_claim(text: str) -> bool:
     return read(text)[0] == "exit"
 
 
@@ -176,6 +179,6 @@ ACTOR_DRILLS = (
 )
 EXTRACTOR_DRILLS = (
     Drill("room lessons", 20_000, RoomLessons(EXTRACTOR_WALKS).make),
-    Drill("refinements", 6_000, Refinements(replace(EXTRACTOR_WALKS, turns=SCORED_TURNS)).make),
+    Drill("refinements", 6_000, RoomRefinements(replace(EXTRACTOR_WALKS, turns=SCORED_TURNS)).make),
     Drill("merges", 22_000, merges),
 )

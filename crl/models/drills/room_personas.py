@@ -36,7 +36,7 @@ class Explorer:
     """
 
     def act(self, game: RoomGame, rng: random.Random) -> str:
-        targets = showing(game, STAIRS) or showing(game, UNSEEN)
+        targets = cells_showing(game, STAIRS) or cells_showing(game, UNSEEN)
         return first_step(game, targets, rng) or rng.choice(list(COMPASS))
 
 
@@ -79,7 +79,7 @@ class Follower:
         self._explorer, self._pacer = Explorer(), Pacer()
 
     def act(self, game: RoomGame, rng: random.Random) -> str:
-        if showing(game, STAIRS):
+        if cells_showing(game, STAIRS):
             return self._explorer.act(game, rng)
         if self._direction and not inside(neighbour(game.position, self._direction)):
             self._direction = None
@@ -95,7 +95,7 @@ class Lingerer:
         return first_step(game, near, rng) or rng.choice(list(COMPASS))
 
 
-def adherent(kind: str, direction: str) -> Persona | None:
+def persona_for_lesson(kind: str, direction: str) -> Persona | None:
     """Return the persona that follows a lesson, or None if the lesson cannot be followed.
 
     `crl.envs.room.lessons` lists the kinds.
@@ -131,10 +131,10 @@ def symbol(game: RoomGame, at: Cell) -> str:
     return game.grid[at[1]][at[0]]
 
 
-def showing(game: RoomGame, wanted: str) -> set[Cell]:
+def cells_showing(game: RoomGame, wanted: str) -> set[Cell]:
     """Return the cells that show this symbol."""
     return {
-        (x, y) for y, row in enumerate(game.grid) for x, shown in enumerate(row) if shown == wanted
+        (x, y) for y, row in enumerate(game.grid) for x, char in enumerate(row) if char == wanted
     }
 
 

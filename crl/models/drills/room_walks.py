@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks
 from crl.envs.room.game import RoomGame
-from crl.envs.room.lessons import LESSONS, from_here, lesson, true_bearing
-from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
+from crl.envs.room.lessons import LESSONS, from_here, lesson, true_stairs_direction
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
-from crl.models.drills.drill import OFFER, Episode, asking_turn, draw, hit
+from crl.models.drills.drill import OFFER, Episode, as_hit, asking_turn, weighted_choice
 from crl.models.drills.room_personas import (
     STAIRS,
     Explorer,
     Pacer,
     Persona,
     Walker,
-    adherent,
-    showing,
+    cells_showing,
+    persona_for_lesson,
 )
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
@@ -53,7 +53,7 @@ class RoomWalks:
     turns: int = 8
     """Maximal turns of an episode."""
     offer: bool = False
-    """Whether the agent may ask; see `asking_turn` and `replied`."""
+    """Whether the agent may ask; see `asking_turn` and `question_reply`."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))
@@ -67,16 +67,16 @@ class RoomWalks:
             game.close()
 
     def _episode(self, game: RoomGame, task: Task, rng: random.Random) -> Episode:
-        told = self._told(task, rng)
-        hint = hit(lesson(*told), task) if told else None
-        persona = self._persona(told, rng)
-        *head, seen = CONTEXT.opening(task, Observation(game.reset(task)), hint)
-        segments = [*head, *([OFFER] if self.offer else []), seen]
-        asks = asking_turn(rng, advised=told is not None) if self.offer else None
+        advice = self._draw_advice(task, rng)
+        hint = as_hit(lesson(*advice), task) if advice else None
+        persona = self._persona(advice, rng)
+        *head, first = CONTEXT.opening(task, Observation(game.reset(task)), hint)
+        segments = [*head, *([OFFER] if self.offer else []), first]
+        asks = asking_turn(rng, advised=advice is not None) if self.offer else None
         success = False
         for turn in range(self.turns):
-            if turn == asks and not showing(game, STAIRS):
-                reply, follower = replied(game, task, rng)
+            if turn == asks and not cells_showing(game, STAIRS):
+                reply, follower = question_reply(game, task, rng)
                 segments += [
                     Segment("assistant", COMPACT_CALL, "tool_call"),
                     Segment("user", reply, "tool_result"),
@@ -86,45 +86,45 @@ class RoomWalks:
                 rng.choice(list(COMPASS)) if rng.random() < self.slip else persona.act(game, rng)
             )
             result = game.step(action)
-            segments += [Segment("assistant", action, "policy"), *CONTEXT.following(result)]
+            segments += [Segment("assistant", action, "policy"), *CONTEXT.feedback(result)]
             if result.done:
                 success = result.success and turn < SCORED_TURNS
                 break
         return Episode(task, hint, tuple(segments), success)
 
-    def _told(self, task: Task, rng: random.Random) -> tuple[str, str] | None:
+    def _draw_advice(self, task: Task, rng: random.Random) -> tuple[str, str] | None:
         """Return kind and direction of the lesson at the start, or None."""
-        said, any_direction = draw(self.advice, rng), rng.choice(list(COMPASS))
-        if said == "none":
+        kind, any_direction = weighted_choice(self.advice, rng), rng.choice(list(COMPASS))
+        if kind == "none":
             return None
-        if said == "other":
+        if kind == "other":
             return rng.choice(OTHER_KINDS), any_direction
-        right = true_bearing(int(task.params["lgen"])) if said == "right" else None
+        right = true_stairs_direction(int(task.params["lgen"])) if kind == "right" else None
         return "exit", right or any_direction
 
-    def _persona(self, told: tuple[str, str] | None, rng: random.Random) -> Persona:
-        own = draw(self.personas, rng)()
-        if told is None or (told[0] != "exit" and rng.random() >= self.fidelity):
-            return own
-        return adherent(*told) or own
+    def _persona(self, advice: tuple[str, str] | None, rng: random.Random) -> Persona:
+        default = weighted_choice(self.personas, rng)()
+        if advice is None or (advice[0] != "exit" and rng.random() >= self.fidelity):
+            return default
+        return persona_for_lesson(*advice) or default
 
 
-def replied(game: RoomGame, task: Task, rng: random.Random) -> tuple[str, Persona | None]:
+def question_reply(game: RoomGame, task: Task, rng: random.Random) -> tuple[str, Persona | None]:
     """Return the reply to a question and the persona that follows it.
 
     The reply is the direction of the stairs from the current position, any direction, an unchanged
     lesson (followed from the current position), or nothing. The persona is None if the agent
     continues as before.
     """
-    said, direction = draw(REPLIES, rng), rng.choice(list(COMPASS))
-    if said == "nothing":
-        return COMPACT_NOTHING, None
-    if said == "lesson":
-        kind = rng.choice(["exit", *OTHER_KINDS])
-        return lesson(kind, direction), adherent(kind, direction)
-    if said == "right":
-        direction = true_bearing(int(task.params["lgen"]), game.position) or direction
-    return from_here(direction), adherent("exit", direction)
+    kind, direction = weighted_choice(REPLIES, rng), rng.choice(list(COMPASS))
+    if kind == "nothing":
+        return COMPACT_NO_RESULT, None
+    if kind == "lesson":
+        lesson_kind = rng.choice(["exit", *OTHER_KINDS])
+        return lesson(lesson_kind, direction), persona_for_lesson(lesson_kind, direction)
+    if kind == "right":
+        direction = true_stairs_direction(int(task.params["lgen"]), game.position) or direction
+    return from_here(direction), persona_for_lesson("exit", direction)
 
 
 PERSONAS: tuple[tuple[Callable[[], Persona], float], ...] = (

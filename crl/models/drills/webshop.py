@@ -15,11 +15,11 @@ from crl.envs.webshop import NAME
 from crl.envs.webshop.lessons import LESSONS, digest, lesson, read, right_brand, wrong_brands
 from crl.envs.webshop.words import BRANDS
 from crl.models.drills import drill
-from crl.models.drills.drill import Drill, Episode, learnt, op, said
+from crl.models.drills.drill import Drill, Episode, demonstrated, lesson_answer, op_answer
 from crl.models.drills.webshop_visits import (
     ACTOR_VISITS,
     ASKING_VISITS,
-    CHOICES,
+    CHOICE_VISITS,
     EXTRACTOR_VISITS,
     OTHER_KINDS,
     demonstration_shops,
@@ -51,29 +51,29 @@ def answer(kind: str, episode: Episode) -> str:
         "buy": [right] if (right := right_brand(episode.segments)) else [],
         "skip": wrong_brands(episode.segments),
     }.get(kind, [""])
-    return learnt(lesson(kind, names[0]) if names else None, episode.hint, claims)
+    return lesson_answer(lesson(kind, names[0]) if names else None, episode.hint, makes_claim)
 
 
 def refinements(rng: random.Random, n: int) -> Iterator[Demonstration]:
     """Yield answers to questions. No lesson is adapted: a lesson on a need holds in every turn."""
     for episode in EXTRACTOR_VISITS.episodes(rng, n):
-        segments = drill.until_asked(episode, rng, 3)
+        segments = drill.cut_at_question(episode, rng, 3)
         yield [
-            *drill.refine_prompt(digest, episode.task, segments, some_lesson(rng)),
-            said(op("return")),
+            *drill.refine_prompt(digest, episode.task, segments, random_lesson(rng)),
+            demonstrated(op_answer("return")),
         ]
 
 
 def merges(rng: random.Random, n: int) -> Iterator[Demonstration]:
-    return drill.merges(rng, n, NAME, some_lesson, claims)
+    return drill.merges(rng, n, NAME, random_lesson, makes_claim)
 
 
-def some_lesson(rng: random.Random) -> str:
+def random_lesson(rng: random.Random) -> str:
     """Return a random lesson. Most lessons of a bank say which product to buy."""
     return lesson("buy" if rng.random() < 0.65 else rng.choice(OTHER_KINDS), rng.choice(BRANDS))
 
 
-def claims(text: str) -> bool:
+def makes_claim(text: str) -> bool:
     return read(text)[0] == "buy"
 
 
@@ -83,21 +83,22 @@ def claims(text: str) -> bool:
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     kinds = list(LESSONS)
     return drill.verdicts(
-        rng, ((task, lesson(rng.choice(kinds), rng.choice(BRANDS))) for task in _tasks(rng, n))
+        rng,
+        ((task, lesson(rng.choice(kinds), rng.choice(BRANDS))) for task in _random_tasks(rng, n)),
     )
 
 
-def _tasks(rng: random.Random, n: int) -> Sequence[Task]:
+def _random_tasks(rng: random.Random, n: int) -> Sequence[Task]:
     return [demonstration_task(rng.choice(demonstration_shops()), rng) for _ in range(n)]
 
 
-COPYING = (
+COPY_DRILLS = (
     Drill("shop visits", 6_500, ACTOR_VISITS.make),
-    Drill("shop choices", 9_000, CHOICES.make),
+    Drill("shop choices", 9_000, CHOICE_VISITS.make),
 )
 """Drills in which advice and page contain the same words."""
 ACTOR_DRILLS = (
-    *COPYING,
+    *COPY_DRILLS,
     Drill("shop visits with questions", 1_000, ASKING_VISITS.make),
     Drill("shop verdicts", 2_000, verdicts),
 )

@@ -15,12 +15,12 @@ from crl.envs.webshop import NAME
 from crl.envs.webshop.catalogue import products
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.generate import generate
-from crl.envs.webshop.lessons import LESSONS, alike, lesson
-from crl.envs.webshop.player import Errand, ResultLink, links
+from crl.envs.webshop.lessons import LESSONS, lesson, similar_brands
+from crl.envs.webshop.player import Requirements, ResultLink, links
 from crl.envs.webshop.shop import Shop
-from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NOTHING
+from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
-from crl.models.drills.drill import OFFER, Episode, draw, hit
+from crl.models.drills.drill import OFFER, Episode, as_hit, weighted_choice
 from crl.models.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
@@ -40,68 +40,68 @@ Visit = Generator[str, str, None]
 
 It starts on the page of results.
 """
-Persona = Callable[[Errand, str, random.Random], Visit]
-"""Function that starts a visit, from an errand and a page of results."""
+Persona = Callable[[Requirements, str, random.Random], Visit]
+"""Function that starts a visit, from the requirements and a page of results."""
 
 
 # ── personas ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def careful(errand: Errand, page: str, rng: random.Random) -> Visit:
-    """Open affordable products in page order, and buy the first one that meets the errand.
+def buy_matching(requirements: Requirements, page: str, rng: random.Random) -> Visit:
+    """Open affordable products in page order, and buy the first one that meets the requirements.
 
     All options are chosen.
     """
-    for link in candidates(errand, page):
+    for link in candidates(requirements, page):
         item = yield f"click[{link.name}]"
-        if errand.met_by(link, item):
-            yield from bought(errand.values, item)
+        if requirements.met_by(link, item):
+            yield from buy(requirements.values, item)
         yield "click[< prev]"
-    yield from idle(errand, page, rng)
+    yield from browse(requirements, page, rng)
 
 
-def hasty(errand: Errand, page: str, rng: random.Random) -> Visit:
+def buy_random(requirements: Requirements, page: str, rng: random.Random) -> Visit:
     """Buy a random affordable product with all options."""
-    item = yield f"click[{rng.choice(candidates(errand, page)).name}]"
-    yield from bought(errand.values, item)
+    item = yield f"click[{rng.choice(candidates(requirements, page)).name}]"
+    yield from buy(requirements.values, item)
 
 
-def first(errand: Errand, page: str, rng: random.Random) -> Visit:
+def buy_first(requirements: Requirements, page: str, rng: random.Random) -> Visit:
     """Buy the first product of the page, whatever the price."""
     item = yield f"click[{links(page)[0].name}]"
-    yield from bought(errand.values, item)
+    yield from buy(requirements.values, item)
 
 
-def thrifty(errand: Errand, page: str, rng: random.Random) -> Visit:
+def buy_cheapest(requirements: Requirements, page: str, rng: random.Random) -> Visit:
     """Buy the cheapest product."""
-    item = yield f"click[{min(candidates(errand, page), key=lambda link: link.price).name}]"
-    yield from bought(errand.values, item)
+    item = yield f"click[{min(candidates(requirements, page), key=lambda link: link.price).name}]"
+    yield from buy(requirements.values, item)
 
 
-def forgetful(errand: Errand, page: str, rng: random.Random) -> Visit:
+def buy_incomplete(requirements: Requirements, page: str, rng: random.Random) -> Visit:
     """Buy a random affordable product, with one option missing."""
-    item = yield f"click[{rng.choice(candidates(errand, page)).name}]"
-    yield from bought(rng.sample(errand.values, len(errand.values) - 1), item)
+    item = yield f"click[{rng.choice(candidates(requirements, page)).name}]"
+    yield from buy(rng.sample(requirements.values, len(requirements.values) - 1), item)
 
 
-def idle(errand: Errand, page: str, rng: random.Random) -> Visit:
+def browse(requirements: Requirements, page: str, rng: random.Random) -> Visit:
     """Open one product after another and buy nothing."""
     while True:
         yield f"click[{rng.choice(links(page)).name}]"
         yield "click[< prev]"
 
 
-def follower(name: str, own: Persona) -> Persona:
+def follower(name: str, fallback: Persona) -> Persona:
     """Return a persona that buys the advised product with all options, whatever the price.
 
-    If the product is not on the page, the persona `own` shops instead.
+    If the product is not on the page, the persona `fallback` shops instead.
     """
 
-    def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
+    def persona(requirements: Requirements, page: str, rng: random.Random) -> Visit:
         if name not in (link.name for link in links(page)):
-            yield from own(errand, page, rng)
+            yield from fallback(requirements, page, rng)
         item = yield f"click[{name}]"
-        yield from bought(errand.values, item)
+        yield from buy(requirements.values, item)
 
     return persona
 
@@ -109,44 +109,44 @@ def follower(name: str, own: Persona) -> Persona:
 def avoider(name: str) -> Persona:
     """Return a persona that buys any product except the one that the advice excludes."""
 
-    def persona(errand: Errand, page: str, rng: random.Random) -> Visit:
-        others = [link for link in candidates(errand, page) if link.name != name]
+    def persona(requirements: Requirements, page: str, rng: random.Random) -> Visit:
+        others = [link for link in candidates(requirements, page) if link.name != name]
         item = yield f"click[{rng.choice(others or links(page)).name}]"
-        yield from bought(errand.values, item)
+        yield from buy(requirements.values, item)
 
     return persona
 
 
-def adherent(kind: str, name: str, own: Persona) -> Persona:
-    """Return the persona that follows a lesson, or `own` if the lesson cannot be followed.
+def persona_for_lesson(kind: str, name: str, fallback: Persona) -> Persona:
+    """Return the persona that follows a lesson, or `fallback` if the lesson cannot be followed.
 
     `crl.envs.webshop.lessons` lists the kinds.
     """
     match kind:
         case "buy":
-            return follower(name, own)
+            return follower(name, fallback)
         case "skip":
             return avoider(name)
         case "read":
-            return careful
+            return buy_matching
         case "price":
-            return thrifty
+            return buy_cheapest
         case "first":
-            return first
-    return own
+            return buy_first
+    return fallback
 
 
-def candidates(errand: Errand, page: str) -> list[ResultLink]:
+def candidates(requirements: Requirements, page: str) -> list[ResultLink]:
     """Return the affordable products of the searched kind.
 
     If there are none, return all affordable products; if there are none either, all products.
     """
-    shown = links(page)
-    affordable = [link for link in shown if link.price <= errand.limit]
-    return [link for link in affordable if not link.title] or affordable or shown
+    all_links = links(page)
+    affordable = [link for link in all_links if link.price <= requirements.limit]
+    return [link for link in affordable if not link.title] or affordable or all_links
 
 
-def bought(values: Sequence[str], item: str) -> Visit:
+def buy(values: Sequence[str], item: str) -> Visit:
     """Buy the item with those of the options `values` that its page offers."""
     for value in values:
         if value in item.split():
@@ -154,7 +154,7 @@ def bought(values: Sequence[str], item: str) -> Visit:
     yield "click[buy now]"
 
 
-def typed(action: str) -> str:
+def agent_spelling(action: str) -> str:
     """Return the action in the agent's spelling.
 
     A space precedes the argument, so that a word has the same tokens as on the page.
@@ -195,58 +195,63 @@ class ShopVisits:
 
     def _episode(self, game: WebShopGame, shop: Shop, rng: random.Random) -> Episode:
         task = demonstration_task(shop, rng)
-        told = self._told(shop, task, rng)
-        hint = hit(lesson(*told), task) if told else None
-        persona = draw(self.personas, rng)
-        if told and (told[0] == "buy" or rng.random() < self.fidelity):
-            persona = adherent(*told, persona)
+        advice = self._draw_advice(shop, task, rng)
+        hint = as_hit(lesson(*advice), task) if advice else None
+        persona = weighted_choice(self.personas, rng)
+        if advice and (advice[0] == "buy" or rng.random() < self.fidelity):
+            persona = persona_for_lesson(*advice, persona)
         observation = game.reset(task)
-        errand = Errand.read(task.goal, observation)
-        *head, seen = CONTEXT.opening(task, Observation(observation), hint)
-        segments = [*head, *([OFFER] if self.offer else []), seen]
-        if self.offer and rng.random() < (0.25 if told else 0.6):
-            reply, persona = replied(shop, task, persona, rng)
+        requirements = Requirements.read(task.goal, observation)
+        *head, first = CONTEXT.opening(task, Observation(observation), hint)
+        segments = [*head, *([OFFER] if self.offer else []), first]
+        if self.offer and rng.random() < (0.25 if advice else 0.6):
+            reply, persona = question_reply(shop, task, persona, rng)
             segments += [
                 Segment("assistant", COMPACT_CALL, "tool_call"),
                 Segment("user", reply, "tool_result"),
             ]
-        visit, action, success = None, f"search[{errand.query}]", False
+        visit, action, success = None, f"search[{requirements.query}]", False
         for _ in range(self.turns):
             result = game.step(action)
-            segments += [Segment("assistant", typed(action), "policy"), *CONTEXT.following(result)]
+            segments += [
+                Segment("assistant", agent_spelling(action), "policy"),
+                *CONTEXT.feedback(result),
+            ]
             if result.done:
                 success = result.success
                 break
             if visit is None:
-                visit = persona(errand, result.text, rng)
+                visit = persona(requirements, result.text, rng)
                 action = next(visit)
             else:
                 action = visit.send(result.text)
         return Episode(task, hint, tuple(segments), success)
 
-    def _told(self, shop: Shop, task: Task, rng: random.Random) -> tuple[str, str] | None:
+    def _draw_advice(self, shop: Shop, task: Task, rng: random.Random) -> tuple[str, str] | None:
         """Return kind and brand of the lesson at the start, or None."""
-        told = draw(self.advice, rng)
-        if told == "none":
+        advice = weighted_choice(self.advice, rng)
+        if advice == "none":
             return None
-        brands = alike(shop, task)
-        kind = rng.choice(OTHER_KINDS) if told == "other" else "buy"
-        return kind, brands[0] if told == "right" else rng.choice(brands)
+        brands = similar_brands(shop, task)
+        kind = rng.choice(OTHER_KINDS) if advice == "other" else "buy"
+        return kind, brands[0] if advice == "right" else rng.choice(brands)
 
 
-def replied(shop: Shop, task: Task, own: Persona, rng: random.Random) -> tuple[str, Persona]:
+def question_reply(
+    shop: Shop, task: Task, fallback: Persona, rng: random.Random
+) -> tuple[str, Persona]:
     """Return the reply to a question and the persona that follows it.
 
     The reply is to buy the right product, to buy any similar product, another lesson, or nothing.
     """
-    told, brands = draw(REPLIES, rng), alike(shop, task)
-    if told == "nothing":
-        return COMPACT_NOTHING, own
+    reply, brands = weighted_choice(REPLIES, rng), similar_brands(shop, task)
+    if reply == "nothing":
+        return COMPACT_NO_RESULT, fallback
     kind, name = (
-        rng.choice(OTHER_KINDS) if told == "other" else "buy",
-        brands[0] if told == "right" else rng.choice(brands),
+        rng.choice(OTHER_KINDS) if reply == "other" else "buy",
+        brands[0] if reply == "right" else rng.choice(brands),
     )
-    return lesson(kind, name), adherent(kind, name, own)
+    return lesson(kind, name), persona_for_lesson(kind, name, fallback)
 
 
 @cache
@@ -264,16 +269,18 @@ def demonstration_task(shop: Shop, rng: random.Random) -> Task:
 
 
 PERSONAS: tuple[tuple[Persona, float], ...] = (
-    (careful, 0.35),
-    (hasty, 0.30),
-    (forgetful, 0.15),
-    (first, 0.10),
-    (idle, 0.10),
+    (buy_matching, 0.35),
+    (buy_random, 0.30),
+    (buy_incomplete, 0.15),
+    (buy_first, 0.10),
+    (browse, 0.10),
 )
 ACTOR_VISITS = ShopVisits(
     PERSONAS, advice=(("none", 0.38), ("right", 0.27), ("random", 0.13), ("other", 0.22))
 )
-CHOICES = replace(ACTOR_VISITS, advice=(("none", 0.20), ("right", 0.40), ("random", 0.40)), turns=3)
+CHOICE_VISITS = replace(
+    ACTOR_VISITS, advice=(("none", 0.20), ("right", 0.40), ("random", 0.40)), turns=3
+)
 """Visits of three turns, up to the first option.
 
 Whole visits are long, and the actor must first learn to copy a lesson's word into an action.

@@ -1,0 +1,71 @@
+"""Commands `crl config`: settings, their meaning and their origins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crl.cli.command import command
+
+app = typer.Typer(help="Show and explain settings.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+@command
+def show(
+    tasks: Annotated[
+        str, typer.Option(metavar="A,B", help="Tasks: names, or paths of TOML files.")
+    ],
+    preset: Annotated[
+        str, typer.Option(metavar="NAME", help="Preset: a name, or the path of a TOML file.")
+    ] = "cpu",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. Repeatable."),
+    ] = None,
+) -> None:
+    """Print the resolved settings of a run, with the origin of each value."""
+    from crl.config.layers import leaves
+    from crl.config.load import resolve
+
+    config, origins = resolve(tasks.split(","), preset=preset, sets=sets or ())
+    rows = [
+        (f"{key} = {json.dumps(value, ensure_ascii=False)}", origins.get(key, "default"))
+        for key, value in leaves(config.model_dump(mode="json"))
+    ]
+    for setting, origin in rows:
+        typer.echo(f"{setting:<60}  # {_short(origin)}")
+
+
+def _short(origin: str) -> str:
+    """Return an origin without the folder of a file."""
+    return Path(origin).name if origin.endswith(".toml") else origin
+
+
+@app.command()
+@command
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Example: actor.clip_low")],
+) -> None:
+    """Explain one setting: type, default, meaning, and the shipped files that change it."""
+    from crl.config.reference import explained
+
+    setting, changes = explained(key)
+    typer.echo(f"{setting.key}\n  type     {setting.type}\n  default  {setting.default}\n")
+    typer.echo(setting.description)
+    if changes:
+        typer.echo("\nchanged by")
+        for change in changes:
+            typer.echo(f"  {change.origin:<34} {change.value}")
+
+
+@app.command()
+@command
+def reference() -> None:
+    """Print the reference of all settings as Markdown (docs/configuration.md)."""
+    from crl.config.reference import markdown
+
+    typer.echo(markdown(), nl=False)
