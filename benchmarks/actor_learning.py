@@ -3,7 +3,7 @@
     python benchmarks/actor_learning.py --out benchmarks/results/actor_learning.json
 
 Each run is `crl train --tasks room --method grpo --seed S`. The metric was fixed before the runs:
-success before and after the run on the 256 fixed rooms of the unseen split (`new`), which are never
+success before and after the run on the 256 fixed rooms of the unseen split, which are never
 trained on, sampled at temperature 1. The unit is the seed. Intervals over seeds are Student's t.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from common import mean_and_interval, train_run, write_results
 
-METRIC = "eval/room/new/success/free"
+METRIC = "eval/room/unseen/success/free"
 
 
 def run(seed: int, extra: list[str], folder: Path) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from typing import Any
 
 from common import commit
 
+from crl.types import SPLIT_DRAW_NAMES
+
 QUICK = ("run.steps=2", "rollout.groups=3")
 """Settings of --quick, in addition to small eval sets. They only test that the benchmark works."""
 
@@ -185,7 +187,7 @@ async def _evaluate_online(
         )
     by_setting = {"alone": alone, "online": online}
     return {
-        f"eval/{name}/new/success/{setting}": clustered_success_rate(trajectories).value
+        f"eval/{name}/unseen/success/{setting}": clustered_success_rate(trajectories).value
         for setting, trajectories in by_setting.items()
     }
 
@@ -242,7 +244,7 @@ def run_missing(
 
 def run_and_print(arm: Arm, tasks: Sequence[str], seed: int, arguments: argparse.Namespace) -> None:
     """Make one run and print its result as JSON."""
-    sizes = {"known": 8, "new": 8, "online": 2, "probe": 4}
+    sizes = {"seen": 8, "unseen": 8, "online_places": 2, "probe_places": 4}
     quick = [
         *QUICK,
         *(f"tasks.{task}.eval.{name}={size}" for task in tasks for name, size in sizes.items()),
@@ -277,8 +279,21 @@ def finished_runs(arguments: argparse.Namespace) -> dict[tuple[str, str, int], R
         except json.JSONDecodeError:  # the line was written only in part
             continue
         if shared_options(arguments).items() <= run.items():
+            run["metrics"] = _with_current_splits(run["metrics"])
             runs[run["setting"], run["arm"], run["seed"]] = run
     return runs
+
+
+def _with_current_splits(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics under their current names. Older runs have the old names of the splits."""
+    current: dict[str, str] = {old: split for split, old in SPLIT_DRAW_NAMES.items()}
+    result = {}
+    for name, value in metrics.items():
+        parts = name.split("/")
+        if parts[0] == "eval" and len(parts) > 3:
+            parts[2] = current.get(parts[2], parts[2])
+        result["/".join(parts)] = value
+    return result
 
 
 def _run_in_subprocess(

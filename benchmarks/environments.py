@@ -6,7 +6,7 @@ Every task of `crl` is measured in the rendering for language models and in the 
 number of episodes runs in a fresh process. Another row has 512 rooms, 512 visits to the shop and 64
 households in one process and its workers. All episodes acquire a game. Then all are reset together
 and played together, several times. They replay the scripted player's actions in 32 tasks of the
-unseen split (`new`), in turn. A worker stores the translations of 64 household games, so it
+unseen split, in turn. A worker stores the translations of 64 household games, so it
 translates each of these tasks only once. No other work runs, and no model computes; in a run, the
 environments wait for the actor most of the time.
 
@@ -75,10 +75,10 @@ def record_scripts(name: str, n: int) -> list[Script]:
     spec = get_spec(task.env)
     game = spec.make_game(task.rendering)
     try:
-        eval_tasks = spec.eval_tasks("new", n, 0, StreamSettings(**task.stream.model_dump()))
+        eval_tasks = spec.eval_tasks("unseen", n, 0, StreamSettings(**task.stream.model_dump()))
         players = (spec.scripted_player(random.Random(i)) for i in range(n))
         return [
-            (t, play_episode(game, t, player, task.turns).actions)
+            (t, play_episode(game, t, player, task.max_turns).actions)
             for t, player in zip(eval_tasks, players, strict=True)
         ]
     finally:

@@ -2,8 +2,9 @@
 
     python benchmarks/listening.py --seeds 0 1 2
     python benchmarks/listening.py --seeds 0 1 2 --steps 80 --set retrieval.per=group \\
-        --set retrieval.trials=0.0 --set bank.cap=4 --set actor.optimizer.warmup_steps=0 \\
-        --set complementary.listening=0.0 --out benchmarks/results/listening_eq5.json
+        --set retrieval.trial_share=0.0 --set bank.max_per_goal=4 \\
+        --set actor.optimizer.warmup_steps=0 --set complementary.lift_coef=0.0 \\
+        --out benchmarks/results/listening_eq5.json
 
 The second command measures eq. 5 alone, with one lesson per group.
 
@@ -48,7 +49,7 @@ def measured_run(seed: int, steps: int | None, sets: Sequence[str]) -> list[dict
     from crl.config import load
 
     unused = [
-        *(f"tasks.room.eval.{name}=0" for name in ("known", "new", "online")),
+        *(f"tasks.room.eval.{name}=0" for name in ("seen", "unseen", "online_places")),
         "eval.probe_every=0",
     ]
     options = {"run.seed": seed} | ({"run.steps": steps} if steps is not None else {})

@@ -84,11 +84,11 @@ def scaled(factor: float, metric: Metric) -> Metric:
 
 
 METRICS: Mapping[str, Metric] = {
-    "online": recorded("eval/{}/new/success/online"),
-    "alone": recorded("eval/{}/new/success/alone"),
-    "unseen": recorded("eval/{}/new/success/free"),
-    "seen": recorded("eval/{}/known/success/free"),
-    "seen, bank": recorded("eval/{}/known/success/guided"),
+    "online": recorded("eval/{}/unseen/success/online"),
+    "alone": recorded("eval/{}/unseen/success/alone"),
+    "unseen": recorded("eval/{}/unseen/success/free"),
+    "seen": recorded("eval/{}/seen/success/free"),
+    "seen, bank": recorded("eval/{}/seen/success/guided"),
     "lessons": recorded("eval/{}/lessons/correct"),
     "lessons, untrained": recorded("eval/{}/lessons/correct/untrained"),
     "3 × lessons, untrained": scaled(3, recorded("eval/{}/lessons/correct/untrained")),

@@ -255,7 +255,9 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
 
     `turns` is ignored: the task's limit applies.
     """
-    unused = [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
+    unused = [
+        f"tasks.room.eval.{name}=0" for name in ("seen", "unseen", "online_places", "probe_places")
+    ]
     switches = ["ask.enabled=true", "critic.enabled=true", "critic.warmup=0"]
     config = load(
         ["room"], sets=[*unused, *switches, "eval.probe_every=0", "extractor.train=false"]

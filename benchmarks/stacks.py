@@ -10,7 +10,7 @@ are sampled in vLLM and trained on two ranks.
 The metrics were fixed before the runs:
 
 * success of training episodes with and without experience, in parts of the run;
-* success after the run in rooms of the seen split (`known`), and in rooms of the unseen split with
+* success after the run in rooms of the seen split, and in rooms of the unseen split with
   a bank that is built during the evaluation (`online`);
 * share of right lessons of the extractor.
 
@@ -40,9 +40,9 @@ PARTS = 4
 """Parts of the run over which training success is averaged."""
 
 FINAL_METRICS = {
-    "known, free": "eval/room/known/success/free",
-    "known, guided": "eval/room/known/success/guided",
-    "online": "eval/room/new/success/online",
+    "seen, free": "eval/room/seen/success/free",
+    "seen, guided": "eval/room/seen/success/guided",
+    "online": "eval/room/unseen/success/online",
     "lessons": "eval/room/lessons/correct",
 }
 """Metrics of the last evaluation, by their names in the table."""

@@ -48,7 +48,10 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
-        sets += [f"tasks.room.eval.{name}=0" for name in ("known", "new", "online", "probe")]
+        sets += [
+            f"tasks.room.eval.{name}=0"
+            for name in ("seen", "unseen", "online_places", "probe_places")
+        ]
         options = [word for setting in sets for word in ("--set", setting)]
         lines = train_run(
             ["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run"

@@ -21,21 +21,21 @@ TABLE_METRICS = ("online", "alone", "lessons", "advice")
 
 PAPER_RETRIEVAL = (
     "retrieval.choice=diverse",
-    "retrieval.trials=0.0",
-    "bank.cap=1000000",
+    "retrieval.trial_share=0.0",
+    "bank.max_per_goal=1000000",
     "bank.evict=fifo",
 )
 """Settings of the paper's retrieval."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     PRESET: (),
-    "eq. 5 alone": ("complementary.listening=0.0",),
-    "listening 0.5": ("complementary.listening=0.5",),
-    "listening 2": ("complementary.listening=2.0",),
+    "eq. 5 alone": ("complementary.lift_coef=0.0",),
+    "lift advantage 0.5": ("complementary.lift_coef=0.5",),
+    "lift advantage 2": ("complementary.lift_coef=2.0",),
     "advantages across the group": ("complementary.advantages=cross",),
-    "advantages across the group, no listening": (
+    "advantages across the group, no lift advantage": (
         "complementary.advantages=cross",
-        "complementary.listening=0.0",
+        "complementary.lift_coef=0.0",
     ),
     "KL of the actor to its start 0.1": ("actor.kl_coef=0.1",),
     "self-distillation 0.5": ("complementary.self_distillation=0.5",),
@@ -47,16 +47,16 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "eq. 6, one search for a group, eq. 5 alone": (
         *PAPER_RETRIEVAL,
         "retrieval.per=group",
-        "complementary.listening=0.0",
+        "complementary.lift_coef=0.0",
     ),
-    "no trials": ("retrieval.trials=0.0",),
-    "trials 0.25": ("retrieval.trials=0.25",),
-    "trials 0.75": ("retrieval.trials=0.75",),
+    "no trials": ("retrieval.trial_share=0.0",),
+    "trials 0.25": ("retrieval.trial_share=0.25",),
+    "trials 0.75": ("retrieval.trial_share=0.75",),
     "one lesson for a group, every second one a trial": ("retrieval.per=group",),
-    "4 lessons a place": ("bank.cap=4",),
-    "16 lessons a place": ("bank.cap=16",),
-    "guided share 0.25": ("complementary.guided=0.25",),
-    "guided share 0.75": ("complementary.guided=0.75",),
+    "4 lessons a place": ("bank.max_per_goal=4",),
+    "16 lessons a place": ("bank.max_per_goal=16",),
+    "guided share 0.25": ("complementary.guided_share=0.25",),
+    "guided share 0.75": ("complementary.guided_share=0.75",),
     "groups of 16": ("rollout.group_size=16", "rollout.groups=8"),
     "extractor's batch 16": ("extractor.batch=16",),
     "extractor's batch 64": ("extractor.batch=64",),

@@ -103,8 +103,8 @@ class Engine(Protocol):
         """Swap the weights when no request is decoding.
 
         The swap waits for the requests in flight without a time limit. After that, a transfer
-        between processes has a deadline. Raise `EngineError` if the transfer exceeds the deadline
-        or the checksum differs. A `LearnerError` of the sender is passed on.
+        between processes has a timeout. Raise `EngineError` if the transfer exceeds the timeout or
+        the checksum differs. A `LearnerError` of the sender is passed on.
         """
         ...
 

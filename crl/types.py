@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from crl.intervals import t_975
@@ -19,8 +20,17 @@ from crl.intervals import t_975
 Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["task", "env", "policy", "tool_spec", "tool_call", "tool_result", "experience"]
 Condition = Literal["guided", "free"]
-Split = Literal["train", "known", "new"]
-"""Origin of a task: the train stream, the seen eval split (`known`) or the unseen one (`new`)."""
+Split = Literal["train", "seen", "unseen"]
+"""Origin of a task: the train stream, or the seen or the unseen split of an evaluation."""
+
+SPLIT_DRAW_NAMES: Mapping[Split, str] = MappingProxyType(
+    {"train": "train", "seen": "known", "unseen": "new"}
+)
+"""Name of each split in random draws and session names.
+
+They are the old names of the splits. Other names would change the draws, and thereby the results of
+every run.
+"""
 
 Finish = Literal["stop", "length"]
 ExperienceStatus = Literal["active", "evicted", "merged"]

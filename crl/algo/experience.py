@@ -17,18 +17,18 @@ CRITIC_SCORES: Mapping[Verdict, float] = MappingProxyType(
 """Scores s_c(m) of the verdicts, CRL appendix B.1."""
 
 
-def diversity_score(rank_score: float, count: int, recent: bool, *, lam: float) -> float:
+def diversity_score(rank_score: float, count: int, recent: bool, *, count_penalty: float) -> float:
     """Return s(m) = s_rank(m) − λ·log(1 + c(m)) − 1[recent(m)]: CRL eq. 6.
 
     The experience with the highest score is retrieved. `rank_score`: relevance rank score of the
     candidate; **ours**: −rank, where rank 0 is the most similar candidate. `count`: c(m) ≥ 0, how
     often the experience has been retrieved so far. `recent`: whether it was retrieved within the
-    recency window. `lam`: λ ≥ 0, ranks lost per unit of log count.
+    recency window. `count_penalty`: λ ≥ 0, ranks lost per unit of log count.
 
     Raise `ValueError` if count or lam is negative.
     """
-    _not_negative(count=count, lam=lam)
-    return rank_score - lam * math.log1p(count) - float(recent)
+    _not_negative(count=count, count_penalty=count_penalty)
+    return rank_score - count_penalty * math.log1p(count) - float(recent)
 
 
 def training_weight(

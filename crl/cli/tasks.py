@@ -30,7 +30,7 @@ class RenderingName(StrEnum):
 class SplitName(StrEnum):
     """Splits of a task's episodes."""
 
-    train, known, new = "train", "known", "new"
+    train, seen, unseen = "train", "seen", "unseen"
 
 
 @command

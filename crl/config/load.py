@@ -27,6 +27,7 @@ from crl.config.catalog import (
 )
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
+from crl.config.renamed import upgrade
 from crl.config.schema import (
     DEEPSPEED_ONLY,
     TORCH_ONLY,
@@ -39,7 +40,16 @@ from crl.config.validate import validated
 from crl.errors import ConfigError
 
 BANK_WRITE_SETTINGS = frozenset(
-    {"cap", "size", "evict", "vote_out", "duplicate", "queue_size", "merge_every", "merge_tokens"}
+    {
+        "max_per_goal",
+        "max_entries",
+        "evict",
+        "evict_votes",
+        "duplicate_similarity",
+        "queue_size",
+        "merge_every",
+        "merge_tokens",
+    }
 )
 """Settings of `bank` and `extractor` that have no effect on a frozen bank."""
 
@@ -206,8 +216,8 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
     if key == "extractor.merge_tokens" and no_merges and "extractor.merge_every" not in given:
         return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
     if (
-        key == "retrieval.trials"
-        and config.retrieval.trials
+        key == "retrieval.trial_share"
+        and config.retrieval.trial_share
         and config.retrieval.choice == "diverse"
     ):
         return (
@@ -216,18 +226,18 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
         )
     compared = (
         section == "complementary"
-        and name in ("listening", "self_distillation")
+        and name in ("lift_coef", "self_distillation")
         and getattr(config.complementary, name) > 0
     )
-    if compared and config.complementary.guided == 1:
+    if compared and config.complementary.guided_share == 1:
         return (
-            "complementary.guided is 1, so a group has no free members to compare with",
+            "complementary.guided_share is 1, so a group has no free members to compare with",
             "Remove one of the two settings",
         )
-    if key == "bank.evict" and bank.cap is None and bank.size is None:
+    if key == "bank.evict" and bank.max_per_goal is None and bank.max_entries is None:
         return (
-            "a bank without bank.cap and bank.size evicts nothing",
-            "Also set bank.cap or bank.size, or leave it out",
+            "a bank without bank.max_per_goal and bank.max_entries evicts nothing",
+            "Also set bank.max_per_goal or bank.max_entries, or leave it out",
         )
     return None
 
@@ -397,10 +407,11 @@ def load_saved(run: Path) -> SavedRun:
     try:
         saved = json.loads(path.read_text("utf-8"))
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])
+        upgrade(data)
         # Runs from before merge passes existed had none.
         data.setdefault("extractor", {}).setdefault("merge_every", 0)
         if (
-            data.setdefault("bank", {}).get("cap")
+            data.setdefault("bank", {}).get("max_per_goal")
             and data.get("retrieval", {}).get("choice") == "credit"
         ):
             # The default of `bank.evict` used to follow `retrieval.choice`.

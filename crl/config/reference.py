@@ -14,6 +14,7 @@ from typing import Any
 
 from crl.config.catalog import mixture, preset_file, presets, task_file, tasks
 from crl.config.layers import leaves, read_toml
+from crl.config.renamed import current_key
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 
@@ -74,6 +75,8 @@ def explained(key: str) -> tuple[Setting, list[Change]]:
     if parts[0] == "tasks" and len(parts) > 2:
         key = ".".join([TASK, *parts[2:]])
     known = {setting.key: setting for setting in settings()}
+    if current := current_key(key):
+        raise ConfigError("KEY", key, "was renamed", f"Use {current}")
     if key not in known:
         inside = [name for name in known if name.startswith(f"{key}.")]
         close = difflib.get_close_matches(key, known, n=1)

@@ -43,7 +43,7 @@ WITHOUT_EXPERIENCE = ("grpo",)
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
-DEEPSPEED_ONLY = frozenset({"ranks", "zero", "offload", "deadline"})
+DEEPSPEED_ONLY = frozenset({"ranks", "zero", "offload", "timeout"})
 """Settings of `learner` that only apply to `kind = "deepspeed"`."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
@@ -132,7 +132,7 @@ class RolloutSection(Section):
 
     A worker process takes about 100 MB and is started when it is first needed.
     """
-    env_deadline: Annotated[float, Field(gt=0)] = 60.0
+    env_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Timeout of one environment reset or step, in seconds.
 
     An episode that exceeds it fails and is not trained on. The creation of an environment in a
@@ -269,7 +269,7 @@ class ExtractorSection(Section):
 
     Ignored by a deterministic run, which distils all episodes of a step at once.
     """
-    lease: Annotated[float, Field(gt=0)] = 3600.0
+    answer_timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Timeout of one answer of the extractor, in seconds.
 
     A distillation is retried after a timeout and is given up after five failed attempts. A
@@ -340,15 +340,15 @@ class BankSection(Section):
 
     The run starts from a copy of it. Empty = start with an empty bank.
     """
-    cap: Count | None = None
+    max_per_goal: Count | None = None
     """Maximum number of active experiences per goal. Unset = no limit."""
-    size: Count | None = None
+    max_entries: Count | None = None
     """Maximum number of active experiences in the whole bank.
 
     When it is exceeded, 1 % of the limit is evicted in addition to the surplus. Unset = no limit.
     """
     evict: Literal["fifo", "lru", "credit"] = "fifo"
-    """Eviction order when cap or size is exceeded.
+    """Eviction order when max_per_goal or max_entries is exceeded.
 
     fifo = the oldest first. lru = the least recently retrieved first, counted in actor steps.
     credit = the half with the best records stays, ranked as by retrieval.choice = "credit". In the
@@ -356,12 +356,12 @@ class BankSection(Section):
     without credit are evicted, from the oldest to the newest. Evicted experiences remain in the
     history.
     """
-    vote_out: Count | None = None
+    evict_votes: Count | None = None
     """Number of net down votes (down minus up) of the extractor at which an experience is evicted.
 
     Unset = the extractor is not asked for votes.
     """
-    duplicate: Annotated[float, Field(gt=0, le=1)] | None = None
+    duplicate_similarity: Annotated[float, Field(gt=0, le=1)] | None = None
     """Cosine similarity of the texts at or above which a new experience is dropped as a duplicate.
 
     It is compared with the active experiences that the same queries can retrieve. Unset = nothing
@@ -397,7 +397,7 @@ class RetrievalSection(Section):
     group = the guided members of a group share one experience; rollout = each guided member
     searches for its own.
     """
-    trials: Annotated[float, Field(ge=0, le=1)] = 0.0
+    trial_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of searches that try the least retrieved candidate instead of the best record.
 
     Both are chosen among candidates of about equal similarity. Requires choice = "credit". Only
@@ -417,7 +417,7 @@ class RetrievalSection(Section):
     If no experience reaches it, nothing is returned. The default fits embedder.model = "hash". A
     learned encoder gives higher similarities to unrelated texts.
     """
-    lam: Annotated[float, Field(ge=0)] = 0.4
+    count_penalty: Annotated[float, Field(ge=0)] = 0.4
     """Rank positions that an experience loses per unit of log(1 + retrieval count) (λ in eq. 6)."""
     recent_steps: Natural = 1
     """Number of actor steps for which a returned experience counts as recent (eq. 6)."""
@@ -439,7 +439,7 @@ class AskSection(Section):
     """Availability of the tool to guided episodes, also in evaluations with a bank."""
     limit: Count = 3
     """Maximum number of questions in one episode."""
-    deadline: Annotated[float, Field(gt=0)] = 30.0
+    timeout: Annotated[float, Field(gt=0)] = 30.0
     """Timeout of the extractor's answer to an agent, in seconds.
 
     After it, the agent receives the retrieved experience unchanged. A deterministic run has no
@@ -523,7 +523,7 @@ class CriticSection(Section):
 
     They give the first estimate of the actor's success rates. The paper states no number.
     """
-    enough: Annotated[int, Field(ge=1, le=RATE_WINDOW)] = 8
+    min_episodes: Annotated[int, Field(ge=1, le=RATE_WINDOW)] = 8
     """Minimum number of free episodes of a goal for the use of its own success rate.
 
     With fewer episodes, the success rate of the task is used. Rates are taken over the last 64 free
@@ -542,7 +542,7 @@ class ComplementarySection(Section):
     Further ablations are extractor.train, bank.frozen and retrieval.per.
     """
 
-    guided: Annotated[float, Field(gt=0, le=1)] = 0.5
+    guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a group's members that are guided by experience.
 
     0.5 = half of them, as in the paper. The share must give a whole number of members.
@@ -553,7 +553,7 @@ class ComplementarySection(Section):
     split = guided and free members separately (eq. 5), regardless of the experience that guided
     them; cross = all members of the group.
     """
-    listening: Annotated[float, Field(ge=0)] = 0.0
+    lift_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a second advantage of guided members.
 
     This advantage is the mean success of the members that the same experience guided minus the mean
@@ -668,7 +668,7 @@ class LearnerSection(Section):
     """
     offload: bool = False
     """Offloading of deepspeed's optimizer state and updates to host memory. Requires zero >= 1."""
-    deadline: Annotated[float, Field(gt=0)] = 300.0
+    timeout: Annotated[float, Field(gt=0)] = 300.0
     """Timeout of deepspeed's ranks without progress, in seconds.
 
     The run is aborted after it. Progress is a forward or backward pass, an update, or a gathered
@@ -716,7 +716,7 @@ class PromptsSection(Section):
     vote: PromptFile | None = None
     """File with the request to vote on experiences, for the extractor.
 
-    It is appended to prompts.distil if bank.vote_out is set. Unset = the bundled prompt.
+    It is appended to prompts.distil if bank.evict_votes is set. Unset = the bundled prompt.
     """
     merge: PromptFile | None = None
     """File with the request to merge experiences, for the extractor. Unset = the bundled prompt."""
@@ -761,7 +761,7 @@ class StreamSection(Section):
     permanent: Natural = 8
     """Number of these places that stay for the whole run.
 
-    The eval set of the seen split (`known`) uses them.
+    The eval set of the seen split uses them.
     """
     visits: Count = 5
     """Number of groups that are played in a place before a new place replaces it."""
@@ -770,21 +770,21 @@ class StreamSection(Section):
 class EvalSets(Section):
     """Sizes of the fixed eval sets. 0 = the set is not played."""
 
-    known: Natural = 256
+    seen: Natural = 256
     """Number of episodes of the seen split.
 
     They are played under held-out dynamics, in places of the training stream that stay for the
     whole run.
     """
-    new: Natural = 256
+    unseen: Natural = 256
     """Number of episodes of the unseen split: places that are never trained on."""
-    online: Natural = 0
+    online_places: Natural = 0
     """Number of places of the online evaluation.
 
     They belong to the unseen split and are visited repeatedly, while a temporary bank is built from
     the visits. Each place is played five times by four guided episodes.
     """
-    probe: Natural = 0
+    probe_places: Natural = 0
     """Number of places of the advice probe.
 
     Each place is played three times: without advice, with right advice and with wrong advice.
@@ -807,12 +807,12 @@ class TaskConfig(Section):
 
     full = text for language models; compact = few tokens, for tiny models.
     """
-    turns: Count
+    max_turns: Count
     """Maximum number of actions in an episode.
 
     An episode that is not over by then counts as truncated.
     """
-    overtime: Natural = 0
+    extra_turns: Natural = 0
     """Number of extra actions for which an unfinished episode continues.
 
     The extractor then sees more of the episode. These actions are neither rewarded nor trained on,
@@ -1012,9 +1012,9 @@ def _check_experience(config: RunConfig) -> None:
         )
     _check_guided_share(config.complementary, config.rollout.group_size)
     trained = extractor.train and not bank.frozen
-    if trained and extractor.baseline == "group" and config.complementary.guided == 1:
+    if trained and extractor.baseline == "group" and config.complementary.guided_share == 1:
         reason = (
-            "is computed from the free members of a group, and with complementary.guided = 1 "
+            "is computed from the free members of a group, and with complementary.guided_share = 1 "
             "there are none"
         )
         raise ConfigError(
@@ -1045,12 +1045,12 @@ def _check_experience(config: RunConfig) -> None:
             reason,
             "Lower it, or raise extractor.max_context_tokens",
         )
-    if bank.evict != "fifo" and bank.cap is None and bank.size is None:
+    if bank.evict != "fifo" and bank.max_per_goal is None and bank.max_entries is None:
         raise ConfigError(
             "bank.evict",
             bank.evict,
-            "a bank without bank.cap and bank.size evicts nothing",
-            "Also set bank.cap or bank.size",
+            "a bank without bank.max_per_goal and bank.max_entries evicts nothing",
+            "Also set bank.max_per_goal or bank.max_entries",
         )
     if bank.frozen and not bank.init:
         raise ConfigError(
@@ -1066,13 +1066,13 @@ def _check_guided_share(settings: ComplementarySection, group_size: int) -> None
     """Raise `ConfigError` for a guided share without a whole number of members, or with a group
     half of one member whose advantage is always 0.
     """
-    guided = round(settings.guided * group_size)
+    guided = round(settings.guided_share * group_size)
     free = group_size - guided
-    if not math.isclose(guided, settings.guided * group_size):
+    if not math.isclose(guided, settings.guided_share * group_size):
         reason = f"gives no whole number of members in a group of {group_size} (rollout.group_size)"
         raise ConfigError(
-            "complementary.guided",
-            settings.guided,
+            "complementary.guided_share",
+            settings.guided_share,
             reason,
             f"Choose a multiple of 1/{group_size}, or another group size",
         )
@@ -1084,7 +1084,7 @@ def _check_guided_share(settings: ComplementarySection, group_size: int) -> None
         remedy = (
             "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
         )
-        raise ConfigError("complementary.guided", settings.guided, reason, remedy)
+        raise ConfigError("complementary.guided_share", settings.guided_share, reason, remedy)
 
 
 def _check_critic(config: RunConfig) -> None:
@@ -1095,10 +1095,10 @@ def _check_critic(config: RunConfig) -> None:
         raise ConfigError(
             "critic.enabled", True, reason, "Leave it out, or use --method complementary"
         )
-    if critic.enabled and not critic.warmup and config.complementary.guided == 1:
+    if critic.enabled and not critic.warmup and config.complementary.guided_share == 1:
         reason = (
-            "gives no estimate of the actor's success rate: with complementary.guided = 1, all "
-            "later episodes are guided"
+            "gives no estimate of the actor's success rate: with complementary.guided_share = 1, "
+            "all later episodes are guided"
         )
         raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
     if critic.max_response_tokens is not None and critic.max_response_tokens >= context:
@@ -1176,11 +1176,11 @@ def _check_task(key: str, name: str, task: TaskConfig) -> None:
         raise ConfigError(
             f"{key}.stream.permanent", stream.permanent, reason, f"Choose at most {stream.places}"
         )
-    if task.eval.known and not stream.permanent:
+    if task.eval.seen and not stream.permanent:
         reason = f"requires permanent places, but {key}.stream.permanent is 0"
         raise ConfigError(
-            f"{key}.eval.known",
-            task.eval.known,
+            f"{key}.eval.seen",
+            task.eval.seen,
             reason,
             f"Set it to 0, or raise {key}.stream.permanent",
         )

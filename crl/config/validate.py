@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from crl.config.renamed import current_key
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 
@@ -72,6 +73,9 @@ def _unknown_key(
             "wrong",
             "Remove it. Control sampling with actor.temperature only",
         )
+    source = f" (from {origin})" if origin and not origin.startswith("-") else ""
+    if current := current_key(key):
+        return ConfigError(key, value, f"was renamed{source}", f"Use {current}")
     siblings = list(_section(model, path[:-1]))
     close = [
         key.removesuffix(leaf) + sibling
@@ -79,7 +83,6 @@ def _unknown_key(
     ]
     close = close or [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    source = f" (from {origin})" if origin and not origin.startswith("-") else ""
     return ConfigError(
         key, value, f"is not a setting{source}", f"{hint}Available: {', '.join(siblings)}"
     )

@@ -89,7 +89,7 @@ class StreamSettings:
     permanent: int = 8
     """Number of places that stay for the whole run.
 
-    The seen split (`known`) is evaluated in these places.
+    The seen split is evaluated in these places.
     """
     visits: int = 5
     """Number of visits after which a place that is not permanent gets a new layout."""
@@ -177,9 +177,8 @@ class EnvSpec:
     eval_tasks: Callable[[Split, int, int, StreamSettings], tuple[Task, ...]]
     """`eval_tasks(split, n, seed, settings)` returns n evaluation tasks and has no side effects.
 
-    Tasks of the seen split (`known`) are fixed by the run's seed and settings. Tasks of the unseen
-    split (`new`) are the same in every run. A request for n tasks returns the first n tasks of any
-    larger request.
+    Tasks of the seen split are fixed by the run's seed and settings. Tasks of the unseen split are
+    the same in every run. A request for n tasks returns the first n tasks of any larger request.
     """
     scripted_player: Callable[[random.Random], ScriptedPlayer] = no_player
     """`scripted_player(rng)` returns a player that reads both renderings.

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from crl.envs.base import StreamSettings
 from crl.protocols import State
 from crl.seeds import derive_seed, generator
-from crl.types import Split, Task, Trajectory
+from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
 
 # Layout seeds (NetHack's `lgen`). Each use draws layouts from its own range only.
-NEW_LAYOUTS = range(100_000, 200_000)
-"""Layouts of the unseen split (`new`): places that are never trained on."""
+UNSEEN_LAYOUTS = range(100_000, 200_000)
+"""Layouts of the unseen split: places that are never trained on."""
 DEMONSTRATION_LAYOUTS = range(200_000, 300_000)
 """Layouts of warm-start demonstrations of the bundled models."""
 PROBE_LAYOUTS = range(300_000, 400_000)
@@ -33,7 +33,7 @@ PROBE_LAYOUTS = range(300_000, 400_000)
 TRAIN_LAYOUTS = range(1_000_000_000, 2_000_000_000)
 """Layouts of train streams.
 
-They include the permanent places, in which the seen split (`known`) is evaluated.
+They include the permanent places, in which the seen split is evaluated.
 """
 
 # Dynamics seeds (NetHack's `core`): they vary between the visits of a place.
@@ -121,7 +121,7 @@ class PlaceStream:
         return self._cached_round[1]
 
 
-def known_tasks(
+def seen_tasks(
     env: str, goal: str, n: int, seed: int, settings: StreamSettings
 ) -> tuple[Task, ...]:
     """Return n tasks in the permanent places of the run with `seed`, in turn.
@@ -130,23 +130,23 @@ def known_tasks(
     places.
     """
     if settings.permanent == 0 and n > 0:
-        raise ValueError("the split `known` needs permanent places; set permanent to at least 1")
+        raise ValueError("the seen split needs permanent places; set permanent to at least 1")
     names, tasks = _place_names(env, seed), []
     for i in range(n):
         place = i % settings.permanent
-        core = _draw_from(HELD_OUT_DYNAMICS, seed, f"{env}/known", i)
+        core = _draw_from(HELD_OUT_DYNAMICS, seed, f"{env}/{SPLIT_DRAW_NAMES['seen']}", i)
         name = _place_name(names, settings, place, 0)
-        tasks.append(_task(env, goal, "known", name, _layout(env, seed, place, 0), core))
+        tasks.append(_task(env, goal, "seen", name, _layout(env, seed, place, 0), core))
     return tuple(tasks)
 
 
 def fixed_tasks(
-    env: str, goal: str, layouts: range, n: int, split: Split = "new"
+    env: str, goal: str, layouts: range, n: int, split: Split = "unseen"
 ) -> tuple[Task, ...]:
     """Return n tasks in the first n layouts of a range, the same in every run.
 
-    Used for the unseen split (`new`), demonstrations and the probe. Raise `ValueError` if the range
-    has fewer than n layouts.
+    Used for the unseen split, demonstrations and the probe. Raise `ValueError` if the range has
+    fewer than n layouts.
     """
     if n > len(layouts):
         raise ValueError(f"{n:,} places were requested, but there are only {len(layouts):,}")
@@ -185,14 +185,14 @@ class Places:
     ) -> tuple[Task, ...]:
         """Return the first n tasks of a split.
 
-        The seen split (`known`) depends on the run's seed and settings. The unseen split (`new`) is
-        the same in every run. Raise `ValueError` for any other split.
+        The seen split depends on the run's seed and settings. The unseen split is the same in every
+        run. Raise `ValueError` for any other split.
         """
-        if split == "known":
-            return known_tasks(self.env, self.goal, n, seed, settings)
-        if split == "new":
-            return fixed_tasks(self.env, self.goal, NEW_LAYOUTS, n)
-        raise ValueError(f"an eval split must be known or new, not {split!r}")
+        if split == "seen":
+            return seen_tasks(self.env, self.goal, n, seed, settings)
+        if split == "unseen":
+            return fixed_tasks(self.env, self.goal, UNSEEN_LAYOUTS, n)
+        raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
 
     def demonstration_tasks(self, n: int) -> tuple[Task, ...]:
         """Return n places for warm-start demonstrations.

@@ -13,8 +13,8 @@ from crl.seeds import derive_seed
 from crl.types import Split, Task, Trajectory
 
 TRAIN_SEEDS = range(0, 1 << 30)
-NEW_SEEDS = range(1 << 30, 1 << 31)
-"""Seeds of the unseen split (`new`), the same in every run. All seeds fit into numpy's 32 bits."""
+UNSEEN_SEEDS = range(1 << 30, 1 << 31)
+"""Seeds of the unseen split, the same in every run. All seeds fit into numpy's 32 bits."""
 
 
 class SeededTasks:
@@ -33,16 +33,16 @@ class SeededTasks:
     def eval_tasks(
         self, split: Split, n: int, seed: int, settings: StreamSettings
     ) -> tuple[Task, ...]:
-        """Return the first n tasks of the unseen split (`new`).
+        """Return the first n tasks of the unseen split.
 
-        Raise `ValueError` for the seen split (`known`), which does not exist.
+        Raise `ValueError` for the seen split, which does not exist.
         """
-        if split != "new":
+        if split != "unseen":
             raise ValueError(
                 f"{self._env} has no persistent places, so it cannot be evaluated "
-                "on the split `known`: set eval.known to 0"
+                "on the seen split: set eval.seen to 0"
             )
-        return tuple(Task(self._env, s, "new", self._goal) for s in NEW_SEEDS[:n])
+        return tuple(Task(self._env, s, "unseen", self._goal) for s in UNSEEN_SEEDS[:n])
 
 
 class SeedStream:

@@ -8,7 +8,7 @@ ZeRO partitions the optimizer state, the gradients and the weights among the pro
 * `_RankProcess` represents one rank in this process.
 
 If a rank raises an error, dies or hangs, the learner fails within seconds. If ranks wait for each
-other, the learner fails after a deadline. The `LearnerError` names the rank and the failure; its
+other, the learner fails after a timeout. The `LearnerError` names the rank and the failure; its
 cause is the traceback of the rank. Rank 0 publishes the weights, either in a file or over NCCL to
 engines on other GPUs.
 """
@@ -94,7 +94,7 @@ class RankSettings:
     """Store the optimizer state in host memory."""
     deterministic: bool
     """Use deterministic algorithms only."""
-    deadline: float
+    timeout: float
     """Timeout in seconds without progress of any rank."""
 
 
@@ -119,12 +119,12 @@ class DeepSpeedLearner:
     """`crl.protocols.Learner` in separate processes."""
 
     def __init__(
-        self, settings: RankSettings, ranks: int, *, deadline: float, receivers: int
+        self, settings: RankSettings, ranks: int, *, timeout: float, receivers: int
     ) -> None:
         """Create a learner without processes; `start` creates and starts a learner."""
         self.version = 0
         """Number of steps that changed the weights."""
-        self._settings, self._deadline, self._receivers = settings, deadline, receivers
+        self._settings, self._timeout, self._receivers = settings, timeout, receivers
         self._progress_timeout = LOAD_TIMEOUT_S
         size = model_size(settings.model, settings.key)
         self._weight_bytes = (
@@ -148,13 +148,13 @@ class DeepSpeedLearner:
         settings: RankSettings,
         ranks: int,
         *,
-        deadline: float,
+        timeout: float,
         gpus: Sequence[str] = (),
         receivers: int = 0,
     ) -> DeepSpeedLearner:
         """Start a learner with `ranks` processes. Return when all ranks have loaded the model.
 
-        * `deadline`: seconds without progress after which a command fails.
+        * `timeout`: seconds without progress after which a command fails.
         * `gpus`: one GPU per rank, named as in CUDA_VISIBLE_DEVICES; empty on the CPU.
         * `receivers`: number of vLLM workers that receive the weights over NCCL. With 0, the
           weights are published in a file.
@@ -162,7 +162,7 @@ class DeepSpeedLearner:
         Raise `ConfigError` if the model cannot be loaded, and `LearnerError` if the ranks do not
         start.
         """
-        learner = cls(settings, ranks, deadline=deadline, receivers=receivers)
+        learner = cls(settings, ranks, timeout=timeout, receivers=receivers)
         try:
             await learner._start(gpus)
         except BaseException:
@@ -267,7 +267,7 @@ class DeepSpeedLearner:
         async with self._lock:
             if self._failure:
                 raise self._failure
-            self._progress_timeout = LOAD_TIMEOUT_S if name == "load" else self._deadline
+            self._progress_timeout = LOAD_TIMEOUT_S if name == "load" else self._timeout
             calls = [
                 rank.call((name, rank_arguments))
                 for rank, rank_arguments in zip(self._ranks, arguments, strict=True)
@@ -376,8 +376,8 @@ class DeepSpeedLearner:
         late = [rank for rank in self._ranks if rank.busy and rank.progress == lowest]
         numbers = ", ".join(str(rank.number) for rank in late)
         limit = (
-            f"learner.deadline = {self._deadline:g}"
-            if self._progress_timeout == self._deadline
+            f"learner.timeout = {self._timeout:g}"
+            if self._progress_timeout == self._timeout
             else f"{self._progress_timeout:g}"
         )
         return f"rank {numbers} of {count} made no progress within {limit} s", [

@@ -396,7 +396,7 @@ class Rank:
             world_size=assignment.ranks,
             # The shorter timeouts of the parent must expire first, because the parent then collects
             # the stacks of all ranks.
-            timeout=timedelta(seconds=2 * max(settings.deadline, LOAD_TIMEOUT_S)),
+            timeout=timedelta(seconds=2 * max(settings.timeout, LOAD_TIMEOUT_S)),
         )
         self._tick = tick
         self._trainer = ZeroTrainer(settings, assignment.ranks, self._device, tick)

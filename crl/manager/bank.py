@@ -170,7 +170,7 @@ class Bank:
 
         All members of a group have the same phase, regardless of when they search.
         """
-        share = self._settings.trials
+        share = self._settings.trial_share
         if not share:
             return False
         phase = generator(self._seed, "trials", request.task.name, request.group).random()

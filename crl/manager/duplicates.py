@@ -1,4 +1,7 @@
-"""Filter for adds that repeat an active experience. **Ours**; only active with `bank.duplicate`."""
+"""Filter for adds that repeat an active experience. **Ours**.
+
+It is only active with `bank.duplicate_similarity`.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ExperienceManager:
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._progress = progress
         self._keys = KeyEmbedder(embedder, settings.distil.key_text_weight)
-        votes = settings.vote_out is not None
+        votes = settings.evict_votes is not None
         self._distiller = Distiller(
             extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes
         )
@@ -102,10 +102,10 @@ class ExperienceManager:
         self._step = 0
         self._rules = ApplyRules(
             settings.credit.malformed_reward,
-            settings.cap,
-            settings.size,
+            settings.max_per_goal,
+            settings.max_entries,
             settings.evict,
-            settings.vote_out,
+            settings.evict_votes,
         )
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._duplicate_lock = asyncio.Lock()
@@ -164,7 +164,7 @@ class ExperienceManager:
         retrieval = self._settings.retrieval
         self._bank = Bank(self._embedder.dim, self._settings.scope, retrieval, self._seed)
         self._searcher = Searcher(self._bank, self._embedder, retrieval)
-        min_cosine = self._settings.duplicate
+        min_cosine = self._settings.duplicate_similarity
         with_goals = self._settings.distil.key_text_weight is not None
         self._duplicates = (
             None
@@ -280,7 +280,7 @@ class ExperienceManager:
 
         * Agents do not ask, because there is no refine prompt.
         * The answer leaves the experience unchanged or cannot be used.
-        * The extractor fails, or its answer takes longer than `ask_deadline`.
+        * The extractor fails, or its answer takes longer than `ask_timeout`.
 
         With counted = False (evaluations) nothing is stored or counted. Raise `EngineError` if the
         engine can no longer serve.
@@ -293,8 +293,8 @@ class ExperienceManager:
             # episodes in flight bounds them.
             refined = await self._with_timeout(
                 partial(self._refiner.refine, question, hit),
-                self._settings.ask_deadline,
-                "ask.deadline",
+                self._settings.ask_timeout,
+                "ask.timeout",
             )
         except RolloutError:
             self._refines_failed += counted
@@ -386,7 +386,9 @@ class ExperienceManager:
 
     async def _attempt(self, ask: Callable[[], Awaitable[T]]) -> T:
         async with self._slots:
-            return await self._with_timeout(ask, self._settings.lease, "extractor.lease")
+            return await self._with_timeout(
+                ask, self._settings.answer_timeout, "extractor.answer_timeout"
+            )
 
     async def _with_timeout(
         self, ask: Callable[[], Awaitable[T]], seconds: float | None, setting: str

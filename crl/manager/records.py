@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from crl.algo.experience import experience_reward
 from crl.protocols import Hit
 from crl.types import (
+    SPLIT_DRAW_NAMES,
     Completion,
     Experience,
     ExperienceStatus,
     ExperienceUse,
     Lift,
     Segment,
+    Split,
     Task,
     TokenTrace,
     TrackRecord,
@@ -79,6 +81,9 @@ _JSON = json.JSONEncoder(default=_fields, check_circular=False, ensure_ascii=Fal
 
 SQLite therefore refuses texts with lone surrogates, which no extractor could read either.
 """
+
+_OLD_SPLITS: Mapping[str, Split] = {old: split for split, old in SPLIT_DRAW_NAMES.items()}
+"""Splits by their names in requests of older banks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +147,17 @@ class DistilRequest:
         return cls(
             **data
             | {
-                "task": Task(**data["task"]),
+                "task": _task(data["task"]),
                 "segments": tuple(Segment(**segment) for segment in data["segments"]),
                 "shown": tuple(map(_hit, data["shown"])),
             }
         )
+
+
+def _task(fields: Mapping[str, Any]) -> Task:
+    """Read a task. Those of older banks have the old name of their split."""
+    split = fields["split"]
+    return Task(**{**fields, "split": _OLD_SPLITS.get(split, split)})
 
 
 def _hit(fields: Mapping[str, Any]) -> Hit:
@@ -275,13 +286,13 @@ class ApplyRules:
 
     malformed_reward: float | None = None
     """Reward of a generation without a usable op; None: the generation is not stored."""
-    cap: int | None = None
+    max_per_goal: int | None = None
     """Maximum number of active entries of one goal; None for no limit."""
-    size: int | None = None
+    max_entries: int | None = None
     """Maximum number of active entries of the bank; None for no limit."""
     evict: EvictionOrder = "fifo"
-    """Eviction order when `cap` or `size` is exceeded."""
-    vote_out: int | None = None
+    """Eviction order when `max_per_goal` or `max_entries` is exceeded."""
+    evict_votes: int | None = None
     """Net down votes at which an entry is evicted; None: votes never evict."""
 
 

@@ -31,7 +31,7 @@ class RetrievalSettings:
     """Rule of choice: `diverse` is CRL eq. 6, `credit` is the highest `success_score`."""
     per: Literal["group", "rollout"] = "group"
     """Whether the members of a group share one retrieval or each rollout has its own."""
-    trials: float = 0.0
+    trial_share: float = 0.0
     """Share of searches that return the least retrieved entry; only with `choice = "credit"`."""
     candidates: int = 16
     """N·K of CRL: number of nearest entries that are considered."""
@@ -39,7 +39,7 @@ class RetrievalSettings:
     """**Ours**: cosine below the best candidate up to which other candidates are considered."""
     min_similarity: float = 0.1
     """**Ours**: minimum cosine of a candidate. Nothing is returned if no candidate reaches it."""
-    lam: float = 0.4
+    count_penalty: float = 0.4
     """λ of CRL eq. 6, in rank places per log count."""
     recent_steps: int = 1
     """Recency window of CRL eq. 6, in actor steps."""
@@ -56,11 +56,11 @@ class RetrievalSettings:
     """
 
     def __post_init__(self) -> None:
-        smallest = min(self.margin, self.lam, self.recent_steps, self.max_wait)
+        smallest = min(self.margin, self.count_penalty, self.recent_steps, self.max_wait)
         if (
             min(self.candidates, self.batch, self.workers) < 1
             or smallest < 0
-            or not 0 <= self.trials <= 1
+            or not 0 <= self.trial_share <= 1
         ):
             raise ValueError(f"invalid retrieval settings: {self}")
 
@@ -138,7 +138,7 @@ def diverse_scores(
             -float(rank),
             entry.retrieved,
             is_recent(entry, step, settings.recent_steps),
-            lam=settings.lam,
+            count_penalty=settings.count_penalty,
         )
         best = max(best, score)
         yield score

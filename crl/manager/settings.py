@@ -56,12 +56,12 @@ class ManagerSettings:
 
     Agents that ask are not limited by this setting.
     """
-    ask_deadline: float | None = None
+    ask_timeout: float | None = None
     """Seconds after which an agent that asks receives the retrieved experience unchanged.
 
     None: no limit.
     """
-    lease: float | None = None
+    answer_timeout: float | None = None
     """Maximum seconds for one answer about an episode or a merge. None: no limit."""
     attempts: int = 5
     """Failed attempts at a distillation after which its request is dead."""
@@ -72,15 +72,15 @@ class ManagerSettings:
 
     The value must be at least the maximum staleness of an episode.
     """
-    cap: int | None = None
+    max_per_goal: int | None = None
     """Maximum number of active entries with the same task and goal. None: no limit."""
-    size: int | None = None
+    max_entries: int | None = None
     """Maximum number of active entries in the bank. None: no limit."""
     evict: EvictionOrder = "fifo"
-    """Eviction policy for entries over `cap` or `size`."""
-    vote_out: int | None = None
+    """Eviction policy for entries over `max_per_goal` or `max_entries`."""
+    evict_votes: int | None = None
     """Net down votes at which an entry is evicted. None: the extractor is not asked for votes."""
-    duplicate: float | None = None
+    duplicate_similarity: float | None = None
     """Cosine similarity of the texts at or above which an add is dropped as a duplicate.
 
     An add is compared with active entries and with earlier adds of the same answer. None: no add is
@@ -99,10 +99,9 @@ class ManagerSettings:
 
     def __post_init__(self) -> None:
         counts = [self.concurrency, self.attempts, self.merge_tokens]
-        counts += [
-            n for n in (self.queue_size, self.cap, self.size, self.vote_out) if n is not None
-        ]
-        seconds = [n for n in (self.lease, self.ask_deadline) if n is not None]
+        bounds = (self.queue_size, self.max_per_goal, self.max_entries, self.evict_votes)
+        counts += [n for n in bounds if n is not None]
+        seconds = [n for n in (self.answer_timeout, self.ask_timeout) if n is not None]
         if (
             min(counts) < 1
             or self.credit_window_steps < 0

@@ -356,8 +356,8 @@ class Store:
                 db, distilled.generation, bool(changed), distilled.malformed, rules, stamp
             )
             evicted = (
-                evict_by_votes(db, request, votes, rules.vote_out, stamp)
-                if rules.vote_out is not None
+                evict_by_votes(db, request, votes, rules.evict_votes, stamp)
+                if rules.evict_votes is not None
                 else []
             )
             evicted += evict_for_request(db, request, rules, stamp) if changed else []

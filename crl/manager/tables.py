@@ -323,14 +323,14 @@ def evict_to_bounds(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str
 
     The bank was made with other bounds.
     """
-    over_cap = (
+    over_bound = (
         "SELECT task, goal FROM entries WHERE status = 'active' "
         "GROUP BY task, goal HAVING COUNT(*) > ?"
     )
     goals = (
         []
-        if rules.cap is None
-        else [(task, goal) for task, goal in db.execute(over_cap, (rules.cap,))]
+        if rules.max_per_goal is None
+        else [(task, goal) for task, goal in db.execute(over_bound, (rules.max_per_goal,))]
     )
     return _evict_over_bounds(db, goals, rules, {"reason": "room"}, stamp)
 
@@ -343,14 +343,16 @@ def _evict_over_bounds(
     stamp: Stamp,
 ) -> list[str]:
     evicted = []
-    if rules.cap is not None:
+    if rules.max_per_goal is not None:
         for task, goal in goals:
             of_goal = "AND task = :task AND goal = :goal"
-            surplus = _surplus(db, rules.evict, rules.cap, 0, of_goal, task=task, goal=goal)
+            surplus = _surplus(
+                db, rules.evict, rules.max_per_goal, 0, of_goal, task=task, goal=goal
+            )
             evicted += _evict(db, surplus, data, stamp)
-    if rules.size is not None:
-        extra = rules.size // EXTRA_EVICTION_DIVISOR
-        evicted += _evict(db, _surplus(db, rules.evict, rules.size, extra), data, stamp)
+    if rules.max_entries is not None:
+        extra = rules.max_entries // EXTRA_EVICTION_DIVISOR
+        evicted += _evict(db, _surplus(db, rules.evict, rules.max_entries, extra), data, stamp)
     return evicted
 
 

@@ -1,7 +1,7 @@
 """Complementary RL (CRL §2.3): actor and extractor are trained together.
 
 The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
-`complementary.guided`, `complementary.advantages`, `complementary.listening`,
+`complementary.guided_share`, `complementary.advantages`, `complementary.lift_coef`,
 `complementary.self_distillation`, `extractor.train`, `bank.frozen`, `retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
@@ -14,7 +14,7 @@ from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
 from crl.methods.parts.training import (
     CispoLoss,
     GroupAdvantage,
-    ListeningAdvantage,
+    LiftAdvantage,
     SelfDistillation,
     SplitAdvantage,
     actor_role,
@@ -27,14 +27,14 @@ def build(config: RunConfig, context: ContextProvider) -> Method:
     extractor, switches = config.extractor, config.complementary
     group_advantage = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
     terms: list[AdvantageTerm] = [group_advantage(config.actor.advantage_scale)]
-    if switches.listening:
-        terms.append(ListeningAdvantage(switches.listening))
+    if switches.lift_coef:
+        terms.append(LiftAdvantage(switches.lift_coef))
     distillation = (
         SelfDistillation(switches.self_distillation) if switches.self_distillation else None
     )
     train_extractor = extractor.train and not config.bank.frozen
     return Method(
-        planner=GuidedShare(switches.guided),
+        planner=GuidedShare(switches.guided_share),
         context=context,
         shaper=OutcomeReward(),
         actor=actor_role(config.actor, *terms, distillation=distillation),

@@ -80,7 +80,7 @@ DURATION_METRICS = {
 }
 """Metrics that add up to the duration of a line, by its kind. The parts do not overlap."""
 
-EVAL_SUCCESS = re.compile(r"eval/([^/]+)/(known|new)/success/([^/]+)")
+EVAL_SUCCESS = re.compile(r"eval/([^/]+)/(seen|unseen)/success/([^/]+)")
 """Name of a success rate in an evaluation: (task, split, condition)."""
 
 TRAIN_SUCCESS = re.compile(r"rollout/([^/]+)/success")

@@ -142,7 +142,7 @@ class BankMetrics:
     """Number of credit units that are ready for training."""
     hit_rate: Annotated[Series, "retrieval/hit_rate"] = EMPTY
     """Share of searches that returned an experience."""
-    same_goal: Annotated[Series, "retrieval/right_place"] = EMPTY
+    same_goal: Annotated[Series, "retrieval/same_goal"] = EMPTY
     """Share of returned experiences whose goal is the goal of the episode."""
     correct: Annotated[Series, "lessons/correct"] = EMPTY
     """Share of answers of the extractor with a correct lesson."""

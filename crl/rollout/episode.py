@@ -37,13 +37,13 @@ B = TypeVar("B")
 class Limits:
     """Limits of an episode of one task."""
 
-    turns: int
+    max_turns: int
     """Environment turns that count."""
     max_response_tokens: int
     """Sampled tokens per turn."""
     window: int | None = None
     """Turns in the prompt; None for all."""
-    overtime: int = 0
+    extra_turns: int = 0
     """Further turns of an episode that is unfinished at the limit.
 
     They are only recorded: they change neither reward nor success, and are not trained on.
@@ -202,7 +202,7 @@ class EpisodeRunner:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
             # In overtime the episode is already finished. Only its record ends here.
-            in_overtime = record.total_turns >= limits.turns
+            in_overtime = record.total_turns >= limits.max_turns
             if isinstance(error, TransientError) and not (last_attempt or in_overtime):
                 raise
             record.error = None if in_overtime else str(error)
@@ -289,9 +289,9 @@ class EpisodeRunner:
         record: EpisodeRecord,
     ) -> None:
         while not record.done:
-            in_overtime = record.total_turns >= limits.turns
+            in_overtime = record.total_turns >= limits.max_turns
             record.truncated |= in_overtime
-            if record.total_turns == limits.turns + limits.overtime:
+            if record.total_turns == limits.max_turns + limits.extra_turns:
                 return
             prompt = conversation.prompt()
             remaining_tokens = self.max_context - len(prompt)

@@ -213,7 +213,7 @@ async def open_evaluator(
         runner = _runner(config, specs, actor, method, engine, pool, NullRetriever())
         rates = None
         if config.critic.enabled:
-            rates = SuccessRates(min_episodes=config.critic.enough, window=RATE_WINDOW)
+            rates = SuccessRates(min_episodes=config.critic.min_episodes, window=RATE_WINDOW)
             rates.load_state(read_state(checkpoint)["success_rates"])
         yield _evaluation_parts(config, specs, runner, engine, bank, rates)[0]
 
@@ -316,12 +316,12 @@ async def _deepspeed_learner(
         zero=learner.zero,
         offload=learner.offload,
         deterministic=config.run.deterministic,
-        deadline=learner.deadline,
+        timeout=learner.timeout,
     )
     receivers = config.engine.replicas * config.engine.tensor_parallel if nccl else 0
     gpus = assigned.gpus if cuda else ()
     return await DeepSpeedLearner.start(
-        ranks, learner.ranks, deadline=learner.deadline, gpus=gpus, receivers=receivers
+        ranks, learner.ranks, timeout=learner.timeout, gpus=gpus, receivers=receivers
     )
 
 
@@ -473,10 +473,10 @@ def _limits(config: RunConfig, *, overtime: bool, max_questions: int) -> dict[st
     """
     return {
         name: Limits(
-            task.turns,
+            task.max_turns,
             task.max_response_tokens,
             task.window,
-            task.overtime if overtime else 0,
+            task.extra_turns if overtime else 0,
             max_questions,
         )
         for name, task in config.tasks.items()
@@ -507,7 +507,7 @@ def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Cr
 def _critic_parts(
     config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner
 ) -> CriticParts:
-    rates = SuccessRates(min_episodes=config.critic.enough, window=RATE_WINDOW)
+    rates = SuccessRates(min_episodes=config.critic.min_episodes, window=RATE_WINDOW)
     warmup_runner = replace(
         runner, retriever=NullRetriever(), limits=_limits(config, overtime=False, max_questions=0)
     )
@@ -538,11 +538,11 @@ class BankFactory:
 
     @property
     def without_trials(self) -> BankFactory:
-        """This factory with `retrieval.trials` = 0: no search tries a rarely retrieved experience.
+        """This factory with `retrieval.trial_share` = 0: no search is a trial.
 
-        Evaluations use it, so that a trial never replaces the best-known experience.
+        Evaluations use it, so that a rarely retrieved experience never replaces the best-known one.
         """
-        retrieval = replace(self.settings.retrieval, trials=0.0)
+        retrieval = replace(self.settings.retrieval, trial_share=0.0)
         return replace(self, settings=replace(self.settings, retrieval=retrieval))
 
     async def open(
@@ -610,14 +610,14 @@ async def _bank_factory(
         # A deterministic run distils at step boundaries and asks everything at once. With a bound,
         # the next request would depend on which answer came first.
         concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
-        lease=None if config.run.deterministic else extractor.lease,
-        ask_deadline=None if config.run.deterministic else config.ask.deadline,
+        answer_timeout=None if config.run.deterministic else extractor.answer_timeout,
+        ask_timeout=None if config.run.deterministic else config.ask.timeout,
         credit_window_steps=config.rollout.max_staleness + 8,
-        cap=None if bank.frozen else bank.cap,
-        size=None if bank.frozen else bank.size,
+        max_per_goal=None if bank.frozen else bank.max_per_goal,
+        max_entries=None if bank.frozen else bank.max_entries,
         evict=bank.evict,
-        vote_out=bank.vote_out,
-        duplicate=bank.duplicate,
+        evict_votes=bank.evict_votes,
+        duplicate_similarity=bank.duplicate_similarity,
         merge_tokens=extractor.merge_tokens,
         threaded=not config.run.deterministic,
         retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
@@ -674,7 +674,7 @@ def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRend
             text("distil"),
             renderer,
             max_prompt_tokens,
-            text("vote") if config.bank.vote_out is not None else None,
+            text("vote") if config.bank.evict_votes is not None else None,
         ),
         FullMergePrompt(text("merge")),
         FullRefinePrompt(text("refine"), renderer, max_prompt_tokens) if ask else None,

@@ -55,5 +55,8 @@ def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
         return ""
     example = spec.actions[0] if spec.actions else "your action"
     return fill(
-        prompt("actor", overrides), turns=task.turns, actions=spec.action_format, example=example
+        prompt("actor", overrides),
+        turns=task.max_turns,
+        actions=spec.action_format,
+        example=example,
     )

@@ -48,7 +48,7 @@ class Diagnostics:
             counts = self._retrieval[request.task.name]
             counts["searches"] += 1
             counts["hits"] += hit is not None
-            counts["right_place"] += hit is not None and hit.goal == request.task.goal
+            counts["same_goal"] += hit is not None and hit.goal == request.task.goal
 
     def record_distilled(self, distilled: Distilled) -> None:
         """Count one answer of the extractor, by its verdict (see `lesson_verdict`).
@@ -114,7 +114,7 @@ def _by_task(
 def _retrieval_metrics(prefix: str, counts: Counter[str]) -> dict[str, float]:
     searches, hits = counts["searches"], counts["hits"]
     metrics = {f"{prefix}/hit_rate": hits / searches} if searches else {}
-    return metrics | ({f"{prefix}/right_place": counts["right_place"] / hits} if hits else {})
+    return metrics | ({f"{prefix}/same_goal": counts["same_goal"] / hits} if hits else {})
 
 
 def _lesson_metrics(prefix: str, counts: Counter[str]) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _lesson_metrics(prefix: str, counts: Counter[str]) -> dict[str, float]:
     }
     metrics |= {f"{prefix}/answers": total, f"{prefix}/correct": counts["correct"] / total}
     if counts["informative"]:
-        metrics[f"{prefix}/correct_when_seen"] = (
+        metrics[f"{prefix}/correct_when_informative"] = (
             counts["informative_correct"] / counts["informative"]
         )
     return metrics

@@ -20,7 +20,7 @@ from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.metrics import mean_score
 from crl.run.online import OnlineEvaluator, OnlineResult
 from crl.run.playing import EpisodeScheduler
-from crl.types import Split, Task, Trajectory
+from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,13 @@ class Evaluation:
             metrics[f"eval/{task}/{split}/score/{condition}"] = score
         for task, visits in self.visits.items():
             metrics |= {
-                f"eval/{task}/new/success/online/visit{i}": rate.value
+                f"eval/{task}/unseen/success/online/visit{i}": rate.value
                 for i, rate in enumerate(visits, start=1)
             }
         for task, lift in self.lift.items():
             metrics |= {
-                f"eval/{task}/new/lift": lift.value,
-                f"eval/{task}/new/lift/half_width": lift.half_width,
+                f"eval/{task}/unseen/lift": lift.value,
+                f"eval/{task}/unseen/lift/half_width": lift.half_width,
             }
         metrics |= {
             f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()
@@ -197,9 +197,9 @@ class Evaluation:
 class Evaluator:
     """Evaluator of a run. It plays every eval set once.
 
-    The seen (`known`) and unseen (`new`) sets are played without experience. With `bank`, the seen
-    set is also played with it. With `online`, unseen places are also played with a bank built
-    online. A run without experience has neither; a run with a frozen bank has no `online`.
+    The seen and the unseen set are played without experience. With `bank`, the seen set is also
+    played with it. With `online`, unseen places are also played with a bank built online. A run
+    without experience has neither; a run with a frozen bank has no `online`.
     """
 
     def __init__(
@@ -231,10 +231,12 @@ class Evaluator:
         online_results: dict[str, OnlineResult] = results[1] if online_evaluator else {}
         online_played: dict[EvalKey, list[Trajectory]] = {}
         for name, result in online_results.items():
-            online_played[name, "new", "online"] = [
+            online_played[name, "unseen", "online"] = [
                 t for visit in result.counted_visits for t in visit
             ]
-            online_played[name, "new", "alone"] = [t for visit in result.free_visits for t in visit]
+            online_played[name, "unseen", "alone"] = [
+                t for visit in result.free_visits for t in visit
+            ]
         rates = {key: success_rate(ts) for key, ts in played.items()} | {
             key: clustered_success_rate(ts) for key, ts in online_played.items()
         }
@@ -273,8 +275,9 @@ class Evaluator:
     ) -> dict[EvalKey, list[Trajectory]]:
         """Play one eval set. Every condition has the same draws, so differences are paired."""
         name, split = eval_set
-        keys = [EpisodeKey(f"eval/{name}/{split}", 0, i, 0) for i in range(len(tasks))]
-        if self._guided is None or split != "known":
+        purpose = f"eval/{name}/{SPLIT_DRAW_NAMES[split]}"
+        keys = [EpisodeKey(purpose, 0, i, 0) for i in range(len(tasks))]
+        if self._guided is None or split != "seen":
             free = await self.scheduler.play(self.runner, "free", keys, tasks)
             return {(name, split, "free"): free}
         guided = await self.scheduler.play(self._guided, "guided", keys, tasks)

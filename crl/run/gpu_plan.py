@@ -355,7 +355,7 @@ def _compares_lessons(config: RunConfig) -> bool:
     return (
         config.with_experience
         and not config.bank.frozen
-        and any(task.eval.online for task in config.tasks.values())
+        and any(task.eval.online_places for task in config.tasks.values())
     )
 
 

@@ -74,7 +74,7 @@ def _task_info(name: str) -> TaskInfo:
         name,
         tasks[0].env,
         spec.hosting,
-        {task.rendering: task.turns for task in tasks},
+        {task.rendering: task.max_turns for task in tasks},
         problem,
         data_text,
     )

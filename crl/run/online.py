@@ -1,4 +1,4 @@
-"""Online evaluation: unseen (`new`) places with a bank that is built during the visits.
+"""Online evaluation: unseen places with a bank that is built during the visits.
 
 It measures the value of experience in places that the run has never met. Every place is visited
 VISITS times, each time by MEMBERS guided episodes. After each visit except the last, its episodes
@@ -190,7 +190,7 @@ def visit_episodes(
 
 def without_overtime(limits: Mapping[str, Limits]) -> dict[str, Limits]:
     """Return `limits` without overtime, for episodes that are not distilled."""
-    return {name: replace(limit, overtime=0) for name, limit in limits.items()}
+    return {name: replace(limit, extra_turns=0) for name, limit in limits.items()}
 
 
 class LessonCounter:

@@ -159,7 +159,7 @@ def _experience(config: RunConfig) -> str:
         else "not trained"
     )
     writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
-    sizes = {" per goal": bank.cap, "": bank.size}
+    sizes = {" per goal": bank.max_per_goal, "": bank.max_entries}
     bounds = [
         f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
     ]
@@ -170,7 +170,7 @@ def _experience(config: RunConfig) -> str:
         else "any number of experiences"
     )
     members = config.rollout.group_size
-    guided = f"{round(config.complementary.guided * members)} of {members} members are"
+    guided = f"{round(config.complementary.guided_share * members)} of {members} members are"
     return "\n".join(
         [
             f"extractor  {training}",
@@ -200,8 +200,8 @@ def _choice(retrieval: RetrievalSection) -> str:
     if retrieval.choice == "diverse":
         return "similarity and diversity (eq. 6)"
     return "credit" + (
-        f"; {retrieval.trials:.0%} of searches choose the least retrieved one"
-        if retrieval.trials
+        f"; {retrieval.trial_share:.0%} of searches choose the least retrieved one"
+        if retrieval.trial_share
         else ""
     )
 
@@ -235,15 +235,15 @@ def _tasks(config: RunConfig) -> str:
             else "set in the config"
         )
         stream, visits = task.stream, _count(task.stream.visits, "visit")
-        overtime = task.overtime if config.distils else 0
+        extra_turns = task.extra_turns if config.distils else 0
         lines += [
             f"{name}  {task.rendering} rendering: {reason}",
-            f"  {_count(task.turns, 'turn')} of at most "
+            f"  {_count(task.max_turns, 'turn')} of at most "
             f"{_count(task.max_response_tokens, 'token')}, context {task.context}"
             + (
-                f"; unfinished episodes continue for at most {_count(overtime, 'turn')}, "
+                f"; unfinished episodes continue for at most {_count(extra_turns, 'turn')}, "
                 "only for distillation"
-                if overtime
+                if extra_turns
                 else ""
             ),
             *(
@@ -316,7 +316,7 @@ def _set_episodes(task: TaskConfig, config: RunConfig) -> int:
     Seen and unseen tasks are played without experience. In a run with experience, seen tasks are
     also played with it.
     """
-    return task.eval.known * (2 if config.with_experience else 1) + task.eval.new
+    return task.eval.seen * (2 if config.with_experience else 1) + task.eval.unseen
 
 
 def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
@@ -325,7 +325,11 @@ def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
     All visits are played with the online bank. The visits that count are also played without it.
     """
     has_online = config.with_experience and not config.bank.frozen
-    return task.eval.online * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS if has_online else 0
+    return (
+        task.eval.online_places * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS
+        if has_online
+        else 0
+    )
 
 
 def _count(n: int, singular: str, plural: str | None = None) -> str:

@@ -165,7 +165,7 @@ class PlayableTask:
         try:
             for task in tasks:
                 view = ActorView(player, context, task, show)
-                played = play_episode(game, task, view, config.turns)
+                played = play_episode(game, task, view, config.max_turns)
                 if played.done:
                     view.end(played.observations[-1])
                 yield played

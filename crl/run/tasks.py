@@ -67,12 +67,12 @@ def require_compatible_extractor(config: RunConfig) -> None:
     """
     if profile_of(config.extractor.model, "extractor.model") == "full":
         return
-    if config.bank.vote_out is not None:
+    if config.bank.evict_votes is not None:
         reason = (
             f"needs a language model as extractor, but {config.extractor.model} "
             "is a tiny model that was not trained to vote"
         )
-        raise ConfigError("bank.vote_out", config.bank.vote_out, reason, "Leave it unset")
+        raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
@@ -99,7 +99,7 @@ def require_prompts_used(config: RunConfig) -> None:
         used_prompts |= (
             {"distil"}
             | ({"merge"} if config.extractor.merge_every else set())
-            | ({"vote"} if config.bank.vote_out else set())
+            | ({"vote"} if config.bank.evict_votes else set())
         )
         used_prompts |= {"refine"} if config.ask.enabled else set()
     for name, path in config.prompts.files.items():
@@ -117,25 +117,25 @@ def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Non
     """
     for name, spec in specs.items():
         sizes = config.tasks[name].eval
-        if sizes.online and not spec.revisit:
+        if sizes.online_places and not spec.revisit:
             reason = (
                 f"has no effect because {spec.name} has no persistent places "
                 "(its EnvSpec has no revisit)"
             )
             raise ConfigError(
-                f"tasks.{name}.eval.online",
-                sizes.online,
+                f"tasks.{name}.eval.online_places",
+                sizes.online_places,
                 reason,
                 "Set it to 0, or define revisit",
             )
-        if sizes.probe and not spec.advisor:
+        if sizes.probe_places and not spec.advisor:
             reason = (
                 f"has no effect because the right advice in {spec.name} is unknown "
                 "(its EnvSpec has no advisor)"
             )
             raise ConfigError(
-                f"tasks.{name}.eval.probe",
-                sizes.probe,
+                f"tasks.{name}.eval.probe_places",
+                sizes.probe_places,
                 reason,
                 "Set it to 0, or define an advisor",
             )
@@ -153,7 +153,7 @@ def _prompt_remedy(config: RunConfig, prompt: str) -> str:
         (config.critic.enabled, "critic.enabled=true"),
     )
     vote, merge = (
-        (config.bank.vote_out, "bank.vote_out=2"),
+        (config.bank.evict_votes, "bank.evict_votes=2"),
         (config.extractor.merge_every, "extractor.merge_every=5"),
     )
     switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
@@ -202,12 +202,12 @@ def environment_pool(
     }
     rollout = config.rollout
     threads = ThreadHost(
-        _hosted(hosted, "threads"), threads=rollout.env_threads, timeout=rollout.env_deadline
+        _hosted(hosted, "threads"), threads=rollout.env_threads, timeout=rollout.env_timeout
     )
     processes = ProcessHost(
         _hosted(hosted, "processes"),
         processes=rollout.env_processes,
-        timeout=rollout.env_deadline,
+        timeout=rollout.env_timeout,
         note=note,
     )
     hosts = Hosts(
@@ -261,7 +261,7 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
     sets: dict[EvalSet, tuple[Task, ...]] = {}
     for name, spec in specs.items():
         task = config.tasks[name]
-        sizes: dict[Split, int] = {"known": task.eval.known, "new": task.eval.new}
+        sizes: dict[Split, int] = {"seen": task.eval.seen, "unseen": task.eval.unseen}
         for split, size in sizes.items():
             if size:
                 with _config_errors(f"tasks.{name}.eval.{split}", size):
@@ -296,19 +296,19 @@ def first_tasks(
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
     """Return the unseen places of each task with an online evaluation, by task name.
 
-    They are the first `eval.online` tasks of the unseen (`new`) split. Raise `ConfigError` if the
+    They are the first `eval.online_places` tasks of the unseen split. Raise `ConfigError` if the
     environment cannot provide as many.
     """
     result = {}
     for name, spec in specs.items():
         task = config.tasks[name]
-        if task.eval.online and spec.revisit:
-            with _config_errors(f"tasks.{name}.eval.online", task.eval.online):
+        if task.eval.online_places and spec.revisit:
+            with _config_errors(f"tasks.{name}.eval.online_places", task.eval.online_places):
                 places = spec.eval_tasks(
-                    "new", task.eval.online, config.run.seed, _stream(name, task)
+                    "unseen", task.eval.online_places, config.run.seed, _stream(name, task)
                 )
             result[name] = OnlineTask(
-                _checked_tasks(places, task.eval.online, "eval_tasks", name, task),
+                _checked_tasks(places, task.eval.online_places, "eval_tasks", name, task),
                 spec.revisit,
                 spec.advisor,
             )
@@ -318,13 +318,13 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
 def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, ProbeTask]:
     """Return the places of each task with an advice probe, by task name.
 
-    Raise `ConfigError` if the environment cannot provide `eval.probe` places.
+    Raise `ConfigError` if the environment cannot provide `eval.probe_places` places.
     """
     result = {}
     for name, spec in specs.items():
         task = config.tasks[name]
-        if (size := task.eval.probe) and spec.advisor:
-            with _config_errors(f"tasks.{name}.eval.probe", size):
+        if (size := task.eval.probe_places) and spec.advisor:
+            with _config_errors(f"tasks.{name}.eval.probe_places", size):
                 places = spec.probe_tasks(size)
             result[name] = ProbeTask(
                 _checked_tasks(places, size, "probe_tasks", name, task), spec.advisor

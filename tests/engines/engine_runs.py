@@ -11,9 +11,9 @@ from typing import Any
 # Each step visits every place and waits for the lessons of the previous step. Entries are therefore
 # used and credited within a few steps.
 SMALL = (
-    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.known=8", "tasks.room.eval.new=8",
-    "tasks.room.eval.online=0", "eval.probe_every=0", "tasks.room.stream.places=4",
-    "tasks.room.stream.permanent=4", "bank.queue_size=32",
+    "rollout.groups=4", "rollout.group_size=8", "tasks.room.eval.seen=8",
+    "tasks.room.eval.unseen=8", "tasks.room.eval.online_places=0", "eval.probe_every=0",
+    "tasks.room.stream.places=4", "tasks.room.stream.permanent=4", "bank.queue_size=32",
 )  # fmt: skip
 
 DEEPSPEED = ("learner.kind=deepspeed", "learner.ranks=2", "learner.device=cpu")

@@ -126,7 +126,7 @@ async def ranks(
     loss: Any = SURROGATE,
     train: TrainSettings = SETTINGS,
     *,
-    deadline: float = 120.0,
+    timeout: float = 120.0,
     **settings: Any,
 ) -> AsyncIterator[DeepSpeedLearner]:
     defaults: dict[str, Any] = {
@@ -143,10 +143,10 @@ async def ranks(
         loss=loss,
         optimizer=RATE,
         train=train,
-        deadline=deadline,
+        timeout=timeout,
         **(defaults | settings),
     )
-    learner = await DeepSpeedLearner.start(rank_settings, count, deadline=deadline)
+    learner = await DeepSpeedLearner.start(rank_settings, count, timeout=timeout)
     try:
         yield learner
     finally:
@@ -529,9 +529,9 @@ async def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks(
     model: Path,
 ) -> None:
     """Check that only the hanging rank is named, although the other rank waits for it in gloo."""
-    async with ranks(model, loss=Hanging(0.2, 0.2, "token"), deadline=3) as learner:
+    async with ranks(model, loss=Hanging(0.2, 0.2, "token"), timeout=3) as learner:
         error = await error_of(learner.step(STEPS[0]))
-        assert str(error) == "rank 1 of 2 made no progress within learner.deadline = 3 s (in step)"
+        assert str(error) == "rank 1 of 2 made no progress within learner.timeout = 3 s (in step)"
         first, second = str(error.__cause__).split("output of rank 0:")
         assert first.startswith("output of rank 1:")
         assert "in wait_forever" in first
@@ -540,11 +540,11 @@ async def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks(
 
 
 async def test_a_rank_that_waits_in_an_operation_the_other_skipped_is_named(model: Path) -> None:
-    async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, deadline=3) as learner:
+    async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, timeout=3) as learner:
         await learner.step(STEPS[0])
         error = await error_of(learner.publish())
         assert (
-            str(error) == "rank 0 of 2 made no progress within learner.deadline = 3 s (in publish)"
+            str(error) == "rank 0 of 2 made no progress within learner.timeout = 3 s (in publish)"
         )
         first, second = str(error.__cause__).split("output of rank 1:")
         assert "in _weights" in first, "rank 0 waits there"
@@ -560,12 +560,12 @@ class Slow(SurrogateLoss):
         return super().__call__(*args, **kwargs)
 
 
-async def test_a_step_may_take_longer_than_the_deadline(model: Path) -> None:
-    """Check that a step may exceed the deadline while it makes progress.
+async def test_a_step_may_take_longer_than_the_timeout(model: Path) -> None:
+    """Check that a step may exceed the timeout while it makes progress.
 
-    It has 14 minibatches of at least half a second each. The deadline is 6 s.
+    It has 14 minibatches of at least half a second each. The timeout is 6 s.
     """
-    async with ranks(model, loss=Slow(0.2, 0.2, "token"), deadline=6) as learner:
+    async with ranks(model, loss=Slow(0.2, 0.2, "token"), timeout=6) as learner:
         stats = await learner.step([minibatch(i) for i in range(14)])
         assert stats.updates == 14
 

@@ -78,9 +78,9 @@ async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
     settings = RankSettings(
         model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS, device="cpu",
         precision="float32", threads=1, zero=zero, offload=False, deterministic=False,
-        deadline=120.0,
+        timeout=120.0,
     )  # fmt: skip
-    return await DeepSpeedLearner.start(settings, 2, deadline=120.0)
+    return await DeepSpeedLearner.start(settings, 2, timeout=120.0)
 
 
 async def sampled(engine: Any) -> list[TokenTrace]:

@@ -41,8 +41,8 @@ from crl.types import Completion, Sampling, Segment
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=0",
     "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
-    "tasks.room.eval.known=4", "tasks.room.eval.new=4", "tasks.room.eval.online=1",
-    "tasks.room.eval.probe=4",
+    "tasks.room.eval.seen=4", "tasks.room.eval.unseen=4", "tasks.room.eval.online_places=1",
+    "tasks.room.eval.probe_places=4",
     "ask.enabled=true",
 )  # fmt: skip
 STEPS = 3
@@ -282,7 +282,7 @@ def test_without_a_refinement_the_agent_gets_the_retrieved_experience(
 ) -> None:
     run = tmp_path / "run"
     source = f"bank.init={done / 'bank.sqlite'}"
-    train(run, "rollout.max_staleness=0", "ask.deadline=0.02", source, engine=engine, steps=1)
+    train(run, "rollout.max_staleness=0", "ask.timeout=0.02", source, engine=engine, steps=1)
     texts = {text for (text,) in rows(run / "bank.sqlite", "SELECT text FROM entries")}
     unrefined = [
         t for t in episodes(run) if [use["how"] for use in t["used"]] == ["start", "ask_unrefined"]
@@ -357,9 +357,9 @@ def test_language_models_ask_and_answer(tmp_path: Path, random_qwen3: Path) -> N
     sets = (
         f"actor.model={random_qwen3}", "actor.max_context_tokens=2048",
         f"extractor.model={random_qwen3}", "extractor.max_context_tokens=4096",
-        "extractor.max_response_tokens=128", "extractor.merge_every=0", "tasks.room.turns=2",
-        "tasks.room.max_response_tokens=64", "rollout.groups=2", "tasks.room.eval.known=0",
-        "tasks.room.eval.new=0", "tasks.room.eval.online=0", "ask.limit=2",
+        "extractor.max_response_tokens=128", "extractor.merge_every=0", "tasks.room.max_turns=2",
+        "tasks.room.max_response_tokens=64", "rollout.groups=2", "tasks.room.eval.seen=0",
+        "tasks.room.eval.unseen=0", "tasks.room.eval.online_places=0", "ask.limit=2",
         f"prompts.ask={prompt_file}",
     )  # fmt: skip
     train(run, *DETERMINISTIC, *sets, engine=Scripted, steps=2)

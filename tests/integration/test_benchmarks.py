@@ -200,13 +200,16 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_not_repeated(tmp_pat
     for run in runs:
         metrics = run["metrics"]
         assert {
-            "eval/room/new/success/online",
-            "eval/room/new/success/alone",
-            "eval/room/known/success/free",
+            "eval/room/unseen/success/online",
+            "eval/room/unseen/success/alone",
+            "eval/room/seen/success/free",
         } <= metrics.keys()
         assert ("eval/room/lessons/correct" in metrics) == (run["arm"] == "co-evolved")
         if run["arm"] == "none":
-            assert metrics["eval/room/new/success/online"] == metrics["eval/room/new/success/alone"]
+            assert (
+                metrics["eval/room/unseen/success/online"]
+                == metrics["eval/room/unseen/success/alone"]
+            )
         assert {"start/probe/room/right", "end/probe/room/right"} <= metrics.keys()
         assert run["totals"]["total/env_turns"] > 0
     assert "online: co-evolved − none" in done.stdout
@@ -221,8 +224,9 @@ from arms import ARMS, finished_runs, shared_options
 from main_command import METRICS, PAIRS, tables
 arguments = argparse.Namespace(steps=None, quick=False, set=[], out=Path(OUT))
 def run_result(arm, seed, **changes):
-    names = ("known/success/free", "new/success/free", "new/success/online", "new/success/alone")
-    names += () if arm == "none" else ("known/success/guided", "lessons/correct",\
+    names = ("seen/success/free", "unseen/success/free", "unseen/success/online",\
+ "unseen/success/alone")
+    names += () if arm == "none" else ("seen/success/guided", "lessons/correct",\
  "lessons/correct/untrained")
     metrics = {f"eval/room/{name}": 0.1 * seed for name in names}
     metrics |= {f"{end}/probe/room/{advice}": value for end in ("start", "end")\
@@ -248,6 +252,18 @@ assert METRICS["advice"](runs[0], "room") == 0.8
 
 def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
     code = COMPARISON_SCRIPT.replace("OUT", repr(str(tmp_path / "results.json")))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+
+
+def test_stored_runs_can_be_compared():
+    code = (
+        "import argparse; from pathlib import Path; from arms import finished_runs; "
+        "from main_command import METRICS; "
+        "arguments = argparse.Namespace(steps=None, quick=False, set=[], "
+        "out=Path('results/main_command.json')); runs = finished_runs(arguments).values(); "
+        "assert runs and all(METRICS[name](run, 'room') is not None "
+        "for run in runs for name in ('online', 'alone', 'unseen', 'seen'))"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 

@@ -52,15 +52,15 @@ from crl.types import RolloutPlan, Segment, Task, TrackRecord, Trajectory
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
     "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
-    "tasks.room.eval.known=8", "tasks.room.eval.new=4", "tasks.room.eval.online=2",
-    "tasks.room.eval.probe=4",
+    "tasks.room.eval.seen=8", "tasks.room.eval.unseen=4", "tasks.room.eval.online_places=2",
+    "tasks.room.eval.probe_places=4",
 )  # fmt: skip
 """Settings of small runs.
 
 Every step visits each of the four places. From the second step on, there is something to retrieve.
 """
 STEPS = 3
-NO_EVAL = ("tasks.room.eval.known=0", "tasks.room.eval.new=0", "tasks.room.eval.online=0")
+NO_EVAL = ("tasks.room.eval.seen=0", "tasks.room.eval.unseen=0", "tasks.room.eval.online_places=0")
 
 
 def train(run: Path, *sets: str, steps: int = STEPS, seed: int = 0, code: int = 0) -> Result:
@@ -269,7 +269,9 @@ async def test_lessons_are_compared_with_those_of_the_untrained_extractor(
 
 async def test_online_banks_have_no_trials(tmp_path: Path) -> None:
     config = load(
-        ["room"], options={"run.steps": 2}, sets=[*SIZES, *DETERMINISTIC, "retrieval.trials=0.5"]
+        ["room"],
+        options={"run.steps": 2},
+        sets=[*SIZES, *DETERMINISTIC, "retrieval.trial_share=0.5"],
     )
     async with open_training_loop(config, RunDir.create(tmp_path / "run"), PlainMonitor()) as loop:
         with fixed_outcomes():
@@ -490,10 +492,10 @@ def test_eval_repeats_the_last_evaluation_and_changes_no_file(done: Path) -> Non
     assert contents(done) == before
     last = metrics(done, "eval")[-1]
     settings = {
-        ("known", "free"): "without experience",
-        ("known", "guided"): "with the run's bank",
-        ("new", "free"): "without experience",
-        ("new", "online"): "with a bank built online",
+        ("seen", "free"): "without experience",
+        ("seen", "guided"): "with the run's bank",
+        ("unseen", "free"): "without experience",
+        ("unseen", "online"): "with a bank built online",
     }  # fmt: skip
     for (split, setting), words in settings.items():
         n, name = (
@@ -502,10 +504,10 @@ def test_eval_repeats_the_last_evaluation_and_changes_no_file(done: Path) -> Non
         )
         rate = f"{last[name]:.3f} [{last[f'{name}/low']:.3f}, {last[f'{name}/high']:.3f}]"
         assert f"  room {split:<6} {words:<25} {n:>4} episodes   {rate}\n" in result.stdout
-    assert last["eval/room/new/episodes/online"] == 2 * 4 * 3
+    assert last["eval/room/unseen/episodes/online"] == 2 * 4 * 3
     assert {"eval/room/lessons/correct", "eval/room/lessons/correct/untrained"} <= last.keys()
     first = metrics(done, "eval")[0].keys()
-    assert "eval/room/new/success/free" in first, "the start is evaluated"
+    assert "eval/room/unseen/success/free" in first, "the start is evaluated"
     assert not [
         name for name in first if "online" in name or "alone" in name or "lessons" in name
     ], "but builds no bank"
@@ -642,7 +644,11 @@ def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
 
 def test_all_members_can_be_guided(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    sets = ("complementary.guided=1", "complementary.advantages=cross", "extractor.baseline=batch")
+    sets = (
+        "complementary.guided_share=1",
+        "complementary.advantages=cross",
+        "extractor.baseline=batch",
+    )
     train(run, *DETERMINISTIC, *sets, steps=2)
     assert {t["condition"] for t in episodes(run)} == {"guided"}
     assert not any("rollout/gap" in line for line in metrics(run, "train")), (
@@ -712,8 +718,8 @@ def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> Non
     sets = (
         "rollout.groups=2",
         "rollout.group_size=4",
-        "tasks.room.eval.known=2",
-        "tasks.room.eval.new=2",
+        "tasks.room.eval.seen=2",
+        "tasks.room.eval.unseen=2",
         "eval.probe_every=0",
     )
     code = (

@@ -37,7 +37,7 @@ from whole_runs import (
 
 from crl.engines.torch import Decoder, TorchEngine
 from crl.envs.base import EnvSpec, Game
-from crl.envs.places import NEW_LAYOUTS, PlaceStream, fixed_tasks, known_tasks
+from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
 from crl.envs.room.player import RoomPlayer
 from crl.methods.parts.training import SurrogateLoss
 from crl.run.checkpoint import latest_checkpoint
@@ -131,9 +131,9 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
         make_game=lambda rendering: make(),
         task_source=lambda seed, settings: PlaceStream(name, goal, seed, settings),
         eval_tasks=lambda split, n, seed, settings: (
-            known_tasks(name, goal, n, seed, settings)
-            if split == "known"
-            else fixed_tasks(name, goal, NEW_LAYOUTS, n)
+            seen_tasks(name, goal, n, seed, settings)
+            if split == "seen"
+            else fixed_tasks(name, goal, UNSEEN_LAYOUTS, n)
         ),
         scripted_player=RoomPlayer,
     )
@@ -146,9 +146,9 @@ SHAKY, BELL, UNRULY = spec_of("shaky", Shaky), spec_of("bell", Bell), spec_of("u
 def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
     path = folder / f"{name}.toml"
     path.write_text(
-        f'env = "{__name__}:{name.upper()}"\nrendering = "{rendering}"\nturns = 2\n'
+        f'env = "{__name__}:{name.upper()}"\nrendering = "{rendering}"\nmax_turns = 2\n'
         "max_response_tokens = 6\n"
-        "[stream]\nplaces = 4\npermanent = 2\n[eval]\nknown = 4\nnew = 4\n"
+        "[stream]\nplaces = 4\npermanent = 2\n[eval]\nseen = 4\nunseen = 4\n"
     )
     return str(path)
 
@@ -207,7 +207,10 @@ def test_files_of_a_run(done: Path) -> None:
     }
     saved = json.loads((done / "config.json").read_text())
     assert saved.keys() == {"config", "prompts", "versions"}
-    assert (saved["config"]["run"]["steps"], saved["config"]["tasks"]["room"]["eval"]["new"]) == (
+    assert (
+        saved["config"]["run"]["steps"],
+        saved["config"]["tasks"]["room"]["eval"]["unseen"],
+    ) == (
         3,
         8,
     )
@@ -245,8 +248,8 @@ def test_metrics_are_flat(done: Path) -> None:
     ):
         assert name in train_line
     for name in (
-        "eval/room/known/success/free",
-        "eval/room/new/success/free/low",
+        "eval/room/seen/success/free",
+        "eval/room/unseen/success/free/low",
         "eval/errors",
         "time/eval",
     ):
@@ -344,7 +347,7 @@ def test_eval_repeats_the_last_evaluation_and_changes_no_file(done: Path) -> Non
     assert (result.exit_code, result.stderr) == (0, "")
     assert contents(done) == before
     last = metrics(done, "eval")[-1]
-    for split in ("known", "new"):
+    for split in ("seen", "unseen"):
         rate = SuccessRate(round(8 * last[f"eval/room/{split}/success/free"]), 8)
         assert (
             f"  room {split:<6} {'without experience':<25}    8 episodes   {rate}\n"
@@ -434,7 +437,7 @@ def test_any_causal_lm_can_be_the_actor(tmp_path: Path, random_qwen3: Path) -> N
     sets = (
         f"actor.model={random_qwen3}",
         "actor.max_context_tokens=2048",
-        "tasks.room.turns=3",
+        "tasks.room.max_turns=3",
         "tasks.room.max_response_tokens=8",
     )
     result = train(tmp_path / "room", *sets)
@@ -471,7 +474,7 @@ def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
 
 
 def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
-    sets = ("tasks.room.eval.known=2", "tasks.room.eval.new=0")
+    sets = ("tasks.room.eval.seen=2", "tasks.room.eval.unseen=0")
     train(tmp_path / "run", *sets, tasks=f"room,{task_file(tmp_path, 'lottery')}", steps=1)
     assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + [
         "lottery"
@@ -482,11 +485,11 @@ def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
     )
     names = metrics(tmp_path / "run", "eval")[0].keys()
     assert {
-        "eval/room/known/success/free",
-        "eval/lottery/known/success/free",
-        "eval/lottery/new/success/free",
+        "eval/room/seen/success/free",
+        "eval/lottery/seen/success/free",
+        "eval/lottery/unseen/success/free",
     } <= names
-    assert "eval/room/new/success/free" not in names
+    assert "eval/room/unseen/success/free" not in names
 
 
 def test_a_run_of_zero_steps_only_evaluates(tmp_path: Path, tiny_actor: Path) -> None:
@@ -681,7 +684,7 @@ def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) 
 
 def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     result = train(
-        tmp_path / "run", "tasks.bell.eval.new=500", tasks=task_file(tmp_path, "bell"), code=130
+        tmp_path / "run", "tasks.bell.eval.unseen=500", tasks=task_file(tmp_path, "bell"), code=130
     )
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"
     assert lines(tmp_path / "run" / "metrics.jsonl") == [], "an incomplete evaluation is not logged"
@@ -721,7 +724,7 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
             "there is no module 'nowhere'",
         ),
         (
-            ["--tasks", "room", "--set", "tasks.room.eval.new=100001"],
+            ["--tasks", "room", "--set", "tasks.room.eval.unseen=100001"],
             "100,001 places were requested, but there are only 100,000",
         ),
     ],

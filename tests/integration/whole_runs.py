@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from crl.cli.main import app
 
 SETS = (
-    "tasks.room.eval.known=8",
-    "tasks.room.eval.new=8",
-    "tasks.room.eval.online=0",
+    "tasks.room.eval.seen=8",
+    "tasks.room.eval.unseen=8",
+    "tasks.room.eval.online_places=0",
     "eval.probe_every=0",
 )
 SMALL = ("rollout.groups=2", "rollout.group_size=4", *SETS)

@@ -33,7 +33,7 @@ from crl.types import Completion, Sampling
 
 HALL = task("maze", "Leave the long hall.")
 SETTINGS = ManagerSettings(
-    cap=4,
+    max_per_goal=4,
     retrieval=RetrievalSettings(margin=0.0, min_similarity=0.0),
     distil=DistilSettings(key_text_weight=0.1),
 )
@@ -103,7 +103,9 @@ async def play_run(folder: Path) -> None:
     await manager.record_lifts(
         {"run/2/0": [GroupSuccess(UnitKey("run/0/0/0#0", 2), guided=1.0, free=0.5)]}
     )
-    await manager.submit(request(2, 0, 0, note="west"))  # the goal then has one entry above the cap
+    await manager.submit(
+        request(2, 0, 0, note="west")
+    )  # the goal then has one entry above the bound
     await manager.drain()
     await manager.submit(
         request(2, 1, 0, note="hall", of=HALL, success=False, shown=(hit("run/0/1/0#0"),))

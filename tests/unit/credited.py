@@ -50,12 +50,12 @@ async def open_bank(
     path: Path,
     engine: NoteEngine | None = None,
     *,
-    cap: int | None = None,
+    max_per_goal: int | None = None,
     max_tokens: int = 4096,
     **credit: Any,
 ) -> ExperienceManager:
     settings = ManagerSettings(
-        cap=cap, credit_window_steps=WINDOW_STEPS,
+        max_per_goal=max_per_goal, credit_window_steps=WINDOW_STEPS,
         retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
         credit=CreditSettings(**credit), distil=DistilSettings(max_tokens=max_tokens),
     )  # fmt: skip

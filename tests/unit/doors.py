@@ -163,7 +163,7 @@ def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunn
         "shaper": OutcomeReward(),
         "retriever": NullRetriever(),
         "renderer": renderer(),
-        "limits": {"doors": Limits(turns=3, max_response_tokens=32)},
+        "limits": {"doors": Limits(max_turns=3, max_response_tokens=32)},
         "max_context": 512,
         "temperature": 1.0,
         "seed": 0,

@@ -134,7 +134,8 @@ class Extractor(ScriptedEngine):
 
 
 SETTINGS = ManagerSettings(
-    cap=3, size=5, vote_out=2, duplicate=0.95, attempts=6, backoff=0.0,
+    max_per_goal=3, max_entries=5, evict_votes=2, duplicate_similarity=0.95,
+    attempts=6, backoff=0.0,
     credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
     distil=DistilSettings(key_text_weight=0.5),
     retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),

@@ -15,4 +15,4 @@ def shipped_task(task: str, rendering: Rendering) -> tuple[EnvSpec, int]:
     """Return the environment and the number of turns in tasks/TASK.toml."""
     settings = tomllib.loads((TASKS / f"{task}.toml").read_text("utf-8"))
     settings |= settings["compact"] if rendering == "compact" else {}
-    return get_spec(settings["env"]), settings["turns"]
+    return get_spec(settings["env"]), settings["max_turns"]

@@ -30,7 +30,7 @@ from crl.run.tasks import data_notes
 from crl.types import Task
 
 SETTINGS = StreamSettings()
-SMALL_NEW = alfworld.small_eval_tasks("new", 128, 0, SETTINGS)
+SMALL_UNSEEN = alfworld.small_eval_tasks("unseen", 128, 0, SETTINGS)
 JUNK = [
     "",
     " ",
@@ -174,18 +174,18 @@ def test_small_streams_and_evals() -> None:
         "a place has one goal, because lessons are retrieved by it"
     )
     assert len({goal for (goal,) in goals.values()}) == len(goals)
-    known = alfworld.small_eval_tasks("known", 16, 3, SETTINGS)
-    assert {task.goal for task in known} <= {task.goal for task in tasks}
-    assert not {task.params["core"] for task in known} & {task.params["core"] for task in tasks}
-    assert not {task.params["lgen"] for task in SMALL_NEW} & set(goals)
+    seen = alfworld.small_eval_tasks("seen", 16, 3, SETTINGS)
+    assert {task.goal for task in seen} <= {task.goal for task in tasks}
+    assert not {task.params["core"] for task in seen} & {task.params["core"] for task in tasks}
+    assert not {task.params["lgen"] for task in SMALL_UNSEEN} & set(goals)
     demonstrations = alfworld.demonstration_tasks(64)
     assert not {task.params["lgen"] for task in demonstrations} & (
-        {task.params["lgen"] for task in SMALL_NEW} | set(goals)
+        {task.params["lgen"] for task in SMALL_UNSEEN} | set(goals)
     )
     resumed = SmallStream(3, SETTINGS)
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert resumed.draw(9) == stream.draw(9)
-    with pytest.raises(ValueError, match="known or new"):
+    with pytest.raises(ValueError, match="seen or unseen"):
         alfworld.small_eval_tasks("train", 1, 0, SETTINGS)
 
 
@@ -272,8 +272,8 @@ def transcript(game: alfworld.Game, task: Task, turns: int = 12) -> list[str]:
 
 def some_tasks() -> list[Task]:
     return [
-        *SMALL_NEW[:4],
-        *alfworld.eval_tasks("new", 2, 0, SETTINGS),
+        *SMALL_UNSEEN[:4],
+        *alfworld.eval_tasks("unseen", 2, 0, SETTINGS),
         *SmallStream(1, SETTINGS).draw(2),
     ]
 
@@ -333,9 +333,11 @@ print(json.dumps(said))
 def test_cached_work_does_not_change_textworlds_texts(number: int, tmp_path: Path) -> None:
     from crl.envs.alfworld.engine import PddlEngine
 
-    data = games.game_of([SMALL_NEW[2], alfworld.eval_tasks("new", 1, 0, SETTINGS)[0]][number])
+    data = games.game_of(
+        [SMALL_UNSEEN[2], alfworld.eval_tasks("unseen", 1, 0, SETTINGS)[0]][number]
+    )
     engine, rng = PddlEngine(), random.Random(number)
-    engine.start(games.game_of(SMALL_NEW[3]))  # another chore, whose grammar is then known
+    engine.start(games.game_of(SMALL_UNSEEN[3]))  # another chore, whose grammar is then known
     engine.start(data)
     engine.execute(engine.admissible[0])
     output: list[list[object]] = [
@@ -367,7 +369,7 @@ def test_sys_argv_is_restored(
     players: dict[Rendering, alfworld.Game], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["crl", "play", "alfworld"])
-    players["full"].reset(alfworld.eval_tasks("known", 4, 0, SETTINGS)[3])
+    players["full"].reset(alfworld.eval_tasks("seen", 4, 0, SETTINGS)[3])
     assert sys.argv == ["crl", "play", "alfworld"]
 
 
@@ -378,12 +380,12 @@ def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n
     """Check that the scripted player wins at least 95 % in both renderings and every eval set."""
     small_turns, turns = shipped_task("alfworld", "compact")[1], shipped_task("alfworld", "full")[1]
     evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
-        (alfworld.SMALL_SPEC, "compact", SMALL_NEW[:small_n]),
-        (alfworld.SMALL_SPEC, "compact", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
-        (alfworld.SMALL_SPEC, "full", alfworld.small_eval_tasks("known", small_n, 0, SETTINGS)),
-        (alfworld.SPEC, "full", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
-        (alfworld.SPEC, "full", alfworld.eval_tasks("known", min(full_n, 140), 0, SETTINGS)),
-        (alfworld.SPEC, "compact", alfworld.eval_tasks("new", min(full_n, 134), 0, SETTINGS)),
+        (alfworld.SMALL_SPEC, "compact", SMALL_UNSEEN[:small_n]),
+        (alfworld.SMALL_SPEC, "compact", alfworld.small_eval_tasks("seen", small_n, 0, SETTINGS)),
+        (alfworld.SMALL_SPEC, "full", alfworld.small_eval_tasks("seen", small_n, 0, SETTINGS)),
+        (alfworld.SPEC, "full", alfworld.eval_tasks("unseen", min(full_n, 134), 0, SETTINGS)),
+        (alfworld.SPEC, "full", alfworld.eval_tasks("seen", min(full_n, 140), 0, SETTINGS)),
+        (alfworld.SPEC, "compact", alfworld.eval_tasks("unseen", min(full_n, 134), 0, SETTINGS)),
     ]
     for spec, rendering, tasks in evals:
         limit = small_turns if spec is alfworld.SMALL_SPEC else turns
@@ -417,11 +419,11 @@ def check_actions(game: alfworld.Game, actions: int) -> None:
 
     The game accepts only admissible actions.
     """
-    rng, tasks = random.Random(4), iter(SMALL_NEW)
+    rng, tasks = random.Random(4), iter(SMALL_UNSEEN)
     done, moves, paid = True, 0, 0.0
     for _ in range(actions):
         if done or moves == 20:
-            game.reset(next(tasks, SMALL_NEW[0]))
+            game.reset(next(tasks, SMALL_UNSEEN[0]))
             moves, paid = 0, 0.0
         action = rng.choice(JUNK) if rng.random() < 0.3 else rng.choice(admissible(game))
         before = admissible(game)
@@ -454,7 +456,7 @@ def test_ten_thousand_actions(
 
 def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> None:
     wins, rng, (_, turns) = 0, random.Random(0), shipped_task("alfworld", "compact")
-    for task in SMALL_NEW[:20]:
+    for task in SMALL_UNSEEN[:20]:
         players["compact"].reset(task)
         wins += any(
             players["compact"].step(rng.choice(admissible(players["compact"]))).success
@@ -466,7 +468,7 @@ def test_random_play_does_not_win(players: dict[Rendering, alfworld.Game]) -> No
 def test_the_last_text_reports_the_end_and_no_step_is_possible(
     players: dict[Rendering, alfworld.Game],
 ) -> None:
-    played = play_episode(players["compact"], SMALL_NEW[0], AlfworldPlayer(random.Random(0)), 30)
+    played = play_episode(players["compact"], SMALL_UNSEEN[0], AlfworldPlayer(random.Random(0)), 30)
     assert played.observations[-1] == "done."
     with pytest.raises(RuntimeError, match="over"):
         players["compact"].step("look")
@@ -474,10 +476,10 @@ def test_the_last_text_reports_the_end_and_no_step_is_possible(
 
 async def test_members_of_a_group_play_the_same_episode_in_worker_processes() -> None:
     host = ProcessHost({"alfworld_small": (alfworld.SMALL_SPEC, "compact")}, processes=2)
-    environments = [await host.acquire(SMALL_NEW[1]) for _ in range(3)]
+    environments = [await host.acquire(SMALL_UNSEEN[1]) for _ in range(3)]
     texts = []
     for environment in environments:
-        first = (await environment.reset(SMALL_NEW[1])).text
+        first = (await environment.reset(SMALL_UNSEEN[1])).text
         place = first.removeprefix("see ").split(", ")[0]
         texts.append(
             [
@@ -579,11 +581,13 @@ def test_the_stream_plays_every_game_once_per_round() -> None:
     assert resumed.draw(5) == stream.draw(5)
     assert all(re.fullmatch(r"Your task is to: .*\w\.", task.goal) for task in tasks)
     assert (
-        alfworld.eval_tasks("new", 20, 1, SETTINGS)
-        == alfworld.eval_tasks("new", 134, 2, SETTINGS)[:20]
+        alfworld.eval_tasks("unseen", 20, 1, SETTINGS)
+        == alfworld.eval_tasks("unseen", 134, 2, SETTINGS)[:20]
     )
+    uses = [alfworld.eval_tasks(split, 1, 0, SETTINGS)[0].params for split in ("seen", "unseen")]
+    assert uses == [{"use": "known", "number": 0}, {"use": "new", "number": 0}], "fix the draws"
     with pytest.raises(ValueError, match="135 games were requested, but there are only 134"):
-        alfworld.eval_tasks("new", 135, 0, SETTINGS)
+        alfworld.eval_tasks("unseen", 135, 0, SETTINGS)
 
 
 # ── ALFWorld's own games ──────────────────────────────────────────────────────────────────────────
@@ -592,7 +596,7 @@ def test_the_stream_plays_every_game_once_per_round() -> None:
 @pytest.fixture
 def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder like that of alfworld-download, with games of an older grammar."""
-    for number, task in enumerate(SMALL_NEW[:6]):
+    for number, task in enumerate(SMALL_UNSEEN[:6]):
         house = small.house(int(task.params["lgen"]), int(task.params["core"]))
         data = dict(games.game_of(task))
         data["grammar"] = str(data["grammar"]).replace('"move {o} to {r}"', '"put {o} in/on {r}"')
@@ -614,9 +618,9 @@ def test_alfworlds_own_games_are_played_if_present(
     assert len({task.params["game"] for task in train}) == 2, (
         "no unsolvable games and no movable receptacles"
     )
-    tasks = alfworld.eval_tasks("new", 3, 0, SETTINGS)
+    tasks = alfworld.eval_tasks("unseen", 3, 0, SETTINGS)
     with pytest.raises(ValueError, match="there are only 3"):
-        alfworld.eval_tasks("new", 4, 0, SETTINGS)
+        alfworld.eval_tasks("unseen", 4, 0, SETTINGS)
     for task in (*train[:2], *tasks):
         played = play_episode(players["full"], task, AlfworldPlayer(random.Random(0)), 40)
         assert played.success
@@ -698,10 +702,10 @@ def test_a_folder_without_games_is_an_error(
     with pytest.raises(
         ConfigError, match=r"ALFWORLD_DATA = .*contains no json_2.1.1.*alfworld-download"
     ):
-        alfworld.eval_tasks("new", 1, 0, SETTINGS)
+        alfworld.eval_tasks("unseen", 1, 0, SETTINGS)
     (tmp_path / "json_2.1.1").mkdir()
     with pytest.raises(
         ConfigError,
         match=r"ALFWORLD_DATA = .*contains no playable game in json_2.1.1/valid_unseen",
     ):
-        alfworld.eval_tasks("new", 1, 0, SETTINGS)
+        alfworld.eval_tasks("unseen", 1, 0, SETTINGS)

@@ -207,11 +207,11 @@ def test_the_compact_turn_limit_suffices_for_a_search_but_not_for_random_play() 
     The scripted player wins in at least 95 % of the houses, random commands in at most 10 %.
     """
     tasks, house, rng = (
-        SMALL_SPEC.eval_tasks("new", 128, 0, StreamSettings()),
+        SMALL_SPEC.eval_tasks("unseen", 128, 0, StreamSettings()),
         SmallHouse(),
         random.Random(0),
     )
-    assert load(["alfworld"]).tasks["alfworld"].turns == TURNS
+    assert load(["alfworld"]).tasks["alfworld"].max_turns == TURNS
     scripted = [
         play_episode(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success
         for i, task in enumerate(tasks)

@@ -13,7 +13,7 @@ from crl.algo import critic_reward, diversity_score, experience_reward, training
 
 
 @pytest.mark.parametrize(
-    ("rank", "count", "recent", "lam", "expected"),
+    ("rank", "count", "recent", "count_penalty", "expected"),
     [
         (0, 0, False, 0.4, 0.0),  # nothing is subtracted
         (-2, 0, True, 0.4, -3.0),  # −2 − 0 − 1
@@ -22,16 +22,18 @@ from crl.algo import critic_reward, diversity_score, experience_reward, training
         (-4, 1000, False, 0.0, -4.0),  # λ = 0: the count does not matter
     ],
 )
-def test_diversity_score(rank, count, recent, lam, expected):
-    assert diversity_score(rank, count, recent, lam=lam) == pytest.approx(expected)
+def test_diversity_score(rank, count, recent, count_penalty, expected):
+    assert diversity_score(rank, count, recent, count_penalty=count_penalty) == pytest.approx(
+        expected
+    )
 
 
 def test_a_high_count_costs_one_rank_place_but_not_two():
     # 20 uses: −0.4 · ln 21 = −1.2178, between rank 1 (−1) and rank 2 (−2)
     assert (
-        diversity_score(-2, 0, False, lam=0.4)
-        < diversity_score(0, 20, False, lam=0.4)
-        < diversity_score(-1, 0, False, lam=0.4)
+        diversity_score(-2, 0, False, count_penalty=0.4)
+        < diversity_score(0, 20, False, count_penalty=0.4)
+        < diversity_score(-1, 0, False, count_penalty=0.4)
     )
 
 
@@ -81,9 +83,12 @@ def test_experience_reward(verdict, won, lost):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: diversity_score(0, -1, False, lam=0.4), "count must not be negative, not -1"),
-        (lambda: diversity_score(0, 1, False, lam=-0.1), "lam must not be negative"),
-        (lambda: diversity_score(0, 1, False, lam=math.nan), "lam must not be negative"),
+        (
+            lambda: diversity_score(0, -1, False, count_penalty=0.4),
+            "count must not be negative, not -1",
+        ),
+        (lambda: diversity_score(0, 1, False, count_penalty=-0.1), "lam must not be negative"),
+        (lambda: diversity_score(0, 1, False, count_penalty=math.nan), "lam must not be negative"),
         (lambda: training_weight(1, 0, -1, cooldown=1, alpha=1.0), "count must not be negative"),
         (lambda: training_weight(1, 0, 1, cooldown=-1, alpha=1.0), "cooldown must not be negative"),
         (lambda: training_weight(1, 0, 1, cooldown=1, alpha=-1.0), "alpha must not be negative"),

@@ -43,7 +43,7 @@ from crl.types import ExperienceUse, RolloutPlan, Segment, Trajectory
 KEY = EpisodeKey("train", step=2, group=5, member=1)
 FREE, GUIDED = RolloutPlan("free"), RolloutPlan("guided")
 COMPACT = ChatContext({"doors": ""}, tools={"doors": COMPACT_TOOL})
-LIMITS = {"doors": Limits(turns=3, max_response_tokens=32, max_questions=2)}
+LIMITS = {"doors": Limits(max_turns=3, max_response_tokens=32, max_questions=2)}
 
 
 class RefiningRetriever(RecordingRetriever):
@@ -239,7 +239,10 @@ async def test_an_unguided_sample_of_a_guided_episode() -> None:
 
 async def test_unguided_samples_contain_no_overtime() -> None:
     guided, _, _ = await play_episode(
-        "wait", "open", retriever=RefiningRetriever(), limits={"doors": Limits(1, 32, overtime=1)}
+        "wait",
+        "open",
+        retriever=RefiningRetriever(),
+        limits={"doors": Limits(1, 32, extra_turns=1)},
     )
     (trace,) = unguided_traces(guided, renderer(), LIMITS)
     assert renderer().decode(trace.ids).endswith("<|im_start|>assistant\nwait<|im_end|>")
@@ -333,7 +336,7 @@ async def test_every_completion_has_its_own_draw() -> None:
 
 
 async def test_a_call_in_overtime_is_an_ordinary_action() -> None:
-    limits = {"doors": Limits(1, 32, overtime=1, max_questions=2)}
+    limits = {"doors": Limits(1, 32, extra_turns=1, max_questions=2)}
     trajectory, _, (game,) = await play_episode("wait", "ask", limits=limits)
     assert game.actions == ["wait", "ask"]
     assert "tool_call" not in [s.origin for s in trajectory.segments]

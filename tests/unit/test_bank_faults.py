@@ -375,9 +375,9 @@ def train(
     sizes = (
         "rollout.groups=2",
         "rollout.group_size=4",
-        "tasks.room.eval.known=1",
-        "tasks.room.eval.new=1",
-        "tasks.room.eval.online=0",
+        "tasks.room.eval.seen=1",
+        "tasks.room.eval.unseen=1",
+        "tasks.room.eval.online_places=0",
     )
     sets = [word for setting in (*sizes, "eval.probe_every=0") for word in ("--set", setting)]
     options = [

@@ -132,9 +132,9 @@ def train_from(path: Path, folder: Path) -> tuple[int, str]:
     sizes = (
         "rollout.groups=2",
         "rollout.group_size=4",
-        "tasks.room.eval.known=0",
-        "tasks.room.eval.new=0",
-        "tasks.room.eval.online=0",
+        "tasks.room.eval.seen=0",
+        "tasks.room.eval.unseen=0",
+        "tasks.room.eval.online_places=0",
     )
     sets = [
         word

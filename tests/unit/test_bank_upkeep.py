@@ -122,7 +122,7 @@ def test_votes_are_listed_and_exported(copy: Path, tmp_path: Path):
     async def votes() -> None:
         await (manager := await open_bank(copy)).drain()
         await manager.aclose()
-        settings = replace(SETTINGS, vote_out=1)
+        settings = replace(SETTINGS, evict_votes=1)
         for step, (uid, version, kind) in enumerate(
             (("run/0/0/0#0", 2, "up"), ("run/0/0/0#0", 2, "up"), ("run/2/0/0#1", 1, "down"))
         ):
@@ -234,7 +234,7 @@ def test_show_names_evictions_to_smaller_bounds(run: Path, tmp_path: Path):
     async def start() -> None:
         await ExperienceManager.start_from(new, tmp_path / "bank.sqlite")
         await (
-            await open_bank(tmp_path / "bank.sqlite", settings=replace(SETTINGS, size=1))
+            await open_bank(tmp_path / "bank.sqlite", settings=replace(SETTINGS, max_entries=1))
         ).aclose()
 
     asyncio.run(start())

@@ -251,7 +251,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
         "          2 minibatches of about 64 rollouts, one optimizer update each",
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
         "eval      2 times, 768 episodes at the start and 2,816 later = at most 3,584 episodes at temperature 1",
-        # 2 · 256 known, 256 new; later also 64 places · 4 · (5 + 3 visits)
+        # 2 · 256 seen, 256 unseen; later also 64 places · 4 · (5 + 3 visits)
         "extractor  one training step per 32 credit units",
         "bank       every episode is distilled; at most 8 experiences per goal (evicts by credit); starts empty",
         "retrieval  4 of 8 members are guided, one experience per rollout, chosen by credit; 50% of searches choose the least retrieved one",
@@ -277,7 +277,7 @@ def test_the_config_of_the_plan_is_valid_toml(model: str):
         expected["engine"]["memory_fraction"],
     )  # unset: TOML has no null
     del expected["actor"]["importance_cap"]
-    for name in ("size", "vote_out", "duplicate"):
+    for name in ("max_entries", "evict_votes", "duplicate_similarity"):
         del expected["bank"][name]
     expected["prompts"] = {}
     assert tomllib.loads(text) == expected
@@ -306,7 +306,7 @@ def test_the_plan_shows_the_settings_of_experience(model: str, tmp_path: Path):
     asyncio.run(bank_of_one_entry(bank))
     sets = [
         "extractor.train=false",
-        "complementary.guided=1",
+        "complementary.guided_share=1",
         "retrieval.per=rollout",
         "retrieval.choice=diverse",
         f"bank.init={bank}",
@@ -363,11 +363,11 @@ def test_the_plan_only_shows_places_that_persist(model: str, tmp_path: Path):
     ("size", "said"),
     [
         (
-            "online",
+            "online_places",
             "has no effect because alfworld has no persistent places (its EnvSpec has no revisit). Set it to 0, or define",
         ),
         (
-            "probe",
+            "probe_places",
             "has no effect because the right advice in alfworld is unknown (its EnvSpec has no advisor). Set it to 0, or define",
         ),
     ],

@@ -76,7 +76,7 @@ def test_every_shipped_mixture_loads_in_both_profiles(path: Path, profile):
         pytest.skip(f"not there yet: {missing}")
     for file, changes in mixed.task_files():
         task = TaskConfig.model_validate(task_settings(file, profile, changes))
-        assert (task.turns, task.max_response_tokens) == (30, 4096) or profile == "compact", (
+        assert (task.max_turns, task.max_response_tokens) == (30, 4096) or profile == "compact", (
             "the paper's for mixtures"
         )
 
@@ -99,7 +99,7 @@ def test_defaults_are_the_papers(model: Path):
         0.2,
         "token",
     )
-    assert (config.tasks["room"].turns, config.tasks["room"].max_response_tokens) == (30, 4096)
+    assert (config.tasks["room"].max_turns, config.tasks["room"].max_response_tokens) == (30, 4096)
     assert config.actor.max_context_tokens == 32768
 
 
@@ -137,7 +137,12 @@ def test_node8_is_the_papers_main_configuration():
         config.extractor.baseline,
         config.extractor.malformed_reward,
     ) == (5, "batch", None)
-    assert (config.bank.scope, config.bank.key_text_weight, config.bank.cap, config.bank.size) == (
+    assert (
+        config.bank.scope,
+        config.bank.key_text_weight,
+        config.bank.max_per_goal,
+        config.bank.max_entries,
+    ) == (
         "shared",
         None,
         None,
@@ -145,13 +150,14 @@ def test_node8_is_the_papers_main_configuration():
     )
     retrieval = config.retrieval
     assert (retrieval.batch, retrieval.max_wait, retrieval.workers) == (16, 0.001, 4)
-    assert (retrieval.choice, retrieval.lam, retrieval.candidates) == ("diverse", 0.4, 16)
+    assert (retrieval.choice, retrieval.count_penalty, retrieval.candidates) == ("diverse", 0.4, 16)
     assert (retrieval.margin, retrieval.min_similarity) == (2.0, -1.0), (
         "all candidates take part in eq. 6"
     )
     assert (config.ask.enabled, config.critic.enabled) == (True, False)
     assert {
-        (task.turns, task.max_response_tokens, task.overtime) for task in config.tasks.values()
+        (task.max_turns, task.max_response_tokens, task.extra_turns)
+        for task in config.tasks.values()
     } == {(30, 4096, 0)}
 
 
@@ -160,7 +166,7 @@ def test_the_papers_runs_of_one_task():
     limits = {
         name: load([name], preset="node8").tasks[name] for name in ("room", "webshop", "alfworld")
     }
-    assert {name: (task.turns, task.max_response_tokens) for name, task in limits.items()} == {
+    assert {name: (task.max_turns, task.max_response_tokens) for name, task in limits.items()} == {
         "room": (30, 4096), "webshop": (30, 4096), "alfworld": (40, 2048)
     }  # fmt: skip
 
@@ -191,7 +197,7 @@ def test_compact_settings_only_apply_to_tiny_models(model: Path):
     assert (
         tiny.actor.optimizer.learning_rate,
         tiny.actor.max_context_tokens,
-        tiny.tasks["room"].turns,
+        tiny.tasks["room"].max_turns,
     ) == (2e-4, 1024, 4)
     assert (
         resolved(model, "actor.optimizer.learning_rate=1e-3").actor.optimizer.learning_rate == 1e-3
@@ -201,7 +207,7 @@ def test_compact_settings_only_apply_to_tiny_models(model: Path):
     assert (
         full.actor.optimizer.learning_rate,
         full.actor.max_context_tokens,
-        full.tasks["room"].turns,
+        full.tasks["room"].max_turns,
     ) == (1e-6, 32_768, 30)
 
 
@@ -220,27 +226,27 @@ def test_later_layers_win(model: Path, tmp_path: Path):
         "--set over option, the last one wins"
     )
     preset = tmp_path / "mine.toml"
-    preset.write_text("[rollout]\ngroups = 2\n[tasks.room]\nturns = 9\n")
+    preset.write_text("[rollout]\ngroups = 2\n[tasks.room]\nmax_turns = 9\n")
     config = resolved(model, preset=str(preset))
     assert config.rollout.groups == 2
-    assert config.tasks["room"].turns == 4, "a task's file over the preset"
+    assert config.tasks["room"].max_turns == 4, "a task's file over the preset"
     assert config.rollout.group_size == 8, "the default, if no layer sets the key"
 
 
 def test_the_models_profile_chooses_the_rendering(model: Path):
     compact = resolved(model).tasks["room"]
-    assert (compact.rendering, compact.turns, compact.max_response_tokens) == ("compact", 4, 4)
+    assert (compact.rendering, compact.max_turns, compact.max_response_tokens) == ("compact", 4, 4)
     assert (compact.stream.places, compact.stream.permanent, compact.stream.visits) == (32, 8, 5)
     (model / "crl.json").unlink()
     full = resolved(model).tasks["room"]
-    assert (full.rendering, full.turns, full.max_response_tokens) == ("full", 30, 4096)
-    assert resolved(model, "tasks.room.turns=7").tasks["room"].turns == 7
+    assert (full.rendering, full.max_turns, full.max_response_tokens) == ("full", 30, 4096)
+    assert resolved(model, "tasks.room.max_turns=7").tasks["room"].max_turns == 7
 
 
 def test_a_task_from_a_file_of_the_user(model: Path, tmp_path: Path):
     mine = tmp_path / "mine.toml"
     mine.write_text(
-        'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\ncontext = "window(3)"\n'
+        'env = "room"\nrendering = "full"\nmax_turns = 5\nmax_response_tokens = 8\ncontext = "window(3)"\n'
     )
     config = resolved(model, tasks=("room", str(mine)))
     assert list(config.tasks) == ["room", "mine"]
@@ -290,8 +296,8 @@ def test_unknown_keys_come_with_a_suggestion(model: Path, tmp_path: Path):
         in config_error(model, "tasks.room.stream.place=4")
     )
     assert (
-        "tasks.rom = {'turns': 4}: is not a task of this run. Did you mean room?"
-        in config_error(model, "tasks.rom.turns=4")
+        "tasks.rom = {'max_turns': 4}: is not a task of this run. Did you mean room?"
+        in config_error(model, "tasks.rom.max_turns=4")
     )
     preset = tmp_path / "mine.toml"
     preset.write_text("[actor]\nminibatch = 2\n")
@@ -337,7 +343,7 @@ def test_bad_values_say_why_and_what_to_do(model: Path):
         "tasks.room.stream.permanent = 33: is more than tasks.room.stream.places, which is 32"
         in config_error(model, "tasks.room.stream.permanent=33")
     )
-    assert "tasks.room.eval.known = 256: requires permanent places" in config_error(
+    assert "tasks.room.eval.seen = 256: requires permanent places" in config_error(
         model, "tasks.room.stream.permanent=0"
     )
     assert "actor.minibatches = 999: is more than the 128 rollouts of a step" in config_error(
@@ -430,7 +436,7 @@ def test_tasks_are_given_once_and_by_their_option(model: Path):
 
 def test_broken_toml_names_file_and_line(model: Path, tmp_path: Path):
     broken = tmp_path / "broken.toml"
-    broken.write_text('env = "room"\nturns = = 3\n')
+    broken.write_text('env = "room"\nmax_turns = = 3\n')
     text = config_error(model, tasks=(str(broken),))
     assert text.startswith(f"tasks = '{broken}:2': is not valid TOML: ")
     assert text.endswith("Correct line 2.")
@@ -443,19 +449,19 @@ def test_broken_toml_names_file_and_line(model: Path, tmp_path: Path):
 
 def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: Path):
     mine = tmp_path / "mine.toml"
-    base = 'env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n'
-    mine.write_text(base.replace("turns = 5\n", ""))
-    assert f"tasks.mine.turns = None: is missing. Correct it in {mine}" in config_error(
+    base = 'env = "room"\nrendering = "full"\nmax_turns = 5\nmax_response_tokens = 8\n'
+    mine.write_text(base.replace("max_turns = 5\n", ""))
+    assert f"tasks.mine.max_turns = None: is missing. Correct it in {mine}" in config_error(
         model, tasks=(str(mine),)
     )
     (
         model / "crl.json"
     ).unlink()  # the full profile does not use [compact], and finds its mistakes all the same
-    mine.write_text(base + "[compact]\nturnz = 5\n")
+    mine.write_text(base + "[compact]\nmax_turnz = 5\n")
     text = config_error(model, tasks=(str(mine),))
     assert (
-        f"tasks.mine.compact.turnz = 5: is not a setting (from {mine}). Did you mean tasks.mine.compact.turns?"
-        in text
+        f"tasks.mine.compact.max_turnz = 5: is not a setting (from {mine}). "
+        "Did you mean tasks.mine.compact.max_turns?" in text
     )
     mine.write_text(base + "compact = 3\n")
     assert "tasks.mine.compact = 3: is not a table" in config_error(model, tasks=(str(mine),))
@@ -463,7 +469,7 @@ def test_a_tasks_file_is_checked_with_its_compact_table(model: Path, tmp_path: P
 
 def test_a_task_may_not_have_the_name_of_the_aggregate(model: Path, tmp_path: Path):
     path = tmp_path / "overall.toml"
-    path.write_text('env = "room"\nrendering = "full"\nturns = 5\nmax_response_tokens = 8\n')
+    path.write_text('env = "room"\nrendering = "full"\nmax_turns = 5\nmax_response_tokens = 8\n')
     assert (
         "tasks.overall.name = 'overall': is reserved for the aggregate over all tasks."
         in config_error(model, tasks=(str(path),))
@@ -657,7 +663,7 @@ def test_compact_extractor_settings_only_apply_to_tiny_extractors(model: Path, t
         config = load(["room"], sets=sets)
         extractor = config.extractor
         return (extractor.max_response_tokens, extractor.batch, extractor.malformed_reward, extractor.optimizer.learning_rate), (
-            config.bank.cap, config.bank.evict, config.retrieval.choice, config.eval.probe_every, config.actor.max_context_tokens,
+            config.bank.max_per_goal, config.bank.evict, config.retrieval.choice, config.eval.probe_every, config.actor.max_context_tokens,
         )  # fmt: skip
 
     tiny, paper = (40, 32, -1.0, 5e-4), (4096, 64, None, 1e-6)
@@ -668,7 +674,10 @@ def test_compact_extractor_settings_only_apply_to_tiny_extractors(model: Path, t
     assert tables(f"actor.model={big}", f"extractor.model={big}") == (paper, full)
     assert (
         tables(
-            f"actor.model={model}", f"extractor.model={model}", "extractor.batch=5", "bank.cap=6"
+            f"actor.model={model}",
+            f"extractor.model={model}",
+            "extractor.batch=5",
+            "bank.max_per_goal=6",
         )[0][1]
         == 5
     ), "--set over both"
@@ -686,7 +695,7 @@ def test_the_papers_values_for_experience(model: Path):
     )
     assert (
         config.retrieval.candidates,
-        config.retrieval.lam,
+        config.retrieval.count_penalty,
         config.retrieval.choice,
         config.retrieval.per,
     ) == (
@@ -700,19 +709,29 @@ def test_the_papers_values_for_experience(model: Path):
         0.001,
         4,
     )
-    assert (config.bank.key_text_weight, config.bank.cap, config.bank.frozen, config.bank.init) == (
+    assert (
+        config.bank.key_text_weight,
+        config.bank.max_per_goal,
+        config.bank.frozen,
+        config.bank.init,
+    ) == (
         None,
         None,
         False,
         "",
     )
-    assert (config.bank.size, config.bank.evict, config.bank.vote_out, config.bank.duplicate) == (
+    assert (
+        config.bank.max_entries,
+        config.bank.evict,
+        config.bank.evict_votes,
+        config.bank.duplicate_similarity,
+    ) == (
         None,
         "fifo",
         None,
         None,
     )
-    assert (config.complementary.guided, config.complementary.advantages) == (0.5, "split")
+    assert (config.complementary.guided_share, config.complementary.advantages) == (0.5, "split")
 
 
 def test_a_method_without_experience_needs_no_extractor(model: Path):
@@ -749,20 +768,22 @@ def test_an_extractor_that_cannot_be_read(model: Path, tmp_path: Path):
 
 def test_the_guided_share_must_fit_the_group(model: Path):
     assert config_error(model, "rollout.group_size=5") == (
-        "complementary.guided = 0.5: gives no whole number of members in a group of 5 (rollout.group_size). "
+        "complementary.guided_share = 0.5: gives no whole number of members in a group of 5 (rollout.group_size). "
         "Choose a multiple of 1/5, or another group size."
     )
     assert (
-        resolved(model, "rollout.group_size=5", "complementary.guided=0.6").complementary.guided
+        resolved(
+            model, "rollout.group_size=5", "complementary.guided_share=0.6"
+        ).complementary.guided_share
         == 0.6
     )
-    one_free = ("rollout.group_size=4", "complementary.guided=0.75")
+    one_free = ("rollout.group_size=4", "complementary.guided_share=0.75")
     assert config_error(model, *one_free).startswith(
-        "complementary.guided = 0.75: gives one guided or one free member in a group of 4: it is compared "
+        "complementary.guided_share = 0.75: gives one guided or one free member in a group of 4: it is compared "
         "with no other member, so its advantage is always 0."
     )
     assert resolved(model, *one_free, "complementary.advantages=cross")
-    all_guided = ("complementary.guided=1", "extractor.baseline=batch")
+    all_guided = ("complementary.guided_share=1", "extractor.baseline=batch")
     assert resolved(model, "rollout.group_size=5", *all_guided).rollout.group_size == 5
     assert (
         resolved(model, "rollout.group_size=5", options={"method": "grpo"}).rollout.group_size == 5
@@ -770,16 +791,18 @@ def test_the_guided_share_must_fit_the_group(model: Path):
 
 
 def test_the_group_baseline_needs_free_members(model: Path):
-    assert config_error(model, "complementary.guided=1") == (
+    assert config_error(model, "complementary.guided_share=1") == (
         "extractor.baseline = 'group': is computed from the free members of a group, and with "
-        "complementary.guided = 1 there are none. Add --set extractor.baseline=batch."
+        "complementary.guided_share = 1 there are none. Add --set extractor.baseline=batch."
     )
     assert (
-        resolved(model, "complementary.guided=1", "extractor.baseline=batch").extractor.baseline
+        resolved(
+            model, "complementary.guided_share=1", "extractor.baseline=batch"
+        ).extractor.baseline
         == "batch"
     )
     assert (
-        resolved(model, "complementary.guided=1", "extractor.train=false").extractor.baseline
+        resolved(model, "complementary.guided_share=1", "extractor.train=false").extractor.baseline
         == "group"
     ), "the extractor is not trained"
 
@@ -801,11 +824,11 @@ def test_invalid_bank_settings(model: Path, tmp_path: Path):
     assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in config_error(
         model, "retrieval.choice=best"
     )
-    assert "complementary.guided = 'half': should be a valid number" in config_error(
-        model, "complementary.guided=half"
+    assert "complementary.guided_share = 'half': should be a valid number" in config_error(
+        model, "complementary.guided_share=half"
     )
-    assert "complementary.guided = 1.5: should be less than or equal to 1" in config_error(
-        model, "complementary.guided=1.5"
+    assert "complementary.guided_share = 1.5: should be less than or equal to 1" in config_error(
+        model, "complementary.guided_share=1.5"
     )
     assert "extractor.malformed_reward = -2: should be greater than or equal to -1" in config_error(
         model, "extractor.malformed_reward=-2"
@@ -819,18 +842,18 @@ def test_invalid_critic_settings(model: Path):
         model,
         "critic.enabled=true",
         "critic.warmup=0",
-        "complementary.guided=1",
+        "complementary.guided_share=1",
         "extractor.baseline=batch",
     ) == (
         "critic.warmup = 0: gives no estimate of the actor's success rate: with "
-        "complementary.guided = 1, all later episodes are guided. Choose at least 1."
+        "complementary.guided_share = 1, all later episodes are guided. Choose at least 1."
     )
     assert config_error(model, "critic.max_response_tokens=1024").startswith(
         "critic.max_response_tokens = 1024: leaves no tokens for the prompt: "
         "actor.max_context_tokens is 1024"
     )
-    assert "critic.enough = 65: should be less than or equal to 64" in config_error(
-        model, "critic.enough=65"
+    assert "critic.min_episodes = 65: should be less than or equal to 64" in config_error(
+        model, "critic.min_episodes=65"
     )
     with pytest.raises(
         ConfigError,
@@ -856,7 +879,7 @@ def test_a_run_from_before_merges_can_be_read(model: Path, tmp_path: Path):
     config = resolved(model)
     dump(config, tmp_path / "config.json")
     saved = json.loads((tmp_path / "config.json").read_text())
-    for key in ("merge_every", "merge_tokens", "lease", "kl_coef"):
+    for key in ("merge_every", "merge_tokens", "answer_timeout", "kl_coef"):
         del saved["config"]["extractor"][key]
     (tmp_path / "config.json").write_text(json.dumps(saved))
     assert load_saved(tmp_path).config.extractor.merge_every == 0
@@ -866,7 +889,7 @@ def test_a_run_from_before_eviction_policies_keeps_its_policy(model: Path, tmp_p
     for choice, evict in (("credit", "credit"), ("diverse", "fifo")):
         dump(resolved(model, f"retrieval.choice={choice}"), tmp_path / "config.json")
         saved = json.loads((tmp_path / "config.json").read_text())
-        for key in ("size", "evict", "vote_out", "duplicate"):
+        for key in ("max_entries", "evict", "evict_votes", "duplicate_similarity"):
             del saved["config"]["bank"][key]
         (tmp_path / "config.json").write_text(json.dumps(saved))
         assert load_saved(tmp_path).config.bank.evict == evict
@@ -878,7 +901,7 @@ def test_a_run_from_before_eviction_policies_keeps_its_policy(model: Path, tmp_p
         ("ask", "ask.enabled=true"),
         ("refine", "ask.enabled=true"),
         ("critic", "critic.enabled=true"),
-        ("vote", "bank.vote_out=2"),
+        ("vote", "bank.evict_votes=2"),
         ("merge", "extractor.merge_every=5"),
     ],
 )
@@ -901,21 +924,27 @@ def test_an_unused_prompt_is_refused_with_the_switch_that_uses_it(
 
 
 async def test_bank_settings_are_passed_to_the_manager(model: Path):
-    sets = ("bank.size=9", "bank.evict=lru", "bank.vote_out=2", "bank.duplicate=0.9")
+    sets = (
+        "bank.max_entries=9",
+        "bank.evict=lru",
+        "bank.evict_votes=2",
+        "bank.duplicate_similarity=0.9",
+    )
     config = resolved(model, *sets)
     async with AsyncExitStack() as stack:
         with pytest.raises(
-            ConfigError, match=r"^bank\.vote_out = 2: needs an extractor that is a language model"
+            ConfigError,
+            match=r"^bank\.evict_votes = 2: needs an extractor that is a language model",
         ):
             await _bank_factory(config, specs(config), {}, no_progress, stack)
         config = resolved(model, *sets[:2], sets[3])
         settings = (await _bank_factory(config, specs(config), {}, no_progress, stack)).settings
         assert (
-            settings.cap,
-            settings.size,
+            settings.max_per_goal,
+            settings.max_entries,
             settings.evict,
-            settings.vote_out,
-            settings.duplicate,
+            settings.evict_votes,
+            settings.duplicate_similarity,
         ) == (8, 9, "lru", None, 0.9)
         untrained = (
             await _bank_factory(
@@ -943,7 +972,9 @@ async def test_bank_settings_are_passed_to_the_manager(model: Path):
                 stack,
             )
         ).settings
-        assert (frozen.cap, frozen.size) == (None, None), "nothing of a static bank goes"
+        assert (frozen.max_per_goal, frozen.max_entries) == (None, None), (
+            "nothing of a static bank goes"
+        )
 
 
 def test_an_eviction_policy_needs_a_size_limit(model: Path, tmp_path: Path):
@@ -951,19 +982,19 @@ def test_an_eviction_policy_needs_a_size_limit(model: Path, tmp_path: Path):
     (big / "config.json").write_text("{}")
     big_actor = f"actor.model={big}"
     assert config_error(model, big_actor, "bank.evict=lru") == (
-        "bank.evict = 'lru': a bank without bank.cap and bank.size evicts nothing. Also set bank.cap "
-        "or bank.size."
+        "bank.evict = 'lru': a bank without bank.max_per_goal and bank.max_entries evicts nothing. "
+        "Also set bank.max_per_goal or bank.max_entries."
     )
     assert (
-        "has no effect because a bank without bank.cap and bank.size evicts nothing."
+        "has no effect because a bank without bank.max_per_goal and bank.max_entries evicts nothing."
         in config_error(model, big_actor, "bank.evict=fifo")
     )
-    for bound in ("cap", "size"):
+    for bound in ("max_per_goal", "max_entries"):
         assert resolved(model, big_actor, "bank.evict=lru", f"bank.{bound}=5").bank.evict == "lru"
 
 
 async def test_a_deterministic_run_has_no_answer_timeout(model: Path):
-    for sets, lease in (
+    for sets, timeout in (
         ([], 3600.0),
         (["run.deterministic=true", "rollout.max_staleness=0"], None),
     ):
@@ -971,7 +1002,7 @@ async def test_a_deterministic_run_has_no_answer_timeout(model: Path):
         async with AsyncExitStack() as stack:
             assert (
                 await _bank_factory(config, specs(config), {}, no_progress, stack)
-            ).settings.lease == lease
+            ).settings.answer_timeout == timeout
 
 
 def test_settings_of_another_engine_are_refused(model: Path):
@@ -1030,7 +1061,13 @@ def test_a_missing_vllm_is_named_with_its_extra(
 
 @pytest.mark.parametrize(
     "key",
-    ["ask.limit", "ask.deadline", "critic.warmup", "critic.enough", "critic.max_response_tokens"],
+    [
+        "ask.limit",
+        "ask.timeout",
+        "critic.warmup",
+        "critic.min_episodes",
+        "critic.max_response_tokens",
+    ],
 )
 def test_settings_of_a_part_that_is_off_are_refused(model: Path, key: str, tmp_path: Path):
     section, _, name = key.partition(".")
@@ -1069,11 +1106,11 @@ def test_settings_of_a_part_that_is_off_are_refused(model: Path, key: str, tmp_p
 @pytest.mark.parametrize(
     "setting",
     [
-        "bank.cap=2",
-        "bank.size=2",
+        "bank.max_per_goal=2",
+        "bank.max_entries=2",
         "bank.evict='lru'",
-        "bank.vote_out=2",
-        "bank.duplicate=0.5",
+        "bank.evict_votes=2",
+        "bank.duplicate_similarity=0.5",
         "bank.queue_size=2",
         "extractor.merge_every=2",
     ],
@@ -1083,12 +1120,12 @@ def test_write_settings_of_a_frozen_bank_are_refused(model: Path, setting: str, 
     assert resolved(model, setting), "of one that is written"
     message = "has no effect because bank.frozen is true. Remove one of the two settings."
     assert config_error(model, *frozen, setting).endswith(message)
-    assert resolved(model, *frozen, "extractor.merge_every=0").bank.cap == 8, (
+    assert resolved(model, *frozen, "extractor.merge_every=0").bank.max_per_goal == 8, (
         "the preset's is no setting of the user's"
     )
     mine = tmp_path / "mine.toml"
     section, _, rest = setting.partition(".")
-    mine.write_text(f"[{section}]\n{rest}\n[compact.bank]\ncap = 4\n")
+    mine.write_text(f"[{section}]\n{rest}\n[compact.bank]\nmax_per_goal = 4\n")
     assert resolved(model, *frozen, preset=str(mine)).bank.frozen, (
         "a file may be for other runs too"
     )
@@ -1110,27 +1147,30 @@ def test_merge_tokens_without_merges_are_refused(model: Path):
 
 
 def test_trials_require_the_choice_by_credit(model: Path):
-    assert config_error(model, "retrieval.choice=diverse", "retrieval.trials=0.25") == (
-        'retrieval.trials = 0.25: has no effect because retrieval.choice is "diverse", which already '
-        "favours rarely retrieved experiences. "
+    assert config_error(model, "retrieval.choice=diverse", "retrieval.trial_share=0.25") == (
+        'retrieval.trial_share = 0.25: has no effect because retrieval.choice is "diverse", which '
+        "already favours rarely retrieved experiences. "
         "Add --set retrieval.choice=credit, or leave it out."
     )
     assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", (
         "the preset's trials are ignored"
     )
     assert (
-        resolved(model, "retrieval.choice=diverse", "retrieval.trials=0.0").retrieval.trials == 0.0
+        resolved(
+            model, "retrieval.choice=diverse", "retrieval.trial_share=0.0"
+        ).retrieval.trial_share
+        == 0.0
     ), "0 states the actual behaviour"
-    assert resolved(model, "retrieval.trials=0.25").retrieval.trials == 0.25
+    assert resolved(model, "retrieval.trial_share=0.25").retrieval.trial_share == 0.25
 
 
 def test_comparisons_with_free_members_require_free_members(model: Path):
-    all_guided = ("complementary.guided=1", "extractor.baseline=batch")
+    all_guided = ("complementary.guided_share=1", "extractor.baseline=batch")
     assert resolved(model, *all_guided), "the preset's weight is ignored"
-    for key in ("complementary.listening", "complementary.self_distillation"):
+    for key in ("complementary.lift_coef", "complementary.self_distillation"):
         assert config_error(model, *all_guided, f"{key}=0.5") == (
-            f"{key} = 0.5: has no effect because complementary.guided is 1, so a group has no free "
-            "members to compare with. Remove one of the two settings."
+            f"{key} = 0.5: has no effect because complementary.guided_share is 1, so a group has no "
+            "free members to compare with. Remove one of the two settings."
         )
         assert resolved(model, *all_guided, f"{key}=0"), "0 states the actual behaviour"
 
@@ -1158,11 +1198,11 @@ def test_questions_are_off_and_few_for_tiny_models(model: Path):
     paper = RunConfig(
         tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
     ).ask
-    assert (paper.enabled, paper.limit, paper.deadline) == (False, 3, 30.0)
+    assert (paper.enabled, paper.limit, paper.timeout) == (False, 3, 30.0)
     assert "ask.limit = 0: should be greater than or equal to 1" in config_error(
         model, "ask.limit=0"
     )
-    assert "ask.deadline = 0.0: should be greater than 0" in config_error(model, "ask.deadline=0.0")
+    assert "ask.timeout = 0.0: should be greater than 0" in config_error(model, "ask.timeout=0.0")
     assert config_error(model, "ask.enabled=true", options={"method": "grpo"}) == (
         "ask.enabled = True: has no effect because the method grpo has no bank to ask. "
         "Leave it out, or choose another method."

@@ -44,9 +44,9 @@ def test_explain_a_setting() -> None:
 
 
 def test_settings_of_a_task_can_be_named_by_any_task() -> None:
-    setting, changes = explained("tasks.room.turns")
+    setting, changes = explained("tasks.room.max_turns")
     assert isinstance(setting, Setting)
-    assert setting.key == "tasks.NAME.turns"
+    assert setting.key == "tasks.NAME.max_turns"
     assert Change("task room, tiny models", "4") in changes
 
 
@@ -70,5 +70,5 @@ def test_show_names_the_origin_of_every_value() -> None:
     origins = {key.strip(): origin for key, origin in rows.items()}
     assert origins["rollout.groups = 3"] == "--set rollout.groups"
     assert origins["extractor.batch = 32"] == "cpu.toml"
-    assert origins["tasks.room.turns = 4"] == "room.toml"
+    assert origins["tasks.room.max_turns = 4"] == "room.toml"
     assert origins["actor.temperature = 1.0"] == "default"

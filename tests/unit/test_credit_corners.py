@@ -111,7 +111,7 @@ async def update_entry(manager: ExperienceManager) -> None:
 
 
 async def evict(manager: ExperienceManager) -> None:
-    await distil(manager, request(10, note="north"))  # the cap is two, so the oldest is evicted
+    await distil(manager, request(10, note="north"))  # the bound is two, so the oldest is evicted
 
 
 async def discard(manager: ExperienceManager) -> None:
@@ -129,7 +129,7 @@ async def merge_away(manager: ExperienceManager) -> None:
 async def test_an_inactive_version_earns_credit_within_the_credit_window(
     tmp_path, end_version, steps_later, trained
 ):
-    manager = await open_bank_with_two_adds(tmp_path, cap=2)
+    manager = await open_bank_with_two_adds(tmp_path, max_per_goal=2)
     manager.advance(10)
     for group in range(9):  # until each entry has guided
         await manager.search([search(group=group)])

@@ -86,7 +86,7 @@ def started(method: str, *tasks: str, clock: Clock | None = None) -> SnapshotMon
 
 def evaluation(task: str, share: float) -> dict[str, float]:
     metrics: dict[str, float] = {"time/eval": 2.5}
-    for split, more in (("known", 0.1), ("new", 0.0)):
+    for split, more in (("seen", 0.1), ("unseen", 0.0)):
         for condition, extra in (("free", 0.0), ("guided", 0.05)):
             name, rate = f"eval/{task}/{split}/success/{condition}", share + more + extra
             metrics |= {name: rate, f"{name}/low": rate - 0.06, f"{name}/high": rate + 0.06}
@@ -157,7 +157,7 @@ def bank(step: int) -> dict[str, float | None]:
         "queue/refused": 0,
         "buffer/ready": 4,
         "retrieval/hit_rate": 0.87,
-        "retrieval/right_place": 0.9,
+        "retrieval/same_goal": 0.9,
         "lessons/correct": 0.75,
         "perf/search_p50_ms": 1.25,
         "perf/search_p95_ms": 3.5,
@@ -485,13 +485,13 @@ def test_every_kind_of_line_is_folded():
         12,
         {"room": 222, "maze": 148},
     )
-    assert s.evals["room/new"].rates["free"] == RateView(
+    assert s.evals["room/unseen"].rates["free"] == RateView(
         0.45,
         pytest.approx(0.39),  # pyright: ignore[reportArgumentType]
         pytest.approx(0.51),  # pyright: ignore[reportArgumentType]
         0.25,
     )
-    assert s.evals["room/new"].step == 37
+    assert s.evals["room/unseen"].step == 37
     assert (s.probes["room"].none, s.probes["room"].wrong) == (0.25, 0.125)
     step = {"wait": 6.1, "submit": 0.4, "train": 4.2, "sync": 0.3, "bank": 2.0}
     assert dict(s.seconds) == step | {"eval": 2.5, "probe": 0.7}

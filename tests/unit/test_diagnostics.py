@@ -109,7 +109,7 @@ def test_gaps_by_hand() -> None:
 # ── retrieval ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_hit_rate_and_right_place() -> None:
+def test_hit_rate_and_same_goal() -> None:
     diagnostics = Diagnostics({})
     hits: list[Hit | None] = [
         hit("a", goal=TASK.goal),
@@ -122,7 +122,7 @@ def test_hit_rate_and_right_place() -> None:
     diagnostics.record_search(requests[2:], hits[2:])
     assert diagnostics.take_metrics([]) == {
         "retrieval/hit_rate": 0.75,
-        "retrieval/right_place": pytest.approx(2 / 3),
+        "retrieval/same_goal": pytest.approx(2 / 3),
     }
     diagnostics.record_search(requests[:1], [None])
     assert diagnostics.take_metrics([]) == {"retrieval/hit_rate": 0.0}, "metrics cover one step"
@@ -136,7 +136,7 @@ def test_questions_are_not_counted_as_searches() -> None:
     )
     diagnostics.record_search([start, question], [hit("a", goal=TASK.goal), None])
     diagnostics.record_search([question], [hit("b", goal="Another place.")])
-    assert diagnostics.take_metrics([]) == {"retrieval/hit_rate": 1.0, "retrieval/right_place": 1.0}
+    assert diagnostics.take_metrics([]) == {"retrieval/hit_rate": 1.0, "retrieval/same_goal": 1.0}
     diagnostics.record_search([question], [None])
     assert diagnostics.take_metrics([]) == {}
 
@@ -190,7 +190,7 @@ def test_lessons_by_kind() -> None:
         diagnostics.record_distilled(answer)
     assert diagnostics.take_metrics([]) == {
         "lessons/kind/right": 0.5, "lessons/kind/wrong": 0.25, "lessons/kind/malformed": 0.25,
-        "lessons/answers": 4, "lessons/correct": 0.5, "lessons/correct_when_seen": 0.5,
+        "lessons/answers": 4, "lessons/correct": 0.5, "lessons/correct_when_informative": 0.5,
     }  # fmt: skip
     diagnostics.record_distilled(distilled(returned=1))
     assert diagnostics.take_metrics([]) == {

@@ -322,7 +322,9 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
     ]  # fmt: skip
     await asyncio.to_thread(create_bank, tmp_path / "bank.sqlite", entries)
     prompts = Prompts(CompactDistilPrompt({NAME: digest}), CompactMergePrompt())
-    settings = ManagerSettings(cap=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1))
+    settings = ManagerSettings(
+        max_per_goal=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1)
+    )
     async with open_model(tiny_extractor) as extractor:
         manager = await ExperienceManager.open(
             tmp_path / "bank.sqlite", extractor.engine, HashEmbedder(), extractor.chat, prompts,

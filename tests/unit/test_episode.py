@@ -262,7 +262,7 @@ async def test_a_search_waits_for_its_turn() -> None:
 
 
 async def test_overtime_is_only_recorded() -> None:
-    limits = {"doors": Limits(2, 32, overtime=2)}
+    limits = {"doors": Limits(2, 32, extra_turns=2)}
     late, _, (game,) = await play_actions("coin", "wait", "coin", "open", limits=limits)
     assert game.actions == ["coin", "wait", "coin", "open"]
     assert (late.turns, late.reward, late.rewards, late.success) == (
@@ -299,7 +299,7 @@ async def test_overtime_is_only_recorded() -> None:
 
 async def test_overtime_is_limited() -> None:
     trajectory, engine, (game,) = await play_actions(
-        "wait", limits={"doors": Limits(2, 32, overtime=3)}
+        "wait", limits={"doors": Limits(2, 32, extra_turns=3)}
     )
     assert (len(game.actions), len(engine.requests), trajectory.turns, trajectory.truncated) == (
         5,
@@ -313,7 +313,7 @@ async def test_overtime_is_limited() -> None:
 async def test_a_finished_episode_has_no_overtime() -> None:
     for actions, success in ((("wait", "open"), True), (("wait", "lose"), False)):
         trajectory, _, (game,) = await play_actions(
-            *actions, limits={"doors": Limits(2, 32, overtime=3)}
+            *actions, limits={"doors": Limits(2, 32, extra_turns=3)}
         )
         assert (game.actions, trajectory.turns) == (list(actions), 2)
         assert (trajectory.success, trajectory.truncated, trajectory.overtime_turns) == (
@@ -325,7 +325,7 @@ async def test_a_finished_episode_has_no_overtime() -> None:
 
 async def test_success_before_overtime_stays_and_late_invalid_actions_do_not_count() -> None:
     trajectory, _, _ = await play_actions(
-        "peek", "shout", limits={"doors": Limits(1, 32, overtime=2)}
+        "peek", "shout", limits={"doors": Limits(1, 32, extra_turns=2)}
     )
     assert (trajectory.success, trajectory.invalid_actions, trajectory.turns) == (True, 0, 1)
 
@@ -333,7 +333,7 @@ async def test_success_before_overtime_stays_and_late_invalid_actions_do_not_cou
 async def test_the_score_is_the_last_one_before_overtime() -> None:
     assert (await play_actions("polish", "open"))[0].score is None, "the last result has no score"
     late, _, _ = await play_actions(
-        "wait", "polish", "open", limits={"doors": Limits(2, 32, overtime=2)}
+        "wait", "polish", "open", limits={"doors": Limits(2, 32, extra_turns=2)}
     )
     assert (late.score, late.reward) == (0.4, 0.0), "the score is not part of the reward"
 
@@ -341,7 +341,7 @@ async def test_the_score_is_the_last_one_before_overtime() -> None:
 async def test_every_overtime_turn_has_its_own_draw() -> None:
     engine = SeedRecorder()
     async with open_host() as hosted:
-        await runner(engine, hosted.host, limits={"doors": Limits(2, 32, overtime=2)}).play(
+        await runner(engine, hosted.host, limits={"doors": Limits(2, 32, extra_turns=2)}).play(
             KEY, TASK, FREE
         )
         early = list(engine.seeds)
@@ -352,7 +352,7 @@ async def test_every_overtime_turn_has_its_own_draw() -> None:
 
 async def test_a_failure_in_overtime_ends_the_record_without_error() -> None:
     trajectory, _, _ = await play_actions(
-        "coin", "crash", limits={"doors": Limits(1, 32, overtime=2)}
+        "coin", "crash", limits={"doors": Limits(1, 32, extra_turns=2)}
     )
     assert (trajectory.error, trajectory.turns, trajectory.reward, trajectory.truncated) == (
         None,
@@ -361,7 +361,7 @@ async def test_a_failure_in_overtime_ends_the_record_without_error() -> None:
         True,
     )
     assert trajectory.rewards == {"outcome": 0.5}
-    limits = {"doors": Limits(2, 32, overtime=3)}
+    limits = {"doors": Limits(2, 32, extra_turns=3)}
     async with open_host() as hosted:
         cut = await play_free(
             hosted, FailingEngine(RolloutError("engine", "no room"), 3), limits=limits
@@ -380,7 +380,9 @@ async def test_a_failure_in_overtime_ends_the_record_without_error() -> None:
 async def test_overtime_turns_of_a_window_are_not_trained() -> None:
     async with open_host() as hosted:
         late = await play_free(
-            hosted, scripted("coin", "wait"), limits={"doors": Limits(2, 32, window=1, overtime=2)}
+            hosted,
+            scripted("coin", "wait"),
+            limits={"doors": Limits(2, 32, window=1, extra_turns=2)},
         )
     assert [sampled(trace) for trace in late.traces] == ["coin<|im_end|>", "coin<|im_end|>"]
 

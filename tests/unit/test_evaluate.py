@@ -111,26 +111,26 @@ def test_a_difference_matches_published_numbers() -> None:
 
 def test_overall_covers_the_conditions_that_all_tasks_have() -> None:
     rates: dict[EvalKey, SuccessRate] = {
-        ("room", "known", "free"): SuccessRate(1, 4),
-        ("room", "new", "free"): SuccessRate(8, 10),
-        ("shop", "new", "free"): SuccessRate(2, 10),
+        ("room", "seen", "free"): SuccessRate(1, 4),
+        ("room", "unseen", "free"): SuccessRate(8, 10),
+        ("shop", "unseen", "free"): SuccessRate(2, 10),
     }  # fmt: skip
     evaluation = Evaluation(rates, {}, errors=0)
     assert evaluation.overall == {
-        ("overall", "new", "free"): MeanSuccessRate((SuccessRate(8, 10), SuccessRate(2, 10)))
+        ("overall", "unseen", "free"): MeanSuccessRate((SuccessRate(8, 10), SuccessRate(2, 10)))
     }
     metrics = evaluation.metrics()
     assert (
-        metrics["eval/overall/new/success/free"],
-        metrics["eval/overall/new/episodes/free"],
+        metrics["eval/overall/unseen/success/free"],
+        metrics["eval/overall/unseen/episodes/free"],
     ) == (0.5, 20)
     assert {
-        "eval/overall/new/success/free/low",
-        "eval/overall/new/success/free/high",
+        "eval/overall/unseen/success/free/low",
+        "eval/overall/unseen/success/free/high",
     } <= metrics.keys()
-    assert Evaluation({("room", "new", "free"): SuccessRate(8, 10)}, {}, errors=0).overall == {}, (
-        "overall needs at least two tasks"
-    )
+    assert (
+        Evaluation({("room", "unseen", "free"): SuccessRate(8, 10)}, {}, errors=0).overall == {}
+    ), "overall needs at least two tasks"
 
 
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
@@ -138,42 +138,42 @@ def test_overall_covers_the_conditions_that_all_tasks_have() -> None:
 
 def test_metric_names() -> None:
     settings: list[EvalKey] = [
-        ("room", "known", "free"),
-        ("room", "new", "free"),
-        ("room", "known", "guided"),
+        ("room", "seen", "free"),
+        ("room", "unseen", "free"),
+        ("room", "seen", "guided"),
     ]
-    known, new, guided = settings
+    seen, unseen, guided = settings
     rates: dict[EvalKey, SuccessRate] = {
-        known: SuccessRate(8, 10),
-        new: SuccessRate(0, 10),
+        seen: SuccessRate(8, 10),
+        unseen: SuccessRate(0, 10),
         guided: SuccessRate(1, 2),
     }
     evaluation = Evaluation(
-        rates, {known: 2.5, new: 4.0, guided: 1.0}, errors=1, scores={new: 12.5},
+        rates, {seen: 2.5, unseen: 4.0, guided: 1.0}, errors=1, scores={unseen: 12.5},
         visits={"room": [SuccessRate(0, 4), SuccessRate(3, 4)]},
         lessons={"room": SuccessRate(3, 4)},
         untrained_lessons={"room": SuccessRate(1, 4)},
     )  # fmt: skip
     metrics = evaluation.metrics()
     assert metrics == {
-        "eval/room/known/success/free": 0.8,
-        "eval/room/known/success/free/low": pytest.approx(0.490157, abs=1e-6),
-        "eval/room/known/success/free/high": pytest.approx(0.943319, abs=1e-6),
-        "eval/room/known/episodes/free": 10,
-        "eval/room/known/turns/free": 2.5,
-        "eval/room/new/success/free": 0.0,
-        "eval/room/new/success/free/low": 0.0,
-        "eval/room/new/success/free/high": pytest.approx(0.277540, abs=1e-6),
-        "eval/room/new/episodes/free": 10,
-        "eval/room/new/turns/free": 4.0,
-        "eval/room/new/score/free": 12.5,
-        "eval/room/known/success/guided": 0.5,
-        "eval/room/known/success/guided/low": pytest.approx(0.094529, abs=1e-6),
-        "eval/room/known/success/guided/high": pytest.approx(0.905471, abs=1e-6),
-        "eval/room/known/episodes/guided": 2,
-        "eval/room/known/turns/guided": 1.0,
-        "eval/room/new/success/online/visit1": 0.0,
-        "eval/room/new/success/online/visit2": 0.75,
+        "eval/room/seen/success/free": 0.8,
+        "eval/room/seen/success/free/low": pytest.approx(0.490157, abs=1e-6),
+        "eval/room/seen/success/free/high": pytest.approx(0.943319, abs=1e-6),
+        "eval/room/seen/episodes/free": 10,
+        "eval/room/seen/turns/free": 2.5,
+        "eval/room/unseen/success/free": 0.0,
+        "eval/room/unseen/success/free/low": 0.0,
+        "eval/room/unseen/success/free/high": pytest.approx(0.277540, abs=1e-6),
+        "eval/room/unseen/episodes/free": 10,
+        "eval/room/unseen/turns/free": 4.0,
+        "eval/room/unseen/score/free": 12.5,
+        "eval/room/seen/success/guided": 0.5,
+        "eval/room/seen/success/guided/low": pytest.approx(0.094529, abs=1e-6),
+        "eval/room/seen/success/guided/high": pytest.approx(0.905471, abs=1e-6),
+        "eval/room/seen/episodes/guided": 2,
+        "eval/room/seen/turns/guided": 1.0,
+        "eval/room/unseen/success/online/visit1": 0.0,
+        "eval/room/unseen/success/online/visit2": 0.75,
         "eval/room/lessons/correct": 0.75,
         "eval/room/lessons/correct/untrained": 0.25,
         "eval/errors": 1,
@@ -183,7 +183,7 @@ def test_metric_names() -> None:
 # ── the evaluator ─────────────────────────────────────────────────────────────────────────────────
 
 
-def tasks(n: int, split: Split = "new") -> tuple[Task, ...]:
+def tasks(n: int, split: Split = "unseen") -> tuple[Task, ...]:
     return tuple(replace(TASK, seed=seed, split=split) for seed in range(n))
 
 
@@ -246,14 +246,15 @@ async def test_every_task_is_played_once_within_the_limit() -> None:
     async with open_host() as hosted:
         evaluator = Evaluator(
             runner(engine, hosted.host),
-            {("doors", "known"): tasks(3, "known"), ("doors", "new"): tasks(10)},
+            {("doors", "seen"): tasks(3, "seen"), ("doors", "unseen"): tasks(10)},
             EpisodeScheduler(4),
         )
         result = await evaluator.evaluate()
     assert {key: rate.episodes for key, rate in result.rates.items()} == {
-        ("doors", "known", "free"): 3,
-        ("doors", "new", "free"): 10,
+        ("doors", "seen", "free"): 3,
+        ("doors", "unseen", "free"): 10,
     }
+    # the draws depend on the sessions, which therefore keep the old names of the splits
     sessions = {session for session, _ in engine.requests}
     assert sessions == {f"eval/doors/known/00000000/{i:08d}/0000" for i in range(3)} | {
         f"eval/doors/new/00000000/{i:08d}/0000" for i in range(10)
@@ -269,11 +270,11 @@ async def test_success_is_decided_by_the_environment(
 ) -> None:
     async with open_host() as hosted:
         player = runner(scripted(reply), hosted.host)
-        evaluator = Evaluator(player, {("doors", "new"): tasks(2)}, EpisodeScheduler(8))
+        evaluator = Evaluator(player, {("doors", "unseen"): tasks(2)}, EpisodeScheduler(8))
         result = await evaluator.evaluate()
     assert (
-        result.rates["doors", "new", "free"].value,
-        result.turns["doors", "new", "free"],
+        result.rates["doors", "unseen", "free"].value,
+        result.turns["doors", "unseen", "free"],
         result.errors,
     ) == (value, turns, 0)
 
@@ -281,9 +282,9 @@ async def test_success_is_decided_by_the_environment(
 async def test_an_episode_with_an_error_counts_as_a_failure() -> None:
     async with open_host(broken={1}) as hosted:
         player = runner(scripted("open"), hosted.host)
-        evaluator = Evaluator(player, {("doors", "new"): tasks(4)}, EpisodeScheduler(2))
+        evaluator = Evaluator(player, {("doors", "unseen"): tasks(4)}, EpisodeScheduler(2))
         result = await evaluator.evaluate()
-    assert (result.rates["doors", "new", "free"], result.errors) == (SuccessRate(3, 4), 1)
+    assert (result.rates["doors", "unseen", "free"], result.errors) == (SuccessRate(3, 4), 1)
 
 
 async def test_a_dead_engine_ends_the_evaluation() -> None:
@@ -297,7 +298,7 @@ async def test_a_dead_engine_ends_the_evaluation() -> None:
             player = runner(engine, hosted.host, sampler=sampler_of(engine))
             scheduler = EpisodeScheduler(4, in_order=sampler_of is LockstepSampler)
             with pytest.raises(ExceptionGroup, match="unhandled errors") as raised:
-                await Evaluator(player, {("doors", "new"): tasks(4)}, scheduler).evaluate()
+                await Evaluator(player, {("doors", "unseen"): tasks(4)}, scheduler).evaluate()
             assert raised.value.split(EngineError)[1] is None, "nothing else went wrong"
             assert not hosted.host._acquired
 
@@ -358,8 +359,8 @@ async def room_evaluation(
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
     settings = StreamSettings()
     eval_sets: dict[EvalSet, Sequence[Task]] = {
-        ("room", "known"): SPEC.eval_tasks("known", 12, 0, settings),
-        ("room", "new"): SPEC.eval_tasks("new", 12, 0, settings),
+        ("room", "seen"): SPEC.eval_tasks("seen", 12, 0, settings),
+        ("room", "unseen"): SPEC.eval_tasks("unseen", 12, 0, settings),
     }
     parts = {"context": ChatContext({"room": ""}), "limits": {"room": Limits(4, 4)}}
     try:
@@ -422,7 +423,7 @@ async def test_an_evaluation_does_not_depend_on_concurrent_sets(tiny_actor: Path
     assert joint_samples == sampled, "log-probs too"
 
 
-async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
+async def test_seen_places_are_played_once_while_the_bank_is_empty() -> None:
     """Check that only episodes with an experience are played a second time.
 
     Later, half of the episodes find an experience.
@@ -435,7 +436,7 @@ async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
     async def played(bank: Retriever) -> tuple[Evaluation, int]:
         engine = ScriptedEngine(renderer(), dice)
         async with open_host() as hosted:
-            sets: dict[EvalSet, Sequence[Task]] = {("doors", "known"): tasks(8, "known")}
+            sets: dict[EvalSet, Sequence[Task]] = {("doors", "seen"): tasks(8, "seen")}
             player = runner(engine, hosted.host)
             evaluator = Evaluator(player, sets, EpisodeScheduler(4), bank=bank)
             found = await evaluator.evaluate()
@@ -445,6 +446,6 @@ async def test_known_places_are_played_once_while_the_bank_is_empty() -> None:
     empty, once = await played(RecordingRetriever(None))
     half, more = await played(HalfFilledShelf())
     assert (once, more) == (8, 12)
-    free, guided = ("doors", "known", "free"), ("doors", "known", "guided")
+    free, guided = ("doors", "seen", "free"), ("doors", "seen", "guided")
     assert empty.rates[guided] == empty.rates[free] == half.rates[free]
     assert empty.turns[guided] == empty.turns[free] == half.turns[free]

@@ -340,7 +340,7 @@ def test_an_evaluation_requests_no_gpus_for_learners(monkeypatch: pytest.MonkeyP
 
 
 def test_the_untrained_extractor_shares_a_gpu_with_a_learner():
-    plan = planned("tasks.room.eval.online=4")
+    plan = planned("tasks.room.eval.online_places=4")
     untrained, caches = (
         plan["untrained extractor"],
         [plan[role].memory.cache for role in ("actor engine", "extractor engine")],

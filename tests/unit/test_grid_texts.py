@@ -21,7 +21,7 @@ SETTINGS = StreamSettings()
 
 
 def new(spec: EnvSpec, n: int) -> tuple[Task, ...]:
-    return spec.eval_tasks("new", n, 0, SETTINGS)
+    return spec.eval_tasks("unseen", n, 0, SETTINGS)
 
 
 @pytest.fixture(scope="module")

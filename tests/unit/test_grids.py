@@ -73,8 +73,8 @@ def closed_games() -> Iterator[None]:
     game.cache_clear()
 
 
-def new(name: str, n: int) -> tuple[Task, ...]:
-    return get_spec(name).eval_tasks("new", n, 0, SETTINGS)
+def unseen(name: str, n: int) -> tuple[Task, ...]:
+    return get_spec(name).eval_tasks("unseen", n, 0, SETTINGS)
 
 
 def transcript(
@@ -109,8 +109,8 @@ def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance
     spec = get_spec(name)
     tasks = [
         *spec.task_source(7, SETTINGS).draw(4),
-        *spec.eval_tasks("known", 3, 7, SETTINGS),
-        *new(name, 4),
+        *spec.eval_tasks("seen", 3, 7, SETTINGS),
+        *unseen(name, 4),
     ]
     expected = [transcript(game(name, rendering), task, spec.actions) for task in tasks]
     assert len({tuple(texts) for texts in expected}) == len(tasks)
@@ -157,8 +157,8 @@ def all_transcripts() -> dict[str, list[list[str]]]:
 def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
     spec = get_spec(name)
     tasks = [
-        *new(name, 2),
-        *spec.eval_tasks("known", 2, 7, SETTINGS),
+        *unseen(name, 2),
+        *spec.eval_tasks("seen", 2, 7, SETTINGS),
         *spec.task_source(7, SETTINGS).draw(2),
     ]
     return [transcript(game(name, rendering), task, spec.actions) for task in tasks]
@@ -170,11 +170,11 @@ def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
 @each_game
 def test_an_invalid_action_does_not_advance_the_game(name: str, rendering: Rendering) -> None:
     spec, played = get_spec(name), game(name, rendering)
-    for task in new(name, 5):
+    for task in unseen(name, 5):
         assert transcript(played, task, spec.actions, junk=0.5) == transcript(
             played, task, spec.actions
         )
-    first = played.reset(new(name, 1)[0])
+    first = played.reset(unseen(name, 1)[0])
     result = played.step("open sesame")
     assert not result.valid
     assert result.text.endswith("\n" + first)
@@ -187,7 +187,7 @@ def test_random_and_malformed_actions_never_crash_the_game(
     name: str, rendering: Rendering, n: int
 ) -> None:
     spec, played, rng = get_spec(name), game(name, rendering), random.Random(4)
-    tasks = iter(new(name, 2000))
+    tasks = iter(unseen(name, 2000))
     played.reset(next(tasks))
     for i in range(n):
         action = rng.choice(JUNK) if rng.random() < 0.5 else rng.choice(spec.actions)
@@ -204,7 +204,7 @@ def test_a_step_after_the_end_is_an_error(name: str) -> None:
     spec, played = get_spec(name), game(name, "full")
     won = next(
         i
-        for i, task in enumerate(new(name, 20))
+        for i, task in enumerate(unseen(name, 20))
         if play_episode(played, task, spec.scripted_player(random.Random(0)), spec.turns).success
     )
     assert won < 20
@@ -217,16 +217,16 @@ def test_a_step_after_the_end_is_an_error(name: str) -> None:
 
 @each_won
 def test_the_scripted_player_wins_through_text_alone(task: str, rendering: Rendering) -> None:
-    assert wins(task, rendering, "new", 60) >= 57
+    assert wins(task, rendering, "unseen", 60) >= 57
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_scripted_player_wins_in_the_permanent_small_mazes_of_every_run(seed: int) -> None:
-    assert wins("maze", "compact", "known", 64, seed) >= 61
+    assert wins("maze", "compact", "seen", 64, seed) >= 61
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("split", ["new", "known"])
+@pytest.mark.parametrize("split", ["unseen", "seen"])
 @each_won
 def test_the_scripted_player_wins_95_percent_of_each_eval(
     task: str, rendering: Rendering, split: Split
@@ -270,7 +270,7 @@ def test_random_play_wins_few_compact_episodes(task: str) -> None:
     players = (RandomPlayer(spec, random.Random(i)) for i in range(200))
     won = sum(
         play_episode(game(spec.name, "compact"), *each, turns).success
-        for each in zip(new(spec.name, 200), players, strict=True)
+        for each in zip(unseen(spec.name, 200), players, strict=True)
     )
     assert won <= 28
 
@@ -283,7 +283,7 @@ def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
     template per turn.
     """
     spec, turns = shipped_task(task, "compact")
-    for i, each in enumerate(new(spec.name, 20)):
+    for i, each in enumerate(unseen(spec.name, 20)):
         for player in (
             spec.scripted_player(random.Random(i)),
             RandomPlayer(spec, random.Random(i)),
@@ -310,14 +310,14 @@ def test_small_mazes_can_be_searched_within_the_tasks_turns() -> None:
 def test_evals_are_fixed_and_separate_from_training(name: str) -> None:
     spec = get_spec(name)
     train = spec.task_source(3, SETTINGS).draw(320)
-    known, never = spec.eval_tasks("known", 32, 3, SETTINGS), new(name, 64)
-    assert known == spec.eval_tasks("known", 64, 3, SETTINGS)[:32]
-    assert never == spec.eval_tasks("new", 128, 1, StreamSettings(places=4, permanent=1))[:64]
-    assert {task.params["lgen"] for task in known} <= {task.params["lgen"] for task in train}
-    assert not {task.params["core"] for task in known} & {task.params["core"] for task in train}
+    seen, never = spec.eval_tasks("seen", 32, 3, SETTINGS), unseen(name, 64)
+    assert seen == spec.eval_tasks("seen", 64, 3, SETTINGS)[:32]
+    assert never == spec.eval_tasks("unseen", 128, 1, StreamSettings(places=4, permanent=1))[:64]
+    assert {task.params["lgen"] for task in seen} <= {task.params["lgen"] for task in train}
+    assert not {task.params["core"] for task in seen} & {task.params["core"] for task in train}
     assert not {task.params["lgen"] for task in never} & {task.params["lgen"] for task in train}
     assert not {task.params["place"] for task in never} & {task.params["place"] for task in train}
-    for task in (*train, *known, *never):
+    for task in (*train, *seen, *never):
         assert task.name == name
         assert str(task.params["place"]) in task.goal
         assert "\n" not in task.goal
@@ -326,7 +326,7 @@ def test_evals_are_fixed_and_separate_from_training(name: str) -> None:
 @each_name
 def test_a_place_keeps_its_layout_under_all_dynamics(name: str) -> None:
     """Check that only Sokoban varies the first observation of a place, because its start varies."""
-    spec, (task,) = get_spec(name), new(name, 1)
+    spec, (task,) = get_spec(name), unseen(name, 1)
     first = {
         game(name, "compact").reset(spec.revisit(task, visit))  # type: ignore[misc]
         for visit in range(12)

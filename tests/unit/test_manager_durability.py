@@ -76,7 +76,7 @@ HISTORIES = st.lists(
     min_size=5,
     max_size=40,
 )
-RULES = ApplyRules(malformed_reward=-1.0, cap=3, size=4, evict="lru", vote_out=2)
+RULES = ApplyRules(malformed_reward=-1.0, max_per_goal=3, max_entries=4, evict="lru", evict_votes=2)
 
 
 def distilled(of: DistilRequest, kind: str) -> Distilled:

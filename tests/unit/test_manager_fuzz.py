@@ -13,7 +13,7 @@ from crl.manager import CreditSettings, DistilRequest, ManagerSettings, Retrieva
 from crl.manager.store import Store
 
 SETTINGS = ManagerSettings(
-    cap=3, size=12, evict="credit", vote_out=1, duplicate=0.8,
+    max_per_goal=3, max_entries=12, evict="credit", evict_votes=1, duplicate_similarity=0.8,
     credit=CreditSettings(malformed_reward=-1.0),
     retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
 )  # fmt: skip

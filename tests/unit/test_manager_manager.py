@@ -322,7 +322,7 @@ async def test_transient_errors_are_retried_and_answers_applied_in_request_order
         }
     )
     manager = await open_manager(
-        bank_path(tmp_path), engine, ManagerSettings(lease=0.5, backoff=0.001)
+        bank_path(tmp_path), engine, ManagerSettings(answer_timeout=0.5, backoff=0.001)
     )
     for member, note in enumerate("abcde"):
         await manager.submit(request(member=member, note=note))
@@ -392,11 +392,11 @@ async def test_an_episode_with_invalid_unicode_is_refused(tmp_path, bad):
     await manager.aclose()
 
 
-@pytest.mark.parametrize("lease", [None, 60.0])
-async def test_a_timeout_of_the_engine_is_retried(tmp_path, lease):
+@pytest.mark.parametrize("answer_timeout", [None, 60.0])
+async def test_a_timeout_of_the_engine_is_retried(tmp_path, answer_timeout):
     engine = FlakyEngine({"a": (1, TimeoutError("no route"))})
     manager = await open_manager(
-        bank_path(tmp_path), engine, ManagerSettings(backoff=0.0, lease=lease)
+        bank_path(tmp_path), engine, ManagerSettings(backoff=0.0, answer_timeout=answer_timeout)
     )
     await manager.submit(request(note="a"))
     await manager.drain()
@@ -979,7 +979,7 @@ async def batch_rewards(
 async def test_an_entry_evicted_over_the_cap_is_not_retrieved_and_can_earn_credit(tmp_path):
     settings = ManagerSettings(
         retrieval=RetrievalSettings("credit", margin=2.0, min_similarity=0.0),
-        cap=2,
+        max_per_goal=2,
         evict="credit",
         credit_window_steps=2,
     )
@@ -1211,9 +1211,9 @@ def test_a_request_is_made_from_a_trajectory():
         {"concurrency": 0},
         {"credit_window_steps": -1},
         {"queue_size": 0},
-        {"cap": 0},
+        {"max_per_goal": 0},
         {"attempts": 0},
-        {"lease": 0.0},
+        {"answer_timeout": 0.0},
         {"backoff": -1.0},
     ],
 )

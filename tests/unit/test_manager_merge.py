@@ -264,7 +264,7 @@ async def test_a_chunk_that_the_engine_cannot_serve_is_skipped(tmp_path, error):
         tmp_path, Refusing(lambda _: [discard(1)]), "Go west.", "Go south.", "Go east.", "Go up."
     )
     manager._merger.cost = lambda entry: 1  # two entries fit into a chunk
-    manager._settings = ManagerSettings(retrieval=ANY, merge_tokens=2, lease=0.2)
+    manager._settings = ManagerSettings(retrieval=ANY, merge_tokens=2, answer_timeout=0.2)
     assert await manager.merge() == MergeStats(chunks=2, failed=1, removed=1)
     assert texts(manager) == ["Go west.", "Go south.", "Go up."]
     await manager.aclose()

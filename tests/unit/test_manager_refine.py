@@ -358,7 +358,7 @@ async def test_after_an_extractor_error_the_hit_is_unchanged(
 
 async def test_after_the_deadline_the_hit_is_unchanged(tmp_path: Path) -> None:
     engine = FailingEngine()
-    manager = await open_with_entry(tmp_path, engine, replace(SETTINGS, ask_deadline=0.05))
+    manager = await open_with_entry(tmp_path, engine, replace(SETTINGS, ask_timeout=0.05))
     assert (await ask(manager)).use.how == "ask_unrefined"
     assert engine.cancelled, "the call was cancelled"
     assert (await manager.stats())["refine/failed"] == 1
@@ -380,7 +380,7 @@ async def test_the_deadline_includes_the_health_check(tmp_path: Path) -> None:
         async def health(self) -> None:
             await asyncio.Event().wait()
 
-    manager = await open_with_entry(tmp_path, Stuck(), replace(SETTINGS, ask_deadline=0.05))
+    manager = await open_with_entry(tmp_path, Stuck(), replace(SETTINGS, ask_timeout=0.05))
     async with asyncio.timeout(10):
         assert (await ask(manager)).use.how == "ask_unrefined"
     await manager.aclose()

@@ -75,7 +75,7 @@ def test_equation_6_on_worked_numbers():
     found = candidates(0.95, 0.94, 0.93)
     found[0].entry.retrieved, found[0].entry.last_returned_step = 11, 10
     found[1].entry.retrieved, found[1].entry.last_returned_step = 1, 9
-    settings = RetrievalSettings(lam=0.4, recent_steps=1)
+    settings = RetrievalSettings(count_penalty=0.4, recent_steps=1)
     assert list(diverse_scores(found[:2], 10, settings)) == pytest.approx(
         [-1.993963, -1.277259], abs=1e-6
     )
@@ -84,7 +84,7 @@ def test_equation_6_on_worked_numbers():
     assert picked(found) == "m1"
     # Now m1 is recent too and has the score −2.277, so m0 has the best score of the three.
     assert picked(found, recent_steps=2) == "m0"
-    assert picked(found, recent_steps=0, lam=0.0) == "m0"
+    assert picked(found, recent_steps=0, count_penalty=0.0) == "m0"
 
 
 def test_a_retrieval_at_a_future_step_is_not_recent():
@@ -118,7 +118,9 @@ FOUND = st.lists(
     st.sampled_from([0.0, 0.05, 2.0]),
     st.integers(0, 9),
 )
-def test_the_pick_has_the_highest_score_of_equation_6(found, lam, recent_steps, margin, seed):
+def test_the_pick_has_the_highest_score_of_equation_6(
+    found, count_penalty, recent_steps, margin, seed
+):
     ordered = sorted(found, key=lambda one: -one[0])
     entries = [
         entry(f"m{i}", retrieved=count, last_returned_step=last)
@@ -129,7 +131,7 @@ def test_the_pick_has_the_highest_score_of_equation_6(found, lam, recent_steps, 
         if similarity >= ordered[0][0] - margin - SIMILARITY_TOLERANCE:
             rank = sum(-other < -similarity - SIMILARITY_TOLERANCE for other, *_ in ordered)
             recent = last is not None and 0 <= 10 - last < recent_steps
-            scores[one.uid] = -float(rank) - lam * math.log1p(count) - float(recent)
+            scores[one.uid] = -float(rank) - count_penalty * math.log1p(count) - float(recent)
     tied = [uid for uid, score in scores.items() if score == max(scores.values())]
     expected = random.Random(seed).choice(tied) if len(tied) > 1 else next(iter(tied), None)
     candidates = [
@@ -139,7 +141,7 @@ def test_the_pick_has_the_highest_score_of_equation_6(found, lam, recent_steps, 
         picked(
             candidates,
             seed=seed,
-            lam=lam,
+            count_penalty=count_penalty,
             recent_steps=recent_steps,
             margin=margin,
             min_similarity=0.0,
@@ -211,7 +213,7 @@ def test_trials_are_spread_evenly(share: float, phase: float, trials: list[int])
 @pytest.mark.parametrize("per", ["rollout", "group"])
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_every_task_has_its_share_of_trials(per: Literal["rollout", "group"], share: float):
-    bank = Bank(2, "shared", RetrievalSettings(choice="credit", per=per, trials=share), seed=0)
+    bank = Bank(2, "shared", RetrievalSettings(choice="credit", per=per, trial_share=share), seed=0)
     for task in ("room", "maze"):
         requests = [
             search("q", name=task, group=2 * group, member=m)
@@ -223,7 +225,9 @@ def test_every_task_has_its_share_of_trials(per: Literal["rollout", "group"], sh
 
 
 def a_place_with_records() -> Bank:
-    bank = Bank(2, "task", RetrievalSettings(choice="credit", per="rollout", trials=0.5), seed=0)
+    bank = Bank(
+        2, "task", RetrievalSettings(choice="credit", per="rollout", trial_share=0.5), seed=0
+    )
     bank.put(entry("proven", credited=8, credit=6.0, retrieved=8), np.array([1, 0], np.float32))
     for number in range(3):
         bank.put(entry(f"untried {number}"), np.array([1, 0], np.float32))
@@ -272,12 +276,12 @@ def test_some_groups_that_share_an_entry_make_trials():
     [
         {"candidates": 0},
         {"margin": -0.1},
-        {"lam": -1},
+        {"count_penalty": -1},
         {"recent_steps": -1},
         {"batch": 0},
         {"max_wait": -1},
         {"workers": 0},
-        {"trials": 1.1},
+        {"trial_share": 1.1},
     ],
 )
 def test_bad_settings_are_refused(bad):

@@ -111,7 +111,7 @@ async def four_entries(path: Path, evict: EvictionOrder, **bound: int) -> Experi
         ("credit", ["three", "four"]),  # scores: 0.433, 0.3, 0.15, 0.15
     ],
 )
-@pytest.mark.parametrize("bound", ["cap", "size"])
+@pytest.mark.parametrize("bound", ["max_per_goal", "max_entries"])
 async def test_the_eviction_policy_chooses_the_entries_over_a_bound(
     tmp_path: Path, evict: EvictionOrder, gone: list[str], bound: str
 ) -> None:
@@ -136,9 +136,9 @@ async def test_credit_eviction_keeps_winners_and_untried_entries(tmp_path: Path)
     """
     draw = random.Random(0)
     chosen_by = RetrievalSettings(
-        choice="credit", per="rollout", trials=0.5, min_similarity=-1, margin=2
+        choice="credit", per="rollout", trial_share=0.5, min_similarity=-1, margin=2
     )
-    settings = ManagerSettings(retrieval=chosen_by, cap=8, evict="credit")
+    settings = ManagerSettings(retrieval=chosen_by, max_per_goal=8, evict="credit")
     manager = await open_manager(tmp_path / "bank.sqlite", answering(echo_last_word), settings)
     led = tried = 0
     for visit in range(20):
@@ -170,7 +170,7 @@ async def test_the_cap_limits_a_goal_and_the_size_limits_the_bank(tmp_path: Path
     manager = await open_manager(
         tmp_path / "bank.sqlite",
         answering(lambda _: add("a b", "c d")),
-        bank_settings(cap=2, size=5),
+        bank_settings(max_per_goal=2, max_entries=5),
     )
     await distil(manager, request(0), request(1))
     assert len(texts(manager)) == 2
@@ -188,7 +188,7 @@ async def test_the_cap_limits_a_goal_and_the_size_limits_the_bank(tmp_path: Path
     ("evict", "left"),
     [("fifo", ["three", "four"]), ("lru", ["one", "three"]), ("credit", ["one", "two"])],
 )
-@pytest.mark.parametrize("bound", ["cap", "size"])
+@pytest.mark.parametrize("bound", ["max_per_goal", "max_entries"])
 async def test_opening_a_bank_evicts_entries_over_the_bounds(
     tmp_path: Path, evict: EvictionOrder, left: list[str], bound: str
 ) -> None:
@@ -206,17 +206,17 @@ async def test_opening_a_bank_evicts_entries_over_the_bounds(
     await manager.aclose()
 
 
-async def test_opening_a_bank_evicts_entries_over_the_cap_of_each_goal(tmp_path: Path) -> None:
+async def test_opening_a_bank_evicts_entries_over_the_bound_of_each_goal(tmp_path: Path) -> None:
     manager = await open_manager(
         path := tmp_path / "bank.sqlite", answering(lambda _: add("a", "b", "c")), bank_settings()
     )
     await distil(manager, request(0), request(1, of=task("maze", "Leave the long hall.")))
     before = await manager.snapshot()
     await manager.aclose()
-    manager = await open_manager(path, answering(echo_last_word), bank_settings(cap=2))
+    manager = await open_manager(path, answering(echo_last_word), bank_settings(max_per_goal=2))
     assert texts(manager) == ["b", "c"] * 2
     await manager.rollback(before)
-    assert texts(manager) == ["b", "c"] * 2, "the restored bank is within the cap"
+    assert texts(manager) == ["b", "c"] * 2, "the restored bank is within the bound"
     await manager.aclose()
 
 
@@ -235,7 +235,7 @@ async def test_entries_of_another_run_count_as_older(
     manager = await open_manager(
         tmp_path / "copy.sqlite",
         answering(lambda _: add("new")),
-        bank_settings(size=2, evict="lru"),
+        bank_settings(max_entries=2, evict="lru"),
     )
     await distil(manager, request(0), request(1))
     assert texts(manager) == ["new", "new"]
@@ -272,7 +272,7 @@ async def test_a_large_bank_evicts_more_than_the_surplus(
     manager = await open_manager(
         tmp_path / "bank.sqlite",
         answering(lambda _: add("new")),
-        bank_settings(size=500, evict=evict),
+        bank_settings(max_entries=500, evict=evict),
     )
     sizes = []
     for step in range(8):
@@ -319,13 +319,15 @@ async def vote_manager(
     path: Path,
     *answers: str,
     shown: tuple[Hit, ...] = SHOWN,
-    vote_out: int | None = 2,
+    evict_votes: int | None = 2,
     **settings: Any,
 ) -> ExperienceManager:
     """Return a manager that has applied each answer to one episode guided by `shown`."""
     completions = iter([add("one", "two"), *answers])
     manager = await open_manager(
-        path, answering(lambda _: next(completions)), bank_settings(vote_out=vote_out, **settings)
+        path,
+        answering(lambda _: next(completions)),
+        bank_settings(evict_votes=evict_votes, **settings),
     )
     await distil(manager, request())
     for step in range(1, len(answers) + 1):
@@ -349,7 +351,7 @@ async def test_votes_are_counted_and_enough_down_votes_evict(tmp_path: Path) -> 
         {"uid": "run/0/0/0#0", "version": 1},
     ]
     manager = await open_manager(
-        path, answering(lambda _: vote_answer(down=2)), bank_settings(vote_out=2)
+        path, answering(lambda _: vote_answer(down=2)), bank_settings(evict_votes=2)
     )
     assert votes(manager) == {"one": 1, "two": -1}, "votes are stored"
     await distil(manager, request(9, shown=SHOWN))
@@ -452,7 +454,9 @@ async def test_votes_earn_no_credit_and_are_not_malformed(tmp_path: Path) -> Non
 
 
 async def test_votes_are_unknown_ops_if_voting_is_off(tmp_path: Path) -> None:
-    manager = await vote_manager(tmp_path / "bank.sqlite", vote_answer(up=1, down=2), vote_out=None)
+    manager = await vote_manager(
+        tmp_path / "bank.sqlite", vote_answer(up=1, down=2), evict_votes=None
+    )
     assert (await manager.stats()).items() >= {
         "ops/up": 0,
         "ops/down": 0,
@@ -472,7 +476,7 @@ SAME, ALIKE, OTHER = (
 
 
 async def test_a_near_duplicate_add_is_dropped_and_counted(tmp_path: Path) -> None:
-    settings = bank_settings(duplicate=0.8, credit=CreditSettings(malformed_reward=-1.0))
+    settings = bank_settings(duplicate_similarity=0.8, credit=CreditSettings(malformed_reward=-1.0))
     answers = iter([add(SAME, ALIKE, OTHER), add(ALIKE), update(SAME)])
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: next(answers)), settings
@@ -500,7 +504,9 @@ async def test_only_entries_that_one_query_can_find_are_compared(
 
     With goals in the keys, equal texts about different goals are not duplicates.
     """
-    settings = bank_settings(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
+    settings = bank_settings(
+        duplicate_similarity=0.9, distil=DistilSettings(key_text_weight=weight)
+    )
     manager = await open_manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME)), settings)
     await distil(
         manager,
@@ -515,7 +521,7 @@ async def test_only_entries_that_one_query_can_find_are_compared(
 
 
 async def test_with_goals_in_the_keys_texts_are_compared_instead(tmp_path: Path) -> None:
-    settings = bank_settings(duplicate=0.9, distil=DistilSettings(key_text_weight=0.1))
+    settings = bank_settings(duplicate_similarity=0.9, distil=DistilSettings(key_text_weight=0.1))
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: add(SAME, OTHER)), settings
     )
@@ -548,7 +554,10 @@ async def test_texts_to_compare_are_embedded_within_the_attempt(
     """
     embedder = BusyEmbedder()
     settings = bank_settings(
-        duplicate=0.8, attempts=2, backoff=0.0, distil=DistilSettings(key_text_weight=weight)
+        duplicate_similarity=0.8,
+        attempts=2,
+        backoff=0.0,
+        distil=DistilSettings(key_text_weight=weight),
     )
     for word, episode in ((SAME, request()), (ALIKE, request(1))):
         manager = await open_manager(
@@ -592,7 +601,9 @@ def test_one_of_several_equal_concurrent_adds_is_stored(
             return await super().generate(*args, **options)
 
     async def run(path: Path) -> None:
-        settings = bank_settings(duplicate=0.9, distil=DistilSettings(key_text_weight=weight))
+        settings = bank_settings(
+            duplicate_similarity=0.9, distil=DistilSettings(key_text_weight=weight)
+        )
         inner = answering(lambda _: add(SAME))
         manager = await open_manager(path, ShuffledEngine(inner._renderer, inner._answer), settings)
         running = asyncio.create_task(manager.run()) if background else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from extractors import hit, request
+from extractors import hit, request, task
 
 from crl.errors import StoreError
 from crl.manager.database import SCHEMA_VERSION, Database, copy_database
@@ -18,7 +18,7 @@ from crl.manager.records import DistilRequest, Stamp, UnitKey
 from crl.manager.store import Store
 from crl.manager.tables import ACTIVE_ENTRIES
 from crl.manager.tally import NEW_OPERATIONS
-from crl.types import TrackRecord
+from crl.types import Split, TrackRecord
 
 AT = Stamp(4, 2)
 
@@ -236,6 +236,16 @@ async def test_a_stored_hit_without_goal_and_record_can_be_read():
     written = submitted.to_json()
     for name, value in (("goal", '""'), ("record", '{"credited": 0, "won": 0, "lift": null}')):
         assert written != (written := written.replace(f', "{name}": {value}', ""))
+    assert DistilRequest.from_json(written) == submitted
+
+
+@pytest.mark.parametrize(("old", "split"), [("known", "seen"), ("new", "unseen")])
+def test_a_stored_request_with_the_old_name_of_its_split_can_be_read(
+    old: str, split: Split
+) -> None:
+    submitted = request(of=replace(task(), split=split))
+    written = submitted.to_json().replace(f'"split": "{split}"', f'"split": "{old}"')
+    assert written != submitted.to_json()
     assert DistilRequest.from_json(written) == submitted
 
 

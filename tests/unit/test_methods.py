@@ -22,7 +22,7 @@ from crl.methods.parts.rollouts import ChatContext, GuidedShare
 from crl.methods.parts.training import (
     CispoLoss,
     GroupAdvantage,
-    ListeningAdvantage,
+    LiftAdvantage,
     SelfDistillation,
     SplitAdvantage,
 )
@@ -108,7 +108,7 @@ def test_self_distillation_selects_episodes_that_beat_the_free_members() -> None
     assert SelfDistillation(0.5)(rewarded).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_listening_advantage_is_the_lift_of_the_experience_in_its_group() -> None:
+def test_lift_advantage_is_the_lift_of_the_experience_in_its_group() -> None:
     batch = [
         # "a" wins 2 of 2, "b" wins 0 of 1, and the fourth member had no experience in its prompt.
         # The free members win 1 of 2.
@@ -118,7 +118,7 @@ def test_listening_advantage_is_the_lift_of_the_experience_in_its_group() -> Non
         # A group without free members has no success rate to compare with.
         guided_episode(1, 0, "a", True), guided_episode(1, 1, "a", False),
     ]  # fmt: skip
-    assert ListeningAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert LiftAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_split_advantages_ignore_the_benefit_of_guidance() -> None:
@@ -303,7 +303,7 @@ def test_a_frozen_bank_is_searched_but_not_written(tmp_path: Path) -> None:
 
 
 def test_all_members_may_be_guided(tmp_path: Path) -> None:
-    method = build_method(tmp_path, complementary={"guided": 1.0})
+    method = build_method(tmp_path, complementary={"guided_share": 1.0})
     assert (count_guided(method), count_guided(method, 7)) == (8, 7)
     assert method.distiller == EveryEpisode()
 
@@ -316,9 +316,9 @@ def test_advantages_may_cross_the_conditions(tmp_path: Path) -> None:
     assert count_guided(method) == 4
 
 
-def test_listening_adds_a_second_advantage_term(tmp_path: Path) -> None:
-    method = build_method(tmp_path, complementary={"listening": 0.5})
-    assert method.actor.terms == (SplitAdvantage("std"), ListeningAdvantage(0.5))
+def test_lift_coef_adds_a_second_advantage_term(tmp_path: Path) -> None:
+    method = build_method(tmp_path, complementary={"lift_coef": 0.5})
+    assert method.actor.terms == (SplitAdvantage("std"), LiftAdvantage(0.5))
 
 
 def test_self_distillation_is_part_of_the_actor_role(tmp_path: Path) -> None:

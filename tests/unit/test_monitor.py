@@ -230,33 +230,33 @@ def test_a_train_line():
 
 def test_an_eval_line():
     metrics = {
-        "eval/room/known/success/free": 0.25,
-        "eval/room/known/success/free/low": 0.2,
-        "eval/room/known/success/free/high": 0.3,
-        "eval/room/known/episodes": 256,
-        "eval/room/new/success/guided": 0.5,
+        "eval/room/seen/success/free": 0.25,
+        "eval/room/seen/success/free/low": 0.2,
+        "eval/room/seen/success/free/high": 0.3,
+        "eval/room/seen/episodes": 256,
+        "eval/room/unseen/success/guided": 0.5,
         "time/eval": 3.0,
     }
     line = render_line(0, "eval", metrics, steps=80)
-    assert line == "eval   0/80  room/known 0.250 [0.200, 0.300]  room/new guided 0.500  3.0 s"
+    assert line == "eval   0/80  room/seen 0.250 [0.200, 0.300]  room/unseen guided 0.500  3.0 s"
 
 
 SEVERAL = {
-    "eval/room/known/success/free": 0.336, "eval/room/known/success/free/low": 0.281,
-    "eval/room/known/success/free/high": 0.396,
-    "eval/room/known/episodes/free": 256,
-    "eval/room/new/success/free": 0.418,
-    "eval/shop/new/success/free": 0.07,
-    "eval/shop/new/success/online": None, "eval/shop/new/success/online/visit1": 0.1,
-    "eval/overall/new/success/free": 0.244, "eval/overall/new/success/free/low": 0.2,
-    "eval/overall/new/success/free/high": 0.3,
+    "eval/room/seen/success/free": 0.336, "eval/room/seen/success/free/low": 0.281,
+    "eval/room/seen/success/free/high": 0.396,
+    "eval/room/seen/episodes/free": 256,
+    "eval/room/unseen/success/free": 0.418,
+    "eval/shop/unseen/success/free": 0.07,
+    "eval/shop/unseen/success/online": None, "eval/shop/unseen/success/online/visit1": 0.1,
+    "eval/overall/unseen/success/free": 0.244, "eval/overall/unseen/success/free/low": 0.2,
+    "eval/overall/unseen/success/free/high": 0.3,
     "eval/room/lessons/correct": 0.145, "eval/errors": 0, "time/eval": 173.125,
 }  # fmt: skip
 
 
 def test_an_eval_of_several_tasks_is_a_table():
     assert render_line(0, "eval", SEVERAL, steps=100).splitlines() == [
-        "eval    0/100  known                 new                   new online  173.1 s",
+        "eval    0/100  seen                  unseen                unseen online  173.1 s",
         "  room         0.336 [0.281, 0.396]  0.418                 –",
         "  shop         –                     0.070                 –",
         "  overall      –                     0.244 [0.200, 0.300]  –",
@@ -265,7 +265,7 @@ def test_an_eval_of_several_tasks_is_a_table():
         name.replace("shop", "a-shop-of-1000-products"): value for name, value in SEVERAL.items()
     }
     head, *_, shop, _ = render_line(0, "eval", long).splitlines()
-    assert head.startswith("eval  0                    known  ")
+    assert head.startswith("eval  0                    seen  ")
     assert shop == "  a-shop-of-1000-products  –                     0.070                 –"
 
 

@@ -15,7 +15,7 @@ from crl.config import catalog
 from crl.config.load import dump, load, load_saved
 from crl.envs import registry
 from crl.envs.base import EnvSpec, StreamSettings, no_player
-from crl.envs.seeded import NEW_SEEDS, TRAIN_SEEDS, SeededTasks
+from crl.envs.seeded import TRAIN_SEEDS, UNSEEN_SEEDS, SeededTasks
 from crl.errors import ConfigError
 from crl.run.plan import plan
 from crl.run.tasks import specs
@@ -32,7 +32,7 @@ lambda rendering: None, lambda seed, s: None, lambda *a: ())
 SPEC = spec()
 WORKERS = spec("processes")
 """
-TASK_FILE = 'env = "own.py:{}"\nrendering = "compact"\nturns = 1\nmax_response_tokens = 4\n'
+TASK_FILE = 'env = "own.py:{}"\nrendering = "compact"\nmax_turns = 1\nmax_response_tokens = 4\n'
 
 
 def config_error(*tasks: str, sets: Sequence[str] = ()) -> str:
@@ -54,11 +54,11 @@ def own_task(folder: Path, attribute: str = "SPEC", source: str = OWN_SOURCE) ->
 def test_the_example_is_a_valid_task():
     config = load([str(DOORS)])
     spec = specs(config)["doors"]
-    assert config.tasks["doors"].turns == spec.turns
+    assert config.tasks["doors"].max_turns == spec.turns
     assert spec.scripted_player is no_player
     assert plan(config).splitlines()[0] == "── resolved config ──"
     game = spec.make_game("compact")
-    for task in spec.eval_tasks("new", 8, 0, StreamSettings()):
+    for task in spec.eval_tasks("unseen", 8, 0, StreamSettings()):
         tried = []
         for door in spec.actions:
             game.reset(task)
@@ -189,17 +189,17 @@ SPEC = replace(ROOM, name="own", {}=lambda *a: ROOM.{}(*a)[1:])
 @pytest.mark.parametrize(
     ("function", "key", "n"),
     [
-        ("eval_tasks", "known", 9),
-        ("eval_tasks", "new", 8),
-        ("eval_tasks", "online", 7),
-        ("probe_tasks", "probe", 6),
+        ("eval_tasks", "seen", 9),
+        ("eval_tasks", "unseen", 8),
+        ("eval_tasks", "online_places", 7),
+        ("probe_tasks", "probe_places", 6),
     ],
 )
 def test_an_environment_that_returns_the_wrong_number_of_tasks(
     tmp_path: Path, function: str, key: str, n: int
 ):
     own = own_task(tmp_path, source=MISCOUNTING_SOURCE.format(function, function))
-    sizes = dict.fromkeys(("known", "new", "online", "probe"), 0) | {key: n}
+    sizes = dict.fromkeys(("seen", "unseen", "online_places", "probe_places"), 0) | {key: n}
     with pytest.raises(ConfigError) as caught:
         plan(load([own], sets=[f"tasks.own.eval.{name}={size}" for name, size in sizes.items()]))
     message = (
@@ -242,11 +242,11 @@ def mixture(folder: Path, text: str, *tasks: str) -> str:
 
 def test_a_mixture_changes_the_settings_of_its_tasks(tmp_path: Path):
     text = (
-        'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nturns = 9\n'
-        "[cave]\nturns = 8\n[cave.compact]\nturns = 3\n"
+        'tasks = ["room", "hall.toml", "cave.toml"]\n[hall]\nmax_turns = 9\n'
+        "[cave]\nmax_turns = 8\n[cave.compact]\nmax_turns = 3\n"
     )
     config = load([mixture(tmp_path, text, "hall", "cave")])
-    assert {name: task.turns for name, task in config.tasks.items()} == {
+    assert {name: task.max_turns for name, task in config.tasks.items()} == {
         "room": 4,
         "hall": 4,
         "cave": 3,
@@ -275,10 +275,13 @@ def test_a_mixture_changes_the_settings_of_its_tasks(tmp_path: Path):
         ('tasks = ["room", "room"]', "contains room twice"),
         ("tasks = []", "tasks = []: is not a list of tasks"),
         ("tasks = [3]", "tasks = [3]: is not a list of tasks"),
-        ('tasks = ["room"]\nturns = 3', "tasks.turns = 3: is not a table for one of the tasks"),
         (
-            'tasks = ["room"]\n[hall]\nturns = 3',
-            "tasks.hall = {'turns': 3}: is not a table for one of the tasks",
+            'tasks = ["room"]\nmax_turns = 3',
+            "tasks.max_turns = 3: is not a table for one of the tasks",
+        ),
+        (
+            'tasks = ["room"]\n[hall]\nmax_turns = 3',
+            "tasks.hall = {'max_turns': 3}: is not a table for one of the tasks",
         ),
         ('tasks = ["room"]\n[room]\nturnz = 3', "tasks.room.turnz = 3: is not a setting"),
     ],
@@ -298,11 +301,11 @@ def test_seeded_tasks_are_fixed_and_disjoint_from_the_train_stream():
     assert drawn != list(tasks.source(4, settings).draw(64))
     assert len({task.seed for task in drawn}) == 64
     assert all(task.seed in TRAIN_SEEDS and task.split == "train" for task in drawn)
-    new = tasks.eval_tasks("new", 32, 0, settings)
-    assert new == tasks.eval_tasks("new", 64, 9, settings)[:32]
-    assert all(task.seed in NEW_SEEDS for task in new)
+    unseen = tasks.eval_tasks("unseen", 32, 0, settings)
+    assert unseen == tasks.eval_tasks("unseen", 64, 9, settings)[:32]
+    assert all(task.seed in UNSEEN_SEEDS for task in unseen)
     with pytest.raises(ValueError, match="no places that stay"):
-        tasks.eval_tasks("known", 1, 0, settings)
+        tasks.eval_tasks("seen", 1, 0, settings)
 
 
 def test_a_stream_of_seeds_continues_from_its_state():

@@ -125,7 +125,7 @@ def test_a_person_sees_the_texts_of_an_actor():
             raise EOFError from None
 
     with pytest.raises(EOFError):
-        list(playable.episodes("new", 1, 0, HumanPlayer(read), shown.append))
+        list(playable.episodes("unseen", 1, 0, HumanPlayer(read), shown.append))
     assert shown[0].startswith(
         "You play a text game, one action a turn, until the goal is reached or 30 turns are over."
     )
@@ -156,7 +156,7 @@ def test_playing_through_a_pipe():
 
 
 def test_the_scripted_player_is_shown_with_its_success_rate():
-    result = crl("play", "room", "--scripted", "--split", "new", "--episodes", "3")
+    result = crl("play", "room", "--scripted", "--split", "unseen", "--episodes", "3")
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert lines[-1] == "won 3 of 3 episodes"
@@ -171,8 +171,8 @@ def test_seed_and_split_choose_the_tasks():
 
     assert goal() == goal("--seed", "0", "--split", "train") != goal("--seed", "1")
     assert (
-        goal("--split", "new")
-        == goal("--split", "new", "--seed", "1")
+        goal("--split", "unseen")
+        == goal("--split", "unseen", "--seed", "1")
         == "Room: the amber arch. Reach the stairs down (>)."
     )
 
@@ -186,12 +186,12 @@ def test_seed_and_split_choose_the_tasks():
         ),
         (("rom",), "Did you mean room?"),
         (
-            ("room", "--split", "new", "--episodes", "200000"),
+            ("room", "--split", "unseen", "--episodes", "200000"),
             "episodes = 200000: 200,000 places were requested, but there are only 100,000.",
         ),
         (
-            ("webshop", "--split", "known", "--episodes", "200000"),
-            "split = 'known': the split `known` needs permanent places",
+            ("webshop", "--split", "seen", "--episodes", "200000"),
+            "split = 'seen': the seen split needs permanent places",
         ),
         (
             (DOORS, "--scripted"),
@@ -235,7 +235,7 @@ def play_game(folder: Path, **parts: str):
     folder.mkdir(exist_ok=True)
     (folder / "unruly.py").write_text(INVALID_GAME.format(**WINNING | parts))
     (folder / "unruly.toml").write_text(
-        'env = "unruly.py:SPEC"\nrendering = "full"\nturns = 2\nmax_response_tokens = 4\n'
+        'env = "unruly.py:SPEC"\nrendering = "full"\nmax_turns = 2\nmax_response_tokens = 4\n'
     )
     return crl("play", str(folder / "unruly.toml"), stdin="go\n")
 

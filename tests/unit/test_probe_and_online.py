@@ -56,7 +56,7 @@ from crl.types import Task, Trajectory
 TURNS = 4
 SEEN_STAIRS = re.compile(r"^stairs ([a-z]+)$", re.MULTILINE)
 ADVICE = re.compile(r"from the start go ([a-z]+)\.")
-PLACES = SPEC.eval_tasks("new", 3, 0, StreamSettings())
+PLACES = SPEC.eval_tasks("unseen", 3, 0, StreamSettings())
 assert SPEC.advisor
 ADVISOR = SPEC.advisor
 
@@ -82,7 +82,7 @@ async def room_runner(actor: Callable[[str], str]) -> AsyncIterator[EpisodeRunne
             ScriptedEngine(renderer(), actor),
             host,
             context=ChatContext({"room": ""}),
-            limits={"room": Limits(TURNS, 8, overtime=4)},
+            limits={"room": Limits(TURNS, 8, extra_turns=4)},
         )
     finally:
         await host.aclose()
@@ -285,7 +285,7 @@ def test_lift_by_hand() -> None:
 
     def visit(*won: bool) -> list[Trajectory]:
         return [
-            Trajectory(Task("room", 1, "new", f"place {i}"), 0, i, 0, "free", success=one)
+            Trajectory(Task("room", 1, "unseen", f"place {i}"), 0, i, 0, "free", success=one)
             for i, one in enumerate(won)
         ]
 
@@ -360,7 +360,7 @@ def test_the_lesson_counter_counts_only_its_own_requests() -> None:
     room = Task(
         "room",
         1,
-        "new",
+        "unseen",
         "Room: the jade attic.",
         {"lgen": PLACES[0].params["lgen"], "core": 1, "place": "jade attic"},
     )
@@ -407,7 +407,7 @@ async def test_an_evaluation_changes_neither_the_bank_nor_later_searches(
     The bank has several experiences of each place.
     """
     picks_by_run: list[list[str | None]] = []
-    known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
+    seen = SPEC.eval_tasks("seen", 6, 0, StreamSettings())
     for evaluated in (False, True):
         folder = tmp_path / str(evaluated)
         folder.mkdir()
@@ -416,27 +416,27 @@ async def test_an_evaluation_changes_neither_the_bank_nor_later_searches(
             lambda prompt: add(lesson("exit", "south"), lesson("exit", "north"), "be careful."),
         ) as (online_evaluator, banks, run):  # fmt: skip
             bank = banks.bank
-            for i, place in enumerate(known):
+            for i, place in enumerate(seen):
                 await bank.submit(replace(request(0, i), task=place))
             await bank.drain()
             bank.advance(1)
-            picked_lists = [await picked_uids(bank, known)]
+            picked_lists = [await picked_uids(bank, seen)]
             await bank.flush()
             before = dump(folder / "bank.sqlite")
             counters = bank.latest(999)
             if evaluated:
-                result = await evaluator(run, bank, known, online_evaluator).evaluate(
+                result = await evaluator(run, bank, seen, online_evaluator).evaluate(
                     compare_lessons=True
                 )
-                assert result.rates["room", "known", "guided"].episodes == 6
-                assert {split for _, split, _ in result.rates} == {"known", "new"}
-                assert result.rates["room", "new", "online"].episodes == len(PLACES) * MEMBERS * (
-                    VISITS - 2
-                )
+                assert result.rates["room", "seen", "guided"].episodes == 6
+                assert {split for _, split, _ in result.rates} == {"seen", "unseen"}
+                assert result.rates["room", "unseen", "online"].episodes == len(
+                    PLACES
+                ) * MEMBERS * (VISITS - 2)
                 assert bank.latest(999) == counters
                 await bank.flush()
                 assert dump(folder / "bank.sqlite") == before
-            picked_lists.append(await picked_uids(bank, known))
+            picked_lists.append(await picked_uids(bank, seen))
             picks_by_run.append([uid for some in picked_lists for uid in some])
     assert picks_by_run[0] == picks_by_run[1]
     assert None not in picks_by_run[0]
@@ -452,10 +452,10 @@ async def picked_uids(bank: ExperienceManager, places: Sequence[Task]) -> list[s
 def evaluator(
     run: EpisodeRunner,
     bank: ExperienceManager,
-    known: Sequence[Task],
+    seen: Sequence[Task],
     online_evaluator: OnlineEvaluator | None,
 ) -> Evaluator:
-    sets: dict[EvalSet, Sequence[Task]] = {("room", "known"): known, ("room", "new"): PLACES}
+    sets: dict[EvalSet, Sequence[Task]] = {("room", "seen"): seen, ("room", "unseen"): PLACES}
     return Evaluator(
         run, sets, EpisodeScheduler(4), bank=ReadOnlyRetriever(bank), online=online_evaluator
     )
@@ -463,15 +463,15 @@ def evaluator(
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
     """With an empty bank both are the same episodes. Only an experience makes a difference."""
-    known = SPEC.eval_tasks("known", 6, 0, StreamSettings())
+    seen = SPEC.eval_tasks("seen", 6, 0, StreamSettings())
     async with online(tmp_path, follow_advice, good_extractor) as (_, banks, run):
-        empty: Evaluation = await evaluator(run, banks.bank, known, None).evaluate()
-        assert empty.rates["room", "known", "guided"] == empty.rates["room", "known", "free"]
-        assert empty.turns["room", "known", "guided"] == empty.turns["room", "known", "free"]
-        assert ("room", "new", "guided") not in empty.rates, (
+        empty: Evaluation = await evaluator(run, banks.bank, seen, None).evaluate()
+        assert empty.rates["room", "seen", "guided"] == empty.rates["room", "seen", "free"]
+        assert empty.turns["room", "seen", "guided"] == empty.turns["room", "seen", "free"]
+        assert ("room", "unseen", "guided") not in empty.rates, (
             "the bank has no lesson about a new place"
         )
-        for i, place in enumerate(known):
+        for i, place in enumerate(seen):
             advice = ADVISOR.right(place)
             answer = json.dumps([{"op": "add", "text": advice}])
             banks.bank._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
@@ -479,9 +479,7 @@ async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
             )
             await banks.bank.submit(replace(request(0, i), task=place))
             await banks.bank.drain()
-        full = await evaluator(run, banks.bank, known, None).evaluate()
-        assert full.rates["room", "known", "free"] == empty.rates["room", "known", "free"]
-        assert (
-            full.rates["room", "known", "guided"].value > full.rates["room", "known", "free"].value
-        )
-        assert isinstance(full.rates["room", "known", "guided"], SuccessRate)
+        full = await evaluator(run, banks.bank, seen, None).evaluate()
+        assert full.rates["room", "seen", "free"] == empty.rates["room", "seen", "free"]
+        assert full.rates["room", "seen", "guided"].value > full.rates["room", "seen", "free"].value
+        assert isinstance(full.rates["room", "seen", "guided"], SuccessRate)

@@ -24,7 +24,7 @@ from crl.scratch import scratch_folder
 from crl.types import Task
 
 SETTINGS = StreamSettings()
-NEW = PLACES.eval_tasks("new", 256, 0, SETTINGS)
+UNSEEN = PLACES.eval_tasks("unseen", 256, 0, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +95,14 @@ def test_a_layout_keeps_its_start_while_dynamics_vary(
 
 
 def test_the_first_full_text(games: dict[Rendering, RoomGame]) -> None:
-    assert games["full"].reset(NEW[3]) == (
+    assert games["full"].reset(UNSEEN[3]) == (
         "Map:\n~~~~~\n~~~~~\n~~~~~\n~~~..\n~~~.@\nLegend: @ you; . floor; ~ not seen yet\nHP 12/12"
     )
-    assert NEW[3].goal == "Room: the black camp. Reach the stairs down (>)."
+    assert UNSEEN[3].goal == "Room: the black camp. Reach the stairs down (>)."
 
 
 def test_the_first_compact_text(games: dict[Rendering, RoomGame]) -> None:
-    assert games["compact"].reset(NEW[3]) == "at 5 5\ndark north west northwest"
+    assert games["compact"].reset(UNSEEN[3]) == "at 5 5\ndark north west northwest"
 
 
 def test_the_shape_of_compact_texts(games: dict[Rendering, RoomGame]) -> None:
@@ -113,7 +113,7 @@ def test_the_shape_of_compact_texts(games: dict[Rendering, RoomGame]) -> None:
         rf"(\ntrap {ways}|\n[a-z ]+ {ways})*"
     )
     game, rng, seen = games["compact"], random.Random(5), Counter[str]()
-    for task in NEW[:60]:
+    for task in UNSEEN[:60]:
         result_text = game.reset(task)
         for _ in range(10):
             assert shape.fullmatch(result_text), result_text
@@ -128,7 +128,7 @@ def test_the_shape_of_compact_texts(games: dict[Rendering, RoomGame]) -> None:
 
 def test_seen_cells_stay_on_the_map(games: dict[Rendering, RoomGame]) -> None:
     game, rng = games["full"], random.Random(0)
-    for task in NEW[:20]:
+    for task in UNSEEN[:20]:
         rows, _ = map_of(game.reset(task))
         assert sum(row.count("~") for row in rows) >= 16, (
             "the room is dark, so only the neighbours are seen"
@@ -149,7 +149,7 @@ def test_seen_cells_stay_on_the_map(games: dict[Rendering, RoomGame]) -> None:
 
 def test_the_legend_names_exactly_the_symbols_on_the_map(games: dict[Rendering, RoomGame]) -> None:
     game, rng, names = games["full"], random.Random(1), set[str]()
-    for task in NEW[:80]:
+    for task in UNSEEN[:80]:
         text = game.reset(task)
         for _ in range(20):
             rows, legend = map_of(text)
@@ -173,7 +173,7 @@ def test_the_legend_names_exactly_the_symbols_on_the_map(games: dict[Rendering, 
 
 def test_hit_points_follow_the_game(games: dict[Rendering, RoomGame]) -> None:
     game, rng, lost = games["full"], random.Random(2), 0
-    for task in NEW[:40]:
+    for task in UNSEEN[:40]:
         text, before = game.reset(task), 12
         assert text.endswith("HP 12/12")
         for _ in range(15):
@@ -193,15 +193,15 @@ def test_hit_points_follow_the_game(games: dict[Rendering, RoomGame]) -> None:
 
 def test_an_invalid_action_does_not_advance_the_game(games: dict[Rendering, RoomGame]) -> None:
     for rendering, game in games.items():
-        first = game.reset(NEW[0])
+        first = game.reset(UNSEEN[0])
         result = game.step("open the door")
         assert not result.valid
         assert (result.reward, result.done, game.moves) == (0.0, False, 0)
         assert result.text.endswith("\n" + first)
         assert ("The actions are: north, east" in result.text) == (rendering == "full")
-        expected = transcript(game, NEW[0])
-        game.reset(NEW[0])
-        rng = random.Random(NEW[0].seed)
+        expected = transcript(game, UNSEEN[0])
+        game.reset(UNSEEN[0])
+        rng = random.Random(UNSEEN[0].seed)
         texts = [first]
         for _ in range(len(expected) - 1):
             assert not game.step("um").valid
@@ -215,7 +215,7 @@ def test_the_last_text_reports_the_end_and_no_step_is_possible(
 ) -> None:
     ends = Counter[str]()
     game, rng = games["full"], random.Random(3)
-    for task in NEW[:120]:
+    for task in UNSEEN[:120]:
         game.reset(task)
         for _ in range(100):
             before, action = game.position, rng.choice(ACTIONS)
@@ -236,7 +236,7 @@ def test_the_last_text_reports_the_end_and_no_step_is_possible(
 
 def test_the_true_stairs_are_where_episodes_are_won(games: dict[Rendering, RoomGame]) -> None:
     game, checked = games["full"], 0
-    for i, task in enumerate(NEW[:40]):
+    for i, task in enumerate(UNSEEN[:40]):
         played = play_episode(game, task, SPEC.scripted_player(random.Random(i)), turns=30)
         seen = [
             (x, y)
@@ -248,7 +248,7 @@ def test_the_true_stairs_are_where_episodes_are_won(games: dict[Rendering, RoomG
             assert seen == [true_stairs(int(task.params["lgen"]))]
             checked += 1
     assert checked > 20
-    assert len({true_stairs(task.params["lgen"]) for task in NEW}) > 20  # type: ignore[arg-type]
+    assert len({true_stairs(task.params["lgen"]) for task in UNSEEN}) > 20  # type: ignore[arg-type]
 
 
 class InformedPlayer(RoomPlayer):
@@ -276,7 +276,7 @@ class RandomPlayer:
 
 
 @pytest.mark.parametrize(
-    "tasks", [NEW, PLACES.eval_tasks("known", 256, 0, SETTINGS)], ids=["new", "known"]
+    "tasks", [UNSEEN, PLACES.eval_tasks("seen", 256, 0, SETTINGS)], ids=["unseen", "seen"]
 )
 def test_players_that_know_the_stairs_win_within_the_compact_turn_limit(
     games: dict[Rendering, RoomGame], tasks: Sequence[Task]
@@ -286,7 +286,7 @@ def test_players_that_know_the_stairs_win_within_the_compact_turn_limit(
     The explorer wins about half of the episodes, a random walker at most one in ten. The bounds
     allow for two standard errors of 256 episodes.
     """
-    turns = task_settings(task_file("room"), "compact")["turns"]
+    turns = task_settings(task_file("room"), "compact")["max_turns"]
 
     def wins(player: Callable[[Task, random.Random], ScriptedPlayer]) -> float:
         played = (
@@ -325,18 +325,18 @@ def test_places_persist_for_their_visits_and_the_permanent_ones_for_the_run() ->
     assert len({name for name, _ in visits}) == len({lgen for _, lgen in visits}) == len(visits), (
         "a new layout has a new name"
     )
-    known = {
+    seen = {
         (str(task.params["place"]), int(task.params["lgen"]))
-        for task in PLACES.eval_tasks("known", 8, 0, settings)
+        for task in PLACES.eval_tasks("seen", 8, 0, settings)
     }
-    assert len(known) == 8
-    assert all(visits[place] == 40 for place in known)
+    assert len(seen) == 8
+    assert all(visits[place] == 40 for place in seen)
     at_the_ends = {
         (str(task.params["place"]), int(task.params["lgen"]))
         for task in [*tasks[:32], *tasks[-32:]]
     }
     assert all(count == 5 for place, count in visits.items() if place not in at_the_ends)
-    assert {visits[place] for place in at_the_ends - known} == {1, 2, 3, 4, 5}, (
+    assert {visits[place] for place in at_the_ends - seen} == {1, 2, 3, 4, 5}, (
         "they are not all replaced at the same time"
     )
     assert len({task.params["core"] for task in tasks}) == len(tasks)
@@ -346,7 +346,7 @@ def test_the_streams_state_restores_the_exact_continuation() -> None:
     through = PLACES.stream(5, SETTINGS)
     through.draw(77)
     state = json.loads(json.dumps(through.state()))
-    PLACES.eval_tasks("known", 64, 5, SETTINGS)  # does not change the stream
+    PLACES.eval_tasks("seen", 64, 5, SETTINGS)  # does not change the stream
     expected = through.draw(200)
     resumed = PLACES.stream(5, SETTINGS)
     resumed.draw(3)
@@ -355,30 +355,40 @@ def test_the_streams_state_restores_the_exact_continuation() -> None:
     assert PLACES.stream(6, SETTINGS).draw(200) != PLACES.stream(5, SETTINGS).draw(200)
 
 
+def test_eval_tasks_are_those_of_earlier_versions() -> None:
+    tasks = [
+        PLACES.eval_tasks(split, 1, 0, StreamSettings())[0].params for split in ("seen", "unseen")
+    ]
+    assert tasks == [
+        {"lgen": 1981090665, "core": 2021815205, "place": "damp oven"},
+        {"lgen": 100000, "core": 1521393650, "place": "amber arch"},
+    ]
+
+
 def test_evals_are_fixed_and_separate_from_training() -> None:
-    assert PLACES.eval_tasks("new", 64, 1, StreamSettings(places=4, permanent=1)) == NEW[:64]
-    assert len({task.params["lgen"] for task in NEW}) == len(NEW)
-    known = PLACES.eval_tasks("known", 32, 3, SETTINGS)
-    assert known == PLACES.eval_tasks("known", 64, 3, SETTINGS)[:32]
-    assert known != PLACES.eval_tasks("known", 32, 4, SETTINGS)
+    assert PLACES.eval_tasks("unseen", 64, 1, StreamSettings(places=4, permanent=1)) == UNSEEN[:64]
+    assert len({task.params["lgen"] for task in UNSEEN}) == len(UNSEEN)
+    seen = PLACES.eval_tasks("seen", 32, 3, SETTINGS)
+    assert seen == PLACES.eval_tasks("seen", 64, 3, SETTINGS)[:32]
+    assert seen != PLACES.eval_tasks("seen", 32, 4, SETTINGS)
     train = PLACES.stream(3, SETTINGS).draw(320)
-    assert {task.params["lgen"] for task in known} <= {task.params["lgen"] for task in train}
-    assert all(task.params["core"] in places.HELD_OUT_DYNAMICS for task in (*known, *NEW))
+    assert {task.params["lgen"] for task in seen} <= {task.params["lgen"] for task in train}
+    assert all(task.params["core"] in places.HELD_OUT_DYNAMICS for task in (*seen, *UNSEEN))
     assert all(task.params["core"] in places.TRAIN_DYNAMICS for task in train)
-    assert {task.split for task in train} | {task.split for task in known} | {NEW[0].split} == {
+    assert {task.split for task in train} | {task.split for task in seen} | {UNSEEN[0].split} == {
         "train",
-        "known",
-        "new",
+        "seen",
+        "unseen",
     }
-    with pytest.raises(ValueError, match="known or new"):
+    with pytest.raises(ValueError, match="seen or unseen"):
         PLACES.eval_tasks("train", 1, 0, SETTINGS)
     with pytest.raises(ValueError, match="permanent"):
-        PLACES.eval_tasks("known", 1, 0, StreamSettings(permanent=0))
+        PLACES.eval_tasks("seen", 1, 0, StreamSettings(permanent=0))
 
 
 def test_layout_and_dynamics_ranges_are_disjoint() -> None:
     layouts = [
-        places.NEW_LAYOUTS,
+        places.UNSEEN_LAYOUTS,
         places.DEMONSTRATION_LAYOUTS,
         places.PROBE_LAYOUTS,
         places.TRAIN_LAYOUTS,
@@ -389,7 +399,7 @@ def test_layout_and_dynamics_ranges_are_disjoint() -> None:
     uses = [
         demonstration_tasks(50),
         probe_tasks(50),
-        NEW,
+        UNSEEN,
         tuple(PLACES.stream(0, SETTINGS).draw(320)),
     ]
     seen = [{task.params["lgen"] for task in tasks} for tasks in uses]
@@ -397,6 +407,6 @@ def test_layout_and_dynamics_ranges_are_disjoint() -> None:
 
 
 def test_goals_are_short_and_name_the_place() -> None:
-    for task in (*NEW, *PLACES.stream(0, SETTINGS).draw(64)):
+    for task in (*UNSEEN, *PLACES.stream(0, SETTINGS).draw(64)):
         assert str(task.params["place"]) in task.goal
         assert len(task.goal.split()) <= 10

@@ -73,7 +73,7 @@ def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
 
     Valid actions and their results follow.
     """
-    assert COMPACT["turns"] == TURNS
+    assert COMPACT["max_turns"] == TURNS
     for visit in visits:
         opening = [segment.origin for segment in visit.segments[: 3 if visit.hint else 2]]
         assert opening == ["task", *(["experience"] if visit.hint else []), "env"]

@@ -104,7 +104,7 @@ def test_a_puzzle_depends_only_on_its_seed() -> None:
 
 
 def test_the_texts() -> None:
-    (task,) = SPEC.eval_tasks("new", 2, 0, StreamSettings())[1:]
+    (task,) = SPEC.eval_tasks("unseen", 2, 0, StreamSettings())[1:]
     full, compact = SokobanGame("full"), SokobanGame("compact")
     assert full.reset(task) == (
         "Map:\nWWWWWW\nW@.WCW\nW.AC.W\nWW..AW\nW....W\nWWWWWW\n"
@@ -125,7 +125,7 @@ def test_the_texts() -> None:
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 def test_the_scripted_player_takes_the_shortest_solution(rendering) -> None:
     game = SokobanGame(rendering)
-    for i, task in enumerate(SPEC.eval_tasks("new", 40, 0, StreamSettings())):
+    for i, task in enumerate(SPEC.eval_tasks("unseen", 40, 0, StreamSettings())):
         played = play_episode(game, task, SPEC.scripted_player(random.Random(i)), SPEC.turns)
         assert played.success
         assert len(played.actions) == game.puzzle.moves[starts(task)]

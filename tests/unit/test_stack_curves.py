@@ -13,7 +13,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 def runs(*values: float) -> list[dict]:
     return [
-        {"figures": {"known, free": value}, "seconds_per_step": 1.5, "mismatch_kl": 1e-8}
+        {"figures": {"seen, free": value}, "seconds_per_step": 1.5, "mismatch_kl": 1e-8}
         for value in values
     ]
 
@@ -32,7 +32,7 @@ def test_a_difference_beyond_noise_is_marked():
     assert "outside" not in same
     (line,) = [line for line in different.splitlines() if "outside" in line]
     assert line.split() == [
-        "known,",
+        "seen,",
         "free",
         "0.400",
         "±",

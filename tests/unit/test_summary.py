@@ -24,11 +24,11 @@ from crl.run.totals import Totals
 from crl.types import Experience, Lift
 
 SETTINGS: list[EvalKey] = [
-    ("room", "known", "free"), ("room", "new", "free"), ("room", "known", "guided"), ("room", "new", "online"),
+    ("room", "seen", "free"), ("room", "unseen", "free"), ("room", "seen", "guided"), ("room", "unseen", "online"),
 ]  # fmt: skip
-KNOWN, NEW, GUIDED, ONLINE = SETTINGS
-BEFORE = Evaluation({KNOWN: SuccessRate(64, 256), NEW: SuccessRate(0, 256)}, {}, 0)
-AFTER = Evaluation({KNOWN: SuccessRate(192, 256), NEW: SuccessRate(141, 256)}, {}, 0)
+SEEN, UNSEEN, GUIDED, ONLINE = SETTINGS
+BEFORE = Evaluation({SEEN: SuccessRate(64, 256), UNSEEN: SuccessRate(0, 256)}, {}, 0)
+AFTER = Evaluation({SEEN: SuccessRate(192, 256), UNSEEN: SuccessRate(141, 256)}, {}, 0)
 
 SUMMARY = Summary(
     run=Path("runs/one"),
@@ -49,8 +49,8 @@ TEXT = """
 environment turns: 12,345 (678 in overtime); sampled tokens: actor 98,765
 
 success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
-  room known  without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
-  room new    without experience         256 episodes   0.000 [0.000, 0.015] → 0.551 [0.490, 0.611]   +0.551
+  room seen   without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500
+  room unseen without experience         256 episodes   0.000 [0.000, 0.015] → 0.551 [0.490, 0.611]   +0.551
 
 the trained models, in Hugging Face format: runs/one/checkpoints/80
   repeat the eval:   crl eval runs/one
@@ -78,7 +78,7 @@ def test_notes_on_unofficial_data() -> None:
 def test_a_stopped_run_has_no_final_evaluation() -> None:
     text = replace(SUMMARY, after=None, steps=3).text()
     assert "3 steps in 172 s" in text
-    assert "  room known  without experience         256 episodes   0.250 [0.201, 0.306]\n" in text
+    assert "  room seen   without experience         256 episodes   0.250 [0.201, 0.306]\n" in text
     assert "→" not in text
 
 
@@ -99,8 +99,8 @@ def test_errors_and_skipped_updates_are_reported() -> None:
 def test_an_evaluation_alone() -> None:
     assert success_lines(0.0, AFTER) == [
         "success on fixed eval sets, greedy [95 % Wilson interval over episodes]:",
-        "  room known  without experience         256 episodes   0.750 [0.694, 0.799]",
-        "  room new    without experience         256 episodes   0.551 [0.490, 0.611]",
+        "  room seen   without experience         256 episodes   0.750 [0.694, 0.799]",
+        "  room unseen without experience         256 episodes   0.551 [0.490, 0.611]",
     ]
     assert success_lines(0.7, AFTER)[0].startswith(
         "success on fixed eval sets, sampled at temperature 0.7 ["
@@ -163,38 +163,38 @@ REPORT = ExperienceReport(
 
 
 def test_several_tasks_have_an_overall_row() -> None:
-    maze: EvalKey = ("maze", "new", "free")
-    before = Evaluation({NEW: SuccessRate(64, 256), maze: SuccessRate(64, 256)}, {}, 0)
-    after = Evaluation({NEW: SuccessRate(192, 256), maze: SuccessRate(64, 256)}, {}, 0)
+    maze: EvalKey = ("maze", "unseen", "free")
+    before = Evaluation({UNSEEN: SuccessRate(64, 256), maze: SuccessRate(64, 256)}, {}, 0)
+    after = Evaluation({UNSEEN: SuccessRate(192, 256), maze: SuccessRate(64, 256)}, {}, 0)
     # mean 1/4 [1/4 − 0.0493/√2, 1/4 + 0.0565/√2] and 1/2 ± √(0.0493² + 0.0565²)/2
-    row = "  overall new    without experience         512 episodes   0.250 [0.215, 0.290] → 0.500 [0.463, 0.537]   +0.250 [+0.195, +0.301]"
+    row = "  overall unseen without experience         512 episodes   0.250 [0.215, 0.290] → 0.500 [0.463, 0.537]   +0.250 [+0.195, +0.301]"
     assert success_lines(1.0, before, after)[-1] == row
     assert success_lines(1.0, before)[-1] == row[: row.index(" →")]
 
 
 def test_a_condition_without_an_earlier_rate_has_only_the_later_one() -> None:
     after = Evaluation(
-        {NEW: SuccessRate(192, 256), ("room", "new", "online"): SuccessRate(64, 256)}, {}, 0
+        {UNSEEN: SuccessRate(192, 256), ("room", "unseen", "online"): SuccessRate(64, 256)}, {}, 0
     )
-    assert success_lines(1.0, Evaluation({NEW: SuccessRate(64, 256)}, {}, 0), after)[1:] == [
-        "  room new    without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500",
-        "  room new    with a bank built online   256 episodes   –                    → 0.250 [0.201, 0.306]",
+    assert success_lines(1.0, Evaluation({UNSEEN: SuccessRate(64, 256)}, {}, 0), after)[1:] == [
+        "  room unseen without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500",
+        "  room unseen with a bank built online   256 episodes   –                    → 0.250 [0.201, 0.306]",
     ]
 
 
 def test_rows_are_grouped_by_task_and_aligned() -> None:
-    maze: EvalKey = ("maze", "new", "free")
+    maze: EvalKey = ("maze", "unseen", "free")
     rates = {
-        NEW: SuccessRate(1, 2),
+        UNSEEN: SuccessRate(1, 2),
         maze: SuccessRate(1, 2),
-        ("room", "new", "online"): SuccessRate(1, 2),
+        ("room", "unseen", "online"): SuccessRate(1, 2),
     }
     rows = success_lines(1.0, Evaluation(rates, {}, 0))[1:]
-    assert [row[:14] for row in rows] == [
-        "  room    new ",
-        "  room    new ",
-        "  maze    new ",
-        "  overall new ",
+    assert [row[:17] for row in rows] == [
+        "  room    unseen ",
+        "  room    unseen ",
+        "  maze    unseen ",
+        "  overall unseen ",
     ]
 
 
@@ -388,6 +388,6 @@ def test_every_condition_has_a_label() -> None:
         AFTER, rates={**AFTER.rates, GUIDED: SuccessRate(1, 2), ONLINE: SuccessRate(0, 1)}
     )
     assert [line[:40].rstrip() for line in success_lines(1.0, with_bank)[1:]] == [
-        "  room known  without experience", "  room new    without experience",
-        "  room known  with the run's bank", "  room new    with a bank built online",
+        "  room seen   without experience", "  room unseen without experience",
+        "  room seen   with the run's bank", "  room unseen with a bank built online",
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 from functools import reduce
 from operator import add
 from statistics import fmean, variance
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy.special import erf
 
 from crl.types import (
+    SPLIT_DRAW_NAMES,
     Completion,
     Experience,
     ExperienceUse,
@@ -22,6 +23,7 @@ from crl.types import (
     RolloutPlan,
     Sampling,
     Segment,
+    Split,
     StepStats,
     Task,
     TokenTrace,
@@ -97,6 +99,11 @@ def test_an_invalid_record_raises_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         replace(record, **change)
+
+
+def test_the_draw_names_of_splits_do_not_change() -> None:
+    assert SPLIT_DRAW_NAMES == {"train": "train", "seen": "known", "unseen": "new"}
+    assert SPLIT_DRAW_NAMES.keys() == set(get_args(Split)), "every split has a name"
 
 
 def test_a_guided_trajectory_may_contain_an_experience() -> None:

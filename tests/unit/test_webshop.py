@@ -29,7 +29,7 @@ from crl.types import StepResult, Task
 
 PAPER = StreamSettings(places=32, permanent=0, visits=1)
 PERSISTENT = StreamSettings(places=32, permanent=8, visits=5)
-NEW = eval_tasks("new", 150, 0, PAPER)
+UNSEEN = eval_tasks("unseen", 150, 0, PAPER)
 FILES = Path(__file__).parent / "webshop_data"
 RENDERINGS: tuple[Rendering, ...] = ("full", "compact")
 JUMPSUIT = "Find me slim fit, machine wash women's jumpsuits"
@@ -83,32 +83,32 @@ def steps(game: WebShopGame, *actions: str) -> list[StepResult]:
 def test_the_same_task_is_the_same_visit_after_any_history(
     history: list[int], number: int, rendering: Rendering
 ) -> None:
-    expected = transcript(WebShopGame(rendering), NEW[number])
+    expected = transcript(WebShopGame(rendering), UNSEEN[number])
     game = WebShopGame(rendering)
     for before in history:
-        transcript(game, NEW[before], turns=before % 7)
-    assert transcript(game, NEW[number]) == expected
+        transcript(game, UNSEEN[before], turns=before % 7)
+    assert transcript(game, UNSEEN[number]) == expected
 
 
 def test_the_same_task_is_the_same_visit_in_another_process() -> None:
     code = (
         "import json, sys; sys.path.insert(0, 'tests/unit'); "
-        "from test_webshop import NEW, WebShopGame, transcript\n"
+        "from test_webshop import UNSEEN, WebShopGame, transcript\n"
         "game = WebShopGame('full'); "
-        "print(json.dumps([transcript(game, task) for task in reversed(NEW[:8])]))"
+        "print(json.dumps([transcript(game, task) for task in reversed(UNSEEN[:8])]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [
-        transcript(WebShopGame("full"), task) for task in reversed(NEW[:8])
+        transcript(WebShopGame("full"), task) for task in reversed(UNSEEN[:8])
     ]
     assert done.stderr == "", "games must not print"
 
 
 def test_games_in_many_threads_share_one_shop_and_do_not_interfere() -> None:
-    expected = [transcript(WebShopGame("full"), task) for task in NEW[:64]]
-    games = [WebShopGame("full") for _ in NEW[:64]]
+    expected = [transcript(WebShopGame("full"), task) for task in UNSEEN[:64]]
+    games = [WebShopGame("full") for _ in UNSEEN[:64]]
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(transcript, games, NEW[:64])) == expected
+        assert list(threads.map(transcript, games, UNSEEN[:64])) == expected
     assert len({id(game._shop) for game in games}) == 1
 
 
@@ -178,7 +178,7 @@ def test_the_compact_pages(original: Task) -> None:
 
 def test_pages_of_results_can_be_turned() -> None:
     game = WebShopGame("full")
-    game.reset(NEW[0])
+    game.reset(UNSEEN[0])
     one, two, *_, five = steps(game, "search[everyday]", *["click[Next >]"] * 4)
     assert "Page 1 (Total results: 50) [SEP] Next > [SEP]" in one.text
     assert "Page 2 (Total results: 50) [SEP] < Prev [SEP] Next > [SEP]" in two.text
@@ -195,7 +195,7 @@ def test_pages_of_results_can_be_turned() -> None:
 
 def test_compact_links_of_one_brand_are_numbered() -> None:
     game = WebShopGame("compact")
-    for task in NEW[:40]:
+    for task in UNSEEN[:40]:
         game.reset(task)
         page = game.step(f"search[{task.goal.split()[2]}]").text.removeprefix("found ")
         links = [found.split()[0] for found in page.split(", ") if found != "next >"]
@@ -331,7 +331,7 @@ def test_ten_thousand_random_and_malformed_actions_never_crash_the_game(
 
 
 def check_junk(rendering: Rendering, actions: int) -> None:
-    rng, game, tasks = random.Random(4), WebShopGame(rendering), iter(NEW * 100)
+    rng, game, tasks = random.Random(4), WebShopGame(rendering), iter(UNSEEN * 100)
     junk = [
         "", " ", "search[", "search[]", "search[[]]", "search[the]", "click[]", "click", "[x]",
         "buy[now]", "\x00", "search[\x00]", "é" * 500, "<answer>click[buy now]",
@@ -365,14 +365,14 @@ def wins(rendering: Rendering, tasks: tuple[Task, ...]) -> float:
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_the_scripted_player_wins_through_text_alone(rendering: Rendering) -> None:
-    assert wins(rendering, NEW[:60]) >= 0.95
+    assert wins(rendering, UNSEEN[:60]) >= 0.95
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_the_scripted_player_wins_every_eval_set(rendering: Rendering) -> None:
-    assert wins(rendering, eval_tasks("new", 256, 0, PAPER)) >= 0.95
-    assert wins(rendering, eval_tasks("known", 256, 0, PERSISTENT)) >= 0.95
+    assert wins(rendering, eval_tasks("unseen", 256, 0, PAPER)) >= 0.95
+    assert wins(rendering, eval_tasks("seen", 256, 0, PERSISTENT)) >= 0.95
 
 
 def test_the_scripted_player_rejects_goals_that_it_cannot_read() -> None:
@@ -381,7 +381,7 @@ def test_the_scripted_player_rejects_goals_that_it_cannot_read() -> None:
     ):
         play_episode(
             WebShopGame("full"),
-            replace(NEW[0], goal="i want a jumpsuit."),
+            replace(UNSEEN[0], goal="i want a jumpsuit."),
             SPEC.scripted_player(random.Random(0)),
             1,
         )
@@ -390,7 +390,7 @@ def test_the_scripted_player_rejects_goals_that_it_cannot_read() -> None:
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_random_play_does_not_win(rendering: Rendering) -> None:
     game, won, (_, turns) = WebShopGame(rendering), 0, shipped_task("webshop", rendering)
-    for task in NEW[:60]:
+    for task in UNSEEN[:60]:
         game.reset(task)
         rng = random.Random(task.seed)
         for _ in range(turns):
@@ -427,25 +427,25 @@ def test_needs_persist_while_wanted_options_vary() -> None:
     assert {len(visits) for visits in by_place.values()} == {1, 2, 3, 4, 5, 10}
     assert varied > 30
     assert SPEC.revisit is not None
-    again = SPEC.revisit(NEW[0], 1)
-    assert (again.goal, again.params["lgen"]) == (NEW[0].goal, NEW[0].params["lgen"])
-    assert again.params["core"] != NEW[0].params["core"]
+    again = SPEC.revisit(UNSEEN[0], 1)
+    assert (again.goal, again.params["lgen"]) == (UNSEEN[0].goal, UNSEEN[0].params["lgen"])
+    assert again.params["core"] != UNSEEN[0].params["core"]
 
 
 def test_evals_are_fixed_and_separate_from_training() -> None:
-    assert eval_tasks("new", 64, 5, PERSISTENT) == NEW[:64]
-    assert len({task.goal for task in NEW}) == 150
-    known = eval_tasks("known", 32, 3, PERSISTENT)
-    assert known == eval_tasks("known", 64, 3, PERSISTENT)[:32]
-    assert known != eval_tasks("known", 32, 4, PERSISTENT)
+    assert eval_tasks("unseen", 64, 5, PERSISTENT) == UNSEEN[:64]
+    assert len({task.goal for task in UNSEEN}) == 150
+    seen = eval_tasks("seen", 32, 3, PERSISTENT)
+    assert seen == eval_tasks("seen", 64, 3, PERSISTENT)[:32]
+    assert seen != eval_tasks("seen", 32, 4, PERSISTENT)
     train = WebShopStream(3, PERSISTENT).draw(640)
-    assert {task.goal for task in known} <= {task.goal for task in train}
-    uses = [{task.goal for task in tasks} for tasks in (train, NEW, probe_tasks(75))]
+    assert {task.goal for task in seen} <= {task.goal for task in train}
+    uses = [{task.goal for task in tasks} for tasks in (train, UNSEEN, probe_tasks(75))]
     assert sum(map(len, uses)) == len(set().union(*uses))
-    with pytest.raises(ValueError, match="known or new"):
+    with pytest.raises(ValueError, match="seen or unseen"):
         eval_tasks("train", 1, 0, PAPER)
     with pytest.raises(ValueError, match="permanent"):
-        eval_tasks("known", 1, 0, PAPER)
+        eval_tasks("seen", 1, 0, PAPER)
 
 
 def test_the_streams_state_restores_the_exact_continuation() -> None:
@@ -458,8 +458,8 @@ def test_the_streams_state_restores_the_exact_continuation() -> None:
 
 async def test_the_host_runs_the_game() -> None:
     host = ThreadHost({"webshop": (SPEC, "compact")}, threads=2)
-    environment = await host.acquire(NEW[0])
-    assert (await environment.reset(NEW[0])).text.startswith("want ")
+    environment = await host.acquire(UNSEEN[0])
+    assert (await environment.reset(UNSEEN[0])).text.startswith("want ")
     assert (await environment.step("search[desk]")).score == 0.0
     await host.release(environment)
     await host.aclose()

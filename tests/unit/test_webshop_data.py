@@ -16,7 +16,7 @@ import pytest
 from thefuzz import fuzz
 
 from crl.envs.base import StreamSettings
-from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS, TRAIN_LAYOUTS
+from crl.envs.places import PROBE_LAYOUTS, TRAIN_LAYOUTS, UNSEEN_LAYOUTS
 from crl.envs.webshop import WebShopStream
 from crl.envs.webshop.catalogue import (
     HUMAN,
@@ -309,7 +309,7 @@ def test_the_shop_uses_the_original_files_if_present(monkeypatch: pytest.MonkeyP
     trained = {
         task.goal for task in WebShopStream(0, StreamSettings(permanent=0, visits=1)).draw(200)
     }
-    held_out = {shop.need(lgen).text for lgen in NEW_LAYOUTS[:20]}
+    held_out = {shop.need(lgen).text for lgen in UNSEEN_LAYOUTS[:20]}
     assert not trained & held_out
     assert trained | held_out == {need.text for need in NEEDS}
     monkeypatch.delenv("WEBSHOP_DATA")
@@ -414,12 +414,13 @@ def test_a_search_does_not_distinguish_a_family() -> None:
 
 def test_needs_are_split_by_use() -> None:
     fixed = [
-        {SHOP.need(lgen).text for lgen in layouts[:750]} for layouts in (NEW_LAYOUTS, PROBE_LAYOUTS)
+        {SHOP.need(lgen).text for lgen in layouts[:750]}
+        for layouts in (UNSEEN_LAYOUTS, PROBE_LAYOUTS)
     ]
     trained = {SHOP.need(TRAIN_LAYOUTS[i * 7919]).text for i in range(4000)}
     assert [len(texts) for texts in (*fixed, trained)] == [150, 75, 525]
     assert len(set().union(*fixed, trained)) == 750
-    assert len({SHOP.need(lgen).text for lgen in NEW_LAYOUTS[:150]}) == 150, (
+    assert len({SHOP.need(lgen).text for lgen in UNSEEN_LAYOUTS[:150]}) == 150, (
         "each occurs once before any is repeated"
     )
 

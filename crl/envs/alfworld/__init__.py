@@ -34,27 +34,27 @@ from crl.envs.alfworld.player import AlfworldPlayer
 from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
 from crl.envs.places import (
     DEMONSTRATION_LAYOUTS,
-    NEW_LAYOUTS,
     PROBE_LAYOUTS,
+    UNSEEN_LAYOUTS,
     PlaceStream,
     fixed_tasks,
-    known_tasks,
     revisited,
+    seen_tasks,
 )
 from crl.protocols import State
 from crl.seeds import generator
-from crl.types import Split, Task, Trajectory
+from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
 
 NAME = "alfworld"
 SMALL = "alfworld_small"
 
-GAMES: dict[Split, int] = {"train": 1466, "known": 140, "new": 134}
+GAMES: dict[Split, int] = {"train": 1466, "seen": 140, "unseen": 134}
 """Number of games per split.
 
-1,466 and 134 are the paper's numbers (CRL C.1). The seen split (`known`) has 140 more games, in
-floor plans that are trained on.
+1,466 and 134 are the paper's numbers (CRL C.1). The seen split has 140 more games, in floor plans
+that are trained on.
 """
-_FOLDERS: dict[Split, str] = {"train": "train", "known": "valid_seen", "new": "valid_unseen"}
+_FOLDERS: dict[Split, str] = {"train": "train", "seen": "valid_seen", "unseen": "valid_unseen"}
 
 COMMANDS = (
     "go to X, open X, close X, take A from X, move A to X, clean A with X, heat A with X, "
@@ -93,11 +93,11 @@ class AlfworldStream:
 def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
     """Return the first n games of a split, the same in every run.
 
-    The seen split (`known`) uses floor plans that are trained on, the unseen split (`new`) uses
-    others. Raise `ValueError` for any other split, or if the split has fewer than n games.
+    The seen split uses floor plans that are trained on, the unseen split uses others. Raise
+    `ValueError` for any other split, or if the split has fewer than n games.
     """
-    if split not in ("known", "new"):
-        raise ValueError(f"an eval split must be known or new, not {split!r}")
+    if split not in ("seen", "unseen"):
+        raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
     available = len(_games(split))
     if n > available:
         raise ValueError(f"{n} games were requested, but there are only {available}")
@@ -139,12 +139,13 @@ def _task(split: Split, number: int) -> Task:
         return Task(NAME, number, split, _sentence(phrase(chore)), {"game": game})
     from crl.envs.alfworld import floorplans
 
+    use = SPLIT_DRAW_NAMES[split]
     return Task(
         NAME,
         number,
         split,
-        _sentence(phrase(floorplans.house(split, number).chore)),
-        {"use": split, "number": number},
+        _sentence(phrase(floorplans.house(use, number).chore)),
+        {"use": use, "number": number},
     )
 
 
@@ -168,14 +169,14 @@ class SmallStream(PlaceStream):
 def small_eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
     """Return the first n tasks of a split.
 
-    The seen split (`known`) depends on the run's seed and settings. The unseen split (`new`) is the
-    same in every run. Raise `ValueError` for any other split.
+    The seen split depends on the run's seed and settings. The unseen split is the same in every
+    run. Raise `ValueError` for any other split.
     """
-    if split == "known":
-        return tuple(map(_with_chore, known_tasks(SMALL, "{place}", n, seed, settings)))
-    if split == "new":
-        return _fixed_small_tasks(NEW_LAYOUTS, n)
-    raise ValueError(f"an eval split must be known or new, not {split!r}")
+    if split == "seen":
+        return tuple(map(_with_chore, seen_tasks(SMALL, "{place}", n, seed, settings)))
+    if split == "unseen":
+        return _fixed_small_tasks(UNSEEN_LAYOUTS, n)
+    raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
 
 
 def demonstration_tasks(n: int) -> tuple[Task, ...]:

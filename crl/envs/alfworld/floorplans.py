@@ -24,7 +24,7 @@ from crl.envs.alfworld.house import APPLIANCES, KINDS, LAMPS, Chore, House
 from crl.seeds import generator
 
 UNSEEN_PLANS = (10, 219, 308, 424)
-"""Floor plans of the unseen split (`new`): a kitchen, living room, bedroom and bathroom.
+"""Floor plans of the unseen split: a kitchen, living room, bedroom and bathroom.
 
 They are the floor plans of ALFRED's unseen validation split.
 """
@@ -66,8 +66,9 @@ class FloorPlan:
 
 
 def house(use: str, number: int) -> House:
-    """Return the house with this number of a use: "train", "known" or "new".
+    """Return the house with this number of a use.
 
+    A use is the draw name of a split (`crl.types.SPLIT_DRAW_NAMES`): "train", "known" or "new".
     "train" and "known" share their floor plans, but not their chores and the places of things. The
     kinds of chore take turns.
     """

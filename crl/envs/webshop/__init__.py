@@ -17,12 +17,12 @@ from pathlib import Path
 
 from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
 from crl.envs.places import (
-    NEW_LAYOUTS,
     PROBE_LAYOUTS,
+    UNSEEN_LAYOUTS,
     PlaceStream,
     fixed_tasks,
-    known_tasks,
     revisited,
+    seen_tasks,
 )
 from crl.envs.webshop.catalogue import DOWNLOAD, INSTRUCTIONS, ITEMS, VARIABLE
 from crl.envs.webshop.lessons import WebShopAdvisor, digest
@@ -49,14 +49,14 @@ class WebShopStream(PlaceStream):
 def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
     """Return the first n tasks of a split.
 
-    The seen split (`known`) depends on the run's seed and settings. The unseen split (`new`) is the
-    same in every run. Raise `ValueError` for any other split.
+    The seen split depends on the run's seed and settings. The unseen split is the same in every
+    run. Raise `ValueError` for any other split.
     """
-    if split == "known":
-        return tuple(map(_with_need, known_tasks(NAME, "{place}", n, seed, settings)))
-    if split == "new":
-        return _fixed(NEW_LAYOUTS, n)
-    raise ValueError(f"an eval split must be known or new, not {split!r}")
+    if split == "seen":
+        return tuple(map(_with_need, seen_tasks(NAME, "{place}", n, seed, settings)))
+    if split == "unseen":
+        return _fixed(UNSEEN_LAYOUTS, n)
+    raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
 
 
 def probe_tasks(n: int) -> tuple[Task, ...]:

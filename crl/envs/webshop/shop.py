@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from crl.envs.places import NEW_LAYOUTS, PROBE_LAYOUTS
+from crl.envs.places import PROBE_LAYOUTS, UNSEEN_LAYOUTS
 from crl.envs.webshop.catalogue import DOWNLOAD, VARIABLE, Product, products, read_files
 from crl.envs.webshop.generate import generate
 from crl.envs.webshop.goals import Goal, InstructionGoals, needs
@@ -26,7 +26,7 @@ from crl.seeds import derive_seed, generator
 
 logger = logging.getLogger(__name__)
 
-SHARES = {NEW_LAYOUTS: 0.2}
+SHARES = {UNSEEN_LAYOUTS: 0.2}
 GENERATED_SHARES = {**SHARES, PROBE_LAYOUTS: 0.1}
 """Shares of all needs that are reserved for these uses. Train streams use the other needs.
 

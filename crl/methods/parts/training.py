@@ -58,7 +58,7 @@ class SplitAdvantage:
 
 
 @dataclass(frozen=True)
-class ListeningAdvantage:
+class LiftAdvantage:
     """`AdvantageTerm` for guided members: the benefit of an experience for its group. **Ours**.
 
     The value is coef · (mean success of the members that the same experience guided − mean success

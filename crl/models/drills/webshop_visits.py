@@ -265,7 +265,7 @@ def demonstration_task(shop: Shop, rng: random.Random) -> Task:
     """Return a task in this shop."""
     lgen, core = rng.randrange(1 << 30), rng.randrange(1 << 30)
     need = shop.need(lgen)
-    return Task(NAME, core, "new", need.text, {"lgen": lgen, "core": core, "place": need.text})
+    return Task(NAME, core, "unseen", need.text, {"lgen": lgen, "core": core, "place": need.text})
 
 
 PERSONAS: tuple[tuple[Persona, float], ...] = (
