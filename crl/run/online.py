@@ -19,9 +19,9 @@ from typing import Any
 
 from crl.envs.base import Advisor
 from crl.manager import Distilled, ExperienceManager
+from crl.rollout.crediting import credit_and_submit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.run.diagnostics import lesson_verdict
-from crl.run.experience import credit_and_submit
 from crl.run.playing import EpisodeScheduler
 from crl.types import Task, Trajectory
 

@@ -1,0 +1,87 @@
+"""Credit of experiences after their episodes, and the queueing of episodes for distillation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from crl.manager import DistilRequest, ExperienceManager, GroupSuccess, UnitKey
+from crl.types import Trajectory
+
+
+async def credit_and_submit(
+    bank: ExperienceManager,
+    run_name: str,
+    trajectories: Sequence[Trajectory],
+    to_distil: Sequence[Trajectory],
+    *,
+    group_baseline: bool = False,
+) -> None:
+    """Credit experiences, record lifts, and queue episodes for distillation.
+
+    * `run_name`: name that marks the episodes in the bank
+    * `trajectories`: whole groups, whose experiences are credited; episodes with an error earn
+      nothing
+    * `to_distil`: episodes to distil
+    * `group_baseline`: compare an episode's reward with the mean reward of its group's free members
+
+    With `group_baseline`, a group may have no finished free member to compare with. The experiences
+    of such a group are credited in their record, but the extractor is not trained on them.
+    """
+    baselines = free_mean_rewards(trajectories) if group_baseline else {}
+    default = None if group_baseline else 0.0
+    credited = [t for t in trajectories if t.error is None and (t.used or t.rejected)]
+    await asyncio.gather(
+        *(
+            bank.credit(
+                [*t.used, *t.rejected],
+                t.success,
+                episode=DistilRequest.from_trajectory(run_name, t).id,
+                expected=baselines.get((t.step, t.group), default),
+            )
+            for t in credited
+        ),
+        bank.record_lifts(group_successes(run_name, trajectories)),
+    )
+    await asyncio.gather(
+        *(bank.submit(DistilRequest.from_trajectory(run_name, t)) for t in to_distil)
+    )
+
+
+def group_successes(
+    run_name: str, trajectories: Iterable[Trajectory]
+) -> dict[str, list[GroupSuccess]]:
+    """Return by group id the success with each experience that guided members, and without any.
+
+    A group without guided members or without a finished free member is left out: it has no lift.
+    """
+    groups: defaultdict[tuple[int, int], list[Trajectory]] = defaultdict(list)
+    for t in trajectories:
+        if t.error is None:
+            groups[t.step, t.group].append(t)
+    successes: dict[str, list[GroupSuccess]] = {}
+    for (step, group), members in groups.items():
+        guided: defaultdict[UnitKey, list[bool]] = defaultdict(list)
+        for t in members:
+            for unit in dict.fromkeys(map(UnitKey.credited_by, t.used)):
+                guided[unit].append(t.success)
+        free = [t.success for t in members if t.condition == "free"]
+        if guided and free:
+            successes[f"{run_name}/{step}/{group}"] = [
+                GroupSuccess(unit, fmean(won), fmean(free)) for unit, won in guided.items()
+            ]
+    return successes
+
+
+def free_mean_rewards(trajectories: Iterable[Trajectory]) -> dict[tuple[int, int], float]:
+    """Return the mean reward r = ±1 of the finished free members, by (step, group).
+
+    Groups without a finished free member are absent.
+    """
+    rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for t in trajectories:
+        if t.condition == "free" and t.error is None:
+            rewards[t.step, t.group].append(1.0 if t.success else -1.0)
+    return {group: fmean(of_group) for group, of_group in rewards.items()}
