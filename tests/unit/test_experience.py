@@ -43,13 +43,12 @@ from crl.methods.parts.training import CispoLoss
 from crl.modeling import load_model
 from crl.protocols import DistillationFilter, ExtractorRole
 from crl.run.diagnostics import Diagnostics
+from crl.rollout.crediting import credit_and_submit, group_successes
 from crl.run.experience import (
     ExperiencePipeline,
     ExtractorTrainer,
     ReadOnlyRetriever,
-    credit_and_submit,
     extractor_minibatches,
-    group_successes,
     latency_percentiles,
 )  # fmt: skip
 from crl.types import (
