@@ -60,8 +60,8 @@ format: setup-dev
 
 ## models: make the bundled models again (an hour on one core)
 models: setup
-	rm -rf crl/models/tiny-actor crl/models/tiny-extractor
-	$(BIN)/crl make-models --out crl/models
+	rm -rf crl/tiny/tiny-actor crl/tiny/tiny-extractor
+	$(BIN)/crl make-models --out crl/tiny
 
 clean:
 	rm -rf $(VENV) $(ENGINES) build dist

@@ -117,11 +117,11 @@ class Recorder:
 
 
 async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
+    from crl.evaluation.evaluate import Evaluation
     from crl.monitor.run_dir import RunDir
+    from crl.planning.tasks import online_tasks
+    from crl.planning.tasks import specs as specs_of
     from crl.run.assemble import open_training_loop
-    from crl.run.evaluate import Evaluation
-    from crl.run.tasks import online_tasks
-    from crl.run.tasks import specs as specs_of
 
     start_time, recorder, specs = time.monotonic(), Recorder(), specs_of(config)
     truth = TruthRetriever(specs) if arm.advised else None
@@ -171,8 +171,8 @@ async def _evaluate_online(
 
     The episodes and their draws are the same as in the arms with a bank.
     """
-    from crl.run.evaluate import clustered_success_rate
-    from crl.run.online import UNCOUNTED_VISITS, VISITS, visit_episodes
+    from crl.evaluation.evaluate import clustered_success_rate
+    from crl.evaluation.online import UNCOUNTED_VISITS, VISITS, visit_episodes
 
     visits = [visit_episodes(name, task, visit) for visit in range(UNCOUNTED_VISITS, VISITS)]
     keys, tasks = (

@@ -29,9 +29,9 @@ from pathlib import Path
 from common import write_results
 
 from crl.manager import DistilRequest
-from crl.manager.database import MAX_WORKS_PER_COMMIT
 from crl.manager.records import Stamp
-from crl.manager.store import Store
+from crl.manager.storage.database import MAX_WORKS_PER_COMMIT
+from crl.manager.storage.store import Store
 from crl.types import Segment, Task
 
 ROUNDS = {1: 100, 64: 20, 1000: 3}

@@ -181,7 +181,7 @@ def load_actor(kv_heads: int | None) -> PreTrainedModel:
     import torch
 
     from crl.config import resolve_model
-    from crl.modeling import load_model
+    from crl.modeling.loading import load_model
 
     model = load_model(resolve_model("tiny-actor"), torch.device("cpu"))
     if kv_heads is None:

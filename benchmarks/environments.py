@@ -43,8 +43,8 @@ from crl.config.catalog import mixture, task_file, tasks
 from crl.config.load import task_settings
 from crl.envs.base import StreamSettings, play_episode
 from crl.envs.registry import get_spec
+from crl.planning.tasks import environment_pool, specs
 from crl.protocols import Environment
-from crl.run.tasks import environment_pool, specs
 from crl.types import Task
 
 EPISODES = (16, 64, 256, 512)

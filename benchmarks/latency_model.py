@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Environment, PublishHandle
-from crl.tokens import ChatRenderer
 from crl.types import Completion, Observation, Sampling, StepResult, Task
 
 GPUS = 8

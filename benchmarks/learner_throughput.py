@@ -45,7 +45,7 @@ from crl.algo import micro_batches
 from crl.learners.master import MasterWeights
 from crl.learners.step import Trainer, TrainSettings
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import InProcessWeights, checkpoint_activations, require_packing
+from crl.modeling.loading import InProcessWeights, checkpoint_activations, require_packing
 from crl.types import Minibatch, TokenTrace, TrainSample
 
 if TYPE_CHECKING:

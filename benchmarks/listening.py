@@ -59,9 +59,9 @@ def measured_run(seed: int, steps: int | None, sets: Sequence[str]) -> list[dict
 
 
 async def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
+    from crl.evaluation.evaluate import Evaluation
     from crl.monitor.run_dir import RunDir
     from crl.run.assemble import open_training_loop
-    from crl.run.evaluate import Evaluation
 
     recorder = Recorder()
     async with open_training_loop(config, RunDir(folder), recorder) as loop:
@@ -81,9 +81,9 @@ async def advised_traces(loop: Any, config: Any, advice: str) -> list[Any]:
     The advised move is marked as sampled.
     """
     from crl.envs.room.lessons import read
+    from crl.evaluation.probe import FixedRetriever, advice_texts
+    from crl.planning.tasks import probe_tasks, specs
     from crl.rollout.episode import EpisodeKey
-    from crl.run.probe import FixedRetriever, advice_texts
-    from crl.run.tasks import probe_tasks, specs
     from crl.types import Completion, TokenTrace
 
     task = probe_tasks(config, specs(config))["room"]

@@ -59,16 +59,18 @@ from latency_model import MOVES, LatencyModel, Walks
 from crl.config import load, resolve_model
 from crl.envs.base import StreamSettings
 from crl.envs.places import PlaceStream
+from crl.evaluation.diagnostics import Diagnostics
 from crl.manager import CachedEmbedder, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.embed import HashEmbedder
 from crl.manager.records import Entry, Stamp
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 from crl.methods.parts.asking import FullRefinePrompt, full_tool
 from crl.methods.parts.distilling import EveryEpisode, FullDistilPrompt
 from crl.methods.parts.judging import FullCriticPrompt
 from crl.methods.parts.merging import FullMergePrompt
 from crl.methods.parts.rollouts import ChatContext, GuidedShare, OutcomeReward
-from crl.modeling import load_tokenizer, stop_ids
+from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
 from crl.prompts import fill, prompt
@@ -80,10 +82,8 @@ from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import DirectSampler
 from crl.run.assemble import open_training_loop
-from crl.run.diagnostics import Diagnostics
 from crl.run.experience import ExperiencePipeline
 from crl.run.main import frozen_heap
-from crl.tokens import ChatRenderer
 from crl.types import Task, Trajectory
 
 ENVIRONMENTS = {"latency model": (16, 64, 256, 512, 1_024), "tiny model": (16, 64, 128)}

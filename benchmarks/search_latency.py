@@ -72,7 +72,7 @@ from crl.manager import (
 )
 from crl.manager.embed import HashEmbedder
 from crl.manager.records import ApplyRules, Distilled, Entry, Generation, Stamp, Write
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 from crl.protocols import Embedder, Hit, SearchRequest
 from crl.run.main import frozen_heap
 from crl.types import Completion, ExperienceUse, Sampling, Segment, Task

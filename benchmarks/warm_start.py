@@ -24,7 +24,7 @@ from crl.engines.torch import TorchEngine
 from crl.envs import alfworld, room, webshop
 from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room.lessons import (
     RoomAdvisor,
     from_here,
@@ -37,16 +37,20 @@ from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
 from crl.envs.webshop.lessons import right_brand, wrong_brands
 from crl.errors import RolloutError
-from crl.manager.ops import parse_ops
+from crl.evaluation.evaluate import SuccessRate
+from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.methods.parts.distilling import Digest
 from crl.methods.parts.rollouts import ChatContext
-from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models.drills import alfworld_chores, drill, grids, webshop_visits
-from crl.models.drills import webshop as webshop_drills
-from crl.models.drills.alfworld_houses import SmallHouse
-from crl.models.drills.drill import OFFER, Episode
-from crl.models.drills.room import (
+from crl.modeling.loading import load_model, load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
+from crl.protocols import Hit
+from crl.rollout.critic import parse_critique
+from crl.tiny.drills import alfworld_chores, drill, grids, webshop_visits
+from crl.tiny.drills import webshop as webshop_drills
+from crl.tiny.drills.alfworld_houses import SmallHouse
+from crl.tiny.drills.drill import OFFER, Episode
+from crl.tiny.drills.room import (
     bank_lesson,
     cut_at_question,
     distil_prompt,
@@ -55,12 +59,8 @@ from crl.models.drills.room import (
     refinement,
     verdicts,
 )
-from crl.models.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
-from crl.models.warm_start import Demonstration
-from crl.protocols import Hit
-from crl.rollout.critic import parse_critique
-from crl.run.evaluate import SuccessRate
-from crl.tokens import ChatRenderer
+from crl.tiny.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
+from crl.tiny.warm_start import Demonstration
 from crl.types import ExperienceUse, Sampling, Segment, Task
 
 VERDICT_TOKENS, ANSWER_TOKENS = 24, 40

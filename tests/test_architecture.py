@@ -18,12 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 RANKS = {
     **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds", "crl.intervals"], 0),
-    **dict.fromkeys(["crl.protocols", "crl.config", "crl.packing", "crl.extras", "crl.scratch"], 1),
+    **dict.fromkeys(
+        ["crl.protocols", "crl.config", "crl.modeling.packing", "crl.extras", "crl.scratch"], 1
+    ),
     **dict.fromkeys(
         [
-            "crl.tokens",
-            "crl.modeling",
-            "crl.sync",
+            "crl.modeling.tokens",
+            "crl.modeling.loading",
+            "crl.modeling.weights",
             "crl.algo",
             "crl.envs",
             "crl.monitor",
@@ -35,7 +37,7 @@ RANKS = {
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     "crl.methods": 5,
     "crl.run": 6,
-    "crl.models": 7,
+    "crl.tiny": 7,
     "crl.cli": 8,
     "crl.__main__": 9,
 }
@@ -44,7 +46,10 @@ RANKS = {
 A package may import itself and packages of strictly lower ranks. A new package must be added here.
 """
 
-SIDEWAYS = {("crl.tokens", "crl.modeling"), ("crl.sync", "crl.modeling")}
+SIDEWAYS = {
+    ("crl.modeling.tokens", "crl.modeling.loading"),
+    ("crl.modeling.weights", "crl.modeling.loading"),
+}
 """Imports allowed between packages of equal rank.
 
 Packages of rank 0 may also import each other.
@@ -61,7 +66,7 @@ SHARED = {
 }
 """Packages of concrete classes. The listed modules may be imported by other packages too."""
 
-ASSEMBLERS = {"crl.run.assemble", "crl.run.context", "crl.models"}
+ASSEMBLERS = {"crl.run.assemble", "crl.planning.context", "crl.tiny"}
 """Modules and packages that may name concrete engines, learners, methods and environments."""
 
 
@@ -156,9 +161,9 @@ def test_every_room_has_a_rank():
         ("crl.run.loop", "from crl.envs.registry import load"),
         ("crl.run.assemble", "from crl.engines import torch"),
         ("crl.run.assemble", "import crl.methods.complementary"),
-        ("crl.models.recipe", "from crl.learners.local import LocalLearner"),
+        ("crl.tiny.recipe", "from crl.learners.local import LocalLearner"),
         ("crl.methods.grpo", "from crl.methods.parts import AllFree"),
-        ("crl.tokens", "from crl import modeling"),
+        ("crl.modeling.tokens", "from crl import modeling"),
         ("crl.types", "from crl.errors import CrlError"),
         ("crl.protocols", "import crl.types"),
         (
@@ -185,17 +190,17 @@ def test_the_rule_allows(module, source):
             "crl.config (rank 1) may not import crl.protocols (rank 1)",
         ),
         (
-            "crl.modeling",
-            "from crl.tokens import Conversation",
-            "crl.modeling (rank 2) may not import crl.tokens (rank 2)",
+            "crl.modeling.loading",
+            "from crl.modeling.tokens import Conversation",
+            "crl.modeling.loading (rank 2) may not import crl.modeling.tokens (rank 2)",
         ),
         (
-            "crl.envs.host",
+            "crl.envs.hosting.threads",
             "def late():\n    import crl.algo.losses",
             "crl.envs (rank 2) may not import crl.algo (rank 2)",
         ),
         (
-            "crl.manager.store",
+            "crl.manager.storage.store",
             "import crl.engines.torch",
             "crl.manager (rank 3) may not import crl.engines (rank 3)",
         ),
@@ -255,12 +260,12 @@ HEAVY = ("torch", "transformers", "vllm", "deepspeed")
         "import crl.embedders",
         "import crl.cli.main",
         "import crl.config",
-        "import crl.envs.host",
-        "import crl.run.context",
-        "import crl.run.play",
+        "import crl.envs.hosting.threads",
+        "import crl.planning.context",
+        "import crl.cli.play",
         "import crl.cli.tasks",
-        "import crl.run.gpu_plan",
-        "import crl.run.doctor",
+        "import crl.planning.gpu_plan",
+        "import crl.planning.doctor",
         "import crl.algo",
         "from crl.algo import critic_reward, diversity_score, training_weight",
         "from crl.algo import micro_batches, optimizer_minibatches",

@@ -26,7 +26,13 @@ from crl.types import Lift, lift_order
 if TYPE_CHECKING:
     from crl.cli.bank_text import EntryReport, RefinementReport
     from crl.config.schema import EmbedderSection
-    from crl.manager.reading import BankReader, EntryView, GenerationView, KeyVectors, QueueState
+    from crl.manager.inspection.reading import (
+        BankReader,
+        EntryView,
+        GenerationView,
+        KeyVectors,
+        QueueState,
+    )
 
 Row = TypeVar("Row")
 
@@ -106,7 +112,7 @@ def list_entries(
 ) -> None:
     """List experiences."""
     from crl.cli.bank_text import entry_table
-    from crl.manager.reading import open_reader, short_uids
+    from crl.manager.inspection.reading import open_reader, short_uids
 
     with open_reader(_bank_file(run)) as bank:
         entries, short = bank.entries(None), short_uids(bank.uids())
@@ -156,7 +162,7 @@ def show(
     For an answer to a question, the output contains the text that the agent read, the source
     experience, and the reward of the episode.
     """
-    from crl.manager.reading import open_reader, short_uids
+    from crl.manager.inspection.reading import open_reader, short_uids
 
     _require_unicode("uid", uid)
     file = _bank_file(run)
@@ -186,7 +192,7 @@ def search(
     Active experiences are listed, the highest cosine similarity first.
     """
     from crl.cli.bank_text import entry_table
-    from crl.manager.reading import open_reader, short_uids
+    from crl.manager.inspection.reading import open_reader, short_uids
 
     _require_unicode("text", text)
     file = _bank_file(run)
@@ -214,7 +220,7 @@ def search(
 def stats(run: Run, as_json: AsJson = False) -> None:
     """Print sizes, uses, lift, credit and the queue."""
     from crl.cli.bank_text import stats_lines
-    from crl.manager.reading import open_reader
+    from crl.manager.inspection.reading import open_reader
 
     with open_reader(_bank_file(run)) as bank:
         metrics = bank.stats()
@@ -266,7 +272,7 @@ def dead(
             )
         _print_requests(run, ("dead",), limit, as_json)
         return
-    from crl.manager.upkeep import retry_dead
+    from crl.manager.inspection.upkeep import retry_dead
 
     retried = asyncio.run(retry_dead(_bank_file(run), episodes or None))
     if as_json:
@@ -300,7 +306,7 @@ def diff(
     Experiences are the same if their task, goal and text are equal.
     """
     from crl.cli.bank_text import diff_lines
-    from crl.manager.reading import Comparison, compare, open_reader
+    from crl.manager.inspection.reading import Comparison, compare, open_reader
 
     with open_reader(_bank_file(run)) as a, open_reader(_bank_file(other)) as b:
         found = compare(a.entries(), b.entries())
@@ -320,8 +326,8 @@ def diff(
 @command
 def export_entries(run: Run) -> None:
     """Print active experiences as JSON lines."""
-    from crl.manager.reading import open_reader
-    from crl.manager.upkeep import export_lines
+    from crl.manager.inspection.reading import open_reader
+    from crl.manager.inspection.upkeep import export_lines
 
     with open_reader(_bank_file(run)) as bank:
         entries = bank.entries()
@@ -340,7 +346,7 @@ def import_entries(
 
     A run can start from it with bank.init.
     """
-    from crl.manager.upkeep import create_bank, parse_export
+    from crl.manager.inspection.upkeep import create_bank, parse_export
     from crl.run.signals import sigterm_as_interrupt
 
     entries = parse_export(file)
@@ -379,8 +385,8 @@ def prune(
     Evicted experiences remain in the history. The bank must not be open in a run.
     """
     from crl.cli.bank_text import entry_table
-    from crl.manager.reading import open_reader, short_uids
-    from crl.manager.upkeep import evict, lowest_credit, not_used_since, require_closed
+    from crl.manager.inspection.reading import open_reader, short_uids
+    from crl.manager.inspection.upkeep import evict, lowest_credit, not_used_since, require_closed
 
     if (max_entries is None) == (unused_since is None):
         raise ConfigError(
@@ -435,7 +441,7 @@ def _bank_file(run: Path) -> Path:
 
 def _require_unicode(name: str, text: str) -> None:
     """Raise `ConfigError` under `name` if the text contains lone surrogates."""
-    from crl.manager.ops import is_encodable
+    from crl.manager.distillation.ops import is_encodable
 
     if not is_encodable(text):
         raise ConfigError(name, text, "is not valid Unicode", "Give it in UTF-8")
@@ -494,7 +500,7 @@ def _to_json_types(value: Any) -> Any:
 def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json: bool) -> None:
     """Print the requests in one of `states`."""
     from crl.cli.bank_text import request_table
-    from crl.manager.reading import open_reader, short_uids
+    from crl.manager.inspection.reading import open_reader, short_uids
 
     with open_reader(_bank_file(run)) as bank:
         requests = bank.requests(*states)

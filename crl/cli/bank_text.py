@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 
 from crl.cli.draw import one_line, printable
 from crl.intervals import plus_minus
-from crl.manager.reading import (
+from crl.manager.inspection.reading import (
     WIN_RATE_BINS,
     Comparison,
     EntryView,

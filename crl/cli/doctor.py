@@ -27,7 +27,7 @@ def doctor(
     The checks cover versions, GPUs, models, disk space and limits. The exit code is 1 if the
     machine cannot train.
     """
-    from crl.run import doctor as checks
+    from crl.planning import doctor as checks
 
     found = checks.diagnose(preset)
     typer.echo(checks.report(found) if report else "\n".join(map(str, found)))

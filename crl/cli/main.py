@@ -119,8 +119,8 @@ def train(
     )
     require_free(run_dir)
     if dry_run:
-        from crl.run.gpu_plan import gpu_plan
-        from crl.run.plan import plan
+        from crl.planning.gpu_plan import gpu_plan
+        from crl.planning.plan import plan
 
         gpus = gpu_plan(config)
         typer.echo(plan(config, gpus))
@@ -201,6 +201,6 @@ def make_models(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Create the bundled tiny models from scratch."""
-    from crl.models.recipe import make_all_models
+    from crl.tiny.recipe import make_all_models
 
     make_all_models(out, seed)

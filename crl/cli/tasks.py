@@ -17,7 +17,7 @@ from crl.cli.command import command
 
 if TYPE_CHECKING:
     from crl.envs.base import PlayedEpisode, Rendering
-    from crl.run.installed import TaskInfo
+    from crl.planning.installed import TaskInfo
     from crl.types import Split
 
 
@@ -41,7 +41,7 @@ def list_tasks(
 
     For all other tasks, the missing requirements are printed.
     """
-    from crl.run.installed import gem_problem, mixtures, task_infos
+    from crl.planning.installed import gem_problem, mixtures, task_infos
 
     infos, mixed, gem = task_infos(), mixtures(), gem_problem()
     if as_json:
@@ -98,7 +98,7 @@ def play(
     ] = False,
 ) -> None:
     """Play a task yourself with the actor's view. One line of input is one action."""
-    from crl.run.play import HumanPlayer, PlayableTask
+    from crl.cli.play import HumanPlayer, PlayableTask
 
     playable = PlayableTask.load(task, cast("Rendering", rendering.value))
     player = playable.scripted_player(seed) if scripted else HumanPlayer(_read)

@@ -23,7 +23,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def bundled_models() -> list[str]:
     """Return the names of the models that are part of the package."""
-    return sorted(path.parent.name for path in (PACKAGE / "models").glob("*/config.json"))
+    return sorted(path.parent.name for path in (PACKAGE / "tiny").glob("*/config.json"))
 
 
 def resolve_model(name: str, key: str = "actor.model") -> Path:
@@ -46,7 +46,7 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     Raise `ConfigError` under `key` if there is no such model.
     """
     if name in bundled_models():
-        return PACKAGE / "models" / name
+        return PACKAGE / "tiny" / name
     path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path.resolve()

@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.errors import ConfigError, EngineError
-from crl.modeling import checksum, first_line, named_weights, resolve_device, silence_transformers
+from crl.modeling.loading import (
+    checksum,
+    first_line,
+    named_weights,
+    resolve_device,
+    silence_transformers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

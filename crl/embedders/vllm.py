@@ -26,7 +26,7 @@ from crl.embedders.encoder import encoder_tokenizer, token_limit
 from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError, TransientError
-from crl.modeling import first_line
+from crl.modeling.loading import first_line
 
 VLLM_POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
     "mean": "MEAN",

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from crl.packing import UNSUPPORTED_OPTIONS
+from crl.modeling.packing import UNSUPPORTED_OPTIONS
 
 CACHED_ATTENTION = "crl_cached"
 """Name under which `attend` is registered in transformers."""

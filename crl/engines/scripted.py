@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import PublishHandle
-from crl.tokens import ChatRenderer
 from crl.types import Completion, Sampling
 
 

@@ -31,7 +31,7 @@ import torch
 from crl.engines.kv_cache import PrefixCache, SlotCache
 from crl.engines.passes import CACHED_ATTENTION, Block, Pass
 from crl.errors import EngineError, RolloutError
-from crl.modeling import (
+from crl.modeling.loading import (
     InProcessWeights,
     checksum,
     head_logits,
@@ -39,8 +39,8 @@ from crl.modeling import (
     named_weights,
     token_logprobs,
 )
+from crl.modeling.weights import FileWeights
 from crl.protocols import PublishHandle
-from crl.sync import FileWeights
 from crl.types import Completion, Finish, Sampling
 
 if TYPE_CHECKING:

@@ -47,10 +47,8 @@ from crl.config.shapes import require_context, require_divisible
 from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, shut_down_on_error, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
-from crl.modeling import InProcessWeights, checksum, first_line
-from crl.protocols import PublishHandle
-from crl.scratch import scratch_folder
-from crl.sync import (
+from crl.modeling.loading import InProcessWeights, checksum, first_line
+from crl.modeling.weights import (
     LOOPBACK_ADDRESS,
     FileWeights,
     NcclWeights,
@@ -58,6 +56,8 @@ from crl.sync import (
     weight_bytes,
     weights_path,
 )
+from crl.protocols import PublishHandle
+from crl.scratch import scratch_folder
 from crl.types import Completion, Sampling
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

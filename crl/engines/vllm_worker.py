@@ -43,7 +43,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from crl.engines.vllm_replica import OWNER_VARIABLE, start_time
-from crl.modeling import checksum
+from crl.modeling.loading import checksum
 from crl.scratch import remove_all_stale_folders
 
 OWNER_CHECK_S = 2.0

@@ -34,9 +34,9 @@ from crl.config.models import model_size
 from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
 from crl.learners.step import TrainSettings
+from crl.modeling.weights import FileWeights, NcclWeights, weights_path
 from crl.protocols import Loss, State
 from crl.scratch import scratch_folder
-from crl.sync import FileWeights, NcclWeights, weights_path
 from crl.types import Minibatch, StepStats
 
 T = TypeVar("T")

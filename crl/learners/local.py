@@ -13,7 +13,7 @@ import torch
 from crl.errors import CrlError, LearnerError
 from crl.learners.master import MasterWeights
 from crl.learners.step import Trainer, TrainSettings, adamw
-from crl.modeling import InProcessWeights, load_model
+from crl.modeling.loading import InProcessWeights, load_model
 from crl.protocols import Loss, State
 from crl.types import Minibatch, StepStats
 

@@ -18,8 +18,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from crl.algo import micro_batches, truncated_importance_weights
-from crl.modeling import TokenStats, checkpoint_activations, token_logprobs
-from crl.packing import enable_packing
+from crl.modeling.loading import TokenStats, checkpoint_activations, token_logprobs
+from crl.modeling.packing import enable_packing
 from crl.protocols import Loss
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 

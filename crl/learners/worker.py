@@ -59,10 +59,10 @@ from crl.learners.deepspeed import (
     read_frame,
 )
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, adamw, probe_minibatch
-from crl.modeling import TokenStats, checksum, load_model, require_packing, token_logprobs
+from crl.modeling.loading import TokenStats, checksum, load_model, require_packing, token_logprobs
+from crl.modeling.weights import LOOPBACK_ADDRESS, write_tensors
 from crl.protocols import WeightManifest
 from crl.scratch import remove_all_stale_folders
-from crl.sync import LOOPBACK_ADDRESS, write_tensors
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:

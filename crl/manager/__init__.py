@@ -4,14 +4,14 @@ The package imports neither torch nor transformers.
 """
 
 from crl.manager.credit import CreditSettings, ExtractorSample
-from crl.manager.distil import DistilSettings, PromptWriter
+from crl.manager.distillation.distil import DistilSettings, PromptWriter
+from crl.manager.distillation.merge import MergePromptWriter, MergeStats
+from crl.manager.distillation.ops import OpLimits
+from crl.manager.distillation.refine import RefinePromptWriter
 from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager
-from crl.manager.merge import MergePromptWriter, MergeStats
-from crl.manager.ops import OpLimits
 from crl.manager.records import Distilled, DistilRequest, Generation, GroupSuccess, UnitKey
-from crl.manager.refine import RefinePromptWriter
-from crl.manager.retrieval import RetrievalSettings
+from crl.manager.retrieval.choice import RetrievalSettings
 from crl.manager.settings import ManagerSettings, Progress, Prompts
 
 __all__ = [

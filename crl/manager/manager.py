@@ -28,15 +28,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager.bank import Bank, Vector
 from crl.manager.credit import ExtractorSample, ReadyUnit, batch_samples, choose_batch
-from crl.manager.database import copy_database, delete_bank, finish_then_cancel
-from crl.manager.distil import Distiller
-from crl.manager.duplicates import DuplicateFilter
+from crl.manager.distillation.distil import Distiller
+from crl.manager.distillation.extractor import Extractor
+from crl.manager.distillation.merge import Chunker, Merger, MergeStats
+from crl.manager.distillation.queue import DistilQueue, Outcome
+from crl.manager.distillation.refine import Refiner
 from crl.manager.embed import KeyEmbedder
-from crl.manager.extractor import Extractor
-from crl.manager.merge import Chunker, Merger, MergeStats
-from crl.manager.queue import DistilQueue, Outcome
 from crl.manager.records import (
     Applied,
     ApplyRules,
@@ -50,13 +48,15 @@ from crl.manager.records import (
     Stamp,
     UnitKey,
 )
-from crl.manager.refine import Refiner
-from crl.manager.searching import Searcher
+from crl.manager.retrieval.duplicates import DuplicateFilter
+from crl.manager.retrieval.entries import Bank, Vector
+from crl.manager.retrieval.searching import Searcher
 from crl.manager.settings import ManagerSettings, Progress, Prompts, no_progress
-from crl.manager.store import Store
+from crl.manager.storage.database import copy_database, delete_bank, finish_then_cancel
+from crl.manager.storage.store import Store
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest
 from crl.seeds import derive_seed
-from crl.tokens import ChatRenderer
 from crl.types import Experience, ExperienceUse, lift_order
 
 T = TypeVar("T")

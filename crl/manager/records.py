@@ -186,7 +186,7 @@ class Generation:
     head_tokens: int
     """Number of sampled tokens before the first op.
 
-    For a malformed answer: number of tokens before its departure (`crl.manager.faults`).
+    For a malformed answer: number of tokens before its departure (`crl.manager.distillation.departure`).
     """
     c_train: int = 0
     """c_train of CRL eq. 7: number of times that the generation was trained on."""

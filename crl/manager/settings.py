@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from crl.manager.bank import Scope
 from crl.manager.credit import CreditSettings
-from crl.manager.distil import DistilSettings, PromptWriter
-from crl.manager.merge import MergePromptWriter
+from crl.manager.distillation.distil import DistilSettings, PromptWriter
+from crl.manager.distillation.merge import MergePromptWriter
+from crl.manager.distillation.refine import RefinePromptWriter
 from crl.manager.records import EvictionOrder
-from crl.manager.refine import RefinePromptWriter
-from crl.manager.retrieval import RetrievalSettings
+from crl.manager.retrieval.choice import RetrievalSettings
+from crl.manager.retrieval.entries import Scope
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 """Progress display for a job. It is called with the number of parts of the job.

@@ -20,13 +20,13 @@ from typing import Any, get_args
 from crl.envs.actions import tagged_answers
 from crl.errors import RolloutError
 from crl.manager import OpLimits
-from crl.manager.ops import THINK_END, THINK_START
+from crl.manager.distillation.ops import THINK_END, THINK_START
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import Sampler
 from crl.seeds import derive_seed
-from crl.tokens import ChatRenderer
 from crl.types import Sampling, Segment, Task, Verdict
 
 CriticPromptWriter = Callable[[Task, Hit, float | None], Sequence[Segment]]

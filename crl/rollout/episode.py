@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from crl.errors import RolloutError, TransientError
+from crl.modeling.tokens import ChatRenderer, Conversation
 from crl.protocols import (
     ContextProvider,
     Environment,
@@ -26,7 +27,6 @@ from crl.protocols import (
 from crl.rollout.turnstile import Turnstile
 from crl.rollout.waves import Sampler
 from crl.seeds import derive_seed
-from crl.tokens import ChatRenderer, Conversation
 from crl.types import Observation, RolloutPlan, Sampling, StepResult, Task, Trajectory, Verdict
 
 A = TypeVar("A")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from crl.modeling.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
 from crl.rollout.episode import Limits
-from crl.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
 from crl.types import GUIDANCE_ORIGINS, Completion, TokenTrace, Trajectory
 
 NOT_SAMPLED_VERSION = -1

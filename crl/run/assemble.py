@@ -29,6 +29,11 @@ from crl.engines import prepare_vllm
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
+from crl.evaluation.diagnostics import Diagnostics
+from crl.evaluation.evaluate import Evaluator
+from crl.evaluation.online import OnlineEvaluator
+from crl.evaluation.probe import AdviceProbe
+from crl.evaluation.scheduling import EpisodeScheduler
 from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
@@ -42,13 +47,13 @@ from crl.manager import (
     Prompts,
     RetrievalSettings,
 )
-from crl.manager.database import copy_database
 from crl.manager.embed import CachedEmbedder
+from crl.manager.storage.database import copy_database
 from crl.methods.parts.asking import CompactRefinePrompt, FullRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, turns_text
 from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
-from crl.modeling import (
+from crl.modeling.loading import (
     load_model,
     load_tokenizer,
     precision,
@@ -56,7 +61,11 @@ from crl.modeling import (
     resolve_device,
     stop_ids,
 )
+from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
+from crl.planning import tasks
+from crl.planning.context import chat_context
+from crl.planning.gpu_plan import GpuAssignment, assigned_gpus
 from crl.prompts import prompt
 from crl.protocols import (
     Embedder,
@@ -75,21 +84,12 @@ from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.unguided import unguided_traces
 from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
-from crl.run import tasks
 from crl.run.checkpoint import read_state
-from crl.run.context import chat_context
 from crl.run.critic import CriticParts, Warmup
-from crl.run.diagnostics import Diagnostics
-from crl.run.evaluate import Evaluator
 from crl.run.experience import ExperiencePipeline, ExtractorTrainer, ReadOnlyRetriever
-from crl.run.gpu_plan import GpuAssignment, assigned_gpus
 from crl.run.loop import Schedule, TrainingLoop
-from crl.run.online import OnlineEvaluator
-from crl.run.playing import EpisodeScheduler
-from crl.run.probe import AdviceProbe
 from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
-from crl.tokens import ChatRenderer
 
 NO_GPU = GpuAssignment()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from crl.evaluation.scheduling import EpisodeScheduler
 from crl.protocols import TaskSource
 from crl.rollout.critic import Critic
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.rollout.rates import SuccessRates
-from crl.run.playing import EpisodeScheduler
 from crl.types import Task, Trajectory
 
 

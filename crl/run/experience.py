@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 
+from crl.evaluation.diagnostics import Diagnostics
 from crl.manager import (
     CachedEmbedder,
     ExperienceManager,
@@ -33,7 +34,6 @@ from crl.protocols import (
     State,
 )
 from crl.rollout.crediting import credit_and_submit
-from crl.run.diagnostics import Diagnostics
 from crl.run.mismatch import MismatchDetector
 from crl.run.sync import sync_weights
 from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory

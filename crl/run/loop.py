@@ -29,16 +29,16 @@ import torch
 
 from crl.algo import build_minibatches
 from crl.algo.batching import DistillationSamples
-from crl.envs.host import Hosts
+from crl.envs.hosting.threads import Hosts
+from crl.evaluation.evaluate import Evaluation, Evaluator
+from crl.evaluation.metrics import rollout_metrics
+from crl.evaluation.probe import AdviceProbe
 from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import save_checkpoint, saved_states
 from crl.run.critic import CriticParts
-from crl.run.evaluate import Evaluation, Evaluator
 from crl.run.experience import ExperiencePipeline
-from crl.run.metrics import rollout_metrics
 from crl.run.mismatch import MismatchDetector
-from crl.run.probe import AdviceProbe
 from crl.run.sync import sync_weights
 from crl.run.totals import Totals
 from crl.seeds import generator

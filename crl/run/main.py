@@ -19,22 +19,15 @@ from pathlib import Path
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError, CrlError, LearnerError, StoreError
+from crl.evaluation.evaluate import Evaluation
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
-from crl.prompts import hashes
-from crl.protocols import Monitor
-from crl.run.assemble import open_evaluator, open_training_loop
-from crl.run.checkpoint import latest_checkpoint
-from crl.run.evaluate import Evaluation
-from crl.run.gpu_plan import assigned_gpus
-from crl.run.installed import require_learner
-from crl.run.loop import TrainingLoop
-from crl.run.plan import overview
-from crl.run.signals import sigterm_as_interrupt
-from crl.run.summary import Summary, experience_report, success_lines
-from crl.run.tasks import (
+from crl.planning.gpu_plan import assigned_gpus
+from crl.planning.installed import require_learner
+from crl.planning.plan import overview
+from crl.planning.tasks import (
     data_notes,
     require_bank,
     require_embedder,
@@ -44,6 +37,13 @@ from crl.run.tasks import (
     require_prompts_used,
     specs,
 )
+from crl.prompts import hashes
+from crl.protocols import Monitor
+from crl.run.assemble import open_evaluator, open_training_loop
+from crl.run.checkpoint import latest_checkpoint
+from crl.run.loop import TrainingLoop
+from crl.run.signals import sigterm_as_interrupt
+from crl.run.summary import Summary, experience_report, success_lines
 
 INTERRUPTED = 130
 """Exit code of a run that was interrupted."""

@@ -10,9 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from crl.evaluation.evaluate import (
+    EvalKey,
+    Evaluation,
+    MeanSuccessRate,
+    SuccessRate,
+    difference_interval,
+)
+from crl.evaluation.metrics import GroupGap, mean_gap
 from crl.intervals import Mean, plus_minus
-from crl.run.evaluate import EvalKey, Evaluation, MeanSuccessRate, SuccessRate, difference_interval
-from crl.run.metrics import GroupGap, mean_gap
 from crl.run.totals import Totals
 from crl.types import Experience
 
@@ -31,7 +37,7 @@ CONDITION_LABELS = {
     "online": "with a bank built online",
     "alone": "online set without a bank",
 }
-"""Labels of the conditions (see `crl.run.evaluate.EvalKey`)."""
+"""Labels of the conditions (see `crl.evaluation.evaluate.EvalKey`)."""
 
 
 def success_lines(
@@ -43,7 +49,7 @@ def success_lines(
 ) -> list[str]:
     """Return lines with the success rates of one evaluation, or of two with their difference.
 
-    `data_notes` holds notes by task name, see `crl.run.tasks.data_notes`.
+    `data_notes` holds notes by task name, see `crl.planning.tasks.data_notes`.
     """
     mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     rates, overall = (after or before).rates, (after or before).overall
@@ -260,7 +266,7 @@ class Summary:
     experience: ExperienceReport | None = None
     """None for a run without experience."""
     data_notes: Mapping[str, str] = field(default_factory=dict)
-    """Notes by task name, see `crl.run.tasks.data_notes`."""
+    """Notes by task name, see `crl.planning.tasks.data_notes`."""
 
     def text(self) -> str:
         extractor_tokens = (

@@ -10,7 +10,7 @@ async def sync_weights(learner: Learner, engine: Engine) -> int:
 
     Raise `EngineError` or `LearnerError` if this fails.
     """
-    from crl.sync import weight_bytes  # needs torch; a dry run imports none
+    from crl.modeling.weights import weight_bytes  # needs torch; a dry run imports none
 
     handle = await learner.publish()
     try:

@@ -37,9 +37,9 @@ from crl.learners.deepspeed import (
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
-from crl.modeling import checksum, load_model, named_weights
+from crl.modeling.loading import checksum, load_model, named_weights
+from crl.modeling.weights import FileWeights
 from crl.run.sync import sync_weights
-from crl.sync import FileWeights
 from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
 
 pytest.importorskip(

@@ -33,7 +33,7 @@ from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
-from crl.modeling import load_model
+from crl.modeling.loading import load_model
 from crl.run.sync import sync_weights
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 

@@ -28,8 +28,8 @@ from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingIm
 from crl.engines import vllm_replica
 from crl.engines.vllm import VllmEngine, VllmSettings
 from crl.errors import ConfigError, EngineError, RolloutError, TransientError
-from crl.modeling import InProcessWeights, checksum
-from crl.sync import FileWeights
+from crl.modeling.loading import InProcessWeights, checksum
+from crl.modeling.weights import FileWeights
 from crl.types import Completion, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

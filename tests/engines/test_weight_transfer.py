@@ -20,8 +20,8 @@ pytest.importorskip(
 from crl.engines import vllm
 from crl.engines.vllm import NcclReceiver, swap
 from crl.errors import EngineError, LearnerError
+from crl.modeling.weights import LOOPBACK_ADDRESS, FileWeights, NcclWeights
 from crl.protocols import WeightManifest
-from crl.sync import LOOPBACK_ADDRESS, FileWeights, NcclWeights
 
 MANIFEST = WeightManifest(("a",), ("torch.float32",), ((2,),))
 FILE = FileWeights(Path("/nowhere"), 3, 17, MANIFEST)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from crl.modeling import token_logprobs
+from crl.modeling.loading import token_logprobs
 
 V = 160
 NEVER = (2,)

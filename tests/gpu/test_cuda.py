@@ -21,7 +21,7 @@ from crl.engines.torch import TorchEngine
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import (
+from crl.modeling.loading import (
     MAX_LOGITS,
     TokenStats,
     checkpoint_activations,
@@ -31,7 +31,7 @@ from crl.modeling import (
     resolve_device,
     token_logprobs,
 )
-from crl.packing import enable_packing
+from crl.modeling.packing import enable_packing
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
 pytestmark = [
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
-TINY_ACTOR = Path(crl.__file__).parent / "models" / "tiny-actor"
+TINY_ACTOR = Path(crl.__file__).parent / "tiny" / "tiny-actor"
 PROMPT = tuple(range(5, 45))
 VOCABULARY = 151_936
 

@@ -33,9 +33,9 @@ from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
 from crl.errors import RolloutError
 from crl.methods.parts.asking import COMPACT_NO_RESULT, COMPACT_OFFER
-from crl.modeling import load_tokenizer, stop_ids
+from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
 from crl.run import assemble
-from crl.tokens import ChatRenderer
 from crl.types import Completion, Sampling, Segment
 
 SIZES = (

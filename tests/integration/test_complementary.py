@@ -37,16 +37,16 @@ from crl.cli.dashboard import TIME_PARTS
 from crl.config import load
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
-from crl.manager.database import SCHEMA_VERSION, Database
+from crl.manager.storage.database import SCHEMA_VERSION, Database
 from crl.methods.parts.records import compact_record
-from crl.modeling import checksum, load_model, load_tokenizer, named_weights, stop_ids
+from crl.modeling.loading import checksum, load_model, load_tokenizer, named_weights, stop_ids
+from crl.modeling.tokens import ChatRenderer
 from crl.monitor.plain import DURATION_METRICS, PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import BankMetrics, Model, Rollout, _metric_names
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import open_training_loop
-from crl.tokens import ChatRenderer
 from crl.types import RolloutPlan, Segment, Task, TrackRecord, Trajectory
 
 SIZES = (

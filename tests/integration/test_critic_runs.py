@@ -20,10 +20,10 @@ from whole_runs import DETERMINISTIC, crl, lines, metrics, one_line, untimed
 from crl.config import load
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
-from crl.modeling import load_tokenizer, stop_ids
+from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
+from crl.planning import tasks
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.run import tasks
-from crl.tokens import ChatRenderer
 from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
 
 CRITIC = ("critic.enabled=true", "critic.warmup=2")

@@ -39,9 +39,9 @@ from crl.engines.torch import Decoder, TorchEngine
 from crl.envs.base import EnvSpec, Game
 from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
 from crl.envs.room.player import RoomPlayer
+from crl.evaluation.evaluate import SuccessRate
 from crl.methods.parts.training import SurrogateLoss
 from crl.run.checkpoint import latest_checkpoint
-from crl.run.evaluate import SuccessRate
 from crl.types import StepResult, Task
 
 # ── games of this file ────────────────────────────────────────────────────────────────────────────

@@ -17,15 +17,15 @@ from typing import Any
 from crl.config.models import resolve_model
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.base import EnvSpec, Game
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.places import PlaceStream
 from crl.envs.room.player import RoomPlayer
 from crl.methods.parts.rollouts import ChatContext, OutcomeReward
-from crl.modeling import load_tokenizer, stop_ids
+from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Engine, EnvironmentPool, Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeRunner, Limits, NullRetriever
 from crl.rollout.waves import DirectSampler
-from crl.tokens import ChatRenderer
 from crl.types import ExperienceUse, StepResult, Task
 
 RULES = "Find the right door."

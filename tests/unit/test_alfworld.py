@@ -22,11 +22,11 @@ from crl.envs import alfworld
 from crl.envs.alfworld import AlfworldPlayer, AlfworldStream, SmallStream, games, small, text
 from crl.envs.alfworld.house import KINDS, Chore, phrase, read_chore
 from crl.envs.base import EnvSpec, Rendering, StreamSettings, play_episode
-from crl.envs.processes import ProcessHost
+from crl.envs.hosting.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
-from crl.run.plan import overview
-from crl.run.tasks import data_notes
+from crl.planning.plan import overview
+from crl.planning.tasks import data_notes
 from crl.types import Task
 
 SETTINGS = StreamSettings()

@@ -27,9 +27,9 @@ from crl.envs.alfworld.lessons import (
 )
 from crl.envs.base import LessonVerdict, StreamSettings, play_episode
 from crl.envs.places import PROBE_LAYOUTS
-from crl.manager.ops import parse_ops
-from crl.models.drills.alfworld import answer, random_bank_lesson, refinement
-from crl.models.drills.alfworld_chores import (
+from crl.manager.distillation.ops import parse_ops
+from crl.tiny.drills.alfworld import answer, random_bank_lesson, refinement
+from crl.tiny.drills.alfworld_chores import (
     ACTOR_CHORES,
     ASKING_CHORES,
     EXTRACTOR_CHORES,
@@ -37,9 +37,9 @@ from crl.models.drills.alfworld_chores import (
     TURNS,
     Chores,
 )
-from crl.models.drills.alfworld_houses import SmallHouse
-from crl.models.drills.alfworld_personas import SearchingPlayer
-from crl.models.drills.drill import Episode, as_hit
+from crl.tiny.drills.alfworld_houses import SmallHouse
+from crl.tiny.drills.alfworld_personas import SearchingPlayer
+from crl.tiny.drills.drill import Episode, as_hit
 from crl.types import Segment, Task
 
 MUG = Chore("pick_and_place_simple", "mug", "shelf")

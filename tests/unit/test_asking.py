@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError
+from crl.evaluation.metrics import rollout_metrics
+from crl.evaluation.scheduling import EpisodeScheduler
 from crl.methods.parts.asking import (
     COMPACT_CALL,
     COMPACT_NO_RESULT,
@@ -36,8 +38,6 @@ from crl.protocols import Hit, Question, SearchRequest
 from crl.rollout.episode import AcceptAll, EpisodeKey, Limits
 from crl.rollout.unguided import NOT_SAMPLED_VERSION, unguided_traces
 from crl.rollout.waves import LockstepSampler
-from crl.run.metrics import rollout_metrics
-from crl.run.playing import EpisodeScheduler
 from crl.types import ExperienceUse, RolloutPlan, Segment, Trajectory
 
 KEY = EpisodeKey("train", step=2, group=5, member=1)

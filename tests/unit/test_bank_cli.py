@@ -36,9 +36,9 @@ from crl.config.load import dump, load
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import ExperienceManager, GroupSuccess
 from crl.manager.embed import HashEmbedder
-from crl.manager.reading import LiftView, UseView, open_reader, short_uids
+from crl.manager.inspection.reading import LiftView, UseView, open_reader, short_uids
 from crl.manager.records import UnitKey
-from crl.manager.schema import SCHEMA_VERSION
+from crl.manager.storage.schema import SCHEMA_VERSION
 from crl.protocols import Hit, Question
 from crl.types import Segment
 

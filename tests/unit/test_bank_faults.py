@@ -25,7 +25,7 @@ from banks import bank, error_line, finished_run, uids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
@@ -106,7 +106,7 @@ from pathlib import Path
 from extractors import request
 from crl.errors import StoreError
 from crl.manager.records import Stamp
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 
 async def main(path):
     store = await Store.open(path)
@@ -260,7 +260,7 @@ import json, os, sys
 from pathlib import Path
 from crl.config import load
 from crl.errors import ConfigError
-from crl.manager.reading import open_reader
+from crl.manager.inspection.reading import open_reader
 {AS_NOBODY}
 path = Path(sys.argv[1])
 try:

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.errors import ConfigError, StoreError
-from crl.manager.database import check_bank
-from crl.manager.reading import open_reader
+from crl.manager.inspection.reading import open_reader
 from crl.manager.records import Stamp
-from crl.manager.store import Store
+from crl.manager.storage.database import check_bank
+from crl.manager.storage.store import Store
 
 # ── other names ───────────────────────────────────────────────────────────────────────────────────
 

@@ -35,9 +35,9 @@ from crl.engines.scripted import ScriptedEngine
 from crl.errors import ConfigError
 from crl.manager import ExperienceManager
 from crl.manager.embed import HashEmbedder
-from crl.manager.reading import EntryView
-from crl.manager.store import Store
-from crl.manager.upkeep import export_lines, parse_export
+from crl.manager.inspection.reading import EntryView
+from crl.manager.inspection.upkeep import export_lines, parse_export
+from crl.manager.storage.store import Store
 from crl.types import Lift
 
 
@@ -395,7 +395,7 @@ def test_an_import_overwrites_nothing_and_leaves_no_files(
     assert "cannot be read (No such file or directory)" in error_line(
         "import", tmp_path / "newer.sqlite", tmp_path / "none.jsonl"
     )
-    monkeypatch.setattr("crl.manager.tables.json.dumps", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("crl.manager.storage.tables.json.dumps", lambda *args, **options: 1 / 0)
     assert isinstance(
         bank("import", tmp_path / "newer.sqlite", tmp_path / "lessons.jsonl").exception,
         ZeroDivisionError,
@@ -406,7 +406,7 @@ def test_an_import_overwrites_nothing_and_leaves_no_files(
 def test_a_terminated_import_leaves_no_files(run: Path, tmp_path: Path):
     (file := tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
     endless = (
-        "import asyncio; from crl.manager.store import Store; "
+        "import asyncio; from crl.manager.storage.store import Store; "
         "Store.import_entries = lambda *_: asyncio.sleep(99); "
     )
     command = [

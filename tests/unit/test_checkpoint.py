@@ -18,7 +18,7 @@ from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import load_model, named_weights
+from crl.modeling.loading import load_model, named_weights
 from crl.run.checkpoint import latest_checkpoint, save_checkpoint, saved_states
 
 STATE = {"learner": {"version": 3}, "source": {"drawn": 8}}

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from crl.cli.main import app
 from crl.config.load import load
 from crl.errors import ConfigError, EngineError
-from crl.manager.database import Database
-from crl.run.plan import plan
+from crl.manager.storage.database import Database
+from crl.planning.plan import plan
 
 COMMAND = [sys.executable, "-c", "from crl.cli.main import main; main()"]
 
@@ -226,9 +226,9 @@ def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert crl("eval", str(tmp_path)).exit_code == 0
     assert run.calls == [(tmp_path, {})]
     made: list[tuple] = []
-    recipe = ModuleType("crl.models.recipe")
+    recipe = ModuleType("crl.tiny.recipe")
     recipe.make = lambda *args: made.append(args)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "crl.models.recipe", recipe)
+    monkeypatch.setitem(sys.modules, "crl.tiny.recipe", recipe)
     assert crl("make-models", "--out", str(tmp_path / "m"), "--seed", "3").exit_code == 0
     assert made == [(tmp_path / "m", 3)]
 

@@ -21,10 +21,10 @@ from crl.config.validate import dotted_keys, validated
 from crl.errors import ConfigError
 from crl.manager.settings import no_progress
 from crl.monitor.plain import PlainMonitor
+from crl.planning.plan import overview, plan
+from crl.planning.tasks import require_engine, require_prompts_used, specs
 from crl.run.assemble import _bank_factory
 from crl.run.main import train
-from crl.run.plan import overview, plan
-from crl.run.tasks import require_engine, require_prompts_used, specs
 
 SHIPPED = sorted(catalog.tasks_dir().glob("*.toml"))
 SHIPPED_MIXTURES = [path for path in SHIPPED if catalog.mixture(path)]
@@ -184,7 +184,7 @@ def test_every_field_has_a_description():
 
 
 def test_the_config_imports_without_torch():
-    code = "import sys, crl.config.load, crl.run.plan; sys.exit(bool({'torch', 'transformers', 'nle'} & set(sys.modules)))"
+    code = "import sys, crl.config.load, crl.planning.plan; sys.exit(bool({'torch', 'transformers', 'nle'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -32,8 +32,8 @@ from doors import renderer
 from extractors import NoteEngine, hit, logged, request, search
 
 from crl.manager import ExperienceManager, ExtractorSample, GroupSuccess, UnitKey
-from crl.manager.reading import open_reader
-from crl.manager.store import Store
+from crl.manager.inspection.reading import open_reader
+from crl.manager.storage.store import Store
 from crl.types import ExperienceUse, Lift, TokenTrace
 
 

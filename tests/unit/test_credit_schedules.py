@@ -20,8 +20,8 @@ import pytest
 from extractors import RETURN, NoteEngine, add, hit, open_manager, request, search, update
 
 from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.manager.inspection.upkeep import evict
 from crl.manager.records import UnitKey
-from crl.manager.upkeep import evict
 from crl.types import ExperienceUse
 
 COOLDOWN, ALPHA, WINDOW_STEPS, MALFORMED = 2, 0.5, 2, -1.0

@@ -13,11 +13,11 @@ from crl.algo import micro_batches, rank_shares
 from crl.config.load import load
 from crl.errors import ConfigError
 from crl.learners.deepspeed import RankSettings, split_minibatches
+from crl.planning.gpu_plan import GpuAssignment
+from crl.planning.installed import require_learner
+from crl.planning.plan import plan
 from crl.run import assemble
 from crl.run.assemble import NO_GPU
-from crl.run.gpu_plan import GpuAssignment
-from crl.run.installed import require_learner
-from crl.run.plan import plan
 from crl.types import Minibatch, TokenTrace, TrainSample
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────

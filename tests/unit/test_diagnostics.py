@@ -13,11 +13,11 @@ from doors import TASK
 from extractors import hit, request
 
 from crl.envs.base import LessonVerdict
+from crl.evaluation.diagnostics import Diagnostics, lesson_verdict
+from crl.evaluation.metrics import group_gaps, rollout_metrics
 from crl.manager import Distilled
 from crl.manager.records import Generation, Write
 from crl.protocols import Hit, SearchRequest
-from crl.run.diagnostics import Diagnostics, lesson_verdict
-from crl.run.metrics import group_gaps, rollout_metrics
 from crl.types import Completion, Condition, ExperienceUse, Segment, Task, Trajectory
 
 

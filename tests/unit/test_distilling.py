@@ -42,8 +42,8 @@ from crl.manager import (
     RetrievalSettings,
 )
 from crl.methods.parts.distilling import FullDistilPrompt
+from crl.modeling.tokens import ChatRenderer
 from crl.prompts import prompt
-from crl.tokens import ChatRenderer
 from crl.types import Segment, Trajectory
 
 SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0))

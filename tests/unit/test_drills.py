@@ -30,17 +30,19 @@ from crl.envs.room.lessons import (
 )
 from crl.envs.webshop.lessons import read as read_shop
 from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, Prompts
+from crl.manager.distillation.ops import parse_merge
 from crl.manager.embed import HashEmbedder
-from crl.manager.ops import parse_merge
+from crl.manager.inspection.upkeep import create_bank
 from crl.manager.records import Entry
-from crl.manager.upkeep import create_bank
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.merging import CompactMergePrompt
-from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models.drills import alfworld, grids, room, webshop
-from crl.models.drills.drill import OFFER, Episode, merge_answer, random_chunk
-from crl.models.drills.room import (
+from crl.modeling.loading import load_model, load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
+from crl.rollout.critic import parse_critique
+from crl.tiny.drills import alfworld, grids, room, webshop
+from crl.tiny.drills.drill import OFFER, Episode, merge_answer, random_chunk
+from crl.tiny.drills.room import (
     RoomRefinements,
     makes_claim,
     merges,
@@ -48,10 +50,8 @@ from crl.models.drills.room import (
     refine_prompt,
     refinement,
 )
-from crl.models.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
-from crl.models.warm_start import Demonstration, demonstrated_trace
-from crl.rollout.critic import parse_critique
-from crl.tokens import ChatRenderer
+from crl.tiny.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
+from crl.tiny.warm_start import Demonstration, demonstrated_trace
 from crl.types import Sampling, Segment
 
 

@@ -34,7 +34,7 @@ from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
 from crl.embedders.recipe import EncoderSettings, read_encoder_settings
 from crl.errors import ConfigError, EngineError
 from crl.manager import ManagerSettings, RetrievalSettings
-from crl.run.plan import plan
+from crl.planning.plan import plan
 from crl.run.progress import embedding_progress
 
 TEXTS = [

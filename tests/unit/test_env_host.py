@@ -24,7 +24,7 @@ from crl import scratch
 from crl.envs import registry
 from crl.envs.actions import parse_choice
 from crl.envs.base import EnvSpec, Game, StreamSettings, play_episode
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.places import PlaceStream
 from crl.errors import ConfigError, RolloutError
 from crl.types import StepResult, Task
@@ -436,7 +436,7 @@ def test_a_users_module_that_fails_is_a_config_error(
 
 def test_hosting_and_declaring_import_nothing_heavy() -> None:
     code = (
-        "import sys, crl.envs.host, crl.envs.registry as r; "
+        "import sys, crl.envs.hosting.threads, crl.envs.registry as r; "
         "r.get_spec('room').task_source(0, __import__('crl.envs.base', "
         "fromlist=['x']).StreamSettings()).draw(3); "
         "print(sorted({'nle', 'minihack', 'gymnasium', 'torch', 'numpy'} & set(sys.modules)))"

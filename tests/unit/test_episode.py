@@ -24,7 +24,7 @@ from doors import (
 )
 
 from crl.engines.scripted import ScriptedEngine
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import Response, SearchRequest

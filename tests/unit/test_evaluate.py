@@ -23,15 +23,10 @@ from hypothesis import strategies as st
 from crl.engines.scripted import ScriptedEngine
 from crl.engines.torch import TorchEngine
 from crl.envs.base import StreamSettings
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room import SPEC
 from crl.errors import EngineError
-from crl.methods.parts.rollouts import ChatContext
-from crl.modeling import load_model
-from crl.protocols import Retriever
-from crl.rollout.episode import EpisodeRunner, Limits
-from crl.rollout.waves import DirectSampler, LockstepSampler
-from crl.run.evaluate import (
+from crl.evaluation.evaluate import (
     EvalKey,
     EvalSet,
     Evaluation,
@@ -41,7 +36,12 @@ from crl.run.evaluate import (
     clustered_success_rate,
     difference_interval,
 )
-from crl.run.playing import EpisodeScheduler
+from crl.evaluation.scheduling import EpisodeScheduler
+from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.loading import load_model
+from crl.protocols import Retriever
+from crl.rollout.episode import EpisodeRunner, Limits
+from crl.rollout.waves import DirectSampler, LockstepSampler
 from crl.types import Completion, Sampling, Split, Task, Trajectory
 
 # ── Wilson's interval ─────────────────────────────────────────────────────────────────────────────

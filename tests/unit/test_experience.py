@@ -26,6 +26,7 @@ from extractors import (
 from crl.config.schema import OptimizerSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import CrlError, EngineError, LearnerError
+from crl.evaluation.diagnostics import Diagnostics
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
@@ -40,9 +41,8 @@ from crl.manager import (
 )
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
 from crl.methods.parts.training import CispoLoss
-from crl.modeling import load_model
+from crl.modeling.loading import load_model
 from crl.protocols import DistillationFilter, ExtractorRole
-from crl.run.diagnostics import Diagnostics
 from crl.rollout.crediting import credit_and_submit, group_successes
 from crl.run.experience import (
     ExperiencePipeline,

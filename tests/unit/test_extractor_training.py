@@ -14,7 +14,7 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import ExtractorSample
 from crl.methods.parts.training import CispoLoss
-from crl.modeling import load_model
+from crl.modeling.loading import load_model
 from crl.protocols import ExtractorRole
 from crl.run.experience import ExtractorTrainer, extractor_minibatches
 

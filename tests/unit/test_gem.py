@@ -24,7 +24,7 @@ from crl.config.load import load
 from crl.envs.base import EnvSpec, StreamSettings
 from crl.envs.registry import get_spec
 from crl.errors import ConfigError
-from crl.run.tasks import specs
+from crl.planning.tasks import specs
 from crl.types import Task
 
 INSTALLED = importlib.util.find_spec("gem") is not None

@@ -14,7 +14,7 @@ from crl.config.models import model_shape
 from crl.config.schema import LearnerSection
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
 from crl.errors import ConfigError
-from crl.run.gpu_memory import (
+from crl.planning.gpu_memory import (
     EMBEDDER_WORK_BYTES,
     GIB,
     MAX_LOGITS,

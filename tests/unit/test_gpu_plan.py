@@ -14,11 +14,18 @@ from crl.config.load import load
 from crl.config.models import find_model, resolve_model
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
-from crl.run import gpu_plan as module
-from crl.run import gpus
-from crl.run.gpu_memory import GIB
-from crl.run.gpu_plan import USABLE_SHARE, GpuAssignment, GpuPlan, assigned_gpus, describe, gpu_plan
-from crl.run.gpus import Gpu
+from crl.planning import gpu_plan as module
+from crl.planning import gpus
+from crl.planning.gpu_memory import GIB
+from crl.planning.gpu_plan import (
+    USABLE_SHARE,
+    GpuAssignment,
+    GpuPlan,
+    assigned_gpus,
+    describe,
+    gpu_plan,
+)
+from crl.planning.gpus import Gpu
 
 
 @pytest.fixture(autouse=True)

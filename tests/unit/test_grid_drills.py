@@ -11,10 +11,10 @@ import pytest
 from crl.envs.base import play_episode
 from crl.envs.keyroom import lessons as keyroom_lessons
 from crl.envs.maze import lessons as maze_lessons
-from crl.manager.ops import parse_ops
-from crl.models.drills.drill import Episode
-from crl.models.drills.grid_players import player_factories
-from crl.models.drills.grids import (
+from crl.manager.distillation.ops import parse_ops
+from crl.tiny.drills.drill import Episode
+from crl.tiny.drills.grid_players import player_factories
+from crl.tiny.drills.grids import (
     GENERIC_LESSONS,
     KEYROOM,
     MAZE,

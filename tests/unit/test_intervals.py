@@ -80,7 +80,7 @@ def test_plus_minus() -> None:
 
 def test_scipy_is_imported_only_to_compute_an_interval() -> None:
     report = (
-        "import sys, crl.intervals, crl.cli.main, crl.manager.reading; "
+        "import sys, crl.intervals, crl.cli.main, crl.manager.inspection.reading; "
         "print('scipy' in sys.modules)"
     )
     done = subprocess.run(

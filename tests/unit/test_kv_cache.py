@@ -12,7 +12,7 @@ from engines import Passes, greedy, prompts, qwen2, reference, serving
 
 from crl.engines.kv_cache import PrefixCache, SlotCache
 from crl.engines.passes import Pass
-from crl.modeling import InProcessWeights
+from crl.modeling.loading import InProcessWeights
 
 
 async def test_the_second_turn_reads_only_new_tokens() -> None:

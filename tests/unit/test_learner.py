@@ -25,7 +25,7 @@ from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import Trainer, TrainSettings, mismatch, mismatch_moments
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling import checksum, named_weights, token_logprobs
+from crl.modeling.loading import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from crl.errors import StoreError
-from crl.manager.database import MAX_WORKS_PER_COMMIT, Database, copy_database
+from crl.manager.storage.database import MAX_WORKS_PER_COMMIT, Database, copy_database
 
 Work = Callable[[sqlite3.Connection], Any]
 
@@ -241,7 +241,7 @@ def test_ctrl_c_during_a_connect_raises_keyboard_interrupt(work: str, tmp_path: 
     code = f"""
 import asyncio, os, signal, time
 from pathlib import Path
-from crl.manager.database import Database, copy_database
+from crl.manager.storage.database import Database, copy_database
 folder = Path({str(tmp_path)!r})
 async def main():
     os.kill(os.getpid(), signal.SIGINT)

@@ -27,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.errors import StoreError
-from crl.manager.database import SCHEMA_VERSION
 from crl.manager.records import (
     ApplyRules,
     Credit,
@@ -42,8 +41,9 @@ from crl.manager.records import (
     Vote,
     Write,
 )
-from crl.manager.snapshots import TABLES
-from crl.manager.store import Store
+from crl.manager.storage.database import SCHEMA_VERSION
+from crl.manager.storage.snapshots import TABLES
+from crl.manager.storage.store import Store
 from crl.types import Completion, Lift, Verdict
 
 AT = Stamp(4, 2)
@@ -654,7 +654,7 @@ from pathlib import Path
 from extractors import request
 from crl.errors import StoreError
 from crl.manager.records import Stamp
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 
 async def main(path):
     store = await Store.open(path)
@@ -721,7 +721,7 @@ import asyncio, sys
 from pathlib import Path
 from extractors import request
 from crl.manager.records import Stamp
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 
 async def main(path):
     store = await Store.open(path)
@@ -763,7 +763,7 @@ import asyncio, sys
 from pathlib import Path
 from extractors import request
 from crl.manager.records import Stamp
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 
 async def main(path):
     store = await Store.open(path)

@@ -10,7 +10,7 @@ import pytest
 from extractors import answering, logged, open_manager, request, search, task
 
 from crl.manager import CreditSettings, DistilRequest, ManagerSettings, RetrievalSettings
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 
 SETTINGS = ManagerSettings(
     max_per_goal=3, max_entries=12, evict="credit", evict_votes=1, duplicate_similarity=0.8,

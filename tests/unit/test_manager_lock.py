@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crl.manager.lock import ReadWriteLock
+from crl.manager.retrieval.lock import ReadWriteLock
 
 # ── random schedules ──────────────────────────────────────────────────────────────────────────────
 

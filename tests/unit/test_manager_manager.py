@@ -44,7 +44,7 @@ from crl.manager import (
     Prompts,
     RetrievalSettings,
 )
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 from crl.protocols import Hit
 from crl.types import Completion, Sampling, TokenTrace, TrackRecord, Trajectory
 

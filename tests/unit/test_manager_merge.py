@@ -36,9 +36,9 @@ from crl.manager import (
     MergeStats,
     RetrievalSettings,
 )
-from crl.manager.bank import Scope
-from crl.manager.merge import Chunker
+from crl.manager.distillation.merge import Chunker
 from crl.manager.records import Applied, Entry
+from crl.manager.retrieval.entries import Scope
 from crl.types import Completion, Sampling
 
 ANY = RetrievalSettings(margin=2.0, min_similarity=-1.0)

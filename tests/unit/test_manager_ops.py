@@ -9,8 +9,8 @@ from doors import renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crl.manager import ops
-from crl.manager.ops import OpLimits, parse_merge, parse_ops, token_spans
+from crl.manager.distillation import ops
+from crl.manager.distillation.ops import OpLimits, parse_merge, parse_ops, token_spans
 
 ADD = '{"op": "add", "text": "Go west."}'
 UPDATE = '{"op": "update", "target": 2, "text": "Go south."}'

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from crl.errors import EngineError
 from crl.manager import ManagerSettings
-from crl.manager.queue import DistilQueue, Outcome
+from crl.manager.distillation.queue import DistilQueue, Outcome
 from crl.manager.records import ApplyRules, Distilled, DistilRequest, Generation, Stamp
-from crl.manager.store import Store
+from crl.manager.storage.store import Store
 from crl.types import Completion
 
 AT = Stamp(0, 0)

@@ -24,7 +24,7 @@ from crl.manager import (
     OpLimits,
     RetrievalSettings,
 )
-from crl.manager.ops import parse_refine
+from crl.manager.distillation.ops import parse_refine
 from crl.protocols import Hit, Question, SearchRequest
 from crl.types import Completion, Sampling, Segment
 

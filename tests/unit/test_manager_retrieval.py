@@ -22,11 +22,9 @@ from crl.envs.places import FIXED_NAMES, PLACE_NAMES
 from crl.envs.room import GOAL
 from crl.envs.room.lessons import LESSONS, lesson
 from crl.manager import CachedEmbedder
-from crl.manager.bank import Bank, Scope
 from crl.manager.embed import HashEmbedder, KeyEmbedder
-from crl.manager.index import MIN_TAIL_ROWS, Index
 from crl.manager.records import Entry
-from crl.manager.retrieval import (
+from crl.manager.retrieval.choice import (
     SIMILARITY_TOLERANCE,
     Candidate,
     RetrievalSettings,
@@ -35,6 +33,8 @@ from crl.manager.retrieval import (
     is_trial,
     success_score,
 )
+from crl.manager.retrieval.entries import Bank, Scope
+from crl.manager.retrieval.index import MIN_TAIL_ROWS, Index
 
 
 def entry(uid: str, **fields) -> Entry:
@@ -336,8 +336,8 @@ def test_the_index_agrees_with_an_exhaustive_sort(small_index, changes, k, seed,
 def small_index():
     """Lower the tail length and the minimum graph size, so that snapshots occur."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("crl.manager.index.MIN_TAIL_ROWS", 4)
-    patch.setattr("crl.manager.index.MAX_EXACT_ROWS", 6)
+    patch.setattr("crl.manager.retrieval.index.MIN_TAIL_ROWS", 4)
+    patch.setattr("crl.manager.retrieval.index.MAX_EXACT_ROWS", 6)
     yield
     patch.undo()
 
@@ -348,7 +348,7 @@ async def test_the_graph_agrees_with_an_exhaustive_search(monkeypatch, size):
 
     A tenth of the lessons is replaced and a tenth is removed after the graph was built.
     """
-    monkeypatch.setattr("crl.manager.index.MAX_EXACT_ROWS", 1000)
+    monkeypatch.setattr("crl.manager.retrieval.index.MAX_EXACT_ROWS", 1000)
     rng = random.Random(0)
     goals = [
         GOAL.format(place=f"{place} {i}")

@@ -40,8 +40,8 @@ from crl.manager import (
     RetrievalSettings,
 )
 from crl.manager.records import Entry, EvictionOrder, Stamp
-from crl.manager.retrieval import success_score
-from crl.manager.store import Store
+from crl.manager.retrieval.choice import success_score
+from crl.manager.storage.store import Store
 from crl.protocols import Hit
 
 NEAREST = RetrievalSettings(margin=0.0, min_similarity=0.0, exact=True)

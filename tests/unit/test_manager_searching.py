@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crl.manager import CachedEmbedder, RetrievalSettings
-from crl.manager.bank import Bank
-from crl.manager.index import Build, Neighbour
 from crl.manager.records import Entry
-from crl.manager.searching import Searcher
+from crl.manager.retrieval.entries import Bank
+from crl.manager.retrieval.index import Build, Neighbour
+from crl.manager.retrieval.searching import Searcher
 from crl.protocols import Hit
 
 ANY = {"margin": 2.0, "min_similarity": 0.0}
@@ -331,9 +331,9 @@ async def test_a_search_with_one_failed_request_counts_nothing():
 @pytest.fixture
 def small_graphs(monkeypatch):
     """Lower the size limits of the index, so that a bank of more than 64 entries is a large one."""
-    monkeypatch.setattr("crl.manager.index.MAX_EXACT_ROWS", 64)
-    monkeypatch.setattr("crl.manager.index.MIN_TAIL_ROWS", 16)
-    monkeypatch.setattr("crl.manager.searching.THREADS_FROM", 64)
+    monkeypatch.setattr("crl.manager.retrieval.index.MAX_EXACT_ROWS", 64)
+    monkeypatch.setattr("crl.manager.retrieval.index.MIN_TAIL_ROWS", 16)
+    monkeypatch.setattr("crl.manager.retrieval.searching.THREADS_FROM", 64)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -388,7 +388,7 @@ async def test_changes_take_effect_immediately_during_searches_and_builds(small_
 
 
 async def test_closing_answers_open_searches_and_stops_a_build(small_graphs, monkeypatch):
-    monkeypatch.setattr("crl.manager.index.BUILD_CHUNK_ROWS", 1)
+    monkeypatch.setattr("crl.manager.retrieval.index.BUILD_CHUNK_ROWS", 1)
     searcher, _ = await open_searcher(*(f"go {i}" for i in range(2000)))
     asked = [start_search(searcher, f"go {i}", i) for i in range(20)]
     await asyncio.sleep(0)

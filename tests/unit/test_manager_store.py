@@ -13,11 +13,11 @@ import pytest
 from extractors import hit, request, task
 
 from crl.errors import StoreError
-from crl.manager.database import SCHEMA_VERSION, Database, copy_database
 from crl.manager.records import DistilRequest, Stamp, UnitKey
-from crl.manager.store import Store
-from crl.manager.tables import ACTIVE_ENTRIES
-from crl.manager.tally import NEW_OPERATIONS
+from crl.manager.storage.database import SCHEMA_VERSION, Database, copy_database
+from crl.manager.storage.log_counter import NEW_OPERATIONS
+from crl.manager.storage.store import Store
+from crl.manager.storage.tables import ACTIVE_ENTRIES
 from crl.types import Split, TrackRecord
 
 AT = Stamp(4, 2)

@@ -26,8 +26,8 @@ from crl.methods.parts.training import (
     SelfDistillation,
     SplitAdvantage,
 )
+from crl.planning.context import chat_context
 from crl.protocols import Hit, Method
-from crl.run.context import chat_context
 from crl.types import Condition, ExperienceUse, Observation, Segment, Task, TrackRecord, Trajectory
 
 # ── choice of the guided members ──────────────────────────────────────────────────────────────────

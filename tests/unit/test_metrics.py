@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crl.run.metrics import rollout_metrics
+from crl.evaluation.metrics import rollout_metrics
 from crl.types import Condition, ExperienceUse, Task, TokenTrace, Trajectory
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from crl.errors import ConfigError
-from crl.modeling import (
+from crl.modeling.loading import (
     InProcessWeights,
     checksum,
     load_model,

@@ -21,7 +21,7 @@ from crl.envs.actions import COMPASS
 from crl.envs.alfworld import SMALL_SPEC
 from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room import SPEC, demonstration_tasks, probe_tasks
 from crl.envs.room.lessons import (
     LESSONS,
@@ -34,16 +34,21 @@ from crl.envs.room.lessons import (
 )
 from crl.envs.webshop import lessons as webshop_lessons
 from crl.errors import ConfigError
-from crl.manager.ops import parse_ops
+from crl.evaluation.probe import FixedRetriever
+from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.distilling import Digest
 from crl.methods.parts.rollouts import ChatContext
-from crl.modeling import load_model, load_tokenizer, stop_ids
-from crl.models import recipe
-from crl.models.drills import alfworld_chores, drill, webshop_visits
-from crl.models.drills.alfworld_houses import SmallHouse
-from crl.models.drills.drill import Drill, Episode
-from crl.models.drills.room import RoomLessons, answer, distil_prompt
-from crl.models.drills.room_personas import (
+from crl.modeling.loading import load_model, load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
+from crl.protocols import Hit
+from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
+from crl.rollout.waves import LockstepSampler
+from crl.tiny import recipe
+from crl.tiny.drills import alfworld_chores, drill, webshop_visits
+from crl.tiny.drills.alfworld_houses import SmallHouse
+from crl.tiny.drills.drill import Drill, Episode
+from crl.tiny.drills.room import RoomLessons, answer, distil_prompt
+from crl.tiny.drills.room_personas import (
     Explorer,
     Follower,
     Lingerer,
@@ -53,13 +58,8 @@ from crl.models.drills.room_personas import (
     first_step,
     persona_for_lesson,
 )
-from crl.models.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
-from crl.models.warm_start import Shape, demonstrated_trace, new_model, train_tokenizer
-from crl.protocols import Hit
-from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.rollout.waves import LockstepSampler
-from crl.run.probe import FixedRetriever
-from crl.tokens import ChatRenderer
+from crl.tiny.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
+from crl.tiny.warm_start import Shape, demonstrated_trace, new_model, train_tokenizer
 from crl.types import ExperienceUse, RolloutPlan, Sampling, Segment, Task
 
 

@@ -17,8 +17,8 @@ from crl.envs import registry
 from crl.envs.base import EnvSpec, StreamSettings, no_player
 from crl.envs.seeded import TRAIN_SEEDS, UNSEEN_SEEDS, SeededTasks
 from crl.errors import ConfigError
-from crl.run.plan import plan
-from crl.run.tasks import specs
+from crl.planning.plan import plan
+from crl.planning.tasks import specs
 from crl.types import Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

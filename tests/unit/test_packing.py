@@ -27,16 +27,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import crl.modeling
+import crl.modeling.loading
 from crl.errors import ConfigError
-from crl.modeling import (
+from crl.modeling.loading import (
     TokenStats,
     checkpoint_activations,
     precision,
     require_packing,
     token_logprobs,
 )
-from crl.packing import MAX_PADDING_RATIO, Packing, enable_packing, reads_packed
+from crl.modeling.packing import MAX_PADDING_RATIO, Packing, enable_packing, reads_packed
 
 SMALL = {
     "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -215,7 +215,7 @@ def test_a_model_that_mixes_packed_sequences_is_rejected(monkeypatch: pytest.Mon
         )
         return out.transpose(1, 2), None
 
-    monkeypatch.setattr("crl.packing.attend", mixing)
+    monkeypatch.setattr("crl.modeling.packing.attend", mixing)
     with pytest.raises(ConfigError, match=r"actor\.model.*packed sequences influence each other"):
         require_packing(tiny_model(), Path("mixing"))
 
@@ -265,7 +265,7 @@ def test_logprobs_in_parts_equal_those_of_the_whole_softmax(
     tokens_at_a_time: int,
     changes: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(crl.modeling, "MAX_LOGITS", 48 * tokens_at_a_time)
+    monkeypatch.setattr(crl.modeling.loading, "MAX_LOGITS", 48 * tokens_at_a_time)
     ids, mask = batch([14, 9, 9, 3])
     assert int(mask.sum()) > 10
     model, same = tiny_model(**changes), tiny_model(**changes)
@@ -282,7 +282,7 @@ def test_logprobs_in_parts_equal_those_of_the_whole_softmax(
 
 
 def test_a_head_with_a_bias_and_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crl.modeling, "MAX_LOGITS", 48 * 3)
+    monkeypatch.setattr(crl.modeling.loading, "MAX_LOGITS", 48 * 3)
     ids, mask = batch([14, 9])
     models = [tiny_model(), tiny_model()]
     for model in models:
@@ -347,7 +347,7 @@ def test_logits_of_a_large_vocabulary_never_exist_for_all_tokens(
     The logits [b, t, V] would have 24 million elements, those of the selected tokens 18 million.
     """
     vocabulary, hidden = 151_936, 8
-    monkeypatch.setattr(crl.modeling, "MAX_LOGITS", 16 * vocabulary)
+    monkeypatch.setattr(crl.modeling.loading, "MAX_LOGITS", 16 * vocabulary)
     sizes: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from crl.cli.main import app
+from crl.cli.play import HumanPlayer, PlayableTask
 from crl.config import catalog
 from crl.envs import registry
-from crl.run import installed
-from crl.run.play import HumanPlayer, PlayableTask
+from crl.planning import installed
 
 WEBSHOP = Path(__file__).parent / "webshop_data"
 DOORS = str(Path(__file__).resolve().parents[2] / "examples" / "doors" / "doors.toml")

@@ -12,9 +12,9 @@ from doors import HIT, TASK, RecordingRetriever, dice, open_host, renderer, runn
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError
+from crl.evaluation.scheduling import EpisodeScheduler
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.rollout.waves import LockstepSampler
-from crl.run.playing import EpisodeScheduler
 from crl.types import Completion, Sampling, Task, Trajectory
 
 

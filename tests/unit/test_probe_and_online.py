@@ -22,9 +22,22 @@ from test_diagnostics import distilled
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.actions import COMPASS
 from crl.envs.base import StreamSettings
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room import SPEC, probe_tasks
 from crl.envs.room.lessons import lesson, true_stairs_direction
+from crl.evaluation.evaluate import EvalSet, Evaluation, Evaluator, SuccessRate
+from crl.evaluation.online import (
+    MEMBERS,
+    RUN_NAME,
+    VISITS,
+    LessonCounter,
+    OnlineEvaluator,
+    OnlineResult,
+    OnlineTask,
+    credit_and_distil,
+)
+from crl.evaluation.probe import AdviceProbe, ProbeTask, advice_texts
+from crl.evaluation.scheduling import EpisodeScheduler
 from crl.manager import (
     Distilled,
     DistilSettings,
@@ -37,20 +50,7 @@ from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.run.evaluate import EvalSet, Evaluation, Evaluator, SuccessRate
 from crl.run.experience import ReadOnlyRetriever
-from crl.run.online import (
-    MEMBERS,
-    RUN_NAME,
-    VISITS,
-    LessonCounter,
-    OnlineEvaluator,
-    OnlineResult,
-    OnlineTask,
-    credit_and_distil,
-)
-from crl.run.playing import EpisodeScheduler
-from crl.run.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.types import Task, Trajectory
 
 TURNS = 4

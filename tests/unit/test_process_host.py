@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from toy_games import NUMBERS, SPEC
 
 from crl.envs.base import EnvSpec
-from crl.envs.host import Hosts, ThreadHost
-from crl.envs.processes import MAX_AFFINITY_SURPLUS, ProcessEnvironment, ProcessHost
+from crl.envs.hosting.processes import MAX_AFFINITY_SURPLUS, ProcessEnvironment, ProcessHost
+from crl.envs.hosting.threads import Hosts, ThreadHost
 from crl.errors import ConfigError, RolloutError
 from crl.types import StepResult, Task
 

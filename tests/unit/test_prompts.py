@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from crl.errors import ConfigError, RolloutError
 from crl.manager import OpLimits
-from crl.manager.ops import parse_ops
+from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import FOLDER, SLOTS, fill, hashes, prompt

@@ -16,7 +16,7 @@ from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.envs import places
 from crl.envs.base import Rendering, ScriptedPlayer, StreamSettings, play_episode
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room import ACTIONS, PLACES, SPEC, demonstration_tasks, probe_tasks
 from crl.envs.room.game import RoomGame, true_stairs
 from crl.envs.room.player import RoomPlayer

@@ -20,17 +20,18 @@ from crl.envs.webshop.lessons import (
     wrong_brands,
 )
 from crl.envs.webshop.player import Requirements, links
-from crl.manager.ops import parse_ops
+from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
-from crl.models.drills.drill import Episode, distil_prompt
-from crl.models.drills.webshop import (
+from crl.modeling.tokens import ChatRenderer
+from crl.tiny.drills.drill import Episode, distil_prompt
+from crl.tiny.drills.webshop import (
     ACTOR_DRILLS,
     EXTRACTOR_DRILLS,
     answer,
     lessons,
     refinements,
 )
-from crl.models.drills.webshop_visits import (
+from crl.tiny.drills.webshop_visits import (
     ACTOR_VISITS,
     ASKING_VISITS,
     CHOICE_VISITS,
@@ -42,8 +43,7 @@ from crl.models.drills.webshop_visits import (
     demonstration_task,
     follower,
 )
-from crl.models.warm_start import END, Demonstration, demonstrated_trace, train_tokenizer
-from crl.tokens import ChatRenderer
+from crl.tiny.warm_start import END, Demonstration, demonstrated_trace, train_tokenizer
 
 COMPACT = tomllib.loads(Path("tasks/webshop.toml").read_text())["compact"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from crl.evaluation.evaluate import EvalKey, Evaluation, SuccessRate
+from crl.evaluation.metrics import GroupGap
 from crl.intervals import Mean
-from crl.run.evaluate import EvalKey, Evaluation, SuccessRate
-from crl.run.metrics import GroupGap
 from crl.run.summary import (
     ExperienceReport,
     Summary,

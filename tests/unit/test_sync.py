@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from crl import sync
 from crl.engines.torch import TorchEngine
 from crl.errors import EngineError
-from crl.modeling import checksum, named_weights
+from crl.modeling import weights as sync
+from crl.modeling.loading import checksum, named_weights
+from crl.modeling.weights import FileWeights, manifest_of, sibling_path, weights_path, write_tensors
 from crl.run.sync import sync_weights
 from crl.scratch import scratch_folder
-from crl.sync import FileWeights, manifest_of, sibling_path, weights_path, write_tensors
 
 
 def qwen2(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:

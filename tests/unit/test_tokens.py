@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from crl.modeling import load_tokenizer, stop_ids
-from crl.tokens import ChatRenderer, Conversation
+from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer, Conversation
 from crl.types import Completion, Segment, TokenTrace
 
 TASK = Segment("user", "goal: leave the room", "task")

@@ -33,7 +33,7 @@ from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 from crl.engines.passes import MAX_STACKED_TOKENS, Pass
 from crl.engines.torch import PREFILL_TOKENS, Request, sample
 from crl.errors import EngineError, RolloutError
-from crl.modeling import InProcessWeights, load_model
+from crl.modeling.loading import InProcessWeights, load_model
 from crl.types import Completion, Sampling
 
 # ── the same tokens as transformers ───────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from crl.engines.vllm_heads import WiderHeads
-from crl.modeling import load_model, token_logprobs
+from crl.modeling.loading import load_model, token_logprobs
 
 
 @pytest.mark.parametrize("wide", [32, 64])

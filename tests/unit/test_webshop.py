@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shipped import shipped_task
 
 from crl.envs.base import Rendering, StreamSettings, play_episode
-from crl.envs.host import ThreadHost
+from crl.envs.hosting.threads import ThreadHost
 from crl.envs.webshop import SPEC, WebShopStream, eval_tasks, probe_tasks
 from crl.envs.webshop.catalogue import Product
 from crl.envs.webshop.game import WebShopGame

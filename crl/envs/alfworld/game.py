@@ -6,7 +6,7 @@ from crl.envs.alfworld import text
 from crl.envs.alfworld.engine import PddlEngine
 from crl.envs.alfworld.games import game_of, official_path
 from crl.envs.base import Rendering
-from crl.envs.host import describe_error
+from crl.envs.hosting.threads import describe_error
 from crl.types import StepResult, Task
 
 _HIDDEN_COMMANDS = frozenset({"help"})

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crl.methods.parts.distilling import Digest, quoted, with_transcript
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit, Question
-from crl.tokens import ChatRenderer
 from crl.types import Segment
 
 COMPACT_OFFER, COMPACT_CALL, COMPACT_NO_RESULT = "you may ask.", "ask", "nothing is known."

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from crl.errors import RolloutError
 from crl.manager import DistilRequest
+from crl.modeling.tokens import ChatRenderer
 from crl.prompts import fill
-from crl.tokens import ChatRenderer
 from crl.types import Origin, Segment, Trajectory
 
 Digest = Callable[[Sequence[Segment]], str]

@@ -1,0 +1,173 @@
+"""Games played by a person or by an environment's scripted player, as an actor would see them.
+
+Needs no model and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from crl.config import TaskConfig
+from crl.config.catalog import mixture, task_file
+from crl.config.load import task_settings
+from crl.envs.base import EnvSpec, PlayedEpisode, Rendering, ScriptedPlayer, no_player, play_episode
+from crl.envs.hosting.threads import CheckedGame, describe_error
+from crl.envs.registry import get_spec, require_extra
+from crl.errors import ConfigError, CrlError, RolloutError
+from crl.planning.context import chat_context
+from crl.planning.tasks import first_tasks
+from crl.protocols import ContextProvider
+from crl.seeds import generator
+from crl.types import Observation, Segment, Split, StepResult, Task
+
+T = TypeVar("T")
+
+
+class HumanPlayer:
+    """Person as a `ScriptedPlayer`: `read` returns the next action.
+
+    Observations are already on the screen. `read` raises `EOFError` if there are no more actions.
+    """
+
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read = read
+
+    def begin(self, goal: str, observation: str) -> None:
+        """Do nothing: the person sees the screen."""
+
+    def act(self) -> str:
+        return self._read()
+
+    def observe(self, observation: str) -> None:
+        """Do nothing: the person sees the screen."""
+
+
+class ActorView:
+    """Player that takes an actor's place.
+
+    Prompts are built, and answers parsed, as for an actor. `show` is called with every prompt text
+    and every answer. A person's answers are not shown: the terminal shows them already.
+    """
+
+    def __init__(
+        self,
+        player: ScriptedPlayer,
+        context: ContextProvider,
+        task: Task,
+        show: Callable[[str], None],
+    ) -> None:
+        self._player, self._context, self._task, self._show = player, context, task, show
+
+    def begin(self, goal: str, observation: str) -> None:
+        self._show_segments(self._context.opening(self._task, Observation(observation), None))
+        self._player.begin(goal, observation)
+
+    def act(self) -> str:
+        text = self._player.act()
+        if not isinstance(self._player, HumanPlayer):
+            self._show(f"> {text}")
+        return self._context.parse(self._task, text).action
+
+    def observe(self, observation: str) -> None:
+        self.end(observation)
+        self._player.observe(observation)
+
+    def end(self, observation: str) -> None:
+        """Show an observation. The player does not receive it, unlike in `observe`."""
+        self._show_segments(self._context.feedback(StepResult(observation)))
+
+    def _show_segments(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._show(segment.text)
+
+
+class ReportingGame:
+    """`Game` with the checks and the error messages of a run.
+
+    Errors of the game are raised as `RolloutError`; a `CrlError` is raised unchanged. An error in
+    `close` is shown instead of raised.
+    """
+
+    def __init__(self, spec: EnvSpec, rendering: Rendering, show: Callable[[str], None]) -> None:
+        self._name, self._show = spec.name, show
+        self._game = CheckedGame(self._call("make", spec.make_game, rendering), spec.reward_range)
+
+    def reset(self, task: Task) -> str:
+        return self._call("reset", self._game.reset, task)
+
+    def step(self, action: str) -> StepResult:
+        return self._call("step", self._game.step, action)
+
+    def close(self) -> None:
+        try:
+            self._call("close", self._game.close)
+        except CrlError as error:
+            self._show(" ".join(str(error).split()))
+
+    def _call(self, operation: str, function: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return function(*arguments)
+        except CrlError:
+            raise
+        except (Exception, SystemExit) as error:  # a game may raise any error
+            raise RolloutError(
+                "env", f"{self._name}: {operation}: {describe_error(error)}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class PlayableTask:
+    """Task that is ready to be played in one rendering."""
+
+    config: TaskConfig
+    spec: EnvSpec
+
+    @classmethod
+    def load(cls, name: str, rendering: Rendering) -> PlayableTask:
+        """Load a task. `name` is the task's name or the path of its file.
+
+        Raise `ConfigError` if the task cannot be played.
+        """
+        path = task_file(name)
+        if mixed := mixture(path):
+            raise ConfigError(
+                "task", name, "is a mixture", f"Play one of its tasks: {', '.join(mixed.tasks)}"
+            )
+        config = TaskConfig.model_validate(task_settings(path, rendering))
+        spec = get_spec(config.env, key := f"tasks.{config.name}.env")
+        require_extra(spec, key)
+        return cls(config, spec)
+
+    def scripted_player(self, seed: int) -> ScriptedPlayer:
+        if self.spec.scripted_player is no_player:
+            raise ConfigError(
+                "task",
+                self.config.name,
+                "has no scripted player",
+                "Play it yourself, without --scripted",
+            )
+        return self.spec.scripted_player(generator(seed, "scripted player"))
+
+    def episodes(
+        self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]
+    ) -> Iterator[PlayedEpisode]:
+        """Play the first `n` tasks of `split` in a run with this seed, and yield the episodes.
+
+        The split is "train" or an eval split. Raise `RolloutError` for an episode that would end
+        with an error in a run.
+        """
+        name, config = self.config.name, self.config
+        context = chat_context({name: config}, {name: self.spec})
+        tasks = first_tasks(name, config, self.spec, split, n, seed)
+        game = ReportingGame(self.spec, config.rendering, show)
+        try:
+            for task in tasks:
+                view = ActorView(player, context, task, show)
+                played = play_episode(game, task, view, config.max_turns)
+                if played.done:
+                    view.end(played.observations[-1])
+                yield played
+        finally:
+            game.close()

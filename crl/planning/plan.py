@@ -1,0 +1,336 @@
+"""Plan of a run for `--dry-run`: config, devices, models, tasks and batch arithmetic.
+
+No model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from crl.config.models import bundled_models, find_model, model_size, profile_of
+from crl.config.schema import (
+    EmbedderSection,
+    EngineSection,
+    LearnerSection,
+    RetrievalSection,
+    RunConfig,
+    TaskConfig,
+)
+from crl.config.shapes import PUBLISHED_SHAPES
+from crl.evaluation.online import MEMBERS, UNCOUNTED_VISITS, VISITS
+from crl.planning import tasks
+from crl.planning.gpu_plan import GpuPlan, describe
+from crl.prompts import hashes
+
+
+def plan(config: RunConfig, gpus: GpuPlan | None = None) -> str:
+    """Return the plan as text, in sections with a heading each.
+
+    `gpus` is the GPU plan, None without GPUs; the caller checks that it fits. Raise `ConfigError`
+    for prompts, tasks, a bank or installed models that a run would refuse.
+    """
+    hashes(config.prompts.files)
+    specs = tasks.specs(config)
+    tasks.require_eval_support(config, specs)
+    tasks.eval_sets(config, specs)
+    tasks.online_tasks(config, specs)
+    tasks.probe_tasks(config, specs)
+    tasks.require_prompts_used(config)
+    if config.with_experience:
+        tasks.require_compatible_extractor(config)
+        tasks.require_bank(config)
+        if config.embedder.model not in PUBLISHED_SHAPES:
+            tasks.require_embedder(config)
+    sections = {
+        "resolved config": "\n".join(_toml(config.model_dump())),
+        "devices": _devices(config),
+        **({"GPUs": describe(gpus)} if gpus else {}),
+        "models": _models(config),
+        "tasks": _tasks(config),
+        "batch": _batch(config),
+    } | ({"experience": _experience(config)} if config.with_experience else {})
+    return "\n\n".join(f"── {title} ──\n{text}" for title, text in sections.items())
+
+
+def overview(config: RunConfig) -> str:
+    """Return the text that a run shows at its start: models, tasks with renderings, devices."""
+    return "\n".join([_models(config), _tasks(config), _devices(config)])
+
+
+def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the lines of `table` as TOML: first its values, then its sub-tables.
+
+    TOML has no null, so an unset value becomes a comment.
+    """
+    values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
+    if prefix and values:
+        yield f"\n[{prefix.removesuffix('.')}]"
+    for name, value in values.items():
+        yield (
+            f"# {name} is unset"
+            if value is None
+            else f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        )
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _toml(value, f"{prefix}{name}.")
+
+
+def _devices(config: RunConfig) -> str:
+    lines = [
+        f"{'engine':<12} {_engine(config.engine)}",
+        f"{'learner':<12} {_learner(config.learner)}",
+    ]
+    lines.append(f"{'environments':<12} {_hosts(config)}")
+    return "\n".join(lines)
+
+
+def _engine(engine: EngineSection) -> str:
+    if engine.kind == "torch":
+        return f"torch on {_device(engine.device)}, {_count(engine.threads, 'CPU thread')}"
+    gpus = (
+        f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
+    )
+    initial = ", random initial weights" if engine.load_format == "dummy" else ""
+    return (
+        f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; "
+        f"weight transfer by {engine.transfer}{initial}"
+    )
+
+
+def _learner(learner: LearnerSection) -> str:
+    device = f"on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
+    options = f", {learner.precision}" if learner.precision != "auto" else ""
+    options += ", activation checkpointing" if learner.activation_checkpointing else ""
+    if learner.kind == "local":
+        return f"local {device}{options}"
+    offload = ", optimizer offloaded" if learner.offload else ""
+    return (
+        f"deepspeed {device} each; {_count(learner.ranks, 'rank')} of each model, "
+        f"ZeRO-{learner.zero}{offload}{options}"
+    )
+
+
+def _hosts(config: RunConfig) -> str:
+    hostings = {spec.hosting for spec in tasks.specs(config).values()}
+    counts = {
+        "threads": (config.rollout.env_threads, "thread"),
+        "processes": (config.rollout.env_processes, "process", "processes"),
+    }
+    return ", ".join(_count(*counts[hosting]) for hosting in counts if hosting in hostings)
+
+
+def _device(device: str) -> str:
+    return "cuda if available, else cpu" if device == "auto" else device
+
+
+def _models(config: RunConfig) -> str:
+    models = {"actor": config.actor.model} | (
+        {"extractor": config.extractor.model} if config.with_experience else {}
+    )
+    return "\n".join(_model(role, name) for role, name in models.items())
+
+
+def _model(role: str, name: str) -> str:
+    key = f"{role}.model"
+    path, profile = find_model(name, key), profile_of(name, key)
+    if path is None:
+        return (
+            f"{role:<10} {name} (not downloaded: hf download {name})\n"
+            f"           {PUBLISHED_SHAPES[name].parameters:,} parameters; profile {profile}"
+        )
+    size = model_size(path, key)
+    weights = (
+        f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB"
+        if size
+        else "no safetensors files, size unknown"
+    )
+    source = "bundled" if name in bundled_models() else "local directory"
+    return f"{role:<10} {path} ({source})\n           {weights}; profile {profile}"
+
+
+def _experience(config: RunConfig) -> str:
+    extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
+    training = (
+        f"one training step per {_count(extractor.batch, 'credit unit')}"
+        if extractor.train and not bank.frozen
+        else "not trained"
+    )
+    writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
+    sizes = {" per goal": bank.max_per_goal, "": bank.max_entries}
+    bounds = [
+        f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
+    ]
+    shared = ", shared by all tasks" if bank.scope == "shared" else ""
+    limits = (
+        f"at most {' and '.join(bounds)} (evicts by {bank.evict})"
+        if bounds
+        else "any number of experiences"
+    )
+    members = config.rollout.group_size
+    guided = f"{round(config.complementary.guided_share * members)} of {members} members are"
+    return "\n".join(
+        [
+            f"extractor  {training}",
+            f"bank       {writing}; {limits}; "
+            f"{f'starts from {bank.init}' if bank.init else 'starts empty'}{shared}",
+            f"embedder   {_embedder(config.embedder)}",
+            f"retrieval  {guided} guided, one experience per {retrieval.per}, "
+            f"chosen by {_choice(retrieval)}",
+            *(
+                [f"questions  at most {config.ask.limit} per guided episode"]
+                if config.ask.enabled
+                else []
+            ),
+            *(
+                [
+                    "critic     the actor accepts, refines or rejects each retrieved experience"
+                    + _warmup(config)
+                ]
+                if config.critic.enabled
+                else []
+            ),
+        ]
+    )
+
+
+def _choice(retrieval: RetrievalSection) -> str:
+    if retrieval.choice == "diverse":
+        return "similarity and diversity (eq. 6)"
+    return "credit" + (
+        f"; {retrieval.trial_share:.0%} of searches choose the least retrieved one"
+        if retrieval.trial_share
+        else ""
+    )
+
+
+def _warmup(config: RunConfig) -> str:
+    batches = config.critic.warmup
+    return (
+        f"; warm-up of {_count(batches, 'batch', 'batches')} without experience" if batches else ""
+    )
+
+
+def _embedder(section: EmbedderSection) -> str:
+    if section.is_url:
+        return f"{section.name} at {section.model}"
+    if section.model == "hash":
+        return section.model
+    return f"""{section.model} {
+        "in a vLLM pooling engine" if section.kind == "vllm" else "on " + _device(section.device)
+    }"""
+
+
+def _tasks(config: RunConfig) -> str:
+    profile = profile_of(config.actor.model)
+    specs = tasks.specs(config)
+    data_notes, tasks_with_places = tasks.data_notes(specs), tasks.tasks_with_places(config, specs)
+    lines = []
+    for name, task in config.tasks.items():
+        reason = (
+            f"the actor's model declares the {profile} profile"
+            if task.rendering == profile
+            else "set in the config"
+        )
+        stream, visits = task.stream, _count(task.stream.visits, "visit")
+        extra_turns = task.extra_turns if config.distils else 0
+        lines += [
+            f"{name}  {task.rendering} rendering: {reason}",
+            f"  {_count(task.max_turns, 'turn')} of at most "
+            f"{_count(task.max_response_tokens, 'token')}, context {task.context}"
+            + (
+                f"; unfinished episodes continue for at most {_count(extra_turns, 'turn')}, "
+                "only for distillation"
+                if extra_turns
+                else ""
+            ),
+            *(
+                [
+                    f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, "
+                    f"the others for {visits}"
+                ]
+                if name in tasks_with_places
+                else []
+            ),
+            *([f"  {data_notes[name]}"] if name in data_notes else []),
+        ]
+    return "\n".join(lines)
+
+
+def _batch(config: RunConfig) -> str:
+    rollout, steps = config.rollout, config.run.steps
+    rollouts = rollout.groups * rollout.group_size
+    staleness = (
+        f"at most {_count(rollout.max_staleness, 'step')} ahead"
+        if rollout.max_staleness
+        else "synchronous"
+    )
+    groups = _count(rollout.groups, "group")
+    return "\n".join(
+        [
+            f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, "
+            f"{staleness}{_shares(config)}",
+            f"          {_count(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
+            f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each",
+            f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
+            f"{steps * config.actor.minibatches:,} updates",
+            f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
+        ]
+    )
+
+
+def _shares(config: RunConfig) -> str:
+    """Return the text for each task's share of a batch; empty with one task."""
+    share, remainder = divmod(config.rollout.groups, len(config.tasks))
+    shares = f"{share} or {_count(share + 1, 'group')}" if remainder else _count(share, "group")
+    return f"; {shares} of each task" if len(config.tasks) > 1 else ""
+
+
+def _evaluations(config: RunConfig) -> str:
+    """Return the text for the number of evaluations and their episodes.
+
+    A run is evaluated at its start, at its end, and every `eval_every` steps. The first evaluation
+    builds no online bank, unless it is the only one.
+    """
+    steps, every = config.run.steps, config.run.eval_every
+    evals = 1 if steps == 0 else 2 + ((steps - 1) // every if every else 0)
+    sets = sum(_set_episodes(task, config) for task in config.tasks.values())
+    online = sum(_online_episodes(task, config) for task in config.tasks.values())
+    if not online or evals == 1:
+        return (
+            f"{_count(evals, 'time')} × {_count(sets + online, 'episode')} = "
+            f"{evals * (sets + online):,} episodes"
+        )
+    total = evals * (sets + online) - online
+    return (
+        f"{_count(evals, 'time')}, {_count(sets, 'episode')} at the start "
+        f"and {sets + online:,} later = at most {total:,} episodes"
+    )
+
+
+def _set_episodes(task: TaskConfig, config: RunConfig) -> int:
+    """Return the number of episodes of a task's eval sets in one evaluation.
+
+    Seen and unseen tasks are played without experience. In a run with experience, seen tasks are
+    also played with it.
+    """
+    return task.eval.seen * (2 if config.with_experience else 1) + task.eval.unseen
+
+
+def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
+    """Return the number of episodes of a task's online evaluation; 0 if no online bank is built.
+
+    All visits are played with the online bank. The visits that count are also played without it.
+    """
+    has_online = config.with_experience and not config.bank.frozen
+    return (
+        task.eval.online_places * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS
+        if has_online
+        else 0
+    )
+
+
+def _count(n: int, singular: str, plural: str | None = None) -> str:
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
