@@ -17,7 +17,6 @@ from crl.types import (
     ExperienceUse,
     Minibatch,
     Observation,
-    Record,
     RolloutPlan,
     Sampling,
     Segment,
@@ -25,6 +24,7 @@ from crl.types import (
     StepStats,
     Task,
     TokenTrace,
+    TrackRecord,
     Trajectory,
 )
 
@@ -148,7 +148,7 @@ class Hit:
     text: str
     use: ExperienceUse
     goal: str = ""
-    record: Record = NO_RECORD
+    record: TrackRecord = NO_RECORD
     """Of the entry, at the time of the search."""
 
 

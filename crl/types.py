@@ -202,7 +202,7 @@ def lift_order(lift: Lift | None) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TrackRecord:
     """How the episodes ended that one version of an experience guided."""
 
     credited: int = 0
@@ -213,7 +213,7 @@ class Record:
     """Mean success with the experience minus without any, in [−1, 1]; None where it is not known."""
 
 
-NO_RECORD = Record()
+NO_RECORD = TrackRecord()
 
 
 @dataclass(frozen=True, slots=True)

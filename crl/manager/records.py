@@ -13,7 +13,19 @@ from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
 from crl.protocols import Hit
-from crl.types import Completion, Experience, ExperienceStatus, ExperienceUse, Lift, Record, Segment, Task, TokenTrace, Trajectory, Verdict
+from crl.types import (
+    Completion,
+    Experience,
+    ExperienceStatus,
+    ExperienceUse,
+    Lift,
+    Segment,
+    Task,
+    TokenTrace,
+    TrackRecord,
+    Trajectory,
+    Verdict,
+)
 
 Evict = Literal["fifo", "lru", "credit"]
 """Which entry goes where there is no room. fifo: the first written. lru: the least recently returned. credit: the half
@@ -105,7 +117,7 @@ class DistilRequest:
 
 def _hit(fields: Mapping[str, Any]) -> Hit:
     """Read a hit. Those of older banks have no record."""
-    return Hit(**{**fields, "use": ExperienceUse(**fields["use"]), "record": Record(**fields.get("record", {}))})
+    return Hit(**{**fields, "use": ExperienceUse(**fields["use"]), "record": TrackRecord(**fields.get("record", {}))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +252,8 @@ class Entry:
         return UnitKey(self.uid, self.version)
 
     @property
-    def record(self) -> Record:
-        return Record(self.credited, round((self.credited + self.credit) / 2), self.lift.mean if self.lift else None)
+    def record(self) -> TrackRecord:
+        return TrackRecord(self.credited, round((self.credited + self.credit) / 2), self.lift.mean if self.lift else None)
 
     @property
     def experience(self) -> Experience:

@@ -37,7 +37,7 @@ from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import training
 from crl.tokens import ChatRenderer
-from crl.types import Record, RolloutPlan, Segment, Task, Trajectory
+from crl.types import RolloutPlan, Segment, Task, TrackRecord, Trajectory
 
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
@@ -534,7 +534,7 @@ def test_agents_may_be_told_how_often_their_experience_helped_before(tmp_path: P
         units = [(t["used"][0]["uid"], t["used"][0]["version"]) for t in guided]
         for t, unit in zip(guided, units, strict=True):
             earlier = ended[unit]
-            expected = compact_record(t["shown"][0], Record(len(earlier), sum(earlier)))
+            expected = compact_record(t["shown"][0], TrackRecord(len(earlier), sum(earlier)))
             assert [s["text"] for s in t["segments"] if s["origin"] == "experience"] == [expected]
             told[expected != t["shown"][0]] += 1
         for t, unit in zip(guided, units, strict=True):

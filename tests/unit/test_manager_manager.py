@@ -30,7 +30,7 @@ from crl.manager import (
 )
 from crl.manager.store import Store
 from crl.protocols import Hit
-from crl.types import Completion, Record, Sampling, TokenTrace, Trajectory
+from crl.types import Completion, Sampling, TokenTrace, TrackRecord, Trajectory
 
 ANY = RetrievalSettings(margin=2.0, min_similarity=0.0)
 NEAREST = RetrievalSettings(margin=0.0, min_similarity=0.0)
@@ -646,7 +646,7 @@ async def test_a_copy_of_a_bank_serves_another_run(tmp_path):
     assert (await other.stats()).items() >= {"queue/done": 0, "log/seq": 4}.items()
     assert "ops/submit" not in await other.stats(), "operations of the other run are not this one's"
     again = await found(other, group=3)
-    assert again == replace(guide, record=Record(1, 1))
+    assert again == replace(guide, record=TrackRecord(1, 1))
     await other.credit([again.use], False, episode="other/0/3/0")
     (entry,) = other._bank.entries.values()
     assert (entry.retrieved, entry.credited, entry.credit) == (2, 2, 0.0)

@@ -18,7 +18,7 @@ from crl.manager.records import DistilRequest, Stamp, UnitKey
 from crl.manager.store import Store
 from crl.manager.tables import ENTRIES
 from crl.manager.tally import NEW_OPERATIONS
-from crl.types import Record
+from crl.types import TrackRecord
 
 AT = Stamp(4, 2)
 
@@ -153,7 +153,7 @@ async def test_a_cancelled_caller_does_not_interrupt_a_transaction(tmp_path):
 # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-SHOWN = replace(hit("run/0/0/0#1", 2, goal="Leave."), record=Record(4, 3, 0.25))
+SHOWN = replace(hit("run/0/0/0#1", 2, goal="Leave."), record=TrackRecord(4, 3, 0.25))
 
 
 async def test_a_request_comes_back_as_it_was_submitted(tmp_path):

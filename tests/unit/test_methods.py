@@ -22,7 +22,7 @@ from crl.methods.parts.rollouts import ChatContext, GuidedShare
 from crl.methods.parts.training import CispoLoss, GroupAdvantage, ListeningAdvantage, SelfDistillation, SplitAdvantage
 from crl.protocols import Hit, Method
 from crl.run.context import chat_context
-from crl.types import Condition, ExperienceUse, Observation, Record, Segment, Task, Trajectory
+from crl.types import Condition, ExperienceUse, Observation, Segment, Task, TrackRecord, Trajectory
 
 # ── who is guided ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,7 +160,7 @@ def test_a_compact_prompt_by_hand() -> None:
 
 # ── an experience's record ──────────────────────────────────────────────────────────────────────────────────────────
 
-RECORDS = (Record(), Record(4, 3), Record(20, 11, lift=-0.254))
+RECORDS = (TrackRecord(), TrackRecord(4, 3), TrackRecord(20, 11, lift=-0.254))
 
 
 def test_records_as_models_are_shown_them() -> None:
@@ -182,7 +182,7 @@ def test_what_an_agent_is_told_of_a_record(rendering: Rendering, advice: str) ->
     tasks = RunConfig.model_validate({"tasks": {"room": task_settings(task_file("room"), rendering)}}).tasks
     told, silent = (chat_context(tasks, {"room": SPEC}, records=records) for records in (True, False))
     use = ExperienceUse("e1", 1, "g1", "start")
-    hit = Hit("Go west.", use, record=Record(4, 3))
+    hit = Hit("Go west.", use, record=TrackRecord(4, 3))
 
     def shown(context: ChatContext, hit: Hit) -> str:
         opening = context.opening(Task("room", 0, "train", "Find it."), Observation("A room."), hit)
