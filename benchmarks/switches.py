@@ -3,7 +3,7 @@
     python benchmarks/switches.py --jobs 2 --out benchmarks/results/switches.json
 
 A row is one change of the preset's settings, `crl train --tasks room` with it, over seeds 0 to 2. `online`,
-`alone`, `lessons` and `advice` are the metrics of `main_command.py`. Rows are compared with the preset's,
+`alone`, `seen`, `lessons` and `advice` are the metrics of `main_command.py`. Rows are compared with the preset's,
 paired by seed: mean ± half the 95 % interval by Student's t.
 """
 
@@ -17,7 +17,7 @@ from main_command import METRICS
 
 PRESET = "the preset"
 SEEDS = (0, 1, 2)
-SHOWN = ("online", "alone", "lessons", "advice")
+SHOWN = ("online", "alone", "seen", "lessons", "advice")
 
 PAPERS = ("retrieval.choice=diverse", "retrieval.trials=0.0", "bank.cap=1000000", "bank.evict=fifo")
 
