@@ -149,7 +149,7 @@ class Hit:
     use: ExperienceUse
     goal: str = ""
     record: TrackRecord = NO_RECORD
-    """Of the entry, at the time of the search."""
+    """Record of the entry at the time of the search."""
 
 
 @dataclass(frozen=True, slots=True)

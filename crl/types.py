@@ -203,14 +203,14 @@ def lift_order(lift: Lift | None) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class TrackRecord:
-    """How the episodes ended that one version of an experience guided."""
+    """Outcomes of the episodes that one version of an experience guided."""
 
     credited: int = 0
-    """Episodes that were counted."""
+    """Number of credited episodes."""
     won: int = 0
-    """Those of them that succeeded."""
+    """Number of credited episodes that succeeded."""
     lift: float | None = None
-    """Mean success with the experience minus without any, in [−1, 1]; None where it is not known."""
+    """Mean success with the experience minus without one, in [−1, 1]; None if unknown."""
 
 
 NO_RECORD = TrackRecord()

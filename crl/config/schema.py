@@ -327,8 +327,8 @@ class ComplementarySection(Section):
     """weight, relative to the policy loss, of the next-token loss on guided members that did better than the free ones, with
     their experience left out of the prompt (CRL §4.3); 0 = none, as in the paper's main runs"""
     show_record: bool = False
-    """tell guided agents how many of the episodes that their experience guided before succeeded, and language models its lift too;
-    the bundled actor was not taught to read it"""
+    """**ours**: guided agents are shown how many earlier episodes with their experience succeeded, language models also its lift;
+    the bundled actor was not trained to read it"""
 
 
 class EngineSection(Section):

@@ -164,7 +164,7 @@ RECORDS = (TrackRecord(), TrackRecord(4, 3), TrackRecord(20, 11, lift=-0.254))
 
 
 def test_records_as_models_are_shown_them() -> None:
-    """A long one is shown to tiny models in ten: 11 of 20 is 5.5 of 10, to the even number."""
+    """Tiny models see a long record scaled to ten: 11 of 20 is 5.5 of 10, rounded to even."""
     assert [compact_record("Go west.", record) for record in RECORDS] == ["Go west.", "won 3 of 4 Go west.", "won 6 of 10 Go west."]
     assert [full_record("Go west.", record) for record in RECORDS] == [
         "Go west.",

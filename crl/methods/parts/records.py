@@ -1,4 +1,4 @@
-"""How prompts show an experience's record: how the episodes that it guided ended."""
+"""Text of an experience's record in a prompt."""
 
 from __future__ import annotations
 
