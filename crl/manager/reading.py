@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from crl.errors import ConfigError
 from crl.manager.database import check_bank, connect_to_read, log_bytes, readable_rows, store_errors
-from crl.manager.records import DistilRequest, UnitKey
+from crl.manager.records import DistilRequest, UnitKey, successes
 from crl.manager.tables import BEGUN, read_lift, read_vectors
 from crl.types import ExperienceStatus, Lift, lift_order
 
@@ -75,7 +75,7 @@ class EntryView:
     @property
     def won(self) -> int:
         """Credited episodes that succeeded."""
-        return round((self.credited + self.credit) / 2)
+        return successes(self.credited, self.credit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,11 @@ class UnitKey(NamedTuple):
         return cls(use.generation, 1) if use.how == "ask" else cls(use.uid, use.version)
 
 
+def successes(credited: int, credit: float) -> int:
+    """Return how many of the `credited` episodes succeeded, from their sum of r = ±1."""
+    return round((credited + credit) / 2)
+
+
 class Stamp(NamedTuple):
     """What every operation is tagged with: completed actor steps, and the extractor's policy version."""
 
@@ -253,7 +258,7 @@ class Entry:
 
     @property
     def record(self) -> TrackRecord:
-        return TrackRecord(self.credited, round((self.credited + self.credit) / 2), self.lift.mean if self.lift else None)
+        return TrackRecord(self.credited, successes(self.credited, self.credit), self.lift.mean if self.lift else None)
 
     @property
     def experience(self) -> Experience:

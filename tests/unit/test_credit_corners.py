@@ -15,7 +15,7 @@ from extractors import Scribe, hit, logged, request, search
 from crl.manager import ExperienceManager, ExtractorSample, GroupSuccess, UnitKey
 from crl.manager.reading import reading
 from crl.manager.store import Store
-from crl.types import ExperienceUse, Lift, TokenTrace
+from crl.types import ExperienceUse, Lift, TokenTrace, TrackRecord
 
 
 async def merged(made: ExperienceManager, *ops: dict[str, Any]) -> str:
@@ -486,6 +486,7 @@ async def test_a_group_adds_to_a_lift_once_and_what_is_unknown_to_none(tmp_path)
     await made.record_lifts({"run/1/0": [stranger, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]})  # nor can it be told otherwise
     await made.record_lifts({})
     assert made._bank.entries[west.uid].lift == Lift(2, 0.125, 2 * 0.375**2)
+    assert made._bank.entries[west.uid].record == TrackRecord(0, 0, 0.125)
     assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == ["run/1/0", "run/1/1"]
     assert await made.take_batch(1, 5) is None
     assert await ever(made, W0.use) == (0, 0.0)
