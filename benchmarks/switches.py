@@ -3,8 +3,8 @@
     python benchmarks/switches.py --jobs 2 --out benchmarks/results/switches.json
 
 Each row changes one thing in the preset's settings of `crl train --tasks room`. Seeds 0 to 2 are
-seeds for tuning. `online`, `alone`, `lessons` and `advice` are the metrics of `main_command.py`.
-Rows are compared with the preset, paired by seed: mean ± half the 95 % interval by Student's t.
+seeds for tuning. `online`, `alone`, `seen`, `lessons` and `advice` are the metrics of
+`main_command.py`. Rows are compared with the preset, paired by seed: mean ± half the 95 % interval by Student's t.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from main_command import METRICS
 
 PRESET = "the preset"
 SEEDS = (0, 1, 2)
-TABLE_METRICS = ("online", "alone", "lessons", "advice")
+TABLE_METRICS = ("online", "alone", "seen", "lessons", "advice")
 
 PAPER_RETRIEVAL = (
     "retrieval.choice=diverse",

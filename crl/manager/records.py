@@ -62,6 +62,11 @@ class UnitKey(NamedTuple):
         return cls(use.generation, 1) if use.how == "ask" else cls(use.uid, use.version)
 
 
+def successes(credited: int, credit: float) -> int:
+    """Return how many of the `credited` episodes succeeded, given the sum of their rewards of ±1."""
+    return round((credited + credit) / 2)
+
+
 class Stamp(NamedTuple):
     """Time stamp of an operation in the log."""
 
@@ -330,7 +335,7 @@ class Entry:
     def record(self) -> TrackRecord:
         return TrackRecord(
             self.credited,
-            round((self.credited + self.credit) / 2),
+            successes(self.credited, self.credit),
             self.lift.mean if self.lift else None,
         )
 

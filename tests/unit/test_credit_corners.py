@@ -34,7 +34,7 @@ from extractors import NoteEngine, hit, logged, request, search
 from crl.manager import ExperienceManager, ExtractorSample, GroupSuccess, UnitKey
 from crl.manager.inspection.reading import open_reader
 from crl.manager.storage.store import Store
-from crl.types import ExperienceUse, Lift, TokenTrace
+from crl.types import ExperienceUse, Lift, TokenTrace, TrackRecord
 
 
 async def merge_bank(manager: ExperienceManager, *ops: dict[str, Any]) -> str:
@@ -677,6 +677,7 @@ async def test_a_group_changes_a_lift_once(tmp_path):
     )
     await manager.record_lifts({})
     assert manager._bank.entries[west.uid].lift == Lift(2, 0.125, 2 * 0.375**2)
+    assert manager._bank.entries[west.uid].record == TrackRecord(0, 0, 0.125)
     assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == [
         "run/1/0",
         "run/1/1",

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError
-from crl.manager.records import DistilRequest, UnitKey
+from crl.manager.records import DistilRequest, UnitKey, successes
 from crl.manager.storage.database import (
     as_store_errors,
     check_bank,
@@ -91,7 +91,7 @@ class EntryView:
     @property
     def won(self) -> int:
         """Number of credited episodes that succeeded."""
-        return round((self.credited + self.credit) / 2)
+        return successes(self.credited, self.credit)
 
 
 @dataclass(frozen=True, slots=True)
