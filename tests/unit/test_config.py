@@ -917,7 +917,7 @@ def test_an_unused_prompt_is_refused_with_the_switch_that_uses_it(
         return str(caught.value).partition("Remove it, or ")[2]
 
     assert refused() == f"add --set {switch}."
-    assert refused(switch) == "give language models as actor.model and extractor.model.", (
+    assert refused(switch) == "use language models as actor.model and extractor.model.", (
         "tiny models read no prompts"
     )
     assert refused(method="grpo") == "choose another method than grpo, which has no experience."
@@ -934,7 +934,7 @@ async def test_bank_settings_are_passed_to_the_manager(model: Path):
     async with AsyncExitStack() as stack:
         with pytest.raises(
             ConfigError,
-            match=r"^bank\.evict_votes = 2: needs an extractor that is a language model",
+            match=r"^bank\.evict_votes = 2: needs a language model as extractor",
         ):
             await _bank_factory(config, specs(config), {}, no_progress, stack)
         config = resolved(model, *sets[:2], sets[3])
