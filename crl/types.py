@@ -83,7 +83,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Part of a conversation, with its origin. Prompts are lists of segments (see `crl.modeling.tokens`)."""
+    """Part of a conversation, with its origin. Prompts are lists of segments."""
 
     role: Role
     text: str

@@ -17,7 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 RANKS = {
-    **dict.fromkeys(["crl", "crl.types", "crl.errors", "crl.seeds", "crl.intervals"], 0),
+    **dict.fromkeys(
+        ["crl", "crl.types", "crl.errors", "crl.seeds", "crl.intervals", "crl.plugins"], 0
+    ),
     **dict.fromkeys(["crl.protocols", "crl.config", "crl.extras", "crl.scratch"], 1),
     **dict.fromkeys(["crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),

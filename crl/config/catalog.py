@@ -1,4 +1,4 @@
-"""Catalog of the installation: names of tasks, mixtures, presets and methods.
+"""Catalog of the installation: names of tasks, mixtures and presets.
 
 The names are read from the file system, so nothing heavy is imported.
 """
@@ -101,15 +101,6 @@ def presets() -> list[str]:
     return sorted(path.stem for path in (tasks_dir() / "presets").glob("*.toml"))
 
 
-def methods() -> list[str]:
-    """Return the names of the methods: the modules of crl/methods that define `build`.
-
-    The other modules there are parts of methods.
-    """
-    modules = (PACKAGE / "methods").glob("*.py")
-    return sorted(path.stem for path in modules if "\ndef build(" in path.read_text("utf-8"))
-
-
 def task_file(name: str) -> Path:
     """Return the file of a shipped task, or `name` itself if it is the path of a TOML file.
 
@@ -124,12 +115,6 @@ def preset_file(name: str) -> Path:
     Raise `ConfigError` if there is no such preset or file.
     """
     return _find_file("preset", name, tasks_dir() / "presets", presets())
-
-
-def require_method(name: str) -> None:
-    """Raise `ConfigError` if there is no such method."""
-    if name not in methods():
-        raise ConfigError("method", name, "is not a method", did_you_mean(name, methods()))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

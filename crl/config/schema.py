@@ -14,13 +14,17 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 
+from crl.config.method import MethodSpec, method_spec
+from crl.config.section import Count, Name, Natural, Section
 from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
+from crl.plugins import absolute_reference
 
 SEQUENCE_CLIP = 3e-4
 """Default clip width of the length-normalised sequence ratio (the order of magnitude of GSPO)."""
@@ -38,17 +42,10 @@ RATE_WINDOW = 64
 OVERALL = "overall"
 """Name of the aggregate over all tasks in metric names. No task may have this name."""
 
-WITHOUT_EXPERIENCE = ("grpo",)
-"""Methods without an extractor and without a bank."""
-
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
 
 DEEPSPEED_ONLY = frozenset({"ranks", "zero", "offload", "timeout"})
 """Settings of `learner` that only apply to `kind = "deepspeed"`."""
-
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
 
 
 def _absolute_path(path: str) -> str:
@@ -63,27 +60,10 @@ It is saved as an absolute path, so that a saved run can be loaded from any work
 """
 BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute_path(path))]
 """Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
-EnvironmentName = Annotated[
-    str, AfterValidator(lambda name: _absolute_path(name) if ".py:" in name else name)
-]
-"""Name of an environment.
-
-An environment in a `.py` file is named by its path, made absolute like a `PromptFile`.
-"""
+Reference = Annotated[str, AfterValidator(absolute_reference)]
+"""Bundled name, or reference to a user's object (see `crl.plugins`)."""
 Device = Literal["auto", "cpu", "cuda"]
 """Device of an engine, a learner or an encoder. auto = cuda if available, else cpu."""
-
-
-class Section(BaseModel):
-    """Base of all sections.
-
-    Sections are frozen and strict: no unknown keys, no silent conversions ("2" is not 2), no NaN or
-    infinity.
-    """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunSection(Section):
@@ -536,43 +516,6 @@ class CriticSection(Section):
     """
 
 
-class ComplementarySection(Section):
-    """Ablations and extensions of the method `complementary`.
-
-    Further ablations are extractor.train, bank.frozen and retrieval.per.
-    """
-
-    guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of a group's members that are guided by experience.
-
-    0.5 = half of them, as in the paper. The share must give a whole number of members.
-    """
-    advantages: Literal["split", "cross"] = "split"
-    """Members that are compared in an advantage.
-
-    split = guided and free members separately (eq. 5), regardless of the experience that guided
-    them; cross = all members of the group.
-    """
-    lift_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a second advantage of guided members.
-
-    This advantage is the mean success of the members that the same experience guided minus the mean
-    success of the free members. 0 = off, only eq. 5, as in the paper.
-    """
-    self_distillation: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of self-distillation (CRL §4.3), relative to the policy loss.
-
-    It is the next-token loss on guided members whose reward exceeds the mean reward of the free
-    members, with the experience removed from the prompt. 0 = off, as in the paper's main runs.
-    """
-    show_record: bool = False
-    """Whether guided agents are shown the record of their experience.
-
-    The record is the number of earlier episodes that the experience guided and how many of them
-    succeeded; language models also see its lift. The bundled actor was not trained to read it.
-    """
-
-
 class EngineSection(Section):
     """Inference engines of actor and extractor."""
 
@@ -796,16 +739,15 @@ class TaskConfig(Section):
 
     name: Name
     """Name of the task in --tasks and in metric names. Default: the name of the file."""
-    env: EnvironmentName
+    env: Reference
     """Environment of the task.
 
     Bundled environment: a name in crl.envs. Environment of GEM: gem:ID. Your own environment:
     path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE.
     """
     rendering: Literal["full", "compact"]
-    """Rendering of observations.
-
-    full = text for language models; compact = few tokens, for tiny models.
+    """Rendering of observations: full = text for language models, compact = few tokens for tiny
+    models. Tiny models use the value in the table [compact] of the task's file.
     """
     max_turns: Count
     """Maximum number of actions in an episode.
@@ -841,11 +783,16 @@ class TaskConfig(Section):
 class RunConfig(Section):
     """Complete configuration of a run.
 
+    The type of a run's configuration is `run_config_type(spec)`: it has one more section, with the
+    settings of the run's method.
+
     Raise `ConfigError` if two sections contradict each other.
     """
 
-    method: str = "complementary"
-    """Training method: the name of a module in crl/methods."""
+    method: Reference = "complementary"
+    """Training method: a bundled one, or a user's `MethodSpec` as `package.module:SPEC` or
+    `path/to/file.py:SPEC`.
+    """
     preset: str = "cpu"
     """Preset that the values start from. It is chosen with --preset."""
     gpus: Count | None = None
@@ -873,8 +820,6 @@ class RunConfig(Section):
     """Embedding of experiences and queries."""
     critic: CriticSection = CriticSection()
     """Judgement of experiences by the actor."""
-    complementary: ComplementarySection = ComplementarySection()
-    """Ablations and extensions of the method complementary."""
     engine: EngineSection = EngineSection()
     """Inference of both models."""
     learner: LearnerSection = LearnerSection()
@@ -889,9 +834,29 @@ class RunConfig(Section):
     """Tasks of the run, by name. They are chosen with --tasks."""
 
     @property
+    def spec(self) -> MethodSpec:
+        """Description of the method."""
+        return method_spec(self.method)
+
+    @property
+    def method_settings(self) -> Any:
+        """Section of the method; None if the method has no settings."""
+        return getattr(self, self.spec.name, None)
+
+    @property
+    def guided_members(self) -> int:
+        """Number of members of a group that are guided."""
+        return self.spec.guided_members(self.method_settings, self.rollout.group_size)
+
+    @property
+    def all_guided(self) -> bool:
+        """True if every member of a group is guided."""
+        return self.guided_members == self.rollout.group_size
+
+    @property
     def with_experience(self) -> bool:
         """True if the method has an extractor and a bank."""
-        return self.method not in WITHOUT_EXPERIENCE
+        return self.spec.experience
 
     @property
     def distils(self) -> bool:
@@ -904,6 +869,7 @@ class RunConfig(Section):
         _check_learner(self.learner)
         _check_engine(self)
         _check_actor(self.actor)
+        self.spec.check(self, self.method_settings)
         if self.with_experience:
             _check_experience(self)
             _check_embedder(self)
@@ -915,13 +881,34 @@ class RunConfig(Section):
                     "leaves no tokens for the prompt: actor.max_context_tokens is "
                     f"{self.actor.max_context_tokens}"
                 )
+                remedy = "Lower it, or raise actor.max_context_tokens"
+                if task.rendering == "full":
+                    remedy += ". Write settings for tiny models in [compact] of the task's file"
                 raise ConfigError(
-                    f"tasks.{name}.max_response_tokens",
-                    task.max_response_tokens,
-                    reason,
-                    "Lower it, or raise actor.max_context_tokens",
+                    f"tasks.{name}.max_response_tokens", task.max_response_tokens, reason, remedy
                 )
         return self
+
+
+@cache
+def run_config_type(*specs: MethodSpec) -> type[RunConfig]:
+    """Return the type of the configuration of runs with the method of `specs`.
+
+    The type has a section for each spec with settings. With several specs it only describes
+    settings.
+
+    Raise `ConfigError` if the name of a method is the name of another section.
+    """
+    sections: dict[str, Any] = {}
+    for spec in specs:
+        if spec.name in RunConfig.model_fields:
+            reason = f"its name {spec.name!r} is the name of a section of the configuration"
+            raise ConfigError("method", spec.name, reason, "Rename the method")
+        if spec.settings:
+            description = f"Settings of the method {spec.name}."
+            default = Field(default=spec.settings(), description=description)
+            sections[spec.name] = (spec.settings, default)
+    return create_model("RunConfig", __base__=RunConfig, **sections)
 
 
 def _check_run(config: RunConfig) -> None:
@@ -1010,13 +997,9 @@ def _check_experience(config: RunConfig) -> None:
             reason,
             "Lower it, or raise extractor.max_context_tokens",
         )
-    _check_guided_share(config.complementary, config.rollout.group_size)
     trained = extractor.train and not bank.frozen
-    if trained and extractor.baseline == "group" and config.complementary.guided_share == 1:
-        reason = (
-            "is computed from the free members of a group, and with complementary.guided_share = 1 "
-            "there are none"
-        )
+    if trained and extractor.baseline == "group" and config.all_guided:
+        reason = "is computed from the free members of a group, but all members are guided"
         raise ConfigError(
             "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
         )
@@ -1062,43 +1045,17 @@ def _check_experience(config: RunConfig) -> None:
         )
 
 
-def _check_guided_share(settings: ComplementarySection, group_size: int) -> None:
-    """Raise `ConfigError` for a guided share without a whole number of members, or with a group
-    half of one member whose advantage is always 0.
-    """
-    guided = round(settings.guided_share * group_size)
-    free = group_size - guided
-    if not math.isclose(guided, settings.guided_share * group_size):
-        reason = f"gives no whole number of members in a group of {group_size} (rollout.group_size)"
-        raise ConfigError(
-            "complementary.guided_share",
-            settings.guided_share,
-            reason,
-            f"Choose a multiple of 1/{group_size}, or another group size",
-        )
-    if settings.advantages == "split" and 1 in (guided, free):
-        reason = (
-            f"gives one guided or one free member in a group of {group_size}: it is compared "
-            "with no other member, so its advantage is always 0"
-        )
-        remedy = (
-            "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
-        )
-        raise ConfigError("complementary.guided_share", settings.guided_share, reason, remedy)
-
-
 def _check_critic(config: RunConfig) -> None:
     """Raise `ConfigError` if method, warm-up or context do not allow the critic."""
     critic, context = config.critic, config.actor.max_context_tokens
     if critic.enabled and not config.with_experience:
-        reason = f"the method {config.method} has no experience for the actor to judge"
+        reason = f"the method {config.spec.name} has no experience for the actor to judge"
         raise ConfigError(
             "critic.enabled", True, reason, "Leave it out, or use --method complementary"
         )
-    if critic.enabled and not critic.warmup and config.complementary.guided_share == 1:
+    if critic.enabled and not critic.warmup and config.all_guided:
         reason = (
-            "gives no estimate of the actor's success rate: with complementary.guided_share = 1, "
-            "all later episodes are guided"
+            "gives no estimate of the actor's success rate, because all later episodes are guided"
         )
         raise ConfigError("critic.warmup", critic.warmup, reason, "Choose at least 1")
     if critic.max_response_tokens is not None and critic.max_response_tokens >= context:

@@ -11,8 +11,9 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from crl.config.method import BUNDLED_METHODS, method_spec
 from crl.config.renamed import current_key
-from crl.config.schema import RunConfig
+from crl.config.schema import RunConfig, run_config_type
 from crl.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -47,6 +48,25 @@ def validated(
         if details["type"] == "extra_forbidden":
             raise _unknown_key(model, path, key, details["input"], origin) from None
         raise _bad_value(model, path, key, details, origin) from None
+
+
+def run_config(data: Mapping[str, Any], *, origins: Mapping[str, str] | None = None) -> RunConfig:
+    """Return `data` as the validated configuration of a run.
+
+    The section of a bundled method that is not the run's is validated and left out, so that the
+    same settings serve several methods. `origins`: origin of values, by dotted key.
+
+    Raise `ConfigError` for the first error.
+    """
+    method = data.get("method", RunConfig.model_fields["method"].default)
+    if not isinstance(method, str):
+        return validated(RunConfig, data, origins=origins)  # raises the error
+    spec, data = method_spec(method), dict(data)
+    for other in BUNDLED_METHODS:
+        settings = method_spec(other).settings if other != spec.name and other in data else None
+        if settings:
+            validated(settings, data.pop(other), prefix=other, origins=origins)
+    return validated(run_config_type(spec), data, origins=origins)
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:
@@ -93,21 +113,17 @@ def _bad_value(
 ) -> ConfigError:
     """Return the error for a value that pydantic rejected."""
     remedy = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
+    description = _description(model, path)
+    explained_remedy = f"{remedy} ({description})" if description else remedy
     if details["type"] == "missing":
-        return ConfigError(key, None, "is missing", remedy)
+        return ConfigError(key, None, "is missing", explained_remedy)
     if details["type"] in ("model_type", "model_attributes_type"):
         keys = ", ".join(f"{key}.{name}" for name in _section(model, path))
         return ConfigError(
             key, details["input"], "is a section, not a value", f"Set one of its keys: {keys}"
         )
     reason = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    description = _description(model, path)
-    return ConfigError(
-        key,
-        details["input"],
-        reason[0].lower() + reason[1:],
-        f"{remedy} ({description})" if description else remedy,
-    )
+    return ConfigError(key, details["input"], reason[0].lower() + reason[1:], explained_remedy)
 
 
 def _section(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:
@@ -132,13 +148,22 @@ def _description(model: type[BaseModel], path: Sequence[str]) -> str | None:
     return " ".join(field.description.split("\n\n")[0].split()).rstrip(".")
 
 
-def dotted_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+def bundled_config_type() -> type[RunConfig]:
+    """Return a configuration type with the settings of all bundled methods."""
+    return run_config_type(*map(method_spec, BUNDLED_METHODS))
+
+
+def dotted_keys() -> Iterator[str]:
     """Yield the dotted key of every setting. The settings of a task are listed under tasks.NAME."""
+    yield from _keys(bundled_config_type(), "")
+
+
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
         if get_origin(kind) is dict:
-            yield from dotted_keys(get_args(kind)[1], f"{prefix}{name}.NAME.")
+            yield from _keys(get_args(kind)[1], f"{prefix}{name}.NAME.")
         elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from dotted_keys(kind, f"{prefix}{name}.")
+            yield from _keys(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"

@@ -2,8 +2,9 @@
 
 A `Game` is synchronous and exchanges plain text: `reset(task)` and `step(action)`. An `EnvSpec`
 declares everything that the rest of `crl` needs to know about an environment. `crl.envs.registry`
-finds specs by name. `crl.envs.hosting.threads` runs games for the rollouts. examples/doors/doors.py is a
-complete user-defined environment. A task file in the same folder refers to it as `doors.py:SPEC`.
+finds specs by name. `crl.envs.hosting.threads` runs games for the rollouts. examples/doors/doors.py
+is a complete user-defined environment. A task file in the same folder refers to it as
+`doors.py:SPEC`.
 """
 
 from __future__ import annotations

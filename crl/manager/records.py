@@ -63,7 +63,7 @@ class UnitKey(NamedTuple):
 
 
 def successes(credited: int, credit: float) -> int:
-    """Return how many of the `credited` episodes succeeded, given the sum of their rewards of ±1."""
+    """Return how many of the `credited` episodes succeeded, from the sum of their rewards ±1."""
     return round((credited + credit) / 2)
 
 
@@ -191,7 +191,8 @@ class Generation:
     head_tokens: int
     """Number of sampled tokens before the first op.
 
-    For a malformed answer: number of tokens before its departure (`crl.manager.distillation.departure`).
+    For a malformed answer: number of tokens before its departure (see
+    `crl.manager.distillation.departure`).
     """
     c_train: int = 0
     """c_train of CRL eq. 7: number of times that the generation was trained on."""

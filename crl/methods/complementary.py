@@ -8,34 +8,84 @@ The baseline without experience is `--method grpo`.
 
 from __future__ import annotations
 
-from crl.config.schema import RunConfig
-from crl.methods.parts.distilling import EveryEpisode, NoEpisode
-from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
-from crl.methods.parts.training import (
-    CispoLoss,
-    GroupAdvantage,
-    LiftAdvantage,
-    SelfDistillation,
-    SplitAdvantage,
-    actor_role,
-)
-from crl.protocols import AdvantageTerm, ContextProvider, ExtractorRole, Method
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from crl.config.method import MethodSpec
+from crl.config.section import Section
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.methods.parts.rollouts import ChatContext
+    from crl.protocols import Method
 
 
-def build(config: RunConfig, context: ContextProvider) -> Method:
+class ComplementarySection(Section):
+    """Ablations and extensions of the method `complementary`.
+
+    Further ablations are extractor.train, bank.frozen and retrieval.per.
+    """
+
+    guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a group's members that are guided by experience.
+
+    0.5 = half of them, as in the paper. The share must give a whole number of members.
+    """
+    advantages: Literal["split", "cross"] = "split"
+    """Members that are compared in an advantage.
+
+    split = guided and free members separately (eq. 5), regardless of the experience that guided
+    them; cross = all members of the group.
+    """
+    lift_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a second advantage of guided members.
+
+    This advantage is the mean success of the members that the same experience guided minus the mean
+    success of the free members. 0 = off, only eq. 5, as in the paper.
+    """
+    self_distillation: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of self-distillation (CRL §4.3), relative to the policy loss.
+
+    It is the next-token loss on guided members whose reward exceeds the mean reward of the free
+    members, with the experience removed from the prompt. 0 = off, as in the paper's main runs.
+    """
+    show_record: bool = False
+    """Whether guided agents are shown the record of their experience.
+
+    The record is the number of earlier episodes that the experience guided and how many of them
+    succeeded; language models also see its lift. The bundled actor was not trained to read it.
+    """
+
+
+def build(config: RunConfig, settings: ComplementarySection, context: ChatContext) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
-    extractor, switches = config.extractor, config.complementary
-    group_advantage = SplitAdvantage if switches.advantages == "split" else GroupAdvantage
+    from crl.methods.parts.distilling import EveryEpisode, NoEpisode
+    from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+    from crl.methods.parts.training import (
+        CispoLoss,
+        GroupAdvantage,
+        LiftAdvantage,
+        SelfDistillation,
+        SplitAdvantage,
+        actor_role,
+    )
+    from crl.protocols import AdvantageTerm, ExtractorRole, Method
+
+    extractor = config.extractor
+    group_advantage = SplitAdvantage if settings.advantages == "split" else GroupAdvantage
     terms: list[AdvantageTerm] = [group_advantage(config.actor.advantage_scale)]
-    if switches.lift_coef:
-        terms.append(LiftAdvantage(switches.lift_coef))
+    if settings.lift_coef:
+        terms.append(LiftAdvantage(settings.lift_coef))
     distillation = (
-        SelfDistillation(switches.self_distillation) if switches.self_distillation else None
+        SelfDistillation(settings.self_distillation) if settings.self_distillation else None
     )
     train_extractor = extractor.train and not config.bank.frozen
     return Method(
-        planner=GuidedShare(switches.guided_share),
-        context=context,
+        planner=GuidedShare(settings.guided_share),
+        context=context if settings.show_record else context.without_records(),
         shaper=OutcomeReward(),
         actor=actor_role(config.actor, *terms, distillation=distillation),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
@@ -43,3 +93,56 @@ def build(config: RunConfig, context: ContextProvider) -> Method:
         if train_extractor
         else None,
     )
+
+
+def guided_members(settings: ComplementarySection, members: int) -> int:
+    """Return how many of a group's members are guided."""
+    return round(members * settings.guided_share)
+
+
+def check(config: RunConfig, settings: ComplementarySection) -> None:
+    """Raise `ConfigError` for a guided share without a whole number of members, or with a group
+    half of one member whose advantage is always 0.
+    """
+    group_size = config.rollout.group_size
+    guided = guided_members(settings, group_size)
+    free = group_size - guided
+    if not math.isclose(guided, settings.guided_share * group_size):
+        reason = f"gives no whole number of members in a group of {group_size} (rollout.group_size)"
+        raise ConfigError(
+            "complementary.guided_share",
+            settings.guided_share,
+            reason,
+            f"Choose a multiple of 1/{group_size}, or another group size",
+        )
+    if settings.advantages == "split" and 1 in (guided, free):
+        reason = (
+            f"gives one guided or one free member in a group of {group_size}: it is compared "
+            "with no other member, so its advantage is always 0"
+        )
+        remedy = (
+            "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
+        )
+        raise ConfigError("complementary.guided_share", settings.guided_share, reason, remedy)
+
+
+def unused_reason(settings: ComplementarySection, name: str) -> tuple[str, str] | None:
+    """Return why the setting `name` has no effect and the remedy, or None if it has an effect."""
+    compared = name in ("lift_coef", "self_distillation") and getattr(settings, name) > 0
+    if compared and settings.guided_share == 1:
+        return (
+            "complementary.guided_share is 1, so a group has no free members to compare with",
+            "Remove one of the two settings",
+        )
+    return None
+
+
+SPEC = MethodSpec(
+    "complementary",
+    build,
+    ComplementarySection,
+    experience=True,
+    guided_members=guided_members,
+    check=check,
+    unused_reason=unused_reason,
+)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from crl.config.schema import RunConfig
-from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
-from crl.methods.parts.training import GroupAdvantage, actor_role
-from crl.protocols import ContextProvider, Method
+from typing import TYPE_CHECKING
+
+from crl.config.method import MethodSpec
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.protocols import ContextProvider, Method
 
 
-def build(config: RunConfig, context: ContextProvider) -> Method:
+def build(config: RunConfig, settings: None, context: ContextProvider) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
+    from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+    from crl.methods.parts.training import GroupAdvantage, actor_role
+    from crl.protocols import Method
+
     return Method(
         planner=GuidedShare(0.0),
         context=context,
         shaper=OutcomeReward(),
         actor=actor_role(config.actor, GroupAdvantage(config.actor.advantage_scale)),
     )
+
+
+SPEC = MethodSpec("grpo", build)

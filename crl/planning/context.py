@@ -18,14 +18,13 @@ from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
 def chat_context(
     tasks: Mapping[str, TaskConfig], specs: Mapping[str, EnvSpec],
     overrides: Overrides = NO_OVERRIDES, *,
-    can_ask: bool = False, retrieve_by_goal: bool = False, show_record: bool = False,
+    can_ask: bool = False, retrieve_by_goal: bool = False,
 ) -> ChatContext:  # fmt: skip
     """Return the context provider for `tasks`, according to each task's rendering.
 
     * `overrides`: prompt files that replace bundled prompts
     * `can_ask`: guided agents may ask questions (search_and_ask)
     * `retrieve_by_goal`: experiences are retrieved by their goal
-    * `show_record`: guided agents are shown the track record of their experience
     """
     full = [name for name, task in tasks.items() if task.rendering == "full"]
     tools = {
@@ -40,9 +39,7 @@ def chat_context(
             name for name, spec in specs.items() if spec.query_with_observation
         ),
         retrieve_by_goal=retrieve_by_goal,
-        records={name: full_record if name in full else compact_record for name in tasks}
-        if show_record
-        else {},
+        records={name: full_record if name in full else compact_record for name in tasks},
     )
 
 

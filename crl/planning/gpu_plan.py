@@ -27,7 +27,7 @@ from crl.config.layers import put
 from crl.config.models import model_shape
 from crl.config.schema import RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context, require_divisible
-from crl.config.validate import validated
+from crl.config.validate import run_config
 from crl.embedders import encoder_folder
 from crl.errors import ConfigError
 from crl.planning.gpu_memory import (
@@ -351,7 +351,7 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
 
 
 def _compares_lessons(config: RunConfig) -> bool:
-    """Return whether the run uses its untrained extractor at the end (see `crl.evaluation.online`)."""
+    """Return whether the run uses its untrained extractor at the end; see `OnlineEvaluator`."""
     return (
         config.with_experience
         and not config.bank.frozen
@@ -642,7 +642,7 @@ def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig
     for key, value in changes:
         put(settings, key, value)
     try:
-        return validated(RunConfig, settings)
+        return run_config(settings)
     except ConfigError:
         return None
 

@@ -169,8 +169,7 @@ def _experience(config: RunConfig) -> str:
         if bounds
         else "any number of experiences"
     )
-    members = config.rollout.group_size
-    guided = f"{round(config.complementary.guided_share * members)} of {members} members are"
+    guided = f"{config.guided_members} of {config.rollout.group_size} members are"
     return "\n".join(
         [
             f"extractor  {training}",

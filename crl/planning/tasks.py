@@ -76,12 +76,13 @@ def require_compatible_extractor(config: RunConfig) -> None:
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
-            raise ConfigError(
-                "extractor.model",
-                config.extractor.model,
-                reason,
-                "Use a language model as extractor, or a compact actor",
-            )
+            remedy = "Use a language model as extractor, or a tiny model as actor"
+            if profile_of(config.actor.model) == "compact":
+                remedy = (
+                    f"Set tasks.{name}.rendering to compact: "
+                    'write rendering = "compact" in the table [compact] of the task\'s file'
+                )
+            raise ConfigError("extractor.model", config.extractor.model, reason, remedy)
 
 
 def require_prompts_used(config: RunConfig) -> None:
@@ -147,7 +148,7 @@ def _prompt_remedy(config: RunConfig, prompt: str) -> str:
     The advice is another method, else the switch that is off, else language models.
     """
     if prompt != "actor" and not config.with_experience:
-        return f"choose another method than {config.method}, which has no experience"
+        return f"choose another method than {config.spec.name}, which has no experience"
     ask, critic = (
         (config.ask.enabled, "ask.enabled=true"),
         (config.critic.enabled, "critic.enabled=true"),

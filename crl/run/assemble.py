@@ -7,7 +7,6 @@ actor's prompts, and `tasks.py` builds the environments and the task streams.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -142,7 +141,7 @@ async def open_training_loop(
                 seed=config.run.seed,
                 eval_every=config.run.eval_every,
                 checkpoint_every=config.run.checkpoint_every,
-                probe_every=config.eval.probe_every,
+                probe_every=config.eval.probe_every if config.spec.probe else 0,
             ),
             source=source,
             collector=Collector(
@@ -251,13 +250,15 @@ def _extractor(config: RunConfig) -> ModelRole:
 
 
 def _method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
-    module = importlib.import_module(f"crl.methods.{config.method}")
     context = chat_context(
         config.tasks, specs, config.prompts.files,
         can_ask=config.ask.enabled, retrieve_by_goal=config.bank.key_text_weight is not None,
-        show_record=config.complementary.show_record,
     )  # fmt: skip
-    return module.build(config, context)
+    method = config.spec.build(config, config.method_settings, context)
+    if not isinstance(method, Method):
+        reason = f"its function build returned {type(method).__name__}, not a Method"
+        raise ConfigError("method", config.method, reason, "Return a crl.protocols.Method")
+    return method
 
 
 async def _learner(

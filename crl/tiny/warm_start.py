@@ -2,7 +2,8 @@
 
 A demonstration is a conversation in segments. The demonstrator's segments (origin policy or
 tool_call) are trained. Demonstrations are tokenised by the same code as rollouts
-(`crl.modeling.tokens.Conversation`), so token sequences in RL have the same form as in the warm start.
+(`crl.modeling.tokens.Conversation`), so token sequences in RL have the same form as in the warm
+start.
 """
 
 from __future__ import annotations

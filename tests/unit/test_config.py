@@ -17,7 +17,7 @@ from crl.config.layers import parse_set, read_toml
 from crl.config.load import dump, load, load_saved, task_settings
 from crl.config.models import ModelSize, model_profile, model_size, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
-from crl.config.validate import dotted_keys, validated
+from crl.config.validate import bundled_config_type, dotted_keys, run_config, validated
 from crl.errors import ConfigError
 from crl.manager.settings import no_progress
 from crl.monitor.plain import PlainMonitor
@@ -40,6 +40,11 @@ def model(tmp_path: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "crl.json").write_text('{"profile": "compact"}')
     return folder
+
+
+def default_config() -> RunConfig:
+    """Return a configuration with the defaults of the schema."""
+    return run_config({"tasks": {"room": task_settings(catalog.task_file("room"), "full")}})
 
 
 def resolved(model: Path, *sets: str, tasks: tuple[str, ...] = ("room",), **kwargs) -> RunConfig:
@@ -86,9 +91,7 @@ def test_every_shipped_toml_is_a_task_a_mixture_or_a_preset():
 
 
 def test_defaults_are_the_papers(model: Path):
-    config = RunConfig(
-        tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
-    )
+    config = default_config()
     assert (config.rollout.groups * config.rollout.group_size, config.rollout.group_size) == (
         128,
         8,
@@ -179,7 +182,10 @@ def test_every_field_has_a_description():
                 yield from fields(field.annotation)
 
     assert [
-        name for kind in (RunConfig, TaskConfig) for name, text in fields(kind) if not text
+        name
+        for kind in (bundled_config_type(), TaskConfig)
+        for name, text in fields(kind)
+        if not text
     ] == []
 
 
@@ -558,10 +564,10 @@ def test_prompt_files_are_saved_as_absolute_paths_and_checked_before_a_run(
 def test_bundled_models_are_found_by_name(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "models" / "mini").mkdir(parents=True)
-    (tmp_path / "models" / "mini" / "config.json").write_text("{}")
+    (tmp_path / "tiny" / "mini").mkdir(parents=True)
+    (tmp_path / "tiny" / "mini" / "config.json").write_text("{}")
     monkeypatch.setattr("crl.config.models.PACKAGE", tmp_path)
-    assert resolve_model("mini") == tmp_path / "models" / "mini"
+    assert resolve_model("mini") == tmp_path / "tiny" / "mini"
     config = load(["room"], sets=["actor.model=mini", "extractor.model=mini"])
     assert (config.actor.model, config.extractor.model) == ("mini", "mini")
     assert "Did you mean mini? Available: mini" in config_error(model, "actor.model=mimi")
@@ -684,9 +690,7 @@ def test_compact_extractor_settings_only_apply_to_tiny_extractors(model: Path, t
 
 
 def test_the_papers_values_for_experience(model: Path):
-    config = RunConfig(
-        tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
-    )
+    config = default_config()
     assert config.method == "complementary"
     assert (config.extractor.batch, config.extractor.clip_low, config.extractor.clip_high) == (
         64,
@@ -731,7 +735,8 @@ def test_the_papers_values_for_experience(model: Path):
         None,
         None,
     )
-    assert (config.complementary.guided_share, config.complementary.advantages) == (0.5, "split")
+    settings = config.method_settings
+    assert (settings.guided_share, settings.advantages) == (0.5, "split")
 
 
 def test_a_method_without_experience_needs_no_extractor(model: Path):
@@ -774,7 +779,7 @@ def test_the_guided_share_must_fit_the_group(model: Path):
     assert (
         resolved(
             model, "rollout.group_size=5", "complementary.guided_share=0.6"
-        ).complementary.guided_share
+        ).method_settings.guided_share
         == 0.6
     )
     one_free = ("rollout.group_size=4", "complementary.guided_share=0.75")
@@ -792,8 +797,8 @@ def test_the_guided_share_must_fit_the_group(model: Path):
 
 def test_the_group_baseline_needs_free_members(model: Path):
     assert config_error(model, "complementary.guided_share=1") == (
-        "extractor.baseline = 'group': is computed from the free members of a group, and with "
-        "complementary.guided_share = 1 there are none. Add --set extractor.baseline=batch."
+        "extractor.baseline = 'group': is computed from the free members of a group, but all members "
+        "are guided. Add --set extractor.baseline=batch."
     )
     assert (
         resolved(
@@ -845,8 +850,8 @@ def test_invalid_critic_settings(model: Path):
         "complementary.guided_share=1",
         "extractor.baseline=batch",
     ) == (
-        "critic.warmup = 0: gives no estimate of the actor's success rate: with "
-        "complementary.guided_share = 1, all later episodes are guided. Choose at least 1."
+        "critic.warmup = 0: gives no estimate of the actor's success rate, because all later "
+        "episodes are guided. Choose at least 1."
     )
     assert config_error(model, "critic.max_response_tokens=1024").startswith(
         "critic.max_response_tokens = 1024: leaves no tokens for the prompt: "
@@ -1195,9 +1200,7 @@ def test_overtime_is_only_planned_if_episodes_are_distilled(model: Path):
 def test_questions_are_off_and_few_for_tiny_models(model: Path):
     assert resolved(model).ask.questions == 0
     assert resolved(model, "ask.enabled=true").ask.questions == 1
-    paper = RunConfig(
-        tasks={"room": TaskConfig(**task_settings(catalog.task_file("room"), "full"))}
-    ).ask
+    paper = default_config().ask
     assert (paper.enabled, paper.limit, paper.timeout) == (False, 3, 30.0)
     assert "ask.limit = 0: should be greater than or equal to 1" in config_error(
         model, "ask.limit=0"

@@ -182,8 +182,8 @@ async def test_plays_an_episode_and_reuses_the_game_released_last() -> None:
         ("words", "TypeError: a result's reward must be a float, not str"),
         ("over", "TypeError: a result's done must be a bool, not int"),
         ("perhaps", "TypeError: a result's success must be a bool, not NoneType"),
-        ("rich", r"ValueError: an episode's reward must be in \[0, 1\], not 5"),
-        ("poor", r"ValueError: an episode's reward must be in \[0, 1\], not -0.5"),
+        ("rich", r"ValueError: the total reward of an episode must be in \[0, 1\], not 5"),
+        ("poor", r"ValueError: the total reward of an episode must be in \[0, 1\], not -0.5"),
     ],
 )
 async def test_a_failing_game_fails_its_episode_and_is_never_reused(fault: str, words: str) -> None:
@@ -210,7 +210,9 @@ async def test_the_reward_range_applies_to_the_whole_episode() -> None:
         for _ in range(2):
             await environment.reset(TASK)
             await environment.step("half")
-        with pytest.raises(RolloutError, match=r"an episode's reward must be in \[0, 1\], not 1.2"):
+        with pytest.raises(
+            RolloutError, match=r"the total reward of an episode must be in \[0, 1\], not 1.2"
+        ):
             await environment.step("half")
 
 
@@ -232,7 +234,7 @@ async def test_a_reset_that_returns_no_text() -> None:
         environment = await host.acquire(TASK)
         with pytest.raises(
             RolloutError,
-            match="reset: TypeError: reset must return the observation's text, not NoneType",
+            match="reset: TypeError: reset must return the observation as a str, not NoneType",
         ):
             await environment.reset(TASK)
 

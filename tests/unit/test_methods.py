@@ -12,6 +12,7 @@ from doors import TASK
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.config.schema import RunConfig
+from crl.config.validate import run_config
 from crl.envs.base import Rendering
 from crl.envs.room import SPEC
 from crl.manager import DistilRequest
@@ -235,12 +236,9 @@ def test_text_of_records_by_hand() -> None:
     ],
 )
 def test_records_are_shown_only_with_the_original_text(rendering: Rendering, advice: str) -> None:
-    tasks = RunConfig.model_validate(
-        {"tasks": {"room": task_settings(task_file("room"), rendering)}}
-    ).tasks
-    with_record, without_record = (
-        chat_context(tasks, {"room": SPEC}, show_record=show) for show in (True, False)
-    )
+    tasks = run_config({"tasks": {"room": task_settings(task_file("room"), rendering)}}).tasks
+    with_record = chat_context(tasks, {"room": SPEC})
+    without_record = with_record.without_records()
     use = ExperienceUse("e1", 1, "g1", "start")
     hit = Hit("Go west.", use, record=TrackRecord(4, 3))
 
@@ -263,13 +261,12 @@ def config(tmp_path: Path, **sections: dict) -> RunConfig:
     (bank := tmp_path / "bank.sqlite").touch()
     if sections.get("bank", {}).get("frozen"):
         sections["bank"]["init"] = str(bank)
-    return RunConfig.model_validate(
-        {"tasks": {"room": task_settings(task_file("room"), "compact")}, **sections}
-    )
+    return run_config({"tasks": {"room": task_settings(task_file("room"), "compact")}, **sections})
 
 
 def build_method(tmp_path: Path, method=complementary, **sections: dict) -> Method:
-    return method.build(config(tmp_path, **sections), ChatContext({"room": ""}))
+    settings = config(tmp_path, **sections)
+    return method.build(settings, settings.method_settings, ChatContext({"room": ""}))
 
 
 def count_guided(method: Method, members: int = 8) -> int:

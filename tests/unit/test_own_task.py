@@ -67,14 +67,14 @@ def test_the_example_is_a_valid_task():
         assert tried.count(True) == 1
 
 
-def test_the_readme_quotes_the_example():
+def test_the_documentation_quotes_the_example():
     code = (
         (EXAMPLES / "doors" / "doors.py")
         .read_text("utf-8")
         .partition("from crl.types import StepResult\n\n")[2]
     )
     shown = indent(code.strip().replace("\n\n\n", "\n\n"), "    ")
-    assert f"\n\n{shown}\n\n" in (EXAMPLES.parent / "README.md").read_text("utf-8")
+    assert f"\n\n{shown}\n\n" in (EXAMPLES.parent / "docs" / "tasks.md").read_text("utf-8")
     game = code[code.index("class Doors") : code.index("def digest")]
     assert len([line for line in code.splitlines() if line]) <= 30
     assert len([line for line in game.splitlines() if line]) <= 12
@@ -304,7 +304,7 @@ def test_seeded_tasks_are_fixed_and_disjoint_from_the_train_stream():
     unseen = tasks.eval_tasks("unseen", 32, 0, settings)
     assert unseen == tasks.eval_tasks("unseen", 64, 9, settings)[:32]
     assert all(task.seed in UNSEEN_SEEDS for task in unseen)
-    with pytest.raises(ValueError, match="no places that stay"):
+    with pytest.raises(ValueError, match="dice has no persistent places"):
         tasks.eval_tasks("seen", 1, 0, settings)
 
 

@@ -1,9 +1,10 @@
 """Host that runs the games of `hosting="processes"` environments in worker processes.
 
 `ProcessHost` provides `ProcessEnvironment`s: async wrappers of one game each. A game stays in the
-worker process (`crl.envs.hosting.worker`) that created it. A worker holds many games and plays one call at
-a time, each under a timeout. If a game raises, its episode fails. If a worker dies or exceeds the
-timeout, all episodes with a game in this worker fail. The next episode gets a new worker.
+worker process (`crl.envs.hosting.worker`) that created it. A worker holds many games and plays one
+call at a time, each under a timeout. If a game raises, its episode fails. If a worker dies or
+exceeds the timeout, all episodes with a game in this worker fail. The next episode gets a new
+worker.
 
 Workers are fresh interpreters, not forks of multiprocessing's server. They inherit neither this
 process's memory nor its main module. There is no helper process that could outlive this process or
@@ -375,7 +376,8 @@ class _WorkerProcess:
         loop = asyncio.get_running_loop()
         with (self._folder / "log").open("wb") as log:
             self._transport, protocol = await loop.subprocess_exec(
-                lambda: _Pipes(loop, self._ended), sys.executable, "-P", "-m", "crl.envs.hosting.worker",
+                lambda: _Pipes(loop, self._ended),
+                sys.executable, "-P", "-m", "crl.envs.hosting.worker",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self._folder)},
                 start_new_session=True,

@@ -1,10 +1,10 @@
 """Hosts that run games for the rollouts.
 
-`ThreadHost` runs `hosting="threads"` environments in this process. `crl.envs.hosting.processes` runs the
-others. `ThreadHost` provides `ThreadEnvironment`s: async wrappers of one game each. A game's calls
-run on a bounded number of threads, each call under a timeout. If a game raises or hangs, its
-episode ends in a `RolloutError` of kind env. Nothing else is affected: the game is never used
-again, and a hung thread is abandoned and replaced.
+`ThreadHost` runs `hosting="threads"` environments in this process. `crl.envs.hosting.processes`
+runs the others. `ThreadHost` provides `ThreadEnvironment`s: async wrappers of one game each. A
+game's calls run on a bounded number of threads, each call under a timeout. If a game raises or
+hangs, its episode ends in a `RolloutError` of kind env. Nothing else is affected: the game is never
+used again, and a hung thread is abandoned and replaced.
 
 `Hosts` combines several hosts into one pool. `CheckedGame` validates a game's results; every host
 plays games through it. This module imports no environment.

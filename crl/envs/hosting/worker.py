@@ -1,4 +1,6 @@
-"""Worker process that plays games for `crl.envs.hosting.processes`: `python -m crl.envs.hosting.worker`.
+"""Worker process that plays games for `crl.envs.hosting.processes`.
+
+It runs as `python -m crl.envs.hosting.worker`.
 
 The worker reads one pickled request after the other from stdin and writes one reply to each to
 stdout. It ends when stdin is closed, so it cannot outlive its parent, even if a game hangs.

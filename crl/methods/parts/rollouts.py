@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from crl.methods.parts.asking import AskTool
 from crl.methods.parts.records import RecordWriter
@@ -50,6 +50,10 @@ class ChatContext:
 
     Reworded experiences have no record.
     """
+
+    def without_records(self) -> ChatContext:
+        """Return this context without the records of experiences."""
+        return replace(self, records={})
 
     def query_needs_observation(self, task: Task) -> bool:
         return task.name in self.observation_in_query

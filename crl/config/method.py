@@ -1,0 +1,88 @@
+"""Methods as the configuration sees them: their own settings, and the parts of a run they use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from crl import plugins
+from crl.config.catalog import did_you_mean
+from crl.config.section import Section
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+
+BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "complementary": "crl.methods.complementary:SPEC",
+        "grpo": "crl.methods.grpo:SPEC",
+    }
+)
+"""Reference of each bundled method, by name."""
+
+
+def no_check(config: RunConfig, settings: Any) -> None:
+    """Accept every configuration."""
+
+
+def no_guided_members(settings: Any, members: int) -> int:
+    """Return 0: the method guides no member of a group."""
+    return 0
+
+
+def always_effective(settings: Any, name: str) -> None:
+    """Return None: every setting of the method has an effect."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """Description of a method. A module of `crl/methods`, or of a user, defines one as `SPEC`.
+
+    The configuration reads specs without torch. A module therefore imports the parts of its method
+    in `build`.
+    """
+
+    name: str
+    """Name of the method, and of its section of the configuration."""
+    build: Callable[..., Any]
+    """Function `(config, settings, context)` that returns a `crl.protocols.Method`.
+
+    `settings` is the method's section or None. `context` is a `ChatContext` for the run's tasks.
+    """
+    settings: type[Section] | None = None
+    """Type of the method's section; None if the method has no settings."""
+    experience: bool = False
+    """Whether the method has a bank and an extractor."""
+    probe: bool = True
+    """Whether the advice probe measures the actor."""
+    guided_members: Callable[[Any, int], int] = no_guided_members
+    """Function `(settings, members)` that returns how many of a group's members are guided."""
+    check: Callable[[RunConfig, Any], None] = no_check
+    """Function `(config, settings)` that raises `ConfigError` for a contradiction."""
+    unused_reason: Callable[[Any, str], tuple[str, str] | None] = always_effective
+    """Function `(settings, name)` that returns why a setting has no effect, and the remedy.
+
+    It returns None if the setting has an effect. It is called for settings of the command line.
+    """
+
+
+def method_spec(name: str) -> MethodSpec:
+    """Return the spec of a bundled method, or of the reference to a user's spec.
+
+    Raise `ConfigError` if there is no such method.
+    """
+    reference = BUNDLED_METHODS.get(name, name)
+    if not plugins.is_reference(reference):
+        own = "Own methods: path/to/file.py:SPEC or package.module:SPEC"
+        remedy = f"{did_you_mean(name, BUNDLED_METHODS)}. {own}"
+        raise ConfigError("method", name, "is not a method", remedy)
+    return plugins.load(
+        reference,
+        MethodSpec,
+        "method",
+        example="crl/methods/grpo.py",
+        base="A relative path starts at the working directory",
+    )
