@@ -23,6 +23,7 @@ from typing import Any
 
 from common import commit
 
+from crl.protocols import Monitor
 from crl.types import SPLIT_DRAW_NAMES
 
 QUICK = ("run.steps=2", "rollout.groups=3")
@@ -97,7 +98,7 @@ class TruthRetriever:
         return hit
 
 
-class Recorder:
+class Recorder(Monitor):
     """`Monitor` that stores the metrics in memory."""
 
     def __init__(self) -> None:
@@ -109,11 +110,6 @@ class Recorder:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of this kind."""
         return [line for line in self.lines if line["kind"] == kind]
-
-    def trajectories(self, trajectories: Sequence[Any]) -> None: ...
-    def experiences(self, experiences: Sequence[Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
 Each row changes one thing in the preset's settings of `crl train --tasks room`. Seeds 0 to 2 are
 seeds for tuning. `online`, `alone`, `seen`, `lessons` and `advice` are the metrics of
-`main_command.py`. Rows are compared with the preset, paired by seed: mean ± half the 95 % interval by Student's t.
+`main_command.py`. Rows are compared with the preset, paired by seed: mean ± half the 95 % interval
+by Student's t.
 """
 
 from __future__ import annotations

@@ -34,6 +34,9 @@ from crl.types import (
 if TYPE_CHECKING:
     import torch
 
+Metrics = Mapping[str, float | int | str | None]
+"""Values of metrics by name; None for an undefined value."""
+
 State = dict[str, Any]
 """JSON-serialisable state of one component. `load_state()` accepts the value of `state()`."""
 
@@ -389,26 +392,26 @@ class Method:
     """None if the extractor is not trained."""
 
 
-class Monitor(Protocol):
-    """Sink for metrics and trajectories. Every line is flushed before the call returns."""
+class Monitor:
+    """Sink for metrics, notes and records. A subclass overrides the methods that it needs.
 
-    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+    Files are flushed before a call returns.
+    """
+
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
         """Record metrics by name."""
-        ...
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         """Record finished trajectories."""
-        ...
 
     def experiences(self, experiences: Sequence[Experience]) -> None:
         """Show bank entries with their counters, the most recently retrieved first.
 
         Called once per step.
         """
-        ...
 
     def note(self, text: str) -> None:
         """Write a line for readers to the log and the screen."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release files and threads."""

@@ -42,7 +42,6 @@ from crl.cli.draw import (
     sparkline,
 )
 from crl.intervals import plus_minus
-from crl.monitor.plain import Metrics
 from crl.monitor.snapshot import (
     HISTORY,
     BankMetrics,
@@ -53,7 +52,8 @@ from crl.monitor.snapshot import (
     Snapshot,
     SnapshotMonitor,
 )
-from crl.types import Experience, Trajectory, lift_order
+from crl.protocols import Metrics, Monitor
+from crl.types import Experience, lift_order
 
 REFRESH_PER_S = 4
 """Number of redraws per second."""
@@ -537,7 +537,7 @@ def _notes(s: Snapshot, height: int) -> LineGroup:
 # ── the screen ──────────────────────────────────────────────────────────────────────────────────
 
 
-class Dashboard:
+class Dashboard(Monitor):
     """`Monitor` that occupies the terminal from its first note or metrics line until `close`.
 
     Notes, and the output that Python code prints meanwhile, are buffered and printed after the
@@ -566,9 +566,6 @@ class Dashboard:
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         self._run.log(step, kind, metrics)
         self._start()
-
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        self._run.trajectories(trajectories)
 
     def experiences(self, experiences: Sequence[Experience]) -> None:
         self._run.experiences(experiences)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
-from crl.protocols import Monitor
+from crl.protocols import Metrics, Monitor
 from crl.types import Experience, Trajectory
 
 
-class FanOut:
+class FanOut(Monitor):
     """`Monitor` that forwards every call to each of its monitors, in order.
 
     `close` closes all of them, even if one fails.
@@ -18,7 +18,7 @@ class FanOut:
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = tuple(monitors)
 
-    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
         for monitor in self._monitors:
             monitor.log(step, kind, metrics)
 

@@ -15,7 +15,8 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from crl.monitor.run_dir import RunDir
-from crl.types import Experience, TokenTrace, Trajectory
+from crl.protocols import Metrics, Monitor
+from crl.types import TokenTrace, Trajectory
 
 MetricValue = float | int | str | None
 
@@ -23,7 +24,7 @@ RESERVED_FIELDS = frozenset({"step", "kind", "time"})
 """Fields of a line of metrics.jsonl that are not metrics."""
 
 
-class FileMonitor:
+class FileMonitor(Monitor):
     """`Monitor` of every run.
 
     `deterministic`: write null as time. In a deterministic run, only metrics under time/ and perf/
@@ -37,7 +38,7 @@ class FileMonitor:
         self._trajectories = run.trajectories.open("a", encoding="utf-8")
         self._log = run.log.open("a", encoding="utf-8")
 
-    def log(self, step: int, kind: str, metrics: Mapping[str, MetricValue]) -> None:
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
         """Write a line of metrics.
 
         Raise `ValueError` if a metric has the name of a reserved field.
@@ -54,9 +55,6 @@ class FileMonitor:
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         for trajectory in trajectories:
             _write(self._trajectories, trajectory_record(trajectory))
-
-    def experiences(self, experiences: Sequence[Experience]) -> None:
-        pass
 
     def note(self, text: str) -> None:
         self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")

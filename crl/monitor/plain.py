@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TextIO
 
-from crl.types import Experience, Trajectory
-
-Metrics = Mapping[str, float | int | str | None]
+from crl.protocols import Metrics, Monitor
 
 Columns = tuple[tuple[str, str, str], ...]
 """Cells of a line: (label, metric, format). A metric that is missing is left out."""
@@ -210,8 +208,8 @@ def _format_value(value: float | int | str | None, spec: str) -> str:
     return "–" if value is None else value if isinstance(value, str) else format(value, spec)
 
 
-class PlainMonitor:
-    """`Monitor` that prints log lines and notes. Trajectories and experiences are ignored.
+class PlainMonitor(Monitor):
+    """`Monitor` that prints log lines and notes.
 
     `steps`: length of the run. `stream`: output, by default stdout.
     """
@@ -222,14 +220,5 @@ class PlainMonitor:
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         self.note(render_line(step, kind, metrics, steps=self._steps))
 
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        pass
-
-    def experiences(self, experiences: Sequence[Experience]) -> None:
-        pass
-
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from crl.monitor.plain import EVAL_SUCCESS, Metrics
-from crl.types import Experience, Trajectory
+from crl.monitor.plain import EVAL_SUCCESS
+from crl.protocols import Metrics, Monitor
+from crl.types import Experience
 
 HISTORY = 60
 """Maximum number of values in a series. Older values are dropped."""
@@ -349,7 +350,7 @@ def _metric_names(record: type) -> dict[str, str]:
 # ── the monitor ─────────────────────────────────────────────────────────────────────────────────
 
 
-class SnapshotMonitor:
+class SnapshotMonitor(Monitor):
     """`Monitor` that stores the newest snapshot.
 
     Any thread may write to it, and may read a snapshot without waiting.
@@ -377,9 +378,6 @@ class SnapshotMonitor:
                 self._train_times.append(self._clock())
             self._snapshot = fold(self._snapshot, step, kind, metrics)
 
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        pass
-
     def experiences(self, experiences: Sequence[Experience]) -> None:
         with self._lock:
             self._snapshot = replace(self._snapshot, experiences=tuple(experiences[:EXPERIENCES]))
@@ -388,9 +386,6 @@ class SnapshotMonitor:
         lines = [line for line in text.splitlines() if line.strip()]
         with self._lock:
             self._snapshot = replace(self._snapshot, notes=(*self._snapshot.notes, *lines)[-NOTES:])
-
-    def close(self) -> None:
-        pass
 
     def _remaining(self) -> float | None:
         """Return the estimated seconds until the end, at the mean pace of the last steps.

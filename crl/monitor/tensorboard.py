@@ -6,15 +6,14 @@ It uses TensorBoard's own event writer and needs no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crl.errors import ConfigError
 from crl.monitor.files import to_json_value
-from crl.types import Experience, Trajectory
+from crl.protocols import Metrics, Monitor
 
 
-class TensorBoardMonitor:
+class TensorBoardMonitor(Monitor):
     """`Monitor` that writes event files under `folder`.
 
     Raise `ConfigError` if TensorBoard is not installed.
@@ -38,7 +37,7 @@ class TensorBoardMonitor:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
 
-    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
         numbers = {name: to_json_value(value) for name, value in metrics.items()}
         scalars = [
             self._summary.Value(tag=n, simple_value=v)
@@ -49,15 +48,6 @@ class TensorBoardMonitor:
             self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars))
         )
         self._writer.flush()
-
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        pass
-
-    def experiences(self, experiences: Sequence[Experience]) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
     def close(self) -> None:
         self._writer.close()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from crl.errors import ConfigError
 from crl.monitor.files import to_json_value
-from crl.types import Experience, Trajectory
+from crl.protocols import Metrics, Monitor
 
 
-class WandbMonitor:
+class WandbMonitor(Monitor):
     """`Monitor` that starts a W&B run with the name of the run directory.
 
     Raise `ConfigError` if wandb is not installed.
@@ -33,19 +33,10 @@ class WandbMonitor:
         # W&B's own step counter refuses a second line for the same step.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, kind: str, metrics: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
         self._run.log(
             {"step": step} | {name: to_json_value(value) for name, value in metrics.items()}
         )
-
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        pass
-
-    def experiences(self, experiences: Sequence[Experience]) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
     def close(self) -> None:
         self._run.finish()

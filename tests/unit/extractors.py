@@ -21,8 +21,8 @@ from doors import renderer
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import DistilRequest, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.records import Entry
-from crl.protocols import Engine, Hit, SearchRequest
-from crl.types import Completion, Experience, ExperienceUse, Sampling, Segment, Task, Trajectory
+from crl.protocols import Engine, Hit, Monitor, SearchRequest
+from crl.types import Completion, Experience, ExperienceUse, Sampling, Segment, Task
 
 GOAL = "Find the exit of the azure cellar."
 
@@ -161,7 +161,7 @@ def search(
     return SearchRequest(query, task(name), group, member)
 
 
-class RecordingMonitor:
+class RecordingMonitor(Monitor):
     """`Monitor` that stores the metrics and the experiences that it receives."""
 
     def __init__(self) -> None:
@@ -174,13 +174,8 @@ class RecordingMonitor:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [metrics for _, known, metrics in self.lines if known == kind]
 
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None: ...
-
     def experiences(self, experiences: Sequence[Experience]) -> None:
         self.newest.append(list(experiences))
-
-    def note(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def bank_of_version_1(path: Path) -> Path:

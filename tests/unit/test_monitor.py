@@ -18,6 +18,7 @@ from crl.monitor.plain import PlainMonitor, render_line
 from crl.monitor.run_dir import RunDir
 from crl.monitor.tensorboard import TensorBoardMonitor
 from crl.monitor.wandb import WandbMonitor
+from crl.protocols import Monitor
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
 
 TASK = Task("room", 7, "train", "find the exit")
@@ -359,7 +360,7 @@ def test_the_plain_monitor_prints_lines_and_notes():
 # ── other monitors ────────────────────────────────────────────────────────────────────────────────
 
 
-class Recorder:
+class Recorder(Monitor):
     def __init__(self, *, fails: bool = False) -> None:
         self.calls: list[tuple] = []
         self.fails = fails
