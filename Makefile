@@ -6,7 +6,7 @@ ENGINES := .venv-engines
 # Two OpenMP threads are slower than one on matrices as small as the bundled models'.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev setup-engines train test test-engines soak lint format models clean
+.PHONY: setup setup-dev setup-engines setup-docs train test test-engines soak lint format docs models clean
 
 ## setup: install crl and what its tasks need into .venv
 setup: $(VENV)/installed
@@ -57,6 +57,16 @@ lint: setup-dev
 format: setup-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+setup-docs: $(VENV)/installed-docs
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs,alfworld]' --constraint constraints.txt
+	touch $@
+
+## docs: build the documentation into build/docs; a warning or a broken link is an error
+docs: setup-docs
+	$(BIN)/mkdocs build --strict
 
 ## models: make the bundled models again (an hour on one core)
 models: setup

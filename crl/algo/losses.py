@@ -48,7 +48,7 @@ def clipped_surrogate(
         loss = −Σ_i w_i · mean over i's unmasked tokens t of
                min(ρ_it Â_it, clip(ρ_it, 1 − clip_low, 1 + clip_high) Â_it)
 
-    **Ours**: token ratios and a mean per sequence; see the README's departures.
+    **Ours**: token ratios and a mean per sequence; see the departures in docs/algorithm.md.
     ρ_it = exp(logp_it − old_logp_it). With `ratio="sequence"` every token of i has the
     length-normalised ratio ρ_i = exp(mean over i's unmasked tokens of logp − old_logp) (GSPO,
     arXiv 2507.18071).

@@ -18,6 +18,7 @@ import crl
 from crl.cli import bank, config, tasks
 from crl.cli.command import command
 from crl.cli.doctor import doctor
+from crl.cli.new_task import new_task
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -70,7 +71,11 @@ def train(
         str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
     ],
     method: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Training method (default: complementary).")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="complementary (default), grpo, or an own method as package.module:SPEC.",
+        ),
     ] = None,
     preset: Annotated[
         str,
@@ -115,7 +120,8 @@ def train(
     config = load(tasks.split(","), preset=preset, options=options, sets=sets or ())
     run_dir = (
         run_dir
-        or Path("runs") / f"{'+'.join(config.tasks)}-{config.method}-{datetime.now():%Y%m%d-%H%M%S}"
+        or Path("runs")
+        / f"{'+'.join(config.tasks)}-{config.spec.name}-{datetime.now():%Y%m%d-%H%M%S}"
     )
     require_free(run_dir)
     if dry_run:
@@ -159,7 +165,7 @@ def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
     from crl.cli.dashboard import Dashboard
     from crl.monitor.snapshot import RunInfo
 
-    return Dashboard(RunInfo(run_dir.name, config.method, tuple(config.tasks), config.run.steps))
+    return Dashboard(RunInfo(run_dir.name, config.spec.name, tuple(config.tasks), config.run.steps))
 
 
 def _is_terminal() -> bool:
@@ -188,6 +194,7 @@ def evaluate(
 
 app.command("tasks")(tasks.list_tasks)
 app.command("play")(tasks.play)
+app.command("new-task")(new_task)
 app.command("doctor")(doctor)
 
 

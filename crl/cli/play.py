@@ -136,6 +136,13 @@ class PlayableTask:
                 "task", name, "is a mixture", f"Play one of its tasks: {', '.join(mixed.tasks)}"
             )
         config = TaskConfig.model_validate(task_settings(path, rendering))
+        if rendering == "compact" and config.rendering == "full":
+            raise ConfigError(
+                "--rendering",
+                rendering,
+                f"{path} has only the rendering full",
+                'Play with --rendering full, or write rendering = "compact" in its table [compact]',
+            )
         spec = get_spec(config.env, key := f"tasks.{config.name}.env")
         require_extra(spec, key)
         return cls(config, spec)

@@ -63,7 +63,7 @@ def list_tasks(
             gem or "any GEM environment, in your own task file",
         ]
     )
-    rows.append(["", "FILE.py:NAME", "threads", "", "your own environment; see examples/"])
+    rows.append(["", "FILE.py:NAME", "threads", "", "your own environment; crl new-task NAME"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo(

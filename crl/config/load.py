@@ -352,8 +352,7 @@ def _refuse_unknown_tables(path: Path, key: str, data: Tree) -> None:
                 f"{key}.{name}",
                 value,
                 f"is not a table of a task (from {path})",
-                f"{did_you_mean(name, TASK_TABLES)}. Write settings for tiny models in "
-                "[compact]",
+                f"{did_you_mean(name, TASK_TABLES)}. Write settings for tiny models in [compact]",
             )
 
 

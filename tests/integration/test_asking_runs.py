@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.documented_metrics import undocumented
 from whole_runs import (
     DETERMINISTIC,
     arguments,
@@ -113,6 +114,7 @@ def train(
         result = crl(*arguments(run, "room", (*SIZES, *sets), steps, 0, "complementary"))
     assert result.exit_code == 0, result.output + str(result.exception)
     assert result.stderr == ""
+    assert undocumented(run) == set()
 
 
 def rows(bank: Path, sql: str) -> list[tuple]:

@@ -728,7 +728,7 @@ def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> Non
         "eval.probe_every=0",
     )
     result = crl(*arguments(run, "room", sets, 1, 0, "grpo"))
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, "")
     assert {path.name for path in run.iterdir()} == {
         "config.json",
         "metrics.jsonl",

@@ -537,7 +537,10 @@ def test_invalid_results_fail_only_their_episodes(tmp_path: Path) -> None:
     assert (line["rollout/errors"], line["env/replaced"], line["actor/version"]) == (4, 0, 1)
     errors = [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl") if t["error"]]
     assert sum("a result's text must be a str" in error for error in errors) == 2
-    assert sum("an episode's reward must be in [0, 1], not 5" in error for error in errors) == 2
+    assert (
+        sum("the total reward of an episode must be in [0, 1], not 5" in error for error in errors)
+        == 2
+    )
 
 
 def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from support.documented_metrics import undocumented
 from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
@@ -51,7 +52,7 @@ def train(
 ) -> Result:
     """Train the actor alone and check that the run ends with the exit code `code`.
 
-    Output is on stdout. Only errors are on stderr.
+    Output is on stdout. Only errors are on stderr. All metrics are documented.
     """
     result = crl(
         *arguments(
@@ -64,6 +65,7 @@ def train(
     )
     assert result.exit_code == code, result.output + "".join(map(str, [result.exception]))
     assert code or result.stderr == ""
+    assert code or undocumented(run) == set()
     return result
 
 

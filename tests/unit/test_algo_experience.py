@@ -87,8 +87,14 @@ def test_experience_reward(verdict, won, lost):
             lambda: diversity_score(0, -1, False, count_penalty=0.4),
             "count must not be negative, not -1",
         ),
-        (lambda: diversity_score(0, 1, False, count_penalty=-0.1), "lam must not be negative"),
-        (lambda: diversity_score(0, 1, False, count_penalty=math.nan), "lam must not be negative"),
+        (
+            lambda: diversity_score(0, 1, False, count_penalty=-0.1),
+            "count_penalty must not be negative",
+        ),
+        (
+            lambda: diversity_score(0, 1, False, count_penalty=math.nan),
+            "count_penalty must not be negative",
+        ),
         (lambda: training_weight(1, 0, -1, cooldown=1, alpha=1.0), "count must not be negative"),
         (lambda: training_weight(1, 0, 1, cooldown=-1, alpha=1.0), "cooldown must not be negative"),
         (lambda: training_weight(1, 0, 1, cooldown=1, alpha=-1.0), "alpha must not be negative"),

@@ -250,7 +250,7 @@ def test_an_import_file_can_be_written_by_hand(tmp_path: Path):
     file = tmp_path / "mine.jsonl"
     line = {"task": "room", "goal": "Get out.", "text": "Follow the wall."}
     file.write_text('{"crl_bank": 1}\n\n' + json.dumps(line) + "\r\n" + json.dumps(line))
-    assert lines("import", tmp_path / "new.sqlite", file)[0].startswith("2 experiences")
+    assert lines("import", tmp_path / "new.sqlite", file)[0].startswith("imported 2 experiences")
     assert uids(tmp_path / "new.sqlite") == ["import/0/0/4#0", "import/0/0/3#0"]
 
 

@@ -227,7 +227,7 @@ def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert run.calls == [(tmp_path, {})]
     made: list[tuple] = []
     recipe = ModuleType("crl.tiny.recipe")
-    recipe.make = lambda *args: made.append(args)  # pyright: ignore[reportAttributeAccessIssue]
+    recipe.make_all_models = lambda *args: made.append(args)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "crl.tiny.recipe", recipe)
     assert crl("make-models", "--out", str(tmp_path / "m"), "--seed", "3").exit_code == 0
     assert made == [(tmp_path / "m", 3)]

@@ -142,14 +142,14 @@ class JudgingEngine(ScriptedEngine):
     def __init__(
         self, judgement: str | Callable[[str], str] = "accept", *, error: Exception | None = None
     ) -> None:
-        super().__init__(renderer(), lambda text: self._answer(text))
+        super().__init__(renderer(), self._answer_prompt)
         self.judgement, self.error = judgement, error
         self.critiques: list[tuple[str | None, int | None, Sampling]] = []
         self.order: list[str] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    def _answer(self, text: str) -> str:
+    def _answer_prompt(self, text: str) -> str:
         if "judge" not in text:
             return "open"
         return self.judgement if isinstance(self.judgement, str) else self.judgement(text)

@@ -210,7 +210,8 @@ async def test_ranks_use_the_gpus_of_the_plan(
     )
     assert (options["gpus"], options["receivers"]) == (("GPU-a", "GPU-b"), 6)
     with pytest.raises(
-        ConfigError, match=r"learner\.device = 'auto': torch finds a GPU, but nvidia-smi lists none"
+        ConfigError,
+        match=r"learner\.device = 'auto': torch finds a GPU, but nvidia-smi reports no GPU",
     ):
         await start_learner()
 

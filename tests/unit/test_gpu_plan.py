@@ -271,7 +271,7 @@ def test_a_model_of_unknown_size(tmp_path: Path):
     assert gpu_plan(config(*sets, preset="cpu", tasks=("room",)), visible) is None, (
         "the plan is not checked"
     )
-    with pytest.raises(ConfigError, match="its memory cannot be planned"):
+    with pytest.raises(ConfigError, match="so its memory use cannot be planned"):
         gpu_plan(config(*sets, "gpus=1", preset="cpu", tasks=("room",)), visible)
 
 

@@ -71,7 +71,7 @@ async def test_a_damaged_file_is_refused(tmp_path):
     path.write_text(
         "This was a bank once, and now it is prose that goes on for quite a while." * 99
     )
-    assert "which are not the copy's) or choose another path" in await refused(path)
+    assert "they are not part of the copy) or choose another path" in await refused(path)
 
 
 async def test_a_damaged_page_is_an_error_with_a_remedy(tmp_path):

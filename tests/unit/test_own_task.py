@@ -11,6 +11,7 @@ from textwrap import indent
 
 import pytest
 
+from crl.cli.play import PlayableTask
 from crl.config import catalog
 from crl.config.load import dump, load, load_saved
 from crl.envs import registry
@@ -18,7 +19,7 @@ from crl.envs.base import EnvSpec, StreamSettings, no_player
 from crl.envs.seeded import TRAIN_SEEDS, UNSEEN_SEEDS, SeededTasks
 from crl.errors import ConfigError
 from crl.planning.plan import plan
-from crl.planning.tasks import specs
+from crl.planning.tasks import require_compatible_extractor, specs
 from crl.types import Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -228,6 +229,112 @@ def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
         "it needs the extra 'no_such_extra', which is not installed. "
         "Run pip install 'crl[no_such_extra]'." in text
     )
+
+
+# ── renderings ────────────────────────────────────────────────────────────────────────────────────
+
+SIZES = "max_turns = 1\nmax_response_tokens = 4\n"
+VALUES = (
+    "Correct it in {path} (Rendering of observations: full = text for language models, compact = "
+    "few tokens for tiny models. Tiny models use the value in the table [compact] of the task's "
+    "file)."
+)
+
+
+def rendering_task(folder: Path, settings: str, sizes: str = SIZES) -> str:
+    own = own_task(folder)
+    Path(own).write_text(f'env = "own.py:SPEC"\n{sizes}{settings}\n')
+    return own
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("", f"tasks.own.rendering = None: is missing. {VALUES}"),
+        (
+            'rendering = "tiny"',
+            f"tasks.own.rendering = 'tiny': should be 'full' or 'compact'. {VALUES}",
+        ),
+        (
+            'rendering = "full"\n[compact]\nrendering = "tiny"',
+            f"tasks.own.compact.rendering = 'tiny': should be 'full' or 'compact'. {VALUES}",
+        ),
+        (
+            'rendering = "full"\ncompact = "compact"',
+            "tasks.own.compact = 'compact': is not a table. Write [compact] and its settings in "
+            "{path}.",
+        ),
+        (
+            'rendering = "full"\n[compct]\nmax_turns = 3',
+            "tasks.own.compct = {{'max_turns': 3}}: is not a table of a task (from {path}). "
+            "Did you mean compact? Available: stream, eval, compact. Write settings for tiny "
+            "models in [compact].",
+        ),
+        (
+            'rendering = "full"\n[tiny]\nmax_turns = 3',
+            "tasks.own.tiny = {{'max_turns': 3}}: is not a table of a task (from {path}). "
+            "Available: stream, eval, compact. Write settings for tiny models in [compact].",
+        ),
+    ],
+)
+def test_errors_about_renderings_name_the_values_and_the_table(
+    tmp_path: Path, settings: str, message: str
+):
+    own = rendering_task(tmp_path, settings)
+    assert config_error(own) == message.format(path=own)
+
+
+@pytest.mark.parametrize("table", ["", "[compact]\nmax_turns = 2"])
+def test_a_tiny_extractor_needs_the_compact_rendering(tmp_path: Path, table: str):
+    own = rendering_task(tmp_path, f'rendering = "full"\n{table}')
+    with pytest.raises(ConfigError) as caught:
+        require_compatible_extractor(load([own]))
+    assert str(caught.value) == (
+        "extractor.model = 'tiny-extractor': reads only the compact rendering, but "
+        "tasks.own.rendering is full. Set tasks.own.rendering to compact: write rendering = "
+        '"compact" in the table [compact] of the task\'s file.'
+    )
+
+
+def test_a_tiny_extractor_needs_a_tiny_actor(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")  # a model directory with the full profile
+    with pytest.raises(ConfigError) as caught:
+        require_compatible_extractor(load(["room"], sets=[f"actor.model={tmp_path}"]))
+    assert str(caught.value).endswith(
+        "reads only the compact rendering, but tasks.room.rendering is full. "
+        "Use a language model as extractor, or a tiny model as actor."
+    )
+
+
+def test_an_answer_that_is_too_long_for_tiny_models_names_the_table(tmp_path: Path):
+    sizes = SIZES.replace("4", "1024")
+    assert config_error(rendering_task(tmp_path, 'rendering = "full"', sizes)) == (
+        "tasks.own.max_response_tokens = 1024: leaves no tokens for the prompt: "
+        "actor.max_context_tokens is 1024. Lower it, or raise actor.max_context_tokens. Write "
+        "settings for tiny models in [compact] of the task's file."
+    )
+
+
+def test_the_table_compact_cannot_be_changed_by_set(tmp_path: Path):
+    own = rendering_task(tmp_path, 'rendering = "compact"')
+    for value in ("compact.max_turns=3", "compact=3"):
+        assert (
+            "is a table of the task's file, and cannot be set by --set or in a preset. "
+            "Set the keys of tasks.own: they apply to the model of the run."
+        ) in config_error(own, sets=[f"tasks.own.{value}"])
+
+
+def test_the_compact_rendering_of_a_task_without_it_cannot_be_played(tmp_path: Path):
+    own = rendering_task(tmp_path, 'rendering = "full"')
+    with pytest.raises(ConfigError) as caught:
+        PlayableTask.load(own, "compact")
+    assert str(caught.value) == (
+        f"--rendering = 'compact': {own} has only the rendering full. Play with --rendering full, "
+        'or write rendering = "compact" in its table [compact].'
+    )
+    assert PlayableTask.load(own, "full").config.rendering == "full"
+    compact_only = rendering_task(tmp_path, 'rendering = "compact"')
+    assert PlayableTask.load(compact_only, "full").config.rendering == "compact"
 
 
 # ── mixtures ──────────────────────────────────────────────────────────────────────────────────────

@@ -246,7 +246,7 @@ def play_game(folder: Path, **parts: str):
         (
             "reset",
             "None",
-            "reset: TypeError: reset must return the observation's text, not NoneType",
+            "reset: TypeError: reset must return the observation as a str, not NoneType",
         ),
         ("step", "{'text': 'won.'}", "step: TypeError: step must return a StepResult, not dict"),
         (
@@ -257,7 +257,7 @@ def play_game(folder: Path, **parts: str):
         (
             "step",
             "StepResult('won.', 5.0, True, True)",
-            "step: ValueError: an episode's reward must be in [0, 1], not 5",
+            "step: ValueError: the total reward of an episode must be in [0, 1], not 5",
         ),
         (
             "step",

@@ -158,7 +158,7 @@ async def test_games_in_one_worker_do_not_mix() -> None:
         ("exit", "SystemExit: 3"),
         ("nothing", "must return a StepResult, not NoneType"),
         ("mute", "TypeError: a result's text must be a str, not NoneType"),
-        ("rich", r"ValueError: an episode's reward must be in \[0, 1\], not 5"),
+        ("rich", r"ValueError: the total reward of an episode must be in \[0, 1\], not 5"),
     ],
 )
 async def test_an_error_of_a_game_fails_only_its_episode(fault: str, words: str) -> None:
