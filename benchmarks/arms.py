@@ -24,7 +24,6 @@ from typing import Any
 from common import commit
 
 from crl.protocols import Monitor
-from crl.types import SPLIT_DRAW_NAMES
 
 QUICK = ("run.steps=2", "rollout.groups=3")
 """Settings of --quick, in addition to small eval sets. They only test that the benchmark works."""
@@ -275,21 +274,8 @@ def finished_runs(arguments: argparse.Namespace) -> dict[tuple[str, str, int], R
         except json.JSONDecodeError:  # the line was written only in part
             continue
         if shared_options(arguments).items() <= run.items():
-            run["metrics"] = _with_current_splits(run["metrics"])
             runs[run["setting"], run["arm"], run["seed"]] = run
     return runs
-
-
-def _with_current_splits(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics under their current names. Older runs have the old names of the splits."""
-    current: dict[str, str] = {old: split for split, old in SPLIT_DRAW_NAMES.items()}
-    result = {}
-    for name, value in metrics.items():
-        parts = name.split("/")
-        if parts[0] == "eval" and len(parts) > 3:
-            parts[2] = current.get(parts[2], parts[2])
-        result["/".join(parts)] = value
-    return result
 
 
 def _run_in_subprocess(

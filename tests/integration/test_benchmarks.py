@@ -255,18 +255,6 @@ def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
-def test_stored_runs_can_be_compared():
-    code = (
-        "import argparse; from pathlib import Path; from arms import finished_runs; "
-        "from main_command import METRICS; "
-        "arguments = argparse.Namespace(steps=None, quick=False, set=[], "
-        "out=Path('results/main_command.json')); runs = finished_runs(arguments).values(); "
-        "assert runs and all(METRICS[name](run, 'room') is not None "
-        "for run in runs for name in ('online', 'alone', 'unseen', 'seen'))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
-
-
 def test_switches_are_compared_with_the_preset(tmp_path: Path):
     out = tmp_path / "results.json"
     command = [
