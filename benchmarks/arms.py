@@ -123,14 +123,17 @@ async def _train(arm: Arm, config: Any, folder: Path) -> dict[str, Any]:
     async with open_training_loop(
         config, RunDir(folder), recorder, retriever_override=truth
     ) as loop:
-        loop.evaluations[0] = Evaluation({}, {}, 0)  # all arms have the same start
+        loop.measurements.evaluations[0] = Evaluation({}, {}, 0)  # all arms have the same start
         await loop.run()
         end_time = time.monotonic()
-        metrics = loop.evaluations[loop.completed_steps].metrics()
+        metrics = loop.measurements.evaluations[loop.completed_steps].metrics()
         if loop.experience is None:
             for name, task in online_tasks(config, specs).items():
-                metrics |= await _evaluate_online(loop.evaluator, truth, name, task)
-    probes = {"start": loop.probes[0], "end": loop.probes[loop.completed_steps]}
+                metrics |= await _evaluate_online(loop.measurements.evaluator, truth, name, task)
+    probes = {
+        "start": loop.measurements.probes[0],
+        "end": loop.measurements.probes[loop.completed_steps],
+    }
     return {
         "steps": loop.completed_steps,
         "metrics": metrics

@@ -65,7 +65,8 @@ async def _train(config: Any, folder: Path) -> list[dict[str, Any]]:
 
     recorder = Recorder()
     async with open_training_loop(config, RunDir(folder), recorder) as loop:
-        loop.evaluations |= {0: Evaluation({}, {}, 0), config.run.steps: Evaluation({}, {}, 0)}
+        for step in (0, config.run.steps):
+            loop.measurements.evaluations[step] = Evaluation({}, {}, 0)
         probe = GradientProbe(
             loop,
             {advice: await advised_traces(loop, config, advice) for advice in ("right", "wrong")},
@@ -89,9 +90,10 @@ async def advised_traces(loop: Any, config: Any, advice: str) -> list[Any]:
     task = probe_tasks(config, specs(config))["room"]
     task = replace(task, places=task.places[:PROBE_PLACES])
     texts = advice_texts(task, advice)
-    runner = replace(loop.evaluator.runner, retriever=FixedRetriever(texts))
+    evaluator = loop.measurements.evaluator
+    runner = replace(evaluator.runner, retriever=FixedRetriever(texts))
     keys = [EpisodeKey("listening", 0, i, 0) for i in range(len(task.places))]
-    trajectories = await loop.evaluator.scheduler.play(runner, "guided", keys, task.places)
+    trajectories = await evaluator.scheduler.play(runner, "guided", keys, task.places)
     traces = []
     for trajectory in trajectories:
         trace, direction = trajectory.traces[0], read(texts[trajectory.task.goal])[1]
@@ -112,7 +114,7 @@ class GradientProbe:
 
         assert SPEC.advisor is not None
         self._loop, self._probes, self._advisor = loop, probes, SPEC.advisor
-        self._trainer = loop.learner._trainer
+        self._trainer = loop.actor.learner._trainer
         self._step = 0
         self.rows: list[dict[str, Any]] = []
 
@@ -137,7 +139,7 @@ class GradientProbe:
             self._loop._advantages(trajectories),
             [self._term(t) for t in trajectories],
         )
-        views = [self._loop.method.actor.view(t) for t in trajectories]
+        views = [self._loop.method.actor.view(t, self._loop.actor.rerender) for t in trajectories]
         gradients = {}
         for term in TERMS:
             term_advantages = [

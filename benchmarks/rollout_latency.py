@@ -266,14 +266,16 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
     monitor = FileMonitor(run)
     async with open_training_loop(config, run, monitor) as loop:
         assert loop.experience
-        start = loop.source.state()
+        start = loop.rollouts.source.state()
 
         def tasks() -> TaskSource:
-            loop.source.load_state(start)
-            return loop.source
+            loop.rollouts.source.load_state(start)
+            return loop.rollouts.source
 
         # No prefix is shared between episodes, so there is no cache to clear.
-        yield EngineSetup(loop.collector._runner, loop.experience, tasks, clear_caches=lambda: None)
+        yield EngineSetup(
+            loop.rollouts.collector._runner, loop.experience, tasks, clear_caches=lambda: None
+        )
     monitor.close()
 
 

@@ -8,18 +8,20 @@ is a `RolloutPlanner` that makes every member free; it is not a special case in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from crl.types import (
+    CURRENT_POLICY,
     NO_RECORD,
     Completion,
     Experience,
     ExperienceUse,
     Minibatch,
     Observation,
+    Origin,
     RolloutPlan,
     Sampling,
     Segment,
@@ -315,15 +317,52 @@ class RewardShaper(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PerTurn:
+    """Advantages by trajectory and turn."""
+
+    values: Sequence[Sequence[float]]
+    """One value for each of the `turns` of each trajectory.
+
+    It applies to all tokens that the policy sampled for the turn, those of questions included.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """Advantages by trajectory and sampled token."""
+
+    values: Sequence[Sequence[float]]
+    """One value for each sampled token of each trajectory, in the order of its traces."""
+
+
 class AdvantageTerm(Protocol):
-    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        """Return one advantage per trajectory, [n]. The terms of a role are summed."""
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | PerTurn | PerToken:
+        """Return one advantage per trajectory, [n], or one per turn or per sampled token.
+
+        The terms of a role are summed.
+        """
+        ...
+
+
+class Rerender(Protocol):
+    def without(
+        self, trajectory: Trajectory, origins: Set[Origin], *, version: int = CURRENT_POLICY
+    ) -> Sequence[TokenTrace]:
+        """Return the trajectory's sampled answers after prompts without segments of `origins`.
+
+        The ids of sampled tokens are unchanged. `version` says which old log-probs they have:
+        `CURRENT_POLICY` or `STEP_START`.
+        """
         ...
 
 
 class TrainView(Protocol):
-    def __call__(self, trajectory: Trajectory) -> Sequence[TokenTrace]:
-        """Return the training samples of a trajectory; empty if it is not trained on."""
+    def __call__(self, trajectory: Trajectory, rerender: Rerender) -> Sequence[TokenTrace]:
+        """Return the training samples of a trajectory; empty if it is not trained on.
+
+        With advantages per turn or per token, a view must keep all sampled tokens or none.
+        """
         ...
 
 
@@ -358,8 +397,8 @@ class TrainSpec:
     terms: tuple[AdvantageTerm, ...]
     view: TrainView
     loss: Loss
-    distillation: AdvantageTerm | None = None
-    """Self-distillation: weight of the next-token loss for each trajectory.
+    distillation: Callable[[Sequence[Trajectory]], torch.Tensor] | None = None
+    """Self-distillation: function that returns one weight of the next-token loss per trajectory.
 
     The loss is computed on the trajectory's answers after the prompts of an unguided episode. A
     trajectory with weight 0 gives no distillation sample. None disables self-distillation.

@@ -10,8 +10,9 @@ Minibatch → PublishHandle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -45,7 +46,9 @@ UseKind = Literal["start", "ask", "ask_unrefined"]
 Verdict = Literal["accept", "refine", "reject"]
 Param = int | float | str | bool
 
-GUIDANCE_ORIGINS = frozenset({"experience", "tool_spec", "tool_call", "tool_result"})
+GUIDANCE_ORIGINS: frozenset[Origin] = frozenset(
+    {"experience", "tool_spec", "tool_call", "tool_result"}
+)
 """Origins of segments that only a guided episode may contain. Unguided views drop them."""
 
 
@@ -130,6 +133,19 @@ class Completion:
         _check_choice("finish", self.finish, Finish)
 
 
+CURRENT_POLICY = -1
+"""Version in a `TokenTrace`: the old log-probs are those of the learner at the update.
+
+The importance ratio is 1, and the gradient is that of the advantage times the log-likelihood.
+"""
+
+STEP_START = -2
+"""Version in a `TokenTrace`: the old log-probs are those of the learner at the start of the step.
+
+The learner computes them before its first update.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
     """Append-only token record of one training sample.
@@ -143,7 +159,11 @@ class TokenTrace:
     logprobs: tuple[float, ...] = ()
     """Log-probs under the behaviour policy; 0.0 where the mask is 0."""
     versions: tuple[int, ...] = ()
-    """Policy version that sampled each token; −1 where the mask is 0."""
+    """Policy version that sampled each token; −1 where the mask is 0.
+
+    Sampled tokens after another prompt than the one they were sampled for have
+    `CURRENT_POLICY` or `STEP_START` instead.
+    """
 
     def __post_init__(self) -> None:
         _check_same_length(
@@ -170,6 +190,15 @@ class TokenTrace:
             self.logprobs + completion.logprobs,
             self.versions + completion.versions,
         )
+
+    def completions(self) -> Iterator[range]:
+        """Yield the positions of every sampled completion, in order."""
+        start = 0
+        for sampled, run in groupby(self.mask):
+            end = start + len(tuple(run))
+            if sampled:
+                yield range(start, end)
+            start = end
 
     def until_last_sampled(self) -> TokenTrace:
         """Return this trace up to its last sampled token; empty if it has no sampled token."""
@@ -379,6 +408,8 @@ class Trajectory:
     """Environment's grade in [0, 1], None if it gives none; not part of the reward."""
     turns: int = 0
     """Environment turns within the turn limit."""
+    turn_rewards: tuple[float, ...] = ()
+    """Environment's reward for each of the `turns`."""
     overtime_turns: int = 0
     """Environment turns after the turn limit, which are neither rewarded nor trained on."""
     invalid_actions: int = 0
@@ -416,6 +447,19 @@ class Trajectory:
                 "rejected ones"
             )
         object.__setattr__(self, "rewards", dict(self.rewards))
+
+    @property
+    def turn_observations(self) -> tuple[str, ...]:
+        """Environment texts that the agent saw directly before its action, for each of `turns`."""
+        observations: list[str] = []
+        newest: list[str] = []
+        for segment in self.segments:
+            if segment.origin == "env":
+                newest.append(segment.text)
+            elif segment.origin == "policy":
+                observations.append("\n".join(newest))
+                newest = []
+        return tuple(observations[: self.turns])
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:
         """Return this trajectory with `rewards` as its channels and their sum as its reward."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         training_weight,
     )
     from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
+    from crl.algo.terms import sum_terms
 
 __all__ = [
     "batch_advantages",
@@ -49,6 +50,7 @@ __all__ = [
     "sequence_weights",
     "split_group_advantages",
     "step_advantages",
+    "sum_terms",
     "training_weight",
     "truncated_importance_weights",
 ]
@@ -65,6 +67,7 @@ _NAMES = {
     "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches", "rank_shares"),
     "experience": ("critic_reward", "diversity_score", "experience_reward", "training_weight"),
     "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
+    "terms": ("sum_terms",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+Advantage = float | tuple[float, ...]
+"""Advantage of a whole trajectory or sample, or of each of its tokens."""
 
 DistillationSamples = tuple[float, Sequence[TokenTrace]]
 """Advantage of a trajectory's self-distillation samples, and the traces of these samples."""
@@ -94,7 +92,7 @@ def optimizer_minibatches(groups: Sequence[int], count: int, rng: random.Random)
 
 def build_minibatches(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float] | Tensor,
+    advantages: Sequence[Advantage],
     views: Sequence[Sequence[TokenTrace]],
     *,
     count: int,
@@ -103,48 +101,83 @@ def build_minibatches(
 ) -> tuple[Minibatch, ...]:
     """Return the optimizer minibatches of one batch of trajectories.
 
-    `advantages`: one finite number per trajectory. `views`: the training samples of each
-    trajectory. A trajectory without samples is ignored when weights are computed. `distilled`:
-    self-distillation samples by trajectory index; together they have their trajectory's weight.
+    `advantages`: for each trajectory one finite number, or one per sampled token in the order of
+    its traces. `views`: the training samples of each trajectory. A trajectory without samples is
+    ignored when weights are computed. `distilled`: self-distillation samples by trajectory index;
+    together they have their trajectory's weight.
 
     Groups are distributed by `optimizer_minibatches` and never divided. `sequence_weights` (CRL
     eq. 5) and the total of trained tokens are computed over all samples of a minibatch. After that,
     samples without signal are dropped: samples whose advantage is exactly 0 or whose mask is all 0.
     A minibatch without remaining samples is omitted.
 
-    Raise `ValueError` if the lengths differ or an advantage is not finite.
+    Raise `ValueError` if the lengths differ, an advantage is not finite, or the number of a
+    trajectory's advantages is not the number of sampled tokens in its view.
     """
     if not len(trajectories) == len(advantages) == len(views):
         raise ValueError(
             "trajectories, advantages and views differ in length: "
             f"{len(trajectories)}, {len(advantages)}, {len(views)}"
         )
-    values = [float(advantage) for advantage in advantages]
-    if not all(math.isfinite(value) for value in values):
+    advantages = [a if isinstance(a, tuple) else float(a) for a in advantages]
+    if not all(math.isfinite(value) for advantage in advantages for value in _values(advantage)):
         raise ValueError("advantages must be finite")
     parts = optimizer_minibatches([trajectory.group for trajectory in trajectories], count, rng)
-    minibatches = (_minibatch(members, trajectories, values, views, distilled) for members in parts)
+    minibatches = (
+        _minibatch(members, trajectories, advantages, views, distilled) for members in parts
+    )
     return tuple(minibatch for minibatch in minibatches if minibatch.samples)
 
 
+def has_signal(advantage: Advantage) -> bool:
+    """Return whether any value of the advantage differs from 0."""
+    return any(_values(advantage))
+
+
+def _values(advantage: Advantage) -> tuple[float, ...]:
+    return advantage if isinstance(advantage, tuple) else (advantage,)
+
+
+def _with_advantages(
+    view: Sequence[TokenTrace], advantage: Advantage
+) -> Iterator[tuple[TokenTrace, Advantage]]:
+    """Yield the traces of a view, each with its advantage. Context tokens have advantage 0."""
+    if not isinstance(advantage, tuple) or not view:
+        yield from ((trace, advantage) for trace in view)
+        return
+    sampled = sum(sum(trace.mask) for trace in view)
+    if sampled != len(advantage):
+        raise ValueError(
+            f"a view has {sampled} sampled tokens, but its trajectory has {len(advantage)} "
+            "advantages: with advantages per turn or token, a view must keep all sampled tokens"
+        )
+    remaining = iter(advantage)
+    for trace in view:
+        yield trace, tuple(next(remaining) if trained else 0.0 for trained in trace.mask)
+
+
 def _minibatch(
-    members: Sequence[int], trajectories: Sequence[Trajectory], advantages: Sequence[float],
+    members: Sequence[int], trajectories: Sequence[Trajectory], advantages: Sequence[Advantage],
     views: Sequence[Sequence[TokenTrace]], distilled: Mapping[int, DistillationSamples],
 ) -> Minibatch:  # fmt: skip
     """Return the minibatch of the trajectories at indices `members`."""
     # Imported here so that the functions above need no torch.
     from crl.algo.advantages import sequence_weights
 
-    rows = [(index, trace) for index in members for trace in views[index]]
-    owners = [index for index, _ in rows]
-    lengths = [sum(trace.mask) for _, trace in rows]
+    rows = [
+        (index, trace, advantage)
+        for index in members
+        for trace, advantage in _with_advantages(views[index], advantages[index])
+    ]
+    owners = [index for index, _, _ in rows]
+    lengths = [sum(trace.mask) for _, trace, _ in rows]
     groups = [trajectories[index].group for index in owners]
     guided = [trajectories[index].condition == "guided" for index in owners]
     weights = sequence_weights(groups, guided, owners, lengths).tolist()
     samples = [
-        TrainSample(trace, advantages[index], weight)
-        for (index, trace), length, weight in zip(rows, lengths, weights, strict=True)
-        if advantages[index] != 0 and length > 0
+        TrainSample(trace, advantage, weight)
+        for (_, trace, advantage), length, weight in zip(rows, lengths, weights, strict=True)
+        if has_signal(advantage) and length > 0
     ]
     trajectory_weights: defaultdict[int, float] = defaultdict(float)
     for index, weight in zip(owners, weights, strict=True):

@@ -21,7 +21,7 @@ from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling.loading import TokenStats, checkpoint_activations, token_logprobs
 from crl.modeling.packing import enable_packing
 from crl.protocols import Loss
-from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
+from crl.types import CURRENT_POLICY, STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,11 +120,11 @@ class MicroBatch:
         )
 
     def old_logps(self, logp: torch.Tensor) -> torch.Tensor:
-        """Return the log-probs [b, t] of the behaviour policy.
+        """Return the old log-probs [b, t]. Those of `CURRENT_POLICY` are the detached `logp`."""
+        return torch.where(self.versions == CURRENT_POLICY, logp.detach(), self.old_logp)
 
-        Tokens that no policy sampled get the detached `logp`. Their importance ratio is therefore
-        1, and their gradient is that of the advantage times the log-likelihood.
-        """
+    def engine_logps(self, logp: torch.Tensor) -> torch.Tensor:
+        """Return the engine's log-probs [b, t], or the detached `logp` where it sampled none."""
         return torch.where(self.versions < 0, logp.detach(), self.old_logp)
 
 
@@ -245,11 +245,10 @@ class Trainer:
         """
         accumulator = MetricAccumulator()
         accumulators = [MetricAccumulator() for _ in minibatches]
-        if self.settings.recompute:
-            minibatches = [
-                self._recompute_logprobs(m, own, version)
-                for m, own in zip(minibatches, accumulators, strict=True)
-            ]
+        minibatches = [
+            self._recompute_logprobs(m, own, version)
+            for m, own in zip(minibatches, accumulators, strict=True)
+        ]
         updates = skipped = 0
         grad_norms = []
         learning_rate = float(self.schedule.get_last_lr()[0])
@@ -387,15 +386,17 @@ class Trainer:
     ) -> Minibatch:
         """Return the minibatch with the trainer's log-probs as old log-probs.
 
-        If `importance_cap` is set, the advantages are multiplied by truncated importance weights.
+        Without `recompute`, only samples that ask for them (`STEP_START`) change. If
+        `importance_cap` is set, the advantages are multiplied by truncated importance weights.
         """
-        recomputed = []
-        for samples, batch in self._micro_batches(minibatch):
+        chosen = self._to_recompute(minibatch)
+        recomputed = [s for s in minibatch.samples if not self._recomputes(s)]
+        for samples, batch in self._micro_batches(chosen):
             logp = self._token_stats(batch).logp
             self._add_mismatch(accumulator, logp, batch, version)
             advantage = batch.advantage
             if self.settings.importance_cap is not None:
-                engine = batch.old_logps(logp)
+                engine = batch.engine_logps(logp)
                 advantage = advantage * truncated_importance_weights(
                     logp, engine, batch.mask, cap=self.settings.importance_cap
                 )
@@ -406,3 +407,10 @@ class Trainer:
                 trace = replace(sample.trace, logprobs=tuple(own[:length]))
                 recomputed.append(replace(sample, trace=trace, advantage=tuple(weighted[:length])))
         return replace(minibatch, samples=tuple(recomputed))
+
+    def _to_recompute(self, minibatch: Minibatch) -> Minibatch:
+        """Return the samples of the minibatch whose old log-probs the trainer computes."""
+        return replace(minibatch, samples=tuple(filter(self._recomputes, minibatch.samples)))
+
+    def _recomputes(self, sample: TrainSample) -> bool:
+        return self.settings.recompute or STEP_START in sample.trace.versions

@@ -271,7 +271,7 @@ class ZeroTrainer(Trainer):
     def _recompute_logprobs(
         self, minibatch: Minibatch, accumulator: MetricAccumulator, version: int
     ) -> Minibatch:
-        missing = self._missing_passes(minibatch)
+        missing = self._missing_passes(self._to_recompute(minibatch))
         recomputed = super()._recompute_logprobs(minibatch, accumulator, version)
         self._run_dummy_passes(missing)
         return recomputed

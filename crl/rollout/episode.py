@@ -176,7 +176,8 @@ class EpisodeRunner:
             conversation.segments, conversation.traces,
             rewards={"outcome": record.reward}, reward=record.reward,
             success=record.success, score=record.score,
-            turns=record.turns, overtime_turns=record.total_turns - record.turns,
+            turns=record.turns, turn_rewards=tuple(record.turn_rewards),
+            overtime_turns=record.total_turns - record.turns,
             invalid_actions=record.invalid, sampled_tokens=record.sampled_tokens,
             used=tuple(hit.use for hit in record.hits),
             shown=tuple(hit.text for hit in record.hits),
@@ -366,7 +367,8 @@ class EpisodeRecord:
     """Number of questions that the agent has asked."""
     total_turns: int = 0
     """Environment turns, overtime included."""
-    reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    """Environment's rewards, without overtime."""
     success: bool = False
     score: float | None = None
     done: bool = False
@@ -379,6 +381,11 @@ class EpisodeRecord:
     truncated: bool = False
     error: str | None = None
 
+    @property
+    def reward(self) -> float:
+        """Environment's reward of the episode."""
+        return sum(self.turn_rewards, 0.0)
+
     def add(self, result: StepResult, *, in_overtime: bool) -> None:
         """Record a result. `in_overtime`: the turn is in overtime and does not count."""
         self.total_turns += 1
@@ -386,7 +393,7 @@ class EpisodeRecord:
         if in_overtime:
             return
         self.turns += 1
-        self.reward += result.reward
+        self.turn_rewards.append(result.reward)
         self.success |= result.success
         self.score = result.score
         self.invalid += not result.valid

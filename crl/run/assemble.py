@@ -81,12 +81,12 @@ from crl.rollout.critic import Critic
 from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
-from crl.rollout.unguided import unguided_traces
+from crl.rollout.rerender import Rerenderer
 from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.run.checkpoint import read_state
 from crl.run.critic import CriticParts, Warmup
 from crl.run.experience import ExperiencePipeline, ExtractorTrainer, ReadOnlyRetriever
-from crl.run.loop import Schedule, TrainingLoop
+from crl.run.loop import Actor, Measurements, Outputs, Rollouts, Schedule, TrainingLoop
 from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
 
@@ -133,40 +133,38 @@ async def open_training_loop(
         evaluator, probe = _evaluation_parts(
             config, specs, runner, engine, bank, critic.success_rates if critic else None
         )
-        yield TrainingLoop(
-            method=method,
-            schedule=Schedule(
-                steps=config.run.steps,
-                minibatches=config.actor.minibatches,
-                seed=config.run.seed,
-                eval_every=config.run.eval_every,
-                checkpoint_every=config.run.checkpoint_every,
-                probe_every=config.eval.probe_every if config.spec.probe else 0,
-            ),
-            source=source,
-            collector=Collector(
-                runner,
-                source,
-                method.planner,
-                gate,
-                group_size=config.rollout.group_size,
-                steps=config.run.steps,
-            ),
-            environments=pool,
-            engine=engine,
-            learner=learner,
-            unguided_traces=partial(
-                unguided_traces, renderer=runner.renderer, limits=runner.limits
-            ),
-            evaluator=evaluator,
-            probe=probe,
-            experience=experience,
-            critic=critic,
-            monitor=monitor,
-            checkpoints=run.checkpoints,
-            model_dirs={"actor": actor.path}
-            | ({"extractor": resolve_model(config.extractor.model)} if experience else {}),
+        collector = Collector(
+            runner,
+            source,
+            method.planner,
+            gate,
+            group_size=config.rollout.group_size,
+            steps=config.run.steps,
         )
+        models = {"actor": actor.path}
+        if experience:
+            models["extractor"] = resolve_model(config.extractor.model)
+        yield TrainingLoop(
+            method,
+            _schedule(config),
+            Rollouts(source, collector, pool),
+            Actor(learner, engine, Rerenderer(runner.renderer, runner.limits)),
+            experience,
+            critic,
+            Measurements(evaluator, probe),
+            Outputs(monitor, run.checkpoints, models),
+        )
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    return Schedule(
+        steps=config.run.steps,
+        minibatches=config.actor.minibatches,
+        seed=config.run.seed,
+        eval_every=config.run.eval_every,
+        checkpoint_every=config.run.checkpoint_every,
+        probe_every=config.eval.probe_every if config.spec.probe else 0,
+    )
 
 
 @asynccontextmanager

@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from crl.algo import build_minibatches
-from crl.algo.batching import DistillationSamples
+from crl.algo import build_minibatches, sum_terms
+from crl.algo.batching import Advantage, DistillationSamples, has_signal
 from crl.envs.hosting.threads import Hosts
 from crl.evaluation.evaluate import Evaluation, Evaluator
 from crl.evaluation.metrics import rollout_metrics
 from crl.evaluation.probe import AdviceProbe
-from crl.protocols import Engine, Learner, Method, Monitor, State, TaskSource
+from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, TaskSource
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import save_checkpoint, saved_states
 from crl.run.critic import CriticParts
@@ -42,7 +40,7 @@ from crl.run.mismatch import MismatchDetector
 from crl.run.sync import sync_weights
 from crl.run.totals import Totals
 from crl.seeds import generator
-from crl.types import Minibatch, StepStats, TokenTrace, Trajectory
+from crl.types import GUIDANCE_ORIGINS, Minibatch, StepStats, Trajectory
 
 T = TypeVar("T")
 
@@ -65,56 +63,92 @@ class Schedule:
     """Steps between two advice probes; 0 = no probes."""
 
 
-@dataclass
-class TrainingLoop:
-    """Training loop of a run, from its warm-up to its last checkpoint."""
+@dataclass(frozen=True)
+class Rollouts:
+    """Parts that collect training episodes."""
 
-    method: Method
-    schedule: Schedule
     source: TaskSource
     collector: Collector
     environments: Hosts
-    engine: Engine
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Parts that train and sample the actor."""
+
     learner: Learner
-    unguided_traces: Callable[[Trajectory], Sequence[TokenTrace]]
-    """Function that returns a trajectory's traces with the prompts of an unguided episode."""
+    engine: Engine
+    rerender: Rerender
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Parts that measure on fixed task sets, and their results."""
+
     evaluator: Evaluator
     probe: AdviceProbe
-    experience: ExperiencePipeline | None
-    """None in a run without experience."""
-    critic: CriticParts | None
-    """None if the actor does not judge experience."""
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """Finished evaluations, by the number of completed steps."""
+    probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics of finished advice probes, by the number of completed steps."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Destinations of a run's results."""
+
     monitor: Monitor
     checkpoints: Path
     """Directory of the run's checkpoints."""
     model_dirs: Mapping[str, Path]
     """Directory of each role's initial model, see `save_checkpoint`."""
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event that ends the run after the current step."""
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    """Finished evaluations, by the number of completed steps."""
-    probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of finished advice probes, by the number of completed steps."""
-    totals: Totals = field(default_factory=Totals)
-    skipped_updates: int = 0
-    """Actor updates that were skipped because loss or gradient was not finite."""
-    mid_step: bool = False
-    """True between the credit of a batch and the completion of its step.
 
-    In this phase weights and counters are inconsistent: no checkpoint may be written.
-    """
 
-    def __post_init__(self) -> None:
-        self._mismatch = MismatchDetector("actor", self.monitor)
+class TrainingLoop:
+    """Training loop of a run, from its warm-up to its last checkpoint."""
+
+    def __init__(
+        self,
+        method: Method,
+        schedule: Schedule,
+        rollouts: Rollouts,
+        actor: Actor,
+        experience: ExperiencePipeline | None,
+        critic: CriticParts | None,
+        measurements: Measurements,
+        outputs: Outputs,
+    ) -> None:
+        """Store the parts.
+
+        `experience` is None in a run without experience, `critic` if the actor does not judge
+        experience.
+        """
+        self.method, self.schedule, self.outputs = method, schedule, outputs
+        self.rollouts, self.actor, self.measurements = rollouts, actor, measurements
+        self.experience, self.critic = experience, critic
+        self.stop = asyncio.Event()
+        """Event that ends the run after the current step."""
+        self.totals = Totals()
+        self.skipped_updates = 0
+        """Actor updates that were skipped because loss or gradient was not finite."""
+        self.mid_step = False
+        """True between the credit of a batch and the completion of its step.
+
+        In this phase weights and counters are inconsistent: no checkpoint may be written.
+        """
+        self._mismatch = MismatchDetector("actor", outputs.monitor)
 
     @property
     def completed_steps(self) -> int:
         """Number of completed steps."""
-        return self.collector.completed_steps
+        return self.rollouts.collector.completed_steps
 
     @property
     def _learners(self) -> dict[str, Learner]:
-        return {"actor": self.learner, **(self.experience.learners if self.experience else {})}
+        return {
+            "actor": self.actor.learner,
+            **(self.experience.learners if self.experience else {}),
+        }
 
     async def run(self) -> None:
         """Train until the last step or until `stop`, then write a checkpoint.
@@ -125,7 +159,7 @@ class TrainingLoop:
         await self._warm_up()
         await self._evaluate_and_probe(0)
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self.collector.run(), name="collector")]
+            background = [tasks.create_task(self.rollouts.collector.run(), name="collector")]
             background += [
                 tasks.create_task(learner.watch(), name=f"{role} learner")
                 for role, learner in self._learners.items()
@@ -147,16 +181,23 @@ class TrainingLoop:
 
         It holds the trained models, the state of every part, and a reference to a bank snapshot.
         """
-        state: State = {"learner": self.learner.state(), "source": self.collector.source_state()}
+        state: State = {
+            "learner": self.actor.learner.state(),
+            "source": self.rollouts.collector.source_state(),
+        }
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
-                state |= await self.experience.state(saved_states(self.checkpoints))
+                state |= await self.experience.state(saved_states(self.outputs.checkpoints))
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
             return await save_checkpoint(
-                self.checkpoints, self.completed_steps, self._learners, self.model_dirs, state
+                self.outputs.checkpoints,
+                self.completed_steps,
+                self._learners,
+                self.outputs.model_dirs,
+                state,
             )
 
     async def _step(self, step: int) -> bool:
@@ -164,17 +205,22 @@ class TrainingLoop:
 
         If it was asked before the batch was complete, nothing is trained.
         """
-        stopwatch, busy_before = Stopwatch(), self.engine.busy_s
+        learner, engine = self.actor.learner, self.actor.engine
+        stopwatch, busy_before = Stopwatch(), engine.busy_s
         with stopwatch("wait"):
-            batch = await self._unless_stopped(self.collector.batch(step))
+            batch = await self._unless_stopped(self.rollouts.collector.batch(step))
         if batch is None:
             return False
-        self.monitor.trajectories(batch)
+        self.outputs.monitor.trajectories(batch)
         valid = [t for t in batch if t.error is None]
         advantages = self._advantages(valid)
-        metrics = rollout_metrics(batch, self.engine.version)
+        metrics = rollout_metrics(batch, engine.version)
         metrics["rollout/groups_with_signal"] = len(
-            {t.group for t, advantage in zip(valid, advantages, strict=True) if advantage}
+            {
+                t.group
+                for t, advantage in zip(valid, advantages, strict=True)
+                if has_signal(advantage)
+            }
         )
         distilled = self._self_distillation(valid)
         if self.method.actor.distillation:
@@ -184,13 +230,14 @@ class TrainingLoop:
             with stopwatch("submit"):
                 await self.experience.observe(batch)
         with stopwatch("train"):
-            stats = await self.learner.step(self._minibatches(step, valid, advantages, distilled))
+            minibatches = self._minibatches(step, valid, advantages, distilled)
+            stats = await learner.step(minibatches)
         with stopwatch("sync"):
-            sent_bytes = await sync_weights(self.learner, self.engine) if stats.updates else 0
+            sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
         if self.experience:
             with stopwatch("bank"):
                 await self.experience.complete(step + 1, batch)
-        self.source.observe(batch)
+        self.rollouts.source.observe(batch)
         self.totals.add(batch)
         if self.critic:
             self.critic.success_rates.observe(batch)
@@ -203,10 +250,10 @@ class TrainingLoop:
         }
         metrics |= self._step_metrics(stats, batch, stopwatch)
         metrics |= {
-            "perf/rollout_busy_s": self.engine.busy_s - busy_before,
+            "perf/rollout_busy_s": engine.busy_s - busy_before,
             "perf/sync_bytes": sent_bytes,
         }
-        self.monitor.log(step + 1, "train", metrics | self.environments.metrics())
+        self.outputs.monitor.log(step + 1, "train", metrics | self.rollouts.environments.metrics())
         self._mismatch.observe(step, stats.metrics)
         # Measure before the step completes. A synchronous run has no rollout in flight here, so no
         # rollout shares a forward pass with an eval episode.
@@ -214,32 +261,28 @@ class TrainingLoop:
             await self._evaluate(step + 1)
         if self._due(step + 1, self.schedule.probe_every):
             await self._probe(step + 1)
-        await self.collector.complete(step)
+        await self.rollouts.collector.complete(step)
         self.mid_step = False
         if self._due(step + 1, self.schedule.checkpoint_every):
             await self.checkpoint()
         return not self.stop.is_set()
 
-    def _advantages(self, valid: Sequence[Trajectory]) -> list[float]:
+    def _advantages(self, valid: Sequence[Trajectory]) -> list[Advantage]:
         """Return the sum of the method's advantage terms for each trajectory.
 
         `valid` holds trajectories without an error.
         """
-        return (
-            torch.stack([term(valid) for term in self.method.actor.terms]).sum(0).tolist()
-            if valid
-            else []
-        )
+        return sum_terms([term(valid) for term in self.method.actor.terms], valid) if valid else []
 
     def _minibatches(
         self,
         step: int,
         valid: Sequence[Trajectory],
-        advantages: Sequence[float],
+        advantages: Sequence[Advantage],
         distilled: Mapping[int, DistillationSamples],
     ) -> Sequence[Minibatch]:
         """Return the minibatches of the actor's training step."""
-        views = [self.method.actor.view(t) for t in valid]
+        views = [self.method.actor.view(t, self.actor.rerender) for t in valid]
         rng = generator(self.schedule.seed, "minibatches", step)
         return build_minibatches(
             valid,
@@ -255,10 +298,10 @@ class TrainingLoop:
 
         Trajectories with weight 0 are left out.
         """
-        term = self.method.actor.distillation
-        weights = term(valid).tolist() if term and valid else []
+        weigh = self.method.actor.distillation
+        weights = weigh(valid).tolist() if weigh and valid else []
         return {
-            i: (weight, self.unguided_traces(valid[i]))
+            i: (weight, self.actor.rerender.without(valid[i], GUIDANCE_ORIGINS))
             for i, weight in enumerate(weights)
             if weight
         }
@@ -278,7 +321,7 @@ class TrainingLoop:
         self.totals.add(trajectories)
         episodes = self.critic.success_rates.observe(trajectories)
         if episodes == 0:
-            self.monitor.note(
+            self.outputs.monitor.note(
                 "all warm-up episodes failed with an error: the critic has no success rate "
                 "until an unguided training episode completes"
             )
@@ -286,7 +329,7 @@ class TrainingLoop:
             f"warmup/{name}/success": rate
             for name, rate in self.critic.success_rates.metrics().items()
         }
-        self.monitor.log(
+        self.outputs.monitor.log(
             0, "warmup", {"warmup/episodes": episodes, **success_rates, **stopwatch.metrics()}
         )
 
@@ -296,7 +339,7 @@ class TrainingLoop:
             await self._probe(step)
 
     async def _evaluate(self, step: int) -> None:
-        if step in self.evaluations:
+        if step in self.measurements.evaluations:
             return
         stopwatch = Stopwatch()
         with stopwatch("eval"):
@@ -304,21 +347,21 @@ class TrainingLoop:
             # No online banks at the start: before any training they are least informative and take
             # longest to build.
             evaluation = await self._unless_stopped(
-                self.evaluator.evaluate(online=step > 0 or last, compare_lessons=last)
+                self.measurements.evaluator.evaluate(online=step > 0 or last, compare_lessons=last)
             )
         if evaluation is not None:
-            self.evaluations[step] = evaluation
-            self.monitor.log(step, "eval", evaluation.metrics() | stopwatch.metrics())
+            self.measurements.evaluations[step] = evaluation
+            self.outputs.monitor.log(step, "eval", evaluation.metrics() | stopwatch.metrics())
 
     async def _probe(self, step: int) -> None:
-        if step in self.probes:
+        if step in self.measurements.probes:
             return
         stopwatch = Stopwatch()
         with stopwatch("probe"):
-            metrics = await self._unless_stopped(self.probe.measure())
+            metrics = await self._unless_stopped(self.measurements.probe.measure())
         if metrics:
-            self.probes[step] = metrics
-            self.monitor.log(step, "probe", {**metrics, **stopwatch.metrics()})
+            self.measurements.probes[step] = metrics
+            self.outputs.monitor.log(step, "probe", {**metrics, **stopwatch.metrics()})
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`; None if the run is asked to stop first.
@@ -343,7 +386,7 @@ class TrainingLoop:
         return {
             "actor/updates": stats.updates,
             "actor/skipped_updates": self.skipped_updates,
-            "actor/version": self.engine.version,
+            "actor/version": self.actor.engine.version,
             "rollout/sampled_tokens": tokens,
             "perf/sampled_tokens_per_s": tokens / seconds if seconds else 0.0,
             "perf/episodes_per_s": len(batch) / seconds if seconds else 0.0,

@@ -172,6 +172,7 @@ async def _train(
                 if not isinstance(cause, LearnerError | StoreError) and not loop.mid_step:
                     await loop.checkpoint()
                 raise cause from cause.__cause__ or group
+        evaluations = loop.measurements.evaluations
         summary = Summary(
             run=run.path,
             checkpoint=run.checkpoint(loop.completed_steps),
@@ -180,8 +181,8 @@ async def _train(
             steps=loop.completed_steps,
             seconds=time.monotonic() - started,
             temperature=config.eval.temperature,
-            before=loop.evaluations.get(0),
-            after=loop.evaluations.get(loop.completed_steps) if loop.completed_steps else None,
+            before=evaluations.get(0),
+            after=evaluations.get(loop.completed_steps) if loop.completed_steps else None,
             skipped_updates=loop.skipped_updates
             + (
                 experience.trainer.skipped_updates
@@ -212,7 +213,7 @@ def _handle_interrupts(loop: TrainingLoop, screen: Monitor) -> Iterator[None]:
                 screen.close()  # the screen may have to restore the terminal
             finally:
                 os._exit(INTERRUPTED)
-        loop.monitor.note(
+        loop.outputs.monitor.note(
             "interrupted: writing a checkpoint (press Ctrl-C again to exit immediately)"
         )
         loop.stop.set()

@@ -214,8 +214,8 @@ async def experience_report(loop: TrainingLoop, bank: Path) -> ExperienceReport 
     experience = loop.experience
     if experience is None:
         return None
-    after = loop.evaluations.get(loop.completed_steps)
-    start, end = loop.probes.get(0), loop.probes.get(loop.completed_steps)
+    after = loop.measurements.evaluations.get(loop.completed_steps)
+    start, end = loop.measurements.probes.get(0), loop.measurements.probes.get(loop.completed_steps)
     probe_gains = {}
     if start and end and loop.completed_steps:
         for key in [name for name in start if name.endswith("/right_minus_none")]:

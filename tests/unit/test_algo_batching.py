@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.algo import build_minibatches, micro_batches, optimizer_minibatches
+from crl.algo.batching import Advantage
 from crl.types import Condition, Minibatch, Task, TokenTrace, Trajectory
 
 # ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
@@ -112,11 +113,12 @@ def trace(trained: int, context: int = 1) -> TokenTrace:
 
 def build(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float] | torch.Tensor,
+    advantages: Sequence[Advantage] | torch.Tensor,
     views: Sequence[Sequence[TokenTrace]],
     count: int = 1,
 ) -> tuple[Minibatch, ...]:
-    return build_minibatches(trajectories, advantages, views, count=count, rng=random.Random(0))
+    values = advantages.tolist() if isinstance(advantages, torch.Tensor) else advantages
+    return build_minibatches(trajectories, values, views, count=count, rng=random.Random(0))
 
 
 def metrics(minibatch: Minibatch) -> list[tuple[float | tuple[float, ...], float]]:
@@ -170,6 +172,24 @@ def test_distillation_samples_share_the_weight_of_their_trajectory():
     )  # fmt: skip
     assert metrics(minibatch) == [(1.0, 1 / 4), (1.0, 1 / 2), (0.5, 1 / 8), (0.5, 1 / 8)]
     assert minibatch.total_tokens == 1 + 3 + 2 + 3 + 5 + 2
+
+
+def test_advantages_per_token_are_divided_among_the_samples():
+    # The first trajectory has two samples, of 2 and 1 sampled tokens after 1 token of context. Its
+    # last sample has no signal and is dropped.
+    (minibatch,) = build(
+        [trajectory(0, "guided"), trajectory(0)],
+        [(0.5, -1.0, 0.0), 2.0],
+        [[trace(2), trace(1)], [trace(3)]],
+    )
+    assert [advantage for advantage, _ in metrics(minibatch)] == [(0.0, 0.5, -1.0), 2.0]
+    assert minibatch.total_tokens == 2 + 1 + 3
+
+
+def test_a_view_must_keep_the_tokens_of_advantages_per_token():
+    with pytest.raises(ValueError, match="a view has 2 sampled tokens, but its trajectory has 3"):
+        build([trajectory(0)], [(1.0, 1.0, 1.0)], [[trace(2)]])
+    assert build([trajectory(0)], [(1.0, 1.0, 1.0)], [[]]) == ()
 
 
 def test_weights_are_computed_per_minibatch():

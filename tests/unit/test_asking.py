@@ -7,7 +7,7 @@ episodes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +36,17 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import prompt
 from crl.protocols import Hit, Question, SearchRequest
 from crl.rollout.episode import AcceptAll, EpisodeKey, Limits
-from crl.rollout.unguided import NOT_SAMPLED_VERSION, unguided_traces
+from crl.rollout.rerender import Rerenderer
 from crl.rollout.waves import LockstepSampler
-from crl.types import ExperienceUse, RolloutPlan, Segment, Trajectory
+from crl.types import (
+    CURRENT_POLICY,
+    GUIDANCE_ORIGINS,
+    ExperienceUse,
+    RolloutPlan,
+    Segment,
+    TokenTrace,
+    Trajectory,
+)
 
 KEY = EpisodeKey("train", step=2, group=5, member=1)
 FREE, GUIDED = RolloutPlan("free"), RolloutPlan("guided")
@@ -209,6 +217,10 @@ async def test_a_question_takes_no_turn() -> None:
     )
 
 
+def unguided(trajectory: Trajectory, limits: Mapping[str, Limits]) -> Sequence[TokenTrace]:
+    return Rerenderer(renderer(), limits).without(trajectory, GUIDANCE_ORIGINS)
+
+
 async def test_an_unguided_sample_of_a_guided_episode() -> None:
     """Check the unguided sample that is made from a guided episode.
 
@@ -218,7 +230,7 @@ async def test_an_unguided_sample_of_a_guided_episode() -> None:
     guided, _, _ = await play_episode(
         "wait", "ask which door", "open", retriever=RefiningRetriever()
     )
-    (trace,) = unguided_traces(guided, renderer(), LIMITS)
+    (trace,) = unguided(guided, LIMITS)
     free = "\n".join(
         [
             "<|im_start|>user", "Open it.", "A door.<|im_end|>",
@@ -232,9 +244,7 @@ async def test_an_unguided_sample_of_a_guided_episode() -> None:
         renderer().decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask])
         == "wait<|im_end|>open<|im_end|>"
     )
-    assert set(trace.versions) == {NOT_SAMPLED_VERSION}, (
-        "no policy sampled them after these prompts"
-    )
+    assert set(trace.versions) == {CURRENT_POLICY}, "no policy sampled them after these prompts"
 
 
 async def test_unguided_samples_contain_no_overtime() -> None:
@@ -244,14 +254,14 @@ async def test_unguided_samples_contain_no_overtime() -> None:
         retriever=RefiningRetriever(),
         limits={"doors": Limits(1, 32, extra_turns=1)},
     )
-    (trace,) = unguided_traces(guided, renderer(), LIMITS)
+    (trace,) = unguided(guided, LIMITS)
     assert renderer().decode(trace.ids).endswith("<|im_start|>assistant\nwait<|im_end|>")
 
 
 async def test_unguided_samples_use_the_same_window() -> None:
     limits = {"doors": Limits(3, 32, window=1, max_questions=1)}
     guided, _, _ = await play_episode("wait", retriever=RefiningRetriever(), limits=limits)
-    traces = unguided_traces(guided, renderer(), limits)
+    traces = unguided(guided, limits)
     sampled = [
         [i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask] for trace in traces
     ]

@@ -27,7 +27,7 @@ from crl.learners.step import Trainer, TrainSettings, mismatch, mismatch_moments
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling.loading import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
-from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
+from crl.types import STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
 
 V = 16
 SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
@@ -307,6 +307,25 @@ def test_recomputed_logprobs_are_those_before_the_first_update() -> None:
     stats = sgd_step(uniform_model(), batches, recompute=True)
     assert stats.updates == 2
     assert stats.metrics["ratio_max"] > 1.01
+
+
+def test_a_sample_can_ask_for_the_logprobs_at_the_start_of_the_step() -> None:
+    """Train two equal minibatches without `recompute`. The stored log-probs must have no effect."""
+    batches = [minibatch_of(uniform_sample(1.0, shift=9.0, version=STEP_START))] * 2
+    asked, recomputed = uniform_model(), uniform_model()
+    stats = sgd_step(asked, batches)
+    expected = sgd_step(recomputed, [minibatch_of(uniform_sample(1.0))] * 2, recompute=True)
+    assert stats.metrics["ratio_max"] == pytest.approx(expected.metrics["ratio_max"])
+    assert stats.metrics["ratio_max"] > 1.01
+    for one, other in zip(asked.parameters(), recomputed.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_other_samples_keep_the_logprobs_of_the_engine() -> None:
+    asks, sampled = uniform_sample(1.0, version=STEP_START), uniform_sample(1.0, shift=-LOG_2)
+    stats = sgd_step(uniform_model(), [Minibatch((sampled, asks), 4)])
+    assert stats.metrics["ratio_max"] == pytest.approx(2.0)
+    assert stats.metrics["ratio_mean"] == pytest.approx(1.5)
 
 
 def test_losses_are_weighted_and_then_averaged_over_minibatches() -> None:

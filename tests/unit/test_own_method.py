@@ -85,22 +85,102 @@ def test_references_that_do_not_exist(tmp_path: Path):
     assert "is not a method. Did you mean grpo?" in error("gpro")
 
 
-def test_an_own_method_trains(example: Path, tmp_path: Path):
-    """Train one step with the example. Its reward channel must reach the training reward."""
+STEPS_METHOD = """
+from dataclasses import dataclass
+
+from crl.config.method import MethodSpec
+from crl.protocols import PerTurn
+from crl.types import GUIDANCE_ORIGINS, STEP_START
+
+
+@dataclass(frozen=True)
+class StepAdvantage:
+    def __call__(self, trajectories):
+        from crl.algo import discounted_returns, step_advantages
+
+        returns = [discounted_returns(t.turn_rewards, 0.9).tolist() for t in trajectories]
+        flat = step_advantages(
+            [value for values in returns for value in values],
+            [t.group for t in trajectories for _ in range(t.turns)],
+            [text for t in trajectories for text in t.turn_observations],
+        ).tolist()
+        values = iter(flat)
+        return PerTurn([[next(values) for _ in range(t.turns)] for t in trajectories])
+
+
+@dataclass(frozen=True)
+class StrippedView:
+    def __call__(self, trajectory, rerender):
+        if trajectory.condition == "free":
+            return trajectory.traces
+        return rerender.without(trajectory, GUIDANCE_ORIGINS, version=STEP_START)
+
+
+def build(config, settings, context):
+    from dataclasses import replace
+
+    from crl.methods.parts.distilling import EveryEpisode
+    from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+    from crl.methods.parts.training import GroupAdvantage, actor_role
+    from crl.protocols import Method
+
+    actor = actor_role(config.actor, GroupAdvantage("std"), StepAdvantage())
+    return Method(
+        planner=GuidedShare(0.5),
+        context=context,
+        shaper=OutcomeReward(),
+        actor=replace(actor, view=StrippedView()),
+        distiller=EveryEpisode(),
+    )
+
+
+SPEC = MethodSpec(
+    "steps", build, experience=True, guided_members=lambda settings, members: members // 2
+)
+"""
+
+
+def test_step_advantages_and_views_without_guidance(tmp_path: Path):
+    """Train with the step term of GiGPO, and with guided episodes after unguided prompts."""
+    (method := tmp_path / "steps.py").write_text(STEPS_METHOD)
     run = tmp_path / "run"
-    sets = ("rollout.groups=2", "rollout.group_size=4", "eval.probe_every=0")
+    # The first step builds the bank, so the second step has guided episodes.
+    places = ("tasks.room.stream.places=1", "tasks.room.stream.permanent=1")
+    train(
+        run, f"{method}:SPEC", "run.deterministic=true", "rollout.max_staleness=0", *places, steps=3
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert sum(line["actor/updates"] for line in steps) >= 2
+    # Log-probs of the learner at the start of the step: the ratio of its first update is 1.
+    assert all(line["actor/grad_norm"] > 0 for line in steps if line["actor/updates"])
+    trajectories = (run / "trajectories.jsonl").read_text("utf-8").splitlines()
+    assert any(json.loads(line)["used"] for line in trajectories)
+
+
+def train(run: Path, method: str, *sets: str, steps: int) -> None:
     sizes = ("seen", "unseen", "online_places")
-    sets += tuple(f"tasks.room.eval.{name}=0" for name in sizes)
+    sets = (
+        *("rollout.groups=2", "rollout.group_size=4", "eval.probe_every=0"),
+        *(f"tasks.room.eval.{name}=0" for name in sizes),
+        *sets,
+    )
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "crl", "train", "--tasks", "room", "--steps", "1", "--plain"),
-            *("--method", f"{example}:SPEC", "--run-dir", str(run)),
+            *(sys.executable, "-m", "crl", "train", "--tasks", "room", "--steps", str(steps)),
+            *("--plain", "--method", method, "--run-dir", str(run)),
             *(word for text in sets for word in ("--set", text)),
         ],
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_own_method_trains(example: Path, tmp_path: Path):
+    """Train one step with the example. Its reward channel must reach the training reward."""
+    run = tmp_path / "run"
+    train(run, f"{example}:SPEC", steps=1)
     lines = (run / "trajectories.jsonl").read_text("utf-8").splitlines()
     for trajectory in map(json.loads, lines):
         outcome = 1.0 if trajectory["success"] else 0.0

@@ -359,7 +359,9 @@ def _loop(
         manager=_Bank(), diagnostics=SimpleNamespace(gaps=gaps), trainer=None
     )
     return SimpleNamespace(
-        experience=experience, evaluations={}, probes=probes, completed_steps=completed_steps
+        experience=experience,
+        measurements=SimpleNamespace(evaluations={}, probes=probes),
+        completed_steps=completed_steps,
     )
 
 

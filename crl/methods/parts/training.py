@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
-from crl.protocols import AdvantageTerm, TrainSpec
+from crl.protocols import AdvantageTerm, Rerender, TrainSpec
 from crl.types import ExperienceUse, TokenTrace, Trajectory
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LiftAdvantage:
 
 @dataclass(frozen=True)
 class SelfDistillation:
-    """`AdvantageTerm` of a role's self-distillation: guided episodes that beat the free ones.
+    """Weights of self-distillation: guided episodes that beat the free ones.
 
     This is the self-distillation of CRL §4.3. The value is coef for guided trajectories with an
     experience whose reward exceeds the mean reward of their group's free members. It is 0 for all
@@ -117,7 +117,7 @@ class FullView:
     mask_truncated: bool
     """Whether truncated trajectories are excluded."""
 
-    def __call__(self, trajectory: Trajectory) -> Sequence[TokenTrace]:
+    def __call__(self, trajectory: Trajectory, rerender: Rerender) -> Sequence[TokenTrace]:
         return () if self.mask_truncated and trajectory.truncated else trajectory.traces
 
 
@@ -149,7 +149,7 @@ class SurrogateLoss:
 
 
 def actor_role(
-    actor: ActorSection, *terms: AdvantageTerm, distillation: AdvantageTerm | None = None
+    actor: ActorSection, *terms: AdvantageTerm, distillation: SelfDistillation | None = None
 ) -> TrainSpec:
     """Return the actor's role: the clipped surrogate on every token that the actor sampled.
 
