@@ -89,7 +89,7 @@ class TruthRetriever:
         tasks = [request.task for request in requests]
         # The truth may come from playing the game, which takes time.
         texts = await asyncio.to_thread(
-            lambda: [self._specs[t.name].advisor.right(t) for t in tasks]
+            lambda: [self._specs[t.name].curriculum.advisor.right(t) for t in tasks]
         )
         return [Hit(text, use, task.goal) for text, task in zip(texts, tasks, strict=True)]
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from common import write_results
 
-from crl.manager import DistilRequest
+from crl.manager import DistilRequest, EpisodeId
 from crl.manager.records import Stamp
 from crl.manager.storage.database import MAX_WORKS_PER_COMMIT
 from crl.manager.storage.store import Store
@@ -56,7 +56,11 @@ def episodes() -> Iterator[DistilRequest]:
     )
     for i in count():
         yield DistilRequest(
-            "run", i // 1024, i // 8, i % 8, task, turn * 8, success=True, truncated=False
+            EpisodeId("run", i // 1024, i // 8, i % 8),
+            task,
+            turn * 8,
+            success=True,
+            truncated=False,
         )
 
 

@@ -75,8 +75,12 @@ def record_scripts(name: str, n: int) -> list[Script]:
     spec = get_spec(task.env)
     game = spec.make_game(task.rendering)
     try:
-        eval_tasks = spec.eval_tasks("unseen", n, 0, StreamSettings(**task.stream.model_dump()))
-        players = (spec.scripted_player(random.Random(i)) for i in range(n))
+        eval_tasks = spec.tasks.eval_tasks(
+            "unseen", n, 0, StreamSettings(**task.stream.model_dump())
+        )
+        make_player = spec.curriculum.scripted_player
+        assert make_player is not None
+        players = (make_player(random.Random(i)) for i in range(n))
         return [
             (t, play_episode(game, t, player, task.max_turns).actions)
             for t, player in zip(eval_tasks, players, strict=True)

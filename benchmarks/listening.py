@@ -112,8 +112,8 @@ class GradientProbe:
         """Prepare the measurements. `probes`: traces by advice."""
         from crl.envs.room import SPEC
 
-        assert SPEC.advisor is not None
-        self._loop, self._probes, self._advisor = loop, probes, SPEC.advisor
+        assert SPEC.curriculum.advisor is not None
+        self._loop, self._probes, self._advisor = loop, probes, SPEC.curriculum.advisor
         self._trainer = loop.actor.learner._trainer
         self._step = 0
         self.rows: list[dict[str, Any]] = []

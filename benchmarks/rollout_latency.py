@@ -84,7 +84,7 @@ from crl.rollout.waves import DirectSampler
 from crl.run.assemble import open_training_loop
 from crl.run.experience import ExperiencePipeline
 from crl.run.main import frozen_heap
-from crl.types import Task, Trajectory
+from crl.types import Provenance, Task, Trajectory
 
 ENVIRONMENTS = {"latency model": (16, 64, 256, 512, 1_024), "tiny model": (16, 64, 128)}
 QUICK = {"latency model": (32,), "tiny model": (16,)}
@@ -194,7 +194,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
             FullMergePrompt(prompt("merge")),
             FullRefinePrompt(prompt("refine"), renderer, budget),
         ),
-        ManagerSettings(concurrency=128, threaded=True), seed=0,
+        ManagerSettings(), seed=0,
     )  # fmt: skip
     instructions = fill(prompt("actor"), turns=turns, actions=", ".join(MOVES), example="north")
     sampler, rates = DirectSampler(actor), SuccessRates(min_episodes=8, window=64)
@@ -282,8 +282,9 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
 async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
     """Write one lesson per task. The manager embeds the lessons when it opens the bank."""
     store = await Store.open(path)
+    source = Provenance("seed", (0, 1))
     entries = [
-        Entry(f"seed#{i}", 1, f"{t.goal} {lesson_text(i)}", t.name, t.goal, "seed", (0, 1))
+        Entry(f"seed#{i}", 1, f"{t.goal} {lesson_text(i)}", t.name, t.goal, source)
         for i, t in enumerate(tasks)
     ]
     await store.import_entries(entries, Stamp(0, 0))

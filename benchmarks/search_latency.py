@@ -61,17 +61,18 @@ import numpy as np
 from common import write_plot, write_results
 from numpy.typing import NDArray
 
+from crl.config.schema import BankSection
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import (
     CachedEmbedder,
     DistilRequest,
+    EpisodeId,
     ExperienceManager,
     ManagerSettings,
     Prompts,
-    RetrievalSettings,
 )
 from crl.manager.embed import HashEmbedder
-from crl.manager.records import ApplyRules, Distilled, Entry, Generation, Stamp, Write
+from crl.manager.records import Distilled, Entry, Generation, Stamp, Write
 from crl.manager.storage.store import Store
 from crl.protocols import Embedder, Hit, SearchRequest
 from crl.run.main import frozen_heap
@@ -82,7 +83,7 @@ WAITING, QUICK_WAITING = (1, 16, 64, 128, 384, 1_024), (1, 384)
 GROUP, LESSONS, NEAREST, BATCH, UPDATES = 8, 16, 16, 16, 16
 MERGE_SECONDS, MERGES_ONE_IN = 0.02, 2
 TASKS = ("room", "maze", "shop", "lab")
-SETTINGS = ManagerSettings(scope="shared", retrieval=RetrievalSettings())
+SETTINGS = ManagerSettings(bank=BankSection(scope="shared"))
 COLUMNS = ("p50", "p95", "max", "searches/s")
 LOAD_OPS = {"writes": "update", "merge": "merge"}
 """Counted operation of each load."""
@@ -217,10 +218,7 @@ class CharacterRenderer:
 
 def request(step: int, member: int, text: str, *shown: Hit) -> DistilRequest:
     return DistilRequest(
-        "bench",
-        step,
-        0,
-        member,
+        EpisodeId("bench", step, 0, member),
         Task("room", 0, "train", text),
         (Segment("user", text, "env"),),
         True,
@@ -254,7 +252,7 @@ async def write_bank(path: Path, size: int, embeddings: LookupEmbedder) -> Vecto
                 {},
             ),
             stamp,
-            ApplyRules(),
+            SETTINGS.rules,
         )
     await store.aclose()
     return keys
@@ -330,7 +328,7 @@ async def run_load(manager: ExperienceManager, size: int, load: Load):
         begin = time.monotonic()
         for member, uid in enumerate(itertools.cycle(list(entries))):
             entry = entries[uid]  # in its current version: an update of an old one is not applied
-            shown = Hit("", ExperienceUse(uid, entry.version, entry.generation, "start"))
+            shown = Hit("", ExperienceUse(uid, entry.version, entry.provenance.generation, "start"))
             await manager.submit(request(1 + time.monotonic_ns(), member, entry.goal, shown))
             await asyncio.sleep(max(0.0, begin + (member + 1) / UPDATES - time.monotonic()))
 

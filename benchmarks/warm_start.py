@@ -23,7 +23,7 @@ from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
 from crl.envs import alfworld, room, webshop
 from crl.envs.alfworld import lessons as house_lessons
-from crl.envs.base import EnvSpec
+from crl.envs.base import EnvSpec, Runtime
 from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room.lessons import (
     RoomAdvisor,
@@ -86,7 +86,7 @@ ROOM, SHOP = (
     TaskLimits(webshop.SPEC, webshop_visits.TURNS, 24),
 )
 HOUSE = TaskLimits(
-    replace(alfworld.SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse()),
+    replace(alfworld.SMALL_SPEC, runtime=Runtime(), make_game=lambda rendering: SmallHouse()),
     alfworld_chores.TURNS,
     16,
 )
@@ -181,7 +181,7 @@ async def advice_metrics(
 
     Without an advisor, only episodes without advice are played.
     """
-    advisor, rng, metrics = limits.spec.advisor, random.Random(0), Metrics()
+    advisor, rng, metrics = limits.spec.curriculum.advisor, random.Random(0), Metrics()
     hints_by_advice: dict[str, list[str | None]] = {"no": [None] * len(tasks)}
     if advisor:
         hints_by_advice |= {

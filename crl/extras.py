@@ -7,7 +7,7 @@ import importlib.util
 from crl.errors import ConfigError
 
 
-def require_package(package: str, key: str, value: str, remedy: str = "") -> None:
+def require_package(package: str, key: str, value: object, remedy: str = "") -> None:
     """Raise `ConfigError` if `package`, which the setting `key` = `value` needs, is not installed.
 
     `remedy` replaces the default instruction to install the extra with the package's name.

@@ -293,6 +293,52 @@ NO_RECORD = TrackRecord()
 
 
 @dataclass(frozen=True, slots=True)
+class Counters:
+    """Counters of one version of an experience."""
+
+    retrieved: int = 0
+    """c(m) of CRL eq. 6: number of times that a search returned the version."""
+    last_returned_step: int | None = None
+    """Actor step at which a search last returned the version.
+
+    None if no search returned it, or if the last one belonged to another run.
+    """
+    credited: int = 0
+    """Number of credited episodes that the version guided."""
+    credit: float = 0.0
+    """Σ r over the credited episodes, with r = ±1."""
+    votes: int = 0
+    """Up votes of the extractor minus its down votes."""
+    lift: Lift | None = None
+    """None before the first group that also has free members."""
+
+    @property
+    def won(self) -> int:
+        """Number of credited episodes that succeeded."""
+        return round((self.credited + self.credit) / 2)
+
+    @property
+    def record(self) -> TrackRecord:
+        """Outcomes, as models read them."""
+        return TrackRecord(self.credited, self.won, self.lift.mean if self.lift else None)
+
+
+NO_COUNTERS = Counters()
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Provenance of one version of an experience."""
+
+    generation: str
+    """Id of the generation that wrote the version."""
+    span: tuple[int, int]
+    """Tokens [start, stop) of the experience in the sampled tokens of its generation."""
+    parents: tuple[str, ...] = ()
+    """Versions that the version was made from, as `uid@version`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experience:
     """Bank entry at one version, with the counters of that version."""
 

@@ -41,12 +41,21 @@ SHARED = {
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset[str](),
-    "crl.envs": frozenset({"actions", "base", "hosting", "mixture", "registry", "seeded"}),
+    "crl.envs": frozenset(
+        {"actions", "base", "curriculum", "hosting", "mixture", "registry", "seeded"}
+    ),
 }
 """Packages of concrete classes. The listed modules may be imported by other packages too."""
 
 ASSEMBLERS = {"crl.run.assemble", "crl.planning.context", "crl.tiny"}
 """Modules and packages that may name concrete engines, learners, methods and environments."""
+
+CURRICULUM = frozenset({"curriculum", "lessons", "oracle", "player"})
+"""Names of the modules in `crl.envs` that only serve tiny models and diagnostics.
+
+The other modules of an environment are its core: game, tasks and texts. They must not import these
+modules. The package of an environment declares them, in its `__init__.py`. `crl.tiny` uses them.
+"""
 
 
 # ── the rule ──────────────────────────────────────────────────────────────────────────────────────
@@ -101,6 +110,8 @@ def fault(module: str, target: str) -> str | None:
     for name in (source_package, target_package):
         if name not in RANKS:
             return f"{name} has no rank: place it in RANKS"
+    if is_curriculum(target) and not may_use_curriculum(module, target):
+        return f"the core of an environment does not use its curriculum, such as {target}"
     if source_package == target_package:
         return None
     ranks = RANKS[source_package], RANKS[target_package]
@@ -116,6 +127,20 @@ def fault(module: str, target: str) -> str | None:
 def is_concrete(module: str) -> bool:
     parts = module.split(".")
     return len(parts) > 2 and package(module) in SHARED and parts[2] not in SHARED[package(module)]
+
+
+def is_curriculum(module: str) -> bool:
+    return package(module) == "crl.envs" and module.rpartition(".")[2] in CURRICULUM
+
+
+def may_use_curriculum(module: str, target: str) -> bool:
+    """Return whether `module` may import `target`, a module of the curriculum.
+
+    Packages other than `crl.envs` may import its interfaces.
+    """
+    if package(module) == "crl.envs":
+        return is_curriculum(module) or module in PACKAGES or module == "crl.envs.base"
+    return package(module) == "crl.tiny" or target == "crl.envs.curriculum"
 
 
 def faults(module: str, source: str) -> list[str]:
@@ -145,6 +170,11 @@ def test_every_package_has_a_rank():
         ("crl.methods.grpo", "from crl.methods.parts import AllFree"),
         ("crl.modeling.tokens", "from crl.modeling import loading"),
         ("crl.types", "from crl.errors import CrlError"),
+        ("crl.envs.room", "from crl.envs.room.player import RoomPlayer"),
+        ("crl.envs.maze", "def late():\n    from crl.envs.maze.oracle import small_layout"),
+        ("crl.envs.room.lessons", "from crl.envs.room.player import possible_stairs"),
+        ("crl.tiny.drills.room", "from crl.envs.room import lessons"),
+        ("crl.evaluation.probe", "from crl.envs.curriculum import Advisor"),
         ("crl.protocols", "import crl.types"),
         (
             "crl.cli.main",
@@ -219,6 +249,21 @@ def test_the_rule_allows(module, source):
             "from crl.envs.room import Room",
             "only crl.run.assemble names concrete classes",
         ),
+        (
+            "crl.envs.room.game",
+            "def late():\n    from crl.envs.room import player",
+            "the core of an environment does not use its curriculum",
+        ),
+        (
+            "crl.envs.webshop.tasks",
+            "from crl.envs.curriculum import Advisor",
+            "the core of an environment does not use its curriculum",
+        ),
+        (
+            "crl.run.assemble",
+            "from crl.envs.room.lessons import digest",
+            "the core of an environment does not use its curriculum",
+        ),
         ("crl.attic.box", "import crl.types", "crl.attic has no rank"),
         ("crl.cli.main", "import crl.attic", "crl.attic has no rank"),
     ],
@@ -246,6 +291,8 @@ HEAVY = ("torch", "transformers", "vllm", "deepspeed")
         "import crl.cli.tasks",
         "import crl.planning.gpu_plan",
         "import crl.planning.doctor",
+        "import crl.planning.plan",
+        "import crl.planning.preflight",
         "import crl.algo",
         "from crl.algo import critic_reward, diversity_score, training_weight",
         "from crl.algo import micro_batches, optimizer_minibatches",

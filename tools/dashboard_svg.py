@@ -19,7 +19,7 @@ from rich.console import Console
 from crl.cli.command import command
 from crl.cli.dashboard import render
 from crl.config.load import load_saved
-from crl.manager.inspection.reading import EntryView, open_reader
+from crl.manager.inspection.reading import open_reader
 from crl.monitor.files import RESERVED_FIELDS
 from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import RunInfo, Snapshot, SnapshotMonitor
@@ -52,22 +52,8 @@ def latest_experiences(bank: Path) -> list[Experience]:
     """Return the experiences that a run reports: the most recently retrieved ones."""
     with open_reader(bank) as reader:
         entries = reader.entries()
-    entries = sorted(reversed(entries), key=lambda entry: -(entry.last_returned_step or 0))
-    return [experience(entry) for entry in entries[:REPORTED_EXPERIENCES]]
-
-
-def experience(entry: EntryView) -> Experience:
-    """Return an entry of a bank with the fields that the dashboard shows."""
-    return Experience(
-        uid=entry.uid,
-        version=entry.version,
-        text=entry.text,
-        task=entry.task,
-        generation=entry.generation,
-        span=(0, 0),
-        retrieved=entry.retrieved,
-        lift=entry.lift,
-    )
+    entries = sorted(reversed(entries), key=lambda entry: -(entry.counters.last_returned_step or 0))
+    return [entry.experience for entry in entries[:REPORTED_EXPERIENCES]]
 
 
 def picture(snapshot: Snapshot) -> str:

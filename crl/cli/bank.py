@@ -124,16 +124,17 @@ def list_entries(
         and (goal or "").lower() in entry.goal.lower()
     ]
     keys = {
-        Sort.lift: lambda entry: (lift_order(entry.lift), -entry.credit),
-        Sort.credit: lambda entry: -entry.credit,
-        Sort.uses: lambda entry: -entry.retrieved,
-        Sort.age: lambda entry: 0,
+        Sort.lift: lambda counters: (lift_order(counters.lift), -counters.credit),
+        Sort.credit: lambda counters: -counters.credit,
+        Sort.uses: lambda counters: -counters.retrieved,
+        Sort.age: lambda counters: 0,
     }
-    matching.sort(key=keys[sort])
+    matching.sort(key=lambda entry: keys[sort](entry.counters))
     if reverse:
         matching.reverse()
         if sort is Sort.lift:  # by the upper end of the interval; unknown lifts stay last
-            matching.sort(key=lambda entry: lift_order(entry.lift and -entry.lift))
+            lifts = {entry.uid: entry.counters.lift for entry in matching}
+            matching.sort(key=lambda entry: lift_order((lift := lifts[entry.uid]) and -lift))
     _print_rows(matching, limit, as_json, lambda rows: entry_table(rows, short, _width()))
 
 
@@ -489,6 +490,10 @@ def _escape(character: str) -> str:
 
 def _to_json_types(value: Any) -> Any:
     """Return a value as JSON types. A lift gets the half width of its interval."""
+    from crl.manager.inspection.reading import EntryView
+
+    if isinstance(value, EntryView):
+        return {name: _to_json_types(part) for name, part in value.flat().items()}
     if is_dataclass(value) and not isinstance(value, type):
         plain = {field.name: _to_json_types(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, Lift):

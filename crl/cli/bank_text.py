@@ -121,16 +121,17 @@ def entry_table(
     Task and status are left out if they are equal in all rows. Votes are left out if there are
     none.
     """
+    counters = [entry.counters for entry in entries]
     columns = {
         **more,
         "uid": [short[entry.uid] for entry in entries],
-        "lift": [lift_text(entry.lift) for entry in entries],
-        "won": [won_of(entry.won, entry.credited) for entry in entries],
-        "uses": [str(entry.retrieved) for entry in entries],
+        "lift": [lift_text(c.lift) for c in counters],
+        "won": [won_of(c.won, c.credited) for c in counters],
+        "uses": [str(c.retrieved) for c in counters],
         "step": [_step(entry.step) for entry in entries],
     }
-    if any(entry.votes for entry in entries):
-        columns["votes"] = [f"{entry.votes:+d}" if entry.votes else "0" for entry in entries]
+    if any(c.votes for c in counters):
+        columns["votes"] = [f"{c.votes:+d}" if c.votes else "0" for c in counters]
     differing = {name: [getattr(entry, name) for entry in entries] for name in ("task", "status")}
     columns |= {name: values for name, values in differing.items() if len(set(values)) > 1}
     return table(
@@ -228,33 +229,33 @@ class EntryReport(GenerationReport):
 
     def lines(self, short: ShortUids) -> Iterator[str]:
         """Yield the output of `show`. `short`: printed uid by full uid."""
-        entry = self.entry
+        entry, counters = self.entry, self.entry.counters
         yield f"{single_line(entry.uid)}, version {entry.version}, {self._status()}"
         yield f"task  {single_line(entry.task)}"
         yield f"goal  {single_line(entry.goal)}"
         yield "text"
         yield from indented(entry.text)
         yield ""
-        last = f", last {_when(entry.last_returned_step)}" if entry.retrieved else ""
-        yield f"{_count_in_words('retrieved', entry.retrieved)}{last}"
+        last = f", last {_when(counters.last_returned_step)}" if counters.retrieved else ""
+        yield f"{_count_in_words('retrieved', counters.retrieved)}{last}"
         yield (
-            f"won {entry.won} of {entry.credited} credited episodes (of this version)"
-            if entry.credited
+            f"won {counters.won} of {counters.credited} credited episodes (of this version)"
+            if counters.credited
             else "never credited"
         )
-        if entry.lift:
-            groups = f"{entry.lift.groups:,} groups" if entry.lift.groups > 1 else "one group"
+        if lift := counters.lift:
+            groups = f"{lift.groups:,} groups" if lift.groups > 1 else "one group"
             yield (
-                f"lift {lift_text(entry.lift)} over {groups}: success rate of guided minus free "
+                f"lift {lift_text(lift)} over {groups}: success rate of guided minus free "
                 "members (of this version)"
             )
-        elif entry.credited:
+        elif counters.credited:
             yield (
                 "lift unknown: no group that it guided has free members to compare with "
                 "(of this version)"
             )
-        if entry.votes:
-            yield f"{entry.votes:+d} votes of the extractor (of this version)"
+        if counters.votes:
+            yield f"{counters.votes:+d} votes of the extractor (of this version)"
         title = _first_title(
             "lineage, newest first", min(MAX_LISTED, len(self.lineage)), len(self.lineage)
         )

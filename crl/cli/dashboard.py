@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
 from functools import partial
 from itertools import zip_longest
-from typing import IO, TextIO
+from typing import IO, NamedTuple, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -44,8 +44,9 @@ from crl.cli.draw import (
 from crl.intervals import plus_minus
 from crl.monitor.snapshot import (
     HISTORY,
-    BankMetrics,
+    Model,
     Probe,
+    QueueMetrics,
     RateView,
     RunInfo,
     Series,
@@ -70,41 +71,39 @@ TALL_HEIGHT = 30
 VALUE_WIDTH = 11
 """Width of a value in the table of models."""
 
+
+class ModelRow(NamedTuple):
+    """Row of the table of models."""
+
+    label: str
+    series: Callable[[Model], Series]
+    spec: str
+    """Format of the value."""
+    trend: bool = True
+    """Whether the history is drawn if the window is wide enough."""
+
+
 MODEL_ROWS = (
-    ("loss", "loss", "+.4f"),
-    ("ratio", "ratio_mean", ".4f"),
-    ("clip", "clip_fraction", ".3f"),
-    ("kl", "approx_kl", ".4f"),
-    ("entropy", "entropy", ".3f"),
-    ("lr", "learning_rate", ".1e"),
-    ("updates", "updates", ",.0f"),
-    ("version", "version", ",.0f"),
+    ModelRow("loss", lambda m: m.loss, "+.4f"),
+    ModelRow("ratio", lambda m: m.ratio.mean, ".4f"),
+    ModelRow("clip", lambda m: m.ratio.clip_fraction, ".3f"),
+    ModelRow("kl", lambda m: m.ratio.approx_kl, ".4f"),
+    ModelRow("entropy", lambda m: m.entropy, ".3f"),
+    ModelRow("lr", lambda m: m.updates.learning_rate, ".1e", trend=False),
+    ModelRow("updates", lambda m: m.updates.count, ",.0f", trend=False),
+    ModelRow("version", lambda m: m.updates.version, ",.0f", trend=False),
 )
-"""Rows of the table of models: (label, field of `Model`, format)."""
+"""Rows that are always shown."""
 
 EXTRA_ROWS = (
-    ("reward", "reward", "+.3f"),
-    ("mismatch", "mismatch_kl", ".4f"),
-    ("train s", "seconds", ",.1f"),
+    ModelRow("reward", lambda m: m.reward, "+.3f"),
+    ModelRow("mismatch", lambda m: m.ratio.mismatch_kl, ".4f"),
+    ModelRow("train s", lambda m: m.updates.seconds, ",.1f"),
 )
 """Rows that are only shown in a window of at least `TALL_HEIGHT` lines.
 
 A row without values is not shown.
 """
-
-TREND_FIELDS = frozenset(
-    {
-        "loss",
-        "ratio_mean",
-        "clip_fraction",
-        "approx_kl",
-        "entropy",
-        "reward",
-        "mismatch_kl",
-        "seconds",
-    }
-)
-"""Fields of `Model` whose history is drawn if the window is wide enough."""
 
 TIME_PARTS = {
     "wait": ("░", "blue"),
@@ -192,10 +191,11 @@ def _header(s: Snapshot, width: int) -> Iterator[Text]:
     yield Text.assemble(
         ("crl ", DIM), (name, GOOD), "  ", (one_line(s.run.method, width), ""), (" on ", DIM), tasks
     )
-    share = s.step / s.run.steps if s.run.steps else 1.0
-    before = Text.assemble(("step ", DIM), (f"{s.step:,}/{s.run.steps:,}", GOOD), f" {share:4.0%} ")
+    p, steps = s.progress, s.run.steps
+    share = p.step / steps if steps else 1.0
+    before = Text.assemble(("step ", DIM), (f"{p.step:,}/{steps:,}", GOOD), f" {share:4.0%} ")
     after = Text.assemble(
-        " ", cell("elapsed", duration(s.elapsed)), "  ", cell("left", duration(s.remaining))
+        " ", cell("elapsed", duration(p.elapsed)), "  ", cell("left", duration(p.remaining))
     )
     space = width - before.cell_len - after.cell_len
     filled = min(space, round(space * share))
@@ -208,7 +208,7 @@ def _header(s: Snapshot, width: int) -> Iterator[Text]:
 
 def _success(s: Snapshot, width: int) -> Iterator[Text]:
     """Yield the success rates of the group halves, or of all episodes if none are guided."""
-    r = s.rollout
+    r = s.rollout.success
     if r.guided.values:
         yield _rate(
             "guided",
@@ -226,8 +226,8 @@ def _success(s: Snapshot, width: int) -> Iterator[Text]:
             "gap",
             format_number(r.gap.last, "+.3f") if r.gap.values else "",
         )
-    elif r.success.values:
-        yield _rate("episodes", r.success, width, FREE)
+    elif r.mean.values:
+        yield _rate("episodes", r.mean, width, FREE)
     else:
         yield Text("before the first step", DIM)
 
@@ -236,7 +236,7 @@ def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
     """Yield one line per task, if there are several: success rate, actions per episode, and the
     share of guided episodes that received an experience.
     """
-    for name, task in s.tasks.items():
+    for name, task in s.rollout.tasks.items():
         label = Text(one_line(name, width))
         label.truncate(LABEL_WIDTH - 1, overflow="ellipsis")
         used = f"  used {format_number(task.used.last, '.0%')}" if task.used.values else ""
@@ -269,7 +269,7 @@ def _rate(
 def _evals(s: Snapshot, width: int) -> Iterator[Text]:
     """Yield the last success rates of each eval set."""
     label = "eval"
-    for name, found in s.evals.items():
+    for name, found in s.evaluations.sets.items():
         cells = [
             Text(name),
             *(_interval(condition, rate, width) for condition, rate in found.rates.items()),
@@ -305,13 +305,14 @@ def _interval(condition: str, rate: RateView, width: int) -> Text:
 
 def _models(s: Snapshot, width: int, height: int) -> LineGroup:
     """Return a table with one column per trained model."""
-    models = {"actor": s.actor, **({"extractor": s.extractor} if s.extractor else {})}
+    extractor = s.models.extractor
+    models = {"actor": s.models.actor, **({"extractor": extractor} if extractor else {})}
     rows = [
         *MODEL_ROWS,
         *(
             row
             for row in EXTRA_ROWS
-            if height >= TALL_HEIGHT and any(getattr(m, row[1]).values for m in models.values())
+            if height >= TALL_HEIGHT and any(row.series(model).values for model in models.values())
         ),
     ]
     space = (
@@ -326,13 +327,13 @@ def _models(s: Snapshot, width: int, height: int) -> LineGroup:
         *((name.rjust(VALUE_WIDTH).ljust(VALUE_WIDTH + gap), "bold") for name in models),
     )
     lines = [heading]
-    for label, name, spec in rows:
+    for row in rows:
         values = (
-            _value_cells(getattr(model, name), spec, gap if name in TREND_FIELDS else 0, gap)
+            _value_cells(row.series(model), row.spec, gap if row.trend else 0, gap)
             for model in models.values()
         )
-        lines.append(Text.assemble((label.ljust(LABEL_WIDTH), DIM), *values))
-    return LineGroup(lines if s.step or s.extractor else (), min_lines=4)
+        lines.append(Text.assemble((row.label.ljust(LABEL_WIDTH), DIM), *values))
+    return LineGroup(lines if s.progress.step or extractor else (), min_lines=4)
 
 
 def _value_cells(series: Series, spec: str, trend: int, gap: int) -> Text:
@@ -380,40 +381,43 @@ def _stat_groups(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
         yield (
             "ops",
             _cells(
-                ("add", b.added, ",.0f"),
-                ("update", b.updated, ",.0f"),
-                ("return", b.returned, ",.0f"),
-                ("drop", b.dropped, ",.0f"),
+                ("add", b.ops.added, ",.0f"),
+                ("update", b.ops.updated, ",.0f"),
+                ("return", b.ops.returned, ",.0f"),
+                ("drop", b.ops.dropped, ",.0f"),
             ),
         )
         yield (
             "queue",
             [
-                cell("waiting", format_number(b.waiting, ",.0f"), GOOD),
-                *_cells(("ready", b.buffer, ",.0f")),
-                *_undistilled(b),
+                cell("waiting", format_number(b.queue.waiting, ",.0f"), GOOD),
+                *_cells(("ready", b.ready, ",.0f")),
+                *_undistilled(b.queue),
             ],
         )
-        yield "retrieval", _cells(("hits", b.hit_rate, ".0%"), ("cached", b.cache_hits, ".0%"))
-        yield "search ms", _cells(("p50", b.search_p50_ms, ".1f"), ("p95", b.search_p95_ms, ".1f"))
+        r = b.retrieval
+        yield "retrieval", _cells(("hits", r.hit_rate, ".0%"), ("cached", r.cache_hits, ".0%"))
+        yield "search ms", _cells(("p50", r.p50_ms, ".1f"), ("p95", r.p95_ms, ".1f"))
         yield (
             "lessons",
-            _cells(("correct", b.correct, ".0%"), ("same goal", b.same_goal, ".0%")),
+            _cells(("correct", b.correct, ".0%"), ("same goal", r.same_goal, ".0%")),
         )
-    r = s.rollout
-    yield "staleness", _cells(("mean", r.stale_mean, ".2f"), ("max", r.stale_max, ",.0f"))
+    age, speed, errors = s.rollout.staleness, s.rollout.speed, s.rollout.errors.last
+    yield "staleness", _cells(("mean", age.mean, ".2f"), ("max", age.max, ",.0f"))
     yield (
         "speed",
-        _cells(("tokens/s", r.tokens_per_s, ",.0f"), ("episodes/s", r.episodes_per_s, ",.1f")),
+        _cells(
+            ("tokens/s", speed.tokens_per_s, ",.0f"), ("episodes/s", speed.episodes_per_s, ",.1f")
+        ),
     )
-    if r.errors.last:
-        yield "errors", [Text(f"{format_number(r.errors.last, ',.0f')} in the last step", BAD)]
-    if s.bank and len(s.bank.by_task) > 1:
+    if errors:
+        yield "errors", [Text(f"{format_number(errors, ',.0f')} in the last step", BAD)]
+    if s.bank and len(s.bank.size_by_task) > 1:
         yield (
             "by task",
             [
                 cell(one_line(task, 200), format_number(size, ",.0f"))
-                for task, size in s.bank.by_task.items()
+                for task, size in s.bank.size_by_task.items()
             ],
         )
 
@@ -430,17 +434,17 @@ def _cells(*items: tuple[str, Series, str]) -> list[Text]:
     ]
 
 
-def _undistilled(b: BankMetrics) -> list[Text]:
+def _undistilled(queue: QueueMetrics) -> list[Text]:
     """Return cells with the number of dead requests and the number of episodes that a full queue
     refused.
 
     These episodes are not distilled.
     """
-    dead, refused = (series.last or 0 for series in (b.dead, b.refused))
+    dead, refused = (series.last or 0 for series in (queue.dead, queue.refused))
     return [
         *(
             [cell("dead", format_number(dead, ",.0f"), BAD if dead else GOOD)]
-            if b.dead.values
+            if queue.dead.values
             else []
         ),
         *([cell("refused", format_number(refused, ",.0f"), BAD)] if refused else []),
@@ -449,27 +453,28 @@ def _undistilled(b: BankMetrics) -> list[Text]:
 
 def _time(s: Snapshot, width: int) -> Iterator[Text]:
     """Yield the parts of the last step's time as a bar, and its legend."""
-    if not s.seconds:
+    seconds = s.progress.seconds
+    if not seconds:
         return
     total = Text.assemble(
-        ("step time ", DIM), (f"{format_number(sum(s.seconds.values()), ',.1f')} s", GOOD), " "
+        ("step time ", DIM), (f"{format_number(sum(seconds.values()), ',.1f')} s", GOOD), " "
     )
     parts = [
-        (name, s.seconds[name], *TIME_PARTS.get(name, OTHER_TIME_PART))
-        for name in sorted(s.seconds, key=_part_order)
+        (name, seconds[name], *TIME_PARTS.get(name, OTHER_TIME_PART))
+        for name in sorted(seconds, key=_part_order)
     ]
     yield Text.assemble(
         total,
         bar(
-            [(seconds, glyph, style) for _, seconds, glyph, style in parts],
+            [(length, glyph, style) for _, length, glyph, style in parts],
             max(0, width - total.cell_len),
         ),
     )
     legend = [
         Text.assemble(
-            (glyph, style), (f" {one_line(name, width)} ", DIM), format_number(seconds, ",.1f")
+            (glyph, style), (f" {one_line(name, width)} ", DIM), format_number(length, ",.1f")
         )
-        for name, seconds, glyph, style in parts
+        for name, length, glyph, style in parts
     ]
     yield from flow("", legend, width)
 
@@ -483,7 +488,7 @@ def _probes(s: Snapshot, width: int) -> Iterator[Text]:
     """Yield the success rates of the advice probe for each task."""
     cells = [
         Text.assemble(f"{one_line(task, width)} ", _advice(probe))
-        for task, probe in s.probes.items()
+        for task, probe in s.evaluations.probes.items()
     ]
     yield from flow("advice", cells, width)
 

@@ -19,6 +19,7 @@ from crl.cli import bank, config, tasks
 from crl.cli.command import command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
+from crl.errors import ConfigError
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -105,8 +106,18 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and the plan, then exit.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check the run, print its resolved config and its plan, then exit."
+        ),
     ] = False,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --dry-run: plan the GPUs for models of this size, e.g. 1.5B or 350M.",
+        ),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")
     ] = False,
@@ -125,14 +136,12 @@ def train(
     )
     require_free(run_dir)
     if dry_run:
-        from crl.planning.gpu_plan import gpu_plan
-        from crl.planning.plan import plan
+        from crl.planning import plan
 
-        gpus = gpu_plan(config)
-        typer.echo(plan(config, gpus))
-        if gpus:
-            gpus.require_fit()
+        plan.dry_run(config, typer.echo, size=size)
         return 0
+    if size is not None:
+        raise ConfigError("size", size, "only applies to a dry run", "Add --dry-run")
     from crl.run.main import train as run
 
     repeated = {

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from crl.config import TaskConfig
 from crl.config.catalog import mixture, task_file
 from crl.config.load import task_settings
-from crl.envs.base import EnvSpec, PlayedEpisode, Rendering, ScriptedPlayer, no_player, play_episode
+from crl.envs.base import EnvSpec, PlayedEpisode, Rendering, play_episode
+from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.hosting.threads import CheckedGame, describe_error
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError, CrlError, RolloutError
@@ -148,14 +149,15 @@ class PlayableTask:
         return cls(config, spec)
 
     def scripted_player(self, seed: int) -> ScriptedPlayer:
-        if self.spec.scripted_player is no_player:
+        make_player = self.spec.curriculum.scripted_player
+        if make_player is None:
             raise ConfigError(
                 "task",
                 self.config.name,
                 "has no scripted player",
                 "Play it yourself, without --scripted",
             )
-        return self.spec.scripted_player(generator(seed, "scripted player"))
+        return make_player(generator(seed, "scripted player"))
 
     def episodes(
         self, split: Split, n: int, seed: int, player: ScriptedPlayer, show: Callable[[str], None]

@@ -1,4 +1,7 @@
-"""Lookup of models, and reading of their metadata without loading them. Imports no torch."""
+"""Lookup of models, and reading of their metadata without loading them.
+
+Torch is imported only to convert a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crl.config.catalog import PACKAGE, did_you_mean
+from crl.config.gguf import converted, gguf_file
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
 from crl.errors import ConfigError
 
@@ -27,8 +31,8 @@ def bundled_models() -> list[str]:
 
 
 def resolve_model(name: str, key: str = "actor.model") -> Path:
-    """Return the directory of a model: a bundled model, a model in the Hugging Face cache, or
-    `name` itself if it is a directory.
+    """Return the directory of a model: a bundled model, a model in the Hugging Face cache, `name`
+    itself if it is a directory, or the converted model of a GGUF file.
 
     Raise `ConfigError` under `key` if there is no such model, or if it is not downloaded.
     """
@@ -50,6 +54,8 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path.resolve()
+    if file := gguf_file(path, key):
+        return converted(file, key)
     if path.is_dir():
         raise ConfigError(
             key,

@@ -62,6 +62,10 @@ BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute_path(pa
 """Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
 Reference = Annotated[str, AfterValidator(absolute_reference)]
 """Bundled name, or reference to a user's object (see `crl.plugins`)."""
+Scope = Literal["task", "shared"]
+"""Range of episodes that an experience may guide, see `BankSection.scope`."""
+EvictionOrder = Literal["fifo", "lru", "credit"]
+"""Eviction order of experiences, see `BankSection.evict`."""
 Device = Literal["auto", "cpu", "cuda"]
 """Device of an engine, a learner or an encoder. auto = cuda if available, else cpu."""
 
@@ -303,7 +307,7 @@ class ExtractorSection(Section):
 class BankSection(Section):
     """Experience bank. Ignored by methods without experience."""
 
-    scope: Literal["task", "shared"] = "task"
+    scope: Scope = "task"
     """Range of episodes that an experience may guide.
 
     task = episodes of its own task; shared = episodes of any task. A shared bank is merged as a
@@ -327,7 +331,7 @@ class BankSection(Section):
 
     When it is exceeded, 1 % of the limit is evicted in addition to the surplus. Unset = no limit.
     """
-    evict: Literal["fifo", "lru", "credit"] = "fifo"
+    evict: EvictionOrder = "fifo"
     """Eviction order when max_per_goal or max_entries is exceeded.
 
     fifo = the oldest first. lru = the least recently retrieved first, counted in actor steps.

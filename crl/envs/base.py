@@ -1,22 +1,23 @@
 """Interfaces that an environment author implements and declares.
 
 A `Game` is synchronous and exchanges plain text: `reset(task)` and `step(action)`. An `EnvSpec`
-declares everything that the rest of `crl` needs to know about an environment. `crl.envs.registry`
-finds specs by name. `crl.envs.hosting.threads` runs games for the rollouts. examples/doors/doors.py
-is a complete user-defined environment. A task file in the same folder refers to it as
-`doors.py:SPEC`.
+declares the environment: its games (`Runtime`), its tasks (`EnvTasks`), its actions
+(`ActionSpace`) and, optionally, its parts for tiny models (`crl.envs.curriculum`).
+`crl.envs.registry` finds specs by name. `crl.envs.hosting.threads` runs games for the rollouts.
+examples/doors/doors.py is a complete user-defined environment. A task file in the same folder
+refers to it as `doors.py:SPEC`.
 """
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
+from crl.envs.curriculum import Curriculum, ScriptedPlayer
 from crl.protocols import TaskSource
-from crl.types import Segment, Split, StepResult, Task
+from crl.types import Split, StepResult, Task
 
 Rendering = Literal["full", "compact"]
 """Style of a game's texts: `full` for real LLMs, `compact` for the bundled tiny models."""
@@ -54,30 +55,6 @@ class Game(Protocol):
         ...
 
 
-class ScriptedPlayer(Protocol):
-    """Player that uses the text interface alone.
-
-    It proves that a task can be solved, and it plays demonstrations.
-    """
-
-    def begin(self, goal: str, observation: str) -> None:
-        """Forget all earlier episodes and read the first observation."""
-        ...
-
-    def act(self) -> str:
-        """Return the next action, written as an agent would write it."""
-        ...
-
-    def observe(self, observation: str) -> None:
-        """Read the observation that follows the last action."""
-        ...
-
-
-def no_player(rng: random.Random) -> ScriptedPlayer:
-    """Raise `LookupError`. Used as `scripted_player` by environments that have none."""
-    raise LookupError("this environment has no scripted player")
-
-
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
     """Settings of the train stream of an environment with persistent places.
@@ -106,40 +83,6 @@ class StreamSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class LessonVerdict:
-    """Classification of a lesson for one place."""
-
-    kind: str
-    """Kind of the lesson. Every environment has its own kinds."""
-    correct: bool
-    """Whether the lesson is right advice for the place."""
-
-
-class Advisor(Protocol):
-    """Ground truth about an environment's places. Never used by rollouts.
-
-    The advice probe and the diagnostics of lessons use it. Methods may play the game to find the
-    truth, so they block.
-    """
-
-    def right(self, task: Task) -> str:
-        """Return the most helpful lesson for the task's place, worded as a good extractor would."""
-        ...
-
-    def wrong(self, task: Task, rng: random.Random) -> str:
-        """Return a lesson with the same wording that misleads."""
-        ...
-
-    def judge(self, task: Task, text: str) -> LessonVerdict:
-        """Classify a lesson about the task's place."""
-        ...
-
-    def informative(self, segments: Sequence[Segment]) -> bool:
-        """Return whether an episode shows the information that right advice needs."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
 class Data:
     """Data that an environment is played on."""
 
@@ -151,6 +94,88 @@ class Data:
     """Instruction for users who want the official data."""
 
 
+@dataclass(frozen=True, slots=True)
+class EnvTasks:
+    """Tasks of an environment."""
+
+    train_stream: Callable[[int, StreamSettings], TaskSource]
+    """`train_stream(seed, settings)` returns the train stream of a run with that seed."""
+    eval_tasks: Callable[[Split, int, int, StreamSettings], tuple[Task, ...]]
+    """`eval_tasks(split, n, seed, settings)` returns n evaluation tasks and has no side effects.
+
+    Tasks of the seen split are fixed by the run's seed and settings. Tasks of the unseen split are
+    the same in every run. A request for n tasks returns the first n tasks of any larger request.
+    """
+    revisit: Callable[[Task, int], Task] | None = None
+    """`revisit(task, visit)` returns the task's place under separate held-out dynamics.
+
+    None if places do not persist.
+    """
+    query_with_observation: bool = False
+    """Whether the retrieval query includes the first observation.
+
+    Set it if the goals alone do not tell the tasks apart.
+    """
+    data: Callable[[], Data] | None = None
+    """`data()` describes the data that this machine uses. Set by environments with official data.
+
+    Raises `ConfigError` if the data folder that the user has set is unusable.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpace:
+    """Actions of an environment, which an agent writes as text.
+
+    Raise `ValueError` for invalid values.
+    """
+
+    choices: tuple[str, ...] = ()
+    """Closed set of actions. Empty if actions are free text."""
+    description: str = ""
+    """Description of an action, for the prompt. Default: the choices, separated by commas.
+
+    Free text needs a description.
+    """
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.choices, tuple) or not all(
+            isinstance(action, str) for action in self.choices
+        ):
+            raise ValueError(
+                f"choices of actions must be a tuple of strings, which is empty if actions are "
+                f"free text, not {self.choices!r}"
+            )
+        if not self.choices and not self.description:
+            raise ValueError("actions that are free text need a description")
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Where an environment's games run, and what they need there.
+
+    Raise `ValueError` for invalid values.
+    """
+
+    hosting: Hosting = "threads"
+    affinity: bool = False
+    """Whether a worker process plays a task faster if it has played the same task recently.
+
+    If True, the episodes of a task are sent to the same worker.
+    """
+    extra: str = ""
+    """Extra of `crl` that the environment needs. Empty if it needs none.
+
+    The extra is named after the module that it installs.
+    """
+
+    def __post_init__(self) -> None:
+        if self.hosting not in get_args(Hosting):
+            raise ValueError(
+                f"hosting must be {' or '.join(get_args(Hosting))}, not {self.hosting!r}"
+            )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EnvSpec:
     """Declaration of an environment.
@@ -160,78 +185,23 @@ class EnvSpec:
 
     name: str
     """Name of the environment. Its tasks have the same `name`."""
-    hosting: Hosting
-    turns: int
-    """Usual turn limit of an episode. The rollout counts the turns, the game does not."""
-    reward_range: tuple[float, float]
-    """Bounds of an episode's total reward. The bounds hold after every step."""
-    actions: tuple[str, ...]
-    """Closed set of actions. Empty if actions are free text."""
-    action_format: str
-    """Description of an action, for the prompt."""
-    query_with_observation: bool
-    """Whether the retrieval query includes the first observation."""
     make_game: Callable[[Rendering], Game]
     """`make_game(rendering)` returns a new game. It may block."""
-    task_source: Callable[[int, StreamSettings], TaskSource]
-    """`task_source(seed, settings)` returns the train stream of a run with that seed."""
-    eval_tasks: Callable[[Split, int, int, StreamSettings], tuple[Task, ...]]
-    """`eval_tasks(split, n, seed, settings)` returns n evaluation tasks and has no side effects.
-
-    Tasks of the seen split are fixed by the run's seed and settings. Tasks of the unseen split are
-    the same in every run. A request for n tasks returns the first n tasks of any larger request.
-    """
-    scripted_player: Callable[[random.Random], ScriptedPlayer] = no_player
-    """`scripted_player(rng)` returns a player that reads both renderings.
-
-    `no_player` if the environment has none.
-    """
-    revisit: Callable[[Task, int], Task] | None = None
-    """`revisit(task, visit)` returns the task's place under separate held-out dynamics.
-
-    None if places do not persist.
-    """
-    digest: Callable[[Sequence[Segment]], str] | None = None
-    """`digest(segments)` summarises an episode from its texts alone, for tiny extractors.
-
-    None: the extractor reads the complete texts.
-    """
-    advisor: Advisor | None = None
-    """Ground truth for diagnostics. None if there is none."""
-    probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
-    """`probe_tasks(n)` returns n tasks of the advice probe.
-
-    Returns an empty tuple if the environment has no advisor.
-    """
-    extra: str = ""
-    """Extra of `crl` that the environment needs. Empty if it needs none.
-
-    The extra is named after the module that it installs.
-    """
-    data: Callable[[], Data] | None = None
-    """`data()` describes the data that this machine uses. Set by environments with official data.
-
-    Raises `ConfigError` if the data folder that the user has set is unusable.
-    """
-    affinity: bool = False
-    """Whether a worker process plays a task faster if it has played the same task recently.
-
-    If True, the episodes of a task are sent to the same worker.
-    """
+    tasks: EnvTasks
+    """Training and evaluation tasks, such as `Places(…).tasks` or `SeededTasks(…).tasks`."""
+    actions: ActionSpace
+    turns: int
+    """Usual turn limit of an episode. The rollout counts the turns, the game does not."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Bounds of an episode's total reward. The bounds hold after every step."""
+    runtime: Runtime = Runtime()
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    """Parts for tiny models and diagnostics. Empty if the environment has none."""
 
     def __post_init__(self) -> None:
-        if self.hosting not in get_args(Hosting):
-            raise ValueError(
-                f"{self.name}: hosting must be {' or '.join(get_args(Hosting))}, "
-                f"not {self.hosting!r}"
-            )
-        if not isinstance(self.actions, tuple) or not all(
-            isinstance(action, str) for action in self.actions
-        ):
-            raise ValueError(
-                f"{self.name}: actions must be a tuple of strings, which is empty if actions are "
-                f"free text, not {self.actions!r}"
-            )
+        for key, kind in (("tasks", EnvTasks), ("actions", ActionSpace)):
+            if not isinstance(value := getattr(self, key), kind):
+                raise ValueError(f"{self.name}: {key} must be an {kind.__name__}, not {value!r}")
         if self.turns < 1:
             raise ValueError(f"{self.name}: turns must be at least 1, not {self.turns}")
 

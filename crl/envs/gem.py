@@ -24,13 +24,14 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from crl.envs.actions import tagged_answers
-from crl.envs.base import EnvSpec, Rendering
+from crl.envs.base import ActionSpace, EnvSpec, Rendering, Runtime
 from crl.envs.registry import GEM_PREFIX
 from crl.envs.seeded import SeededTasks
 from crl.errors import ConfigError
@@ -166,16 +167,13 @@ def spec(env_id: str, key: str) -> EnvSpec:
             "the package gem-llm has no such environment",
             f"{remedy}{listing}",
         )
-    tasks = SeededTasks(f"{GEM_PREFIX}{env_id}", f"GEM {env_id}.")
+    seeded = SeededTasks(f"{GEM_PREFIX}{env_id}", f"GEM {env_id}.")
     return EnvSpec(
         name=f"{GEM_PREFIX}{env_id}",
-        hosting="processes",
+        make_game=partial(_make_game, env_id),
+        tasks=replace(seeded.tasks, query_with_observation=True),
+        actions=ActionSpace(description="as the game says, for example in \\boxed{}"),
         turns=30,
         reward_range=(-math.inf, math.inf),  # GEM does not report the range
-        actions=(),
-        action_format="as the game says, for example in \\boxed{}",
-        query_with_observation=True,
-        make_game=partial(_make_game, env_id),
-        task_source=tasks.source,
-        eval_tasks=tasks.eval_tasks,
+        runtime=Runtime("processes"),
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from crl.envs.base import StreamSettings
+from crl.envs.base import EnvTasks, StreamSettings
 from crl.protocols import State
 from crl.seeds import derive_seed, generator
 from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
@@ -169,12 +169,17 @@ def revisited(env: str, task: Task, visit: int) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Tasks of an environment with named places, as its `EnvSpec` declares them."""
+    """Tasks of an environment with named places. `tasks` is the value for its `EnvSpec`."""
 
     env: str
     """Name of the environment."""
     goal: str
     """Template of the goal, with a `{place}`."""
+
+    @property
+    def tasks(self) -> EnvTasks:
+        """Train stream, eval tasks and revisits of the places."""
+        return EnvTasks(self.stream, self.eval_tasks, self.revisit)
 
     def stream(self, seed: int, settings: StreamSettings) -> PlaceStream:
         """Return the train stream of a run with `seed`: named places that persist over visits."""

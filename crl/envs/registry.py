@@ -65,7 +65,7 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
         example="examples/doors",
         base="A relative path in a task file starts at the folder of that file",
     )
-    if ".py:" in target and spec.hosting == "processes":
+    if ".py:" in target and spec.runtime.hosting == "processes":
         reason = (
             "its hosting is 'processes', but worker processes cannot import an environment "
             "from a file"
@@ -81,8 +81,8 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
 
 def require_extra(spec: EnvSpec, key: str) -> None:
     """Raise `ConfigError` if the environment needs an extra that is not installed."""
-    if spec.extra:
-        require_package(spec.extra, key, spec.name)
+    if extra := spec.runtime.extra:
+        require_package(extra, key, spec.name)
 
 
 def _remedy(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crl.envs.base import StreamSettings
+from crl.envs.base import EnvTasks, StreamSettings
 from crl.protocols import State
 from crl.seeds import derive_seed
 from crl.types import Split, Task, Trajectory
@@ -18,15 +18,17 @@ UNSEEN_SEEDS = range(1 << 30, 1 << 31)
 
 
 class SeededTasks:
-    """Tasks of an `EnvSpec`, all with the same goal.
-
-    `source` is its `task_source`, and `eval_tasks` is its `eval_tasks`.
-    """
+    """Tasks of an environment, all with the same goal. `tasks` is the value for its `EnvSpec`."""
 
     def __init__(self, env: str, goal: str) -> None:
         self._env, self._goal = env, goal
 
-    def source(self, seed: int, settings: StreamSettings) -> SeedStream:
+    @property
+    def tasks(self) -> EnvTasks:
+        """Train stream and eval tasks."""
+        return EnvTasks(self.stream, self.eval_tasks)
+
+    def stream(self, seed: int, settings: StreamSettings) -> SeedStream:
         """Return the train stream of the run with `seed`."""
         return SeedStream(self._env, self._goal, seed)
 

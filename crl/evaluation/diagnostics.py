@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from crl.envs.base import Advisor, LessonVerdict
+from crl.envs.curriculum import Advisor, LessonVerdict
 from crl.evaluation.metrics import GroupGap, group_gaps
 from crl.manager import Distilled, Generation
 from crl.protocols import Hit, SearchRequest

@@ -17,7 +17,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from crl.envs.base import Advisor
+from crl.envs.curriculum import Advisor
 from crl.evaluation.diagnostics import lesson_verdict
 from crl.evaluation.scheduling import EpisodeScheduler
 from crl.manager import Distilled, ExperienceManager
@@ -204,7 +204,7 @@ class LessonCounter:
         self.count: LessonCount | None = (0, 0) if advisor else None
 
     def __call__(self, distilled: Distilled) -> None:
-        if self._advisor and self.count and distilled.request.run == RUN_NAME:
+        if self._advisor and self.count and distilled.request.episode.run == RUN_NAME:
             right, answers = self.count
             self.count = (right + lesson_verdict(self._advisor, distilled).correct, answers + 1)
 

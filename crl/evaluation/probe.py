@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from crl.envs.base import Advisor
+from crl.envs.curriculum import Advisor
 from crl.evaluation.scheduling import EpisodeScheduler
 from crl.intervals import Mean
 from crl.protocols import Hit, Question, SearchRequest

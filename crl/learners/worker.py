@@ -190,8 +190,10 @@ class Scorer(torch.nn.Module):
 class ZeroTrainer(Trainer):
     """Shared training step on one rank's share of every minibatch.
 
-    Each rank first loads the whole model into host memory; ZeRO then partitions the model. A
-    reference model for the KL remains whole on every rank.
+    Each rank maps the files of the whole model into memory; ZeRO then partitions the model. The
+    ranks share the mapped pages, so host memory does not hold the model once per rank. Weights that
+    are converted to another precision are copied by each rank. A reference model for the KL remains
+    whole on every rank.
 
     DeepSpeed averages gradients over ranks, but the losses of the shares must be summed. Therefore
     each loss is multiplied by the number of ranks. All ranks compute the same number of

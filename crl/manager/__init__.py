@@ -3,23 +3,28 @@
 The package imports neither torch nor transformers.
 """
 
-from crl.manager.credit import CreditSettings, ExtractorSample
-from crl.manager.distillation.distil import DistilSettings, PromptWriter
+from crl.manager.credit import ExtractorSample
+from crl.manager.distillation.distil import PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter, MergeStats
 from crl.manager.distillation.ops import OpLimits
 from crl.manager.distillation.refine import RefinePromptWriter
 from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager
-from crl.manager.records import Distilled, DistilRequest, Generation, GroupSuccess, UnitKey
-from crl.manager.retrieval.choice import RetrievalSettings
-from crl.manager.settings import ManagerSettings, Progress, Prompts
+from crl.manager.records import (
+    Distilled,
+    DistilRequest,
+    EpisodeId,
+    Generation,
+    GroupSuccess,
+    UnitKey,
+)
+from crl.manager.settings import ManagerSettings, Progress, Prompts, QueueSettings
 
 __all__ = [
     "CachedEmbedder",
-    "CreditSettings",
     "DistilRequest",
-    "DistilSettings",
     "Distilled",
+    "EpisodeId",
     "ExperienceManager",
     "ExtractorSample",
     "Generation",
@@ -31,7 +36,7 @@ __all__ = [
     "Progress",
     "PromptWriter",
     "Prompts",
+    "QueueSettings",
     "RefinePromptWriter",
-    "RetrievalSettings",
     "UnitKey",
 ]

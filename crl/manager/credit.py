@@ -13,30 +13,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from crl.algo.experience import training_weight
+from crl.config.schema import ExtractorSection
 from crl.manager.records import Generation, PendingUnit
 from crl.types import TokenTrace
-
-
-@dataclass(frozen=True, slots=True)
-class CreditSettings:
-    """Settings for training the extractor on credit."""
-
-    cooldown: int = 2
-    """δ of CRL eq. 7, in actor steps."""
-    alpha: float = 0.5
-    """α of CRL eq. 7."""
-    malformed_reward: float | None = None
-    """Reward of a generation without a usable op. None: these generations are not trained on."""
-    centred: bool = True
-    """Whether the mean reward of the batch is subtracted.
-
-    This is not needed for rewards that are relative to the success of the same group without
-    experience.
-    """
-
-    def __post_init__(self) -> None:
-        if self.cooldown < 0 or self.alpha < 0:
-            raise ValueError(f"cooldown and alpha must not be negative: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +49,7 @@ class ReadyUnit:
     t_last: int | None
     """t_last of CRL eq. 7: actor step that last trained on the generation; None if none did."""
 
-    def weight(self, step: int, settings: CreditSettings) -> float:
+    def weight(self, step: int, settings: ExtractorSection) -> float:
         """Return w of CRL eq. 7 after `step` completed actor steps; 0 during the cooldown."""
         return training_weight(
             step, self.t_last, self.c_train, cooldown=settings.cooldown, alpha=settings.alpha
@@ -78,7 +57,7 @@ class ReadyUnit:
 
 
 def choose_batch(
-    ready: Sequence[ReadyUnit], n: int, step: int, settings: CreditSettings
+    ready: Sequence[ReadyUnit], n: int, step: int, settings: ExtractorSection
 ) -> list[ReadyUnit] | None:
     """Return a batch of the first `n` suitable units of `ready`; None if there are fewer.
 
@@ -103,7 +82,9 @@ def batch_samples(
     batch: Sequence[ReadyUnit],
     generations: Mapping[str, Generation],
     step: int,
-    settings: CreditSettings,
+    settings: ExtractorSection,
+    *,
+    centred: bool,
 ) -> list[ExtractorSample]:
     """Return the samples of a batch.
 
@@ -117,7 +98,7 @@ def batch_samples(
     would therefore be negative, and every batch would lower the probability of the features that
     all answers share.
 
-    If `settings.centred` is False, the baseline is 0. A correct lesson earns 0 in a place where the
+    If `centred` is False, the baseline is 0. A correct lesson earns 0 in a place where the
     actor wins without it. The mean of lessons that help in other places would give it a negative
     advantage.
 
@@ -126,7 +107,7 @@ def batch_samples(
     """
     weights = [unit.weight(step, settings) for unit in batch]
     baseline = 0.0
-    if settings.centred:
+    if centred:
         baseline = sum(
             w * unit.pending.reward for w, unit in zip(weights, batch, strict=True)
         ) / sum(weights)

@@ -37,7 +37,6 @@ from crl.manager.distillation.refine import Refiner
 from crl.manager.embed import KeyEmbedder
 from crl.manager.records import (
     Applied,
-    ApplyRules,
     Credit,
     Distilled,
     DistilRequest,
@@ -77,36 +76,27 @@ class ExperienceManager:
     """
 
     def __init__(
-        self, store: Store, extractor: Extractor, prompts: Prompts, engine: Engine,
-        embedder: Embedder, settings: ManagerSettings, seed: int,
-        on_distilled: Callable[[Distilled], None] | None, progress: Progress,
+        self, store: Store, extractor: Extractor, prompts: Prompts, embedder: Embedder,
+        settings: ManagerSettings, seed: int, on_distilled: Callable[[Distilled], None] | None,
+        progress: Progress,
     ) -> None:  # fmt: skip
-        self._store, self._engine, self._embedder = store, engine, embedder
+        self._store, self._engine, self._embedder = store, extractor.engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._progress = progress
-        self._keys = KeyEmbedder(embedder, settings.distil.key_text_weight)
-        votes = settings.evict_votes is not None
+        self._keys = KeyEmbedder(embedder, settings.bank.key_text_weight)
         self._distiller = Distiller(
-            extractor, self._keys, prompts.distil, settings.distil.limits, votes=votes
+            extractor, self._keys, prompts.distil, votes=settings.asks_for_votes
         )
         self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._settle)
-        self._merger = Merger(extractor, self._keys, prompts.merge, settings.distil.limits)
+        self._merger = Merger(extractor, self._keys, prompts.merge)
         self._merging = False
         self._merges_skipped = 0
-        self._refiner = (
-            Refiner(extractor, prompts.refine, settings.distil.limits) if prompts.refine else None
-        )
+        self._refiner = Refiner(extractor, prompts.refine) if prompts.refine else None
         self._refines_failed = 0
         self._sampled_tokens = 0
         self._create_empty_bank()
         self._step = 0
-        self._rules = ApplyRules(
-            settings.credit.malformed_reward,
-            settings.max_per_goal,
-            settings.max_entries,
-            settings.evict,
-            settings.evict_votes,
-        )
+        self._rules = settings.rules
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._duplicate_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
@@ -142,17 +132,15 @@ class ExperienceManager:
         """
         store = await Store.open(path)
         try:
-            distil = settings.distil
             extractor = Extractor(
                 engine,
                 renderer,
-                max_tokens=distil.max_tokens,
-                temperature=distil.temperature,
+                settings.extractor,
                 seed=seed,
-                threaded=settings.threaded,
+                threaded=not settings.deterministic,
             )
             manager = cls(
-                store, extractor, prompts, engine, embedder, settings, seed, on_distilled, progress
+                store, extractor, prompts, embedder, settings, seed, on_distilled, progress
             )
             await manager._load()
         except BaseException:
@@ -161,15 +149,17 @@ class ExperienceManager:
         return manager
 
     def _create_empty_bank(self) -> None:
-        retrieval = self._settings.retrieval
-        self._bank = Bank(self._embedder.dim, self._settings.scope, retrieval, self._seed)
-        self._searcher = Searcher(self._bank, self._embedder, retrieval)
-        min_cosine = self._settings.duplicate_similarity
-        with_goals = self._settings.distil.key_text_weight is not None
+        settings, embedder = self._settings, self._embedder
+        self._bank = Bank(
+            embedder.dim, settings.bank.scope, settings.retrieval, self._seed,
+            exact=settings.deterministic,
+        )  # fmt: skip
+        self._searcher = Searcher(self._bank, embedder, settings.retrieval)
+        min_cosine, with_goals = settings.bank.duplicate_similarity, settings.goals_in_keys
         self._duplicates = (
             None
             if min_cosine is None
-            else DuplicateFilter(self._bank, self._embedder, min_cosine, with_goals=with_goals)
+            else DuplicateFilter(self._bank, embedder, min_cosine, with_goals=with_goals)
         )
 
     async def _load(self) -> None:
@@ -280,7 +270,7 @@ class ExperienceManager:
 
         * Agents do not ask, because there is no refine prompt.
         * The answer leaves the experience unchanged or cannot be used.
-        * The extractor fails, or its answer takes longer than `ask_timeout`.
+        * The extractor fails, or its answer takes longer than `ask.timeout`.
 
         With counted = False (evaluations) nothing is stored or counted. Raise `EngineError` if the
         engine can no longer serve.
@@ -330,7 +320,7 @@ class ExperienceManager:
     async def submit(self, request: DistilRequest) -> bool:
         """Queue an episode for distillation. Return True when the request is durable.
 
-        A repeated id changes nothing. If the queue is full, the `overflow` setting applies. With
+        A repeated id changes nothing. If the queue is full, `QueueSettings.overflow` applies. With
         "wait", this method waits for space. With "refuse", it returns False: nothing is stored, and
         the refusal is counted. Raise `UnicodeEncodeError`, and store nothing, if a text of the
         request holds lone surrogates.
@@ -489,8 +479,8 @@ class ExperienceManager:
             stats = MergeStats()
             partitions: dict[tuple[str, str], list[Entry]] = {}
             for entry in self._bank.entries.values():
-                task = "" if self._settings.scope == "shared" else entry.task
-                goal = "" if self._settings.distil.key_text_weight is None else entry.goal
+                task = "" if self._settings.bank.scope == "shared" else entry.task
+                goal = entry.goal if self._settings.goals_in_keys else ""
                 partitions.setdefault((task, goal), []).append(entry)
             for entries in partitions.values():
                 if len(entries) > 1:
@@ -506,7 +496,7 @@ class ExperienceManager:
             await asyncio.sleep(0)  # counting the tokens of a large bank must not block the loop
         chunker = Chunker(
             entries,
-            self._settings.merge_tokens,
+            self._settings.extractor.merge_tokens,
             lambda e: costs.get(e.unit) or self._merger.cost(e),
         )
         survivors: list[Entry] = []
@@ -625,11 +615,13 @@ class ExperienceManager:
 
         ready = [unit for unit in ready if postponed(unit)[1] < step]
         ready.sort(key=lambda unit: postponed(unit)[0])
-        batch = choose_batch(ready, n, step, self._settings.credit)
+        batch = choose_batch(ready, n, step, self._settings.extractor)
         if batch is None:
             return None
         generations = await self._store.generations(unit.pending.generation for unit in batch)
-        samples = batch_samples(batch, generations, step, self._settings.credit)
+        samples = batch_samples(
+            batch, generations, step, self._settings.extractor, centred=self._settings.centred
+        )
         self._batch_units = {str(unit.pending.unit): unit.pending for unit in batch}
         self._batch_generations = {sample.id: sample.generation for sample in samples}
         return samples
@@ -743,7 +735,7 @@ class ExperienceManager:
         """
         order = sorted(
             reversed(self._bank.entries.values()),
-            key=lambda entry: -(entry.last_returned_step or 0),
+            key=lambda entry: -(entry.counters.last_returned_step or 0),
         )
         return [entry.experience for entry in order[:n]]
 
@@ -752,9 +744,10 @@ class ExperienceManager:
 
         Among equals, the highest Σ r comes first, then the last written entry.
         """
-        credited = [entry for entry in reversed(self._bank.entries.values()) if entry.credited]
-        entries = sorted(credited, key=lambda entry: (lift_order(entry.lift), -entry.credit))
-        return [entry.experience for entry in entries[:n]]
+        entries = reversed(self._bank.entries.values())
+        credited = [entry for entry in entries if entry.counters.credited]
+        credited.sort(key=lambda e: (lift_order(e.counters.lift), -e.counters.credit))
+        return [entry.experience for entry in credited[:n]]
 
     async def export_copy(self, path: Path) -> None:
         """Copy the bank to the new file `path`, for another run or a scratch copy.

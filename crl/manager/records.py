@@ -12,14 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
+from crl.config.schema import EvictionOrder
 from crl.protocols import Hit
 from crl.types import (
+    NO_COUNTERS,
     SPLIT_DRAW_NAMES,
     Completion,
+    Counters,
     Experience,
     ExperienceStatus,
     ExperienceUse,
     Lift,
+    Provenance,
     Segment,
     Split,
     Task,
@@ -28,16 +32,6 @@ from crl.types import (
     Trajectory,
     Verdict,
 )
-
-EvictionOrder = Literal["fifo", "lru", "credit"]
-"""Eviction order when there are too many entries.
-
-* fifo: the entry that was written first.
-* lru: the least recently retrieved entry. An entry that was never retrieved counts from the step
-  at which it was written.
-* credit: the half with the highest `success_score` is kept. In the other half, entries with credit
-  are evicted first, the lowest score first; then entries without credit, the oldest first.
-"""
 
 
 class UnitKey(NamedTuple):
@@ -60,11 +54,6 @@ class UnitKey(NamedTuple):
         This is the refinement if there is one, otherwise the entry.
         """
         return cls(use.generation, 1) if use.how == "ask" else cls(use.uid, use.version)
-
-
-def successes(credited: int, credit: float) -> int:
-    """Return how many of the `credited` episodes succeeded, from the sum of their rewards ±1."""
-    return round((credited + credit) / 2)
 
 
 class Stamp(NamedTuple):
@@ -92,17 +81,33 @@ _OLD_SPLITS: Mapping[str, Split] = {old: split for split, old in SPLIT_DRAW_NAME
 
 
 @dataclass(frozen=True, slots=True)
-class DistilRequest:
-    """Request to distil a finished episode: R = (τ, g, o, m) of CRL §3.2.1.
+class EpisodeId:
+    """Id of an episode. It is unique in a bank that episodes of several runs have written.
 
-    `run`, `step`, `group` and `member` are the address of the episode. They form the request's id.
     Raise `ValueError` if `run` is empty or contains a slash.
     """
 
     run: str
+    """Name of the run."""
     step: int
     group: int
     member: int
+
+    def __post_init__(self) -> None:
+        if not self.run or "/" in self.run:
+            raise ValueError(
+                f"the run's name must not be empty or contain a slash, not {self.run!r}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.step}/{self.group}/{self.member}"
+
+
+@dataclass(frozen=True, slots=True)
+class DistilRequest:
+    """Request to distil a finished episode: R = (τ, g, o, m) of CRL §3.2.1."""
+
+    episode: EpisodeId
     task: Task
     """Task of the episode; `task.goal` is g."""
     segments: tuple[Segment, ...]
@@ -116,46 +121,40 @@ class DistilRequest:
     Empty for a free episode.
     """
 
-    def __post_init__(self) -> None:
-        if not self.run or "/" in self.run:
-            raise ValueError(
-                f"the run's name must not be empty or contain a slash, not {self.run!r}"
-            )
-
     @classmethod
     def from_trajectory(cls, run: str, trajectory: Trajectory) -> DistilRequest:
         """Return the request for a trajectory. Raise `ValueError` if it has an error."""
         if trajectory.error is not None:
             raise ValueError(f"a failed trajectory cannot be distilled: {trajectory.error}")
-        shown = tuple(map(Hit, trajectory.shown, trajectory.used))
-        address = (trajectory.step, trajectory.group, trajectory.member)
         return cls(
-            run,
-            *address,
+            EpisodeId(run, trajectory.step, trajectory.group, trajectory.member),
             trajectory.task,
             trajectory.segments,
             trajectory.success,
             trajectory.truncated,
-            shown,
+            shown=tuple(map(Hit, trajectory.shown, trajectory.used)),
         )
 
     @property
     def id(self) -> str:
-        return f"{self.run}/{self.step}/{self.group}/{self.member}"
+        """Id of the request: the id of its episode, as text."""
+        return str(self.episode)
 
     def to_json(self) -> str:
-        return _JSON.encode(self)
+        """Return the request as JSON. The fields of `episode` are not nested."""
+        data = _fields(self)
+        return _JSON.encode(_fields(data.pop("episode")) | data)
 
     @classmethod
     def from_json(cls, text: str) -> DistilRequest:
         data: dict[str, Any] = json.loads(text)
         return cls(
-            **data
-            | {
-                "task": _task(data["task"]),
-                "segments": tuple(Segment(**segment) for segment in data["segments"]),
-                "shown": tuple(map(_hit, data["shown"])),
-            }
+            EpisodeId(data["run"], data["step"], data["group"], data["member"]),
+            _task(data["task"]),
+            tuple(Segment(**segment) for segment in data["segments"]),
+            data["success"],
+            data["truncated"],
+            shown=tuple(map(_hit, data["shown"])),
         )
 
 
@@ -290,15 +289,15 @@ class Refined:
 class ApplyRules:
     """Rules for applying answers of the extractor to the bank."""
 
-    malformed_reward: float | None = None
+    malformed_reward: float | None
     """Reward of a generation without a usable op; None: the generation is not stored."""
-    max_per_goal: int | None = None
-    """Maximum number of active entries of one goal; None for no limit."""
-    max_entries: int | None = None
+    max_per_goal: int | None
+    """Maximum number of active entries with the same task and goal; None for no limit."""
+    max_entries: int | None
     """Maximum number of active entries of the bank; None for no limit."""
-    evict: EvictionOrder = "fifo"
+    evict: EvictionOrder
     """Eviction order when `max_per_goal` or `max_entries` is exceeded."""
-    evict_votes: int | None = None
+    evict_votes: int | None
     """Net down votes at which an entry is evicted; None: votes never evict."""
 
 
@@ -311,42 +310,22 @@ class Entry:
     text: str
     task: str
     goal: str
-    generation: str
-    span: tuple[int, int]
-    parents: tuple[str, ...] = ()
+    provenance: Provenance
+    counters: Counters = NO_COUNTERS
     status: ExperienceStatus = "active"
-    retrieved: int = 0
-    """c(m) of CRL eq. 6: number of times that a search returned this version."""
-    last_returned_step: int | None = None
-    """Actor step at which a search last returned this version; None if it never did."""
-    credited: int = 0
-    """Number of credited episodes that this version guided."""
-    credit: float = 0.0
-    """Σ r over the credited episodes, with r = ±1."""
-    votes: int = 0
-    """Up votes of the extractor minus its down votes."""
-    lift: Lift | None = None
-    """None before the first group that also has free members."""
 
     @property
     def unit(self) -> UnitKey:
         return UnitKey(self.uid, self.version)
 
     @property
-    def record(self) -> TrackRecord:
-        return TrackRecord(
-            self.credited,
-            successes(self.credited, self.credit),
-            self.lift.mean if self.lift else None,
-        )
-
-    @property
     def experience(self) -> Experience:
         """Frozen copy of the entry in its current state."""
+        provenance, counters = self.provenance, self.counters
         return Experience(
-            self.uid, self.version, self.text, self.task, self.generation, self.span,
-            self.goal, self.parents, self.status,
-            retrieved=self.retrieved, credited=self.credited, credit=self.credit, lift=self.lift,
+            self.uid, self.version, self.text, self.task, provenance.generation, provenance.span,
+            self.goal, provenance.parents, self.status, retrieved=counters.retrieved,
+            credited=counters.credited, credit=counters.credit, lift=counters.lift,
         )  # fmt: skip
 
 

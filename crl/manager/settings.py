@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from crl.manager.credit import CreditSettings
-from crl.manager.distillation.distil import DistilSettings, PromptWriter
+from crl.config.schema import AskSection, BankSection, ExtractorSection, RetrievalSection
+from crl.manager.distillation.distil import PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter
 from crl.manager.distillation.refine import RefinePromptWriter
-from crl.manager.records import EvictionOrder
-from crl.manager.retrieval.choice import RetrievalSettings
-from crl.manager.retrieval.entries import Scope
+from crl.manager.records import ApplyRules
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 """Progress display for a job. It is called with the number of parts of the job.
@@ -42,73 +41,112 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class ManagerSettings:
-    """Settings of the experience manager."""
+class QueueSettings:
+    """Settings of the queue of episodes that wait for distillation."""
 
-    scope: Scope = "task"
-    """Tasks that an entry may guide: only its own ("task"), or any ("shared")."""
-    queue_size: int | None = None
-    """Maximum number of requests that wait or are in progress. None: no limit."""
+    bounded: bool = False
+    """Whether `bank.queue_size` limits the queue.
+
+    Requests of a full queue wait for the background task `ExperienceManager.run`. Without it, they
+    would wait forever.
+    """
     overflow: Literal["wait", "refuse"] = "wait"
     """Behaviour of `submit` if the queue is full: wait for space, or refuse the request."""
-    concurrency: int = 32
-    """Maximum number of extractor answers about episodes and merges in progress.
-
-    Agents that ask are not limited by this setting.
-    """
-    ask_timeout: float | None = None
-    """Seconds after which an agent that asks receives the retrieved experience unchanged.
-
-    None: no limit.
-    """
-    answer_timeout: float | None = None
-    """Maximum seconds for one answer about an episode or a merge. None: no limit."""
     attempts: int = 5
     """Failed attempts at a distillation after which its request is dead."""
     backoff: float = 1.0
     """Seconds of pause after the first failed attempt. Each further failure doubles the pause."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.backoff < 0:
+            raise ValueError(
+                f"invalid settings: attempts must be at least 1 and backoff at least 0: {self}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """Settings of the experience manager: sections of the configuration, and facts about the run.
+
+    The properties combine several settings.
+    """
+
+    bank: BankSection = field(default_factory=BankSection)
+    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
+    extractor: ExtractorSection = field(default_factory=ExtractorSection)
+    ask: AskSection = field(default_factory=AskSection)
+    queue: QueueSettings = QueueSettings()
     credit_window_steps: int = 8
     """Actor steps for which a superseded experience may still earn credit after its last retrieval.
 
     The value must be at least the maximum staleness of an episode.
     """
-    max_per_goal: int | None = None
-    """Maximum number of active entries with the same task and goal. None: no limit."""
-    max_entries: int | None = None
-    """Maximum number of active entries in the bank. None: no limit."""
-    evict: EvictionOrder = "fifo"
-    """Eviction policy for entries over `max_per_goal` or `max_entries`."""
-    evict_votes: int | None = None
-    """Net down votes at which an entry is evicted. None: the extractor is not asked for votes."""
-    duplicate_similarity: float | None = None
-    """Cosine similarity of the texts at or above which an add is dropped as a duplicate.
+    centred: bool = True
+    """Whether the mean reward of a batch is subtracted from the rewards.
 
-    An add is compared with active entries and with earlier adds of the same answer. None: no add is
-    dropped.
+    This is not needed for rewards that are relative to the success of the same group without
+    experience.
     """
-    merge_tokens: int = 4096
-    """Maximum tokens of the entries in one chunk of a merge. A larger single entry is allowed."""
-    threaded: bool = False
-    """Rendering of prompts and parsing of answers on a thread, so the event loop is not blocked.
+    deterministic: bool = False
+    """Whether results must not depend on timing.
 
-    If False, all requests of `drain` reach the engine at the same moment.
+    All requests of `drain` then reach the engine at the same moment. They have no timeout. Large
+    banks are searched exactly.
     """
-    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
-    distil: DistilSettings = field(default_factory=DistilSettings)
-    credit: CreditSettings = field(default_factory=CreditSettings)
 
     def __post_init__(self) -> None:
-        counts = [self.concurrency, self.attempts, self.merge_tokens]
-        bounds = (self.queue_size, self.max_per_goal, self.max_entries, self.evict_votes)
-        counts += [n for n in bounds if n is not None]
-        seconds = [n for n in (self.answer_timeout, self.ask_timeout) if n is not None]
-        if (
-            min(counts) < 1
-            or self.credit_window_steps < 0
-            or min(seconds, default=1) <= 0
-            or self.backoff < 0
-        ):
-            raise ValueError(
-                "invalid manager settings: counts must be at least 1, time limits above 0, and "
-                f"backoff and credit_window_steps at least 0: {self}"
-            )
+        if self.credit_window_steps < 0:
+            raise ValueError(f"credit_window_steps must not be negative: {self}")
+
+    @property
+    def concurrency(self) -> int:
+        """Maximum number of extractor answers about episodes and merges in progress.
+
+        A deterministic run has no limit. With a limit, the next request would depend on the answer
+        that came first. Agents that ask are never limited.
+        """
+        return sys.maxsize if self.deterministic else self.extractor.concurrency
+
+    @property
+    def answer_timeout(self) -> float | None:
+        """Maximum seconds for one answer about an episode or a merge. None: no limit."""
+        return None if self.deterministic else self.extractor.answer_timeout
+
+    @property
+    def ask_timeout(self) -> float | None:
+        """Seconds after which an agent that asks receives the retrieved experience unchanged.
+
+        None: no limit.
+        """
+        return None if self.deterministic else self.ask.timeout
+
+    @property
+    def queue_size(self) -> int | None:
+        """Maximum number of requests that wait or are in progress. None: no limit."""
+        return self.bank.queue_size if self.queue.bounded else None
+
+    @property
+    def asks_for_votes(self) -> bool:
+        """True if the extractor is asked for votes on experiences."""
+        return self.bank.evict_votes is not None
+
+    @property
+    def goals_in_keys(self) -> bool:
+        """True if the goal is a part of an entry's key."""
+        return self.bank.key_text_weight is not None
+
+    @property
+    def rules(self) -> ApplyRules:
+        """Rules for applying answers of the extractor to the bank.
+
+        A frozen bank has no size limits. Without training, malformed answers are not stored for a
+        training step that never happens.
+        """
+        bank, trained = self.bank, self.extractor.train and not self.bank.frozen
+        return ApplyRules(
+            malformed_reward=self.extractor.malformed_reward if trained else None,
+            max_per_goal=None if bank.frozen else bank.max_per_goal,
+            max_entries=None if bank.frozen else bank.max_entries,
+            evict=bank.evict,
+            evict_votes=bank.evict_votes,
+        )

@@ -140,14 +140,44 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # a broken file raises many types of errors
-        reason = f"the model cannot be loaded ({first_line(error)})"
-        raise ConfigError(
-            key, str(path), reason, "Give a directory with a causal language model"
-        ) from error
+        raise _not_loadable(path, key, error) from error
     # Transformers initialises missing weights with random numbers.
     if missing := sorted(report["missing_keys"]):
         reason = f"its checkpoint lacks weights: {missing[0]} ({len(missing)} in total)"
         raise ConfigError(key, str(path), reason, "Download or create the model again")
+    require_supported(model, path, key)
+    model = model.to(device).eval()
+    _require_unchanged_logits(model, path, key)
+    return model
+
+
+def meta_model(path: Path, key: str = "actor.model", *, encoder: bool = False) -> PreTrainedModel:
+    """Return the model of a directory without its weights: all tensors are on the meta device.
+
+    Only config.json is read. `encoder`: the model is a text encoder, not a causal LM. Raise
+    `ConfigError` as `load_model` does if config.json does not describe such a model.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    silence_transformers()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            return (AutoModel if encoder else AutoModelForCausalLM).from_config(config)
+    except Exception as error:  # a broken file raises many types of errors
+        raise _not_loadable(path, key, error) from error
+
+
+def _not_loadable(path: Path, key: str, error: Exception) -> ConfigError:
+    reason = f"the model cannot be loaded ({first_line(error)})"
+    return ConfigError(key, str(path), reason, "Give a directory with a causal language model")
+
+
+def require_supported(model: PreTrainedModel, path: Path, key: str) -> None:
+    """Raise `ConfigError` if a layer does not use full attention, or if the head is not linear.
+
+    The weights are not read, so `model` may be on the meta device.
+    """
     if kinds := _unsupported_attention(model.config):
         raise ConfigError(
             key,
@@ -155,9 +185,13 @@ def load_model(
             f"only full attention is supported, but the model has layers of {kinds}",
             "Use a model with full attention in all layers",
         )
-    model = model.to(device).eval()
-    _require_linear_head(model, path, key)
-    return model
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise ConfigError(
+            key,
+            str(path),
+            "its output head is not a linear layer",
+            "Use a model with a linear output head",
+        )
 
 
 def _unsupported_attention(config: PreTrainedConfig) -> str:
@@ -174,15 +208,8 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _require_linear_head(model: PreTrainedModel, path: Path, key: str) -> None:
-    """Raise `ConfigError` if the logits are not the unchanged output of a linear head."""
-    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
-        raise ConfigError(
-            key,
-            str(path),
-            "its output head is not a linear layer",
-            "Use a model with a linear output head",
-        )
+def _require_unchanged_logits(model: PreTrainedModel, path: Path, key: str) -> None:
+    """Raise `ConfigError` if the model changes the logits after its output head."""
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     with torch.no_grad():
         head_output = head_logits(model, hidden_states(model, ids))

@@ -13,9 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from crl.monitor.plain import EVAL_SUCCESS
 from crl.protocols import Metrics, Monitor
@@ -71,27 +71,6 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """Metrics of the training episodes, one value per step."""
-
-    success: Annotated[Series, "rollout/success"] = EMPTY
-    guided: Annotated[Series, "rollout/success/guided"] = EMPTY
-    free: Annotated[Series, "rollout/success/free"] = EMPTY
-    used: Annotated[Series, "rollout/success/used"] = EMPTY
-    """Success rate of the episodes that received an experience."""
-    gap: Annotated[Series, "rollout/gap"] = EMPTY
-    """Success rate of guided minus free members."""
-    errors: Annotated[Series, "rollout/errors"] = EMPTY
-    """Number of episodes that failed with an error."""
-    stale_mean: Annotated[Series, "staleness/mean"] = EMPTY
-    """Mean age of the sampled tokens, in policy versions."""
-    stale_max: Annotated[Series, "staleness/max"] = EMPTY
-    """Largest age of a sampled token, in policy versions."""
-    tokens_per_s: Annotated[Series, "perf/sampled_tokens_per_s"] = EMPTY
-    episodes_per_s: Annotated[Series, "perf/episodes_per_s"] = EMPTY
-
-
-@dataclass(frozen=True)
 class TaskRollout:
     """Metrics of the training episodes of one task, in a run with several tasks."""
 
@@ -103,6 +82,71 @@ class TaskRollout:
 
 
 @dataclass(frozen=True)
+class RolloutSuccess:
+    """Success rates of the training episodes."""
+
+    mean: Annotated[Series, "rollout/success"] = EMPTY
+    """Success rate of all episodes."""
+    guided: Annotated[Series, "rollout/success/guided"] = EMPTY
+    free: Annotated[Series, "rollout/success/free"] = EMPTY
+    used: Annotated[Series, "rollout/success/used"] = EMPTY
+    """Success rate of the episodes that received an experience."""
+    gap: Annotated[Series, "rollout/gap"] = EMPTY
+    """Success rate of guided minus free members."""
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Age of the sampled tokens, in policy versions."""
+
+    mean: Annotated[Series, "staleness/mean"] = EMPTY
+    max: Annotated[Series, "staleness/max"] = EMPTY
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of the rollouts."""
+
+    tokens_per_s: Annotated[Series, "perf/sampled_tokens_per_s"] = EMPTY
+    episodes_per_s: Annotated[Series, "perf/episodes_per_s"] = EMPTY
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Metrics of the training episodes, one value per step."""
+
+    success: RolloutSuccess = RolloutSuccess()
+    errors: Annotated[Series, "rollout/errors"] = EMPTY
+    """Number of episodes that failed with an error."""
+    staleness: Staleness = Staleness()
+    speed: Speed = Speed()
+    tasks: Mapping[str, TaskRollout] = field(default_factory=dict)
+    """Metrics by task. Empty in a run with one task."""
+
+
+@dataclass(frozen=True)
+class RatioMetrics:
+    """Importance ratios and KL divergences of an update."""
+
+    mean: Annotated[Series, "{}/ratio_mean"] = EMPTY
+    clip_fraction: Annotated[Series, "{}/clip_fraction"] = EMPTY
+    approx_kl: Annotated[Series, "{}/approx_kl"] = EMPTY
+    mismatch_kl: Annotated[Series, "{}/mismatch_kl"] = EMPTY
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """Progress of the training of one model."""
+
+    count: Annotated[Series, "{}/updates"] = EMPTY
+    """Number of updates since the start of the run."""
+    version: Annotated[Series, "{}/version"] = EMPTY
+    learning_rate: Annotated[Series, "{}/learning_rate"] = EMPTY
+    seconds: Annotated[Series, "time/train"] = EMPTY
+    """Duration of the training step, in seconds."""
+
+
+@dataclass(frozen=True)
 class Model:
     """Metrics of one trained model.
 
@@ -110,19 +154,61 @@ class Model:
     """
 
     loss: Annotated[Series, "{}/loss"] = EMPTY
-    ratio_mean: Annotated[Series, "{}/ratio_mean"] = EMPTY
-    clip_fraction: Annotated[Series, "{}/clip_fraction"] = EMPTY
-    approx_kl: Annotated[Series, "{}/approx_kl"] = EMPTY
     entropy: Annotated[Series, "{}/entropy"] = EMPTY
-    learning_rate: Annotated[Series, "{}/learning_rate"] = EMPTY
-    updates: Annotated[Series, "{}/updates"] = EMPTY
-    """Number of updates since the start of the run."""
-    version: Annotated[Series, "{}/version"] = EMPTY
     reward: Annotated[Series, "{}/reward"] = EMPTY
     """Mean reward of the samples. Only the extractor has this metric."""
-    mismatch_kl: Annotated[Series, "{}/mismatch_kl"] = EMPTY
-    seconds: Annotated[Series, "time/train"] = EMPTY
-    """Duration of the training step, in seconds."""
+    ratio: RatioMetrics = RatioMetrics()
+    updates: UpdateMetrics = UpdateMetrics()
+
+
+@dataclass(frozen=True)
+class Models:
+    """Metrics of the trained models."""
+
+    actor: Model = Model()
+    extractor: Model | None = None
+    """None before the first line about the extractor."""
+
+
+@dataclass(frozen=True)
+class OpCounts:
+    """Number of operations of the extractor by kind."""
+
+    added: Annotated[Series, "ops/add"] = EMPTY
+    updated: Annotated[Series, "ops/update"] = EMPTY
+    returned: Annotated[Series, "ops/return"] = EMPTY
+    dropped: Annotated[Series, "ops/drop"] = EMPTY
+
+
+@dataclass(frozen=True)
+class QueueMetrics:
+    """Number of episodes in the distillation queue by state."""
+
+    pending: Annotated[Series, "queue/pending"] = EMPTY
+    leased: Annotated[Series, "queue/leased"] = EMPTY
+    dead: Annotated[Series, "queue/dead"] = EMPTY
+    refused: Annotated[Series, "queue/refused"] = EMPTY
+    """Number of episodes that a full queue refused."""
+
+    @property
+    def waiting(self) -> float | None:
+        """Number of episodes that wait for distillation or are being distilled. None if unknown."""
+        known = [value for value in (self.pending.last, self.leased.last) if value is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True)
+class RetrievalMetrics:
+    """Metrics of searches and their results."""
+
+    hit_rate: Annotated[Series, "retrieval/hit_rate"] = EMPTY
+    """Share of searches that returned an experience."""
+    same_goal: Annotated[Series, "retrieval/same_goal"] = EMPTY
+    """Share of returned experiences whose goal is the goal of the episode."""
+    p50_ms: Annotated[Series, "perf/search_p50_ms"] = EMPTY
+    p95_ms: Annotated[Series, "perf/search_p95_ms"] = EMPTY
+    cache_hits: Annotated[Series, "perf/embed_cache_hits"] = EMPTY
+    """Share of embedded texts that were in the cache."""
 
 
 @dataclass(frozen=True)
@@ -130,35 +216,15 @@ class BankMetrics:
     """Metrics of the bank, the distillation queue and retrieval."""
 
     size: Annotated[Series, "bank/size"] = EMPTY
-    added: Annotated[Series, "ops/add"] = EMPTY
-    updated: Annotated[Series, "ops/update"] = EMPTY
-    returned: Annotated[Series, "ops/return"] = EMPTY
-    dropped: Annotated[Series, "ops/drop"] = EMPTY
-    pending: Annotated[Series, "queue/pending"] = EMPTY
-    leased: Annotated[Series, "queue/leased"] = EMPTY
-    dead: Annotated[Series, "queue/dead"] = EMPTY
-    refused: Annotated[Series, "queue/refused"] = EMPTY
-    """Number of episodes that a full queue refused."""
-    buffer: Annotated[Series, "buffer/ready"] = EMPTY
+    size_by_task: Mapping[str, float] = field(default_factory=dict)
+    """Number of active entries of each task."""
+    ops: OpCounts = OpCounts()
+    queue: QueueMetrics = QueueMetrics()
+    ready: Annotated[Series, "buffer/ready"] = EMPTY
     """Number of credit units that are ready for training."""
-    hit_rate: Annotated[Series, "retrieval/hit_rate"] = EMPTY
-    """Share of searches that returned an experience."""
-    same_goal: Annotated[Series, "retrieval/same_goal"] = EMPTY
-    """Share of returned experiences whose goal is the goal of the episode."""
+    retrieval: RetrievalMetrics = RetrievalMetrics()
     correct: Annotated[Series, "lessons/correct"] = EMPTY
     """Share of answers of the extractor with a correct lesson."""
-    search_p50_ms: Annotated[Series, "perf/search_p50_ms"] = EMPTY
-    search_p95_ms: Annotated[Series, "perf/search_p95_ms"] = EMPTY
-    cache_hits: Annotated[Series, "perf/embed_cache_hits"] = EMPTY
-    """Share of embedded texts that were in the cache."""
-    by_task: Mapping[str, float] = field(default_factory=dict)
-    """Number of active entries of each task."""
-
-    @property
-    def waiting(self) -> float | None:
-        """Number of episodes that wait for distillation or are being distilled. None if unknown."""
-        known = [value for value in (self.pending.last, self.leased.last) if value is not None]
-        return sum(known) if known else None
 
 
 @dataclass(frozen=True)
@@ -192,30 +258,40 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Complete contents of the dashboard."""
+class Evaluations:
+    """Last results of evaluations and advice probes."""
 
-    run: RunInfo
+    sets: Mapping[str, EvalSet] = field(default_factory=dict)
+    """Last evaluations by TASK/SPLIT."""
+    probes: Mapping[str, Probe] = field(default_factory=dict)
+    """Last advice probe of each task."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of the run."""
+
     step: int = 0
     """Number of completed steps."""
     elapsed: float = 0.0
     """Seconds since the start."""
     remaining: float | None = None
     """Estimated seconds until the end. None before there is an estimate."""
-    rollout: Rollout = Rollout()
-    tasks: Mapping[str, TaskRollout] = field(default_factory=dict)
-    """Metrics by task. Empty in a run with one task."""
-    actor: Model = Model()
-    extractor: Model | None = None
-    """None before the first line about the extractor."""
-    bank: BankMetrics | None = None
-    """None before the first line about the bank."""
-    evals: Mapping[str, EvalSet] = field(default_factory=dict)
-    """Last evaluations by TASK/SPLIT."""
-    probes: Mapping[str, Probe] = field(default_factory=dict)
-    """Last advice probe of each task."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of the last step, in order."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Complete contents of the dashboard."""
+
+    run: RunInfo
+    progress: Progress = Progress()
+    rollout: Rollout = Rollout()
+    models: Models = Models()
+    bank: BankMetrics | None = None
+    """None before the first line about the bank."""
+    evaluations: Evaluations = Evaluations()
     experiences: tuple[Experience, ...] = ()
     """Bank entries, the most recently retrieved first."""
     notes: tuple[str, ...] = ()
@@ -246,26 +322,29 @@ def to_float(value: Any) -> float | None:
 def _fold_train(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an actor step."""
     # The line contains the updates of its own step only.
-    total = (s.actor.updates.last or 0.0) + (to_float(metrics.get("actor/updates")) or 0.0)
+    before = s.models.actor.updates.count.last or 0.0
+    updates = before + (to_float(metrics.get("actor/updates")) or 0.0)
     seconds = {
         name.removeprefix("time/"): to_float(value) or 0.0
         for name, value in metrics.items()
         if name.startswith("time/")
     }
-    actor = _extend(s.actor, {**metrics, "actor/updates": total}, "actor")
+    actor = _extend(s.models.actor, {**metrics, "actor/updates": updates}, "actor")
     played = [task for task in s.run.tasks if f"rollout/{task}/success" in metrics]
-    tasks = {
-        **s.tasks,
-        **{task: _extend(s.tasks.get(task, TaskRollout()), metrics, task) for task in played},
-    }
+    old = s.rollout.tasks
+    tasks = {task: _extend(old.get(task, TaskRollout()), metrics, task) for task in played}
     return replace(
-        s, step=step, rollout=_extend(s.rollout, metrics), tasks=tasks, actor=actor, seconds=seconds
+        s,
+        progress=replace(s.progress, step=step, seconds=seconds),
+        rollout=replace(_extend(s.rollout, metrics), tasks={**old, **tasks}),
+        models=replace(s.models, actor=actor),
     )
 
 
 def _fold_extractor(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an update of the extractor."""
-    return replace(s, extractor=_extend(s.extractor or Model(), metrics, "extractor"))
+    extractor = _extend(s.models.extractor or Model(), metrics, "extractor")
+    return replace(s, models=replace(s.models, extractor=extractor))
 
 
 def _fold_bank(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
@@ -274,44 +353,51 @@ def _fold_bank(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
         m.group(1): to_float(metrics[name]) for name in metrics if (m := _BANK_TASK.fullmatch(name))
     }
     bank = _extend(s.bank or BankMetrics(), metrics)
-    by_task = {**bank.by_task, **{task: size for task, size in sizes.items() if size is not None}}
-    return replace(s, bank=replace(bank, by_task=by_task))
+    known = {task: size for task, size in sizes.items() if size is not None}
+    return replace(s, bank=replace(bank, size_by_task={**bank.size_by_task, **known}))
 
 
 def _fold_eval(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an evaluation."""
-    evals = dict(s.evals)
+    sets = dict(s.evaluations.sets)
     for name in metrics:
         if match := EVAL_SUCCESS.fullmatch(name):
             task, split, condition = match.groups()
-            previous = evals.get(f"{task}/{split}", EvalSet(step, {}))
+            previous = sets.get(f"{task}/{split}", EvalSet(step, {}))
             value, low, high = (
                 to_float(metrics.get(f"{name}{end}")) for end in ("", "/low", "/high")
             )
             first = previous.rates[condition].first if condition in previous.rates else value
-            evals[f"{task}/{split}"] = EvalSet(
+            sets[f"{task}/{split}"] = EvalSet(
                 step, {**previous.rates, condition: RateView(value, low, high, first)}
             )
-    return replace(s, evals=evals, seconds=_with_seconds(s, step, metrics, "eval"))
+    return replace(
+        s,
+        evaluations=replace(s.evaluations, sets=sets),
+        progress=_with_seconds(s.progress, step, metrics, "eval"),
+    )
 
 
 def _fold_probe(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an advice probe."""
-    probes = dict(s.probes)
+    probes = dict(s.evaluations.probes)
     for name, value in metrics.items():
         if match := _PROBE.fullmatch(name):
             task, advice = match.groups()
             probes[task] = replace(probes.get(task, Probe()), **{advice: to_float(value)})
-    return replace(s, probes=probes, seconds=_with_seconds(s, step, metrics, "probe"))
+    return replace(
+        s,
+        evaluations=replace(s.evaluations, probes=probes),
+        progress=_with_seconds(s.progress, step, metrics, "probe"),
+    )
 
 
-def _with_seconds(s: Snapshot, step: int, metrics: Metrics, part: str) -> Mapping[str, float]:
-    """Return the seconds of each part of the last step.
-
-    `part` is added if the line is about that step.
-    """
+def _with_seconds(progress: Progress, step: int, metrics: Metrics, part: str) -> Progress:
+    """Return the progress with the seconds of `part`, if the line is about the last step."""
     seconds = to_float(metrics.get(f"time/{part}"))
-    return {**s.seconds, part: seconds} if seconds is not None and step == s.step else s.seconds
+    if seconds is None or step != progress.step:
+        return progress
+    return replace(progress, seconds={**progress.seconds, part: seconds})
 
 
 _FOLD_BY_KIND: Mapping[str, Callable[[Snapshot, int, Metrics], Snapshot]] = {
@@ -326,12 +412,18 @@ _FOLD_BY_KIND: Mapping[str, Callable[[Snapshot, int, Metrics], Snapshot]] = {
 def _extend(record: R, metrics: Metrics, subject: str = "") -> R:
     """Return the record with the values of the metrics appended to their series.
 
-    `subject`: replaces {} in the names of metrics.
+    Parts of the record that are records themselves are extended too. `subject`: replaces {} in the
+    names of metrics.
     """
     updated = {}
-    for name, template in _metric_names(type(record)).items():
-        if (metric := template.format(subject)) in metrics:
-            updated[name] = getattr(record, name).appended(to_float(metrics[metric]))
+    for name, hint in _field_types(type(record)).items():
+        value = getattr(record, name)
+        if is_dataclass(hint):
+            updated[name] = _extend(value, metrics, subject)
+        elif get_origin(hint) is Annotated:
+            metric = hint.__metadata__[0].format(subject)
+            if metric in metrics:
+                updated[name] = value.appended(to_float(metrics[metric]))
     return replace(
         record,  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
         **updated,
@@ -339,12 +431,9 @@ def _extend(record: R, metrics: Metrics, subject: str = "") -> R:
 
 
 @cache
-def _metric_names(record: type) -> dict[str, str]:
-    """Return the name of the metric of each series in a record."""
-    hints = get_type_hints(record, include_extras=True)
-    return {
-        name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")
-    }
+def _field_types(record: type) -> dict[str, Any]:
+    """Return the types of a record's fields, with the names of metrics."""
+    return get_type_hints(record, include_extras=True)
 
 
 # ── the monitor ─────────────────────────────────────────────────────────────────────────────────
@@ -368,9 +457,9 @@ class SnapshotMonitor(Monitor):
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot with the elapsed and the remaining time."""
-        return replace(
-            self._snapshot, elapsed=self._clock() - self._start, remaining=self._remaining()
-        )
+        elapsed, snapshot = self._clock() - self._start, self._snapshot
+        progress = replace(snapshot.progress, elapsed=elapsed, remaining=self._remaining())
+        return replace(snapshot, progress=progress)
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         with self._lock:
@@ -396,5 +485,5 @@ class SnapshotMonitor(Monitor):
         if len(times) < 2:
             return None
         pace = (times[-1] - times[0]) / (len(times) - 1)
-        steps = self._snapshot.run.steps - self._snapshot.step
+        steps = self._snapshot.run.steps - self._snapshot.progress.step
         return max(0.0, times[-1] + pace * steps - self._clock()) if steps > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Prompt texts for the agents of a run. Needs no torch.
+"""Prompt texts for the models of a run. Needs no torch.
 
 A person in `crl play` reads the same texts.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from crl.config.models import Profile
 from crl.config.schema import TaskConfig
 from crl.envs.base import EnvSpec
+from crl.manager import MergePromptWriter
 from crl.methods.parts.asking import COMPACT_TOOL, full_tool
+from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
@@ -36,11 +39,18 @@ def chat_context(
         introductions=dict.fromkeys(full, prompt("experience", overrides)),
         tools=tools if can_ask else {},
         observation_in_query=frozenset(
-            name for name, spec in specs.items() if spec.query_with_observation
+            name for name, spec in specs.items() if spec.tasks.query_with_observation
         ),
         retrieve_by_goal=retrieve_by_goal,
         records={name: full_record if name in full else compact_record for name in tasks},
     )
+
+
+def merge_prompt(profile: Profile, overrides: Overrides = NO_OVERRIDES) -> MergePromptWriter:
+    """Return the writer of the extractor's merge prompts, for an extractor of this profile."""
+    if profile == "compact":
+        return CompactMergePrompt()
+    return FullMergePrompt(prompt("merge", overrides))
 
 
 def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
@@ -50,10 +60,10 @@ def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
     """
     if task.rendering == "compact":
         return ""
-    example = spec.actions[0] if spec.actions else "your action"
+    choices = spec.actions.choices
     return fill(
         prompt("actor", overrides),
         turns=task.max_turns,
-        actions=spec.action_format,
-        example=example,
+        actions=spec.actions.description or ", ".join(choices),
+        example=choices[0] if choices else "your action",
     )

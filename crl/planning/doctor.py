@@ -19,13 +19,15 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from crl.config.load import load, versions
-from crl.config.models import find_model, model_shape
 from crl.config.schema import RunConfig
 from crl.config.shapes import ModelShape
 from crl.errors import ConfigError
+from crl.planning import preflight
 from crl.planning.gpu_memory import GIB, dtype_bytes, host_memory
 from crl.planning.gpu_plan import gpu_plan
 from crl.planning.gpus import Gpu, visible_gpus
+from crl.planning.model_checks import model_sections, named_models, require_model
+from crl.planning.model_size import planned_shape
 
 CheckStatus = Literal["ok", "warn", "fail"]
 
@@ -93,6 +95,7 @@ def diagnose(preset: str) -> list[Check]:
     checks = [*_packages(config), *_torch(config, gpus), *_gpus(config, gpus), *_models(config)]
     return [
         *checks,
+        *_run_checks(config),
         _memory(config),
         _disk(config, Path.cwd()),
         _shared_memory(config, Path("/dev/shm")),
@@ -110,6 +113,23 @@ def _config(preset: str) -> RunConfig:
     The preset's demands on the machine do not depend on the task.
     """
     return load(["room"], preset=preset)
+
+
+def _run_checks(config: RunConfig) -> Iterator[Check]:
+    """Yield the checks that a run also makes, except those with lines of their own."""
+    refused = [
+        _failed(check.name, error)
+        for check, error in preflight.problems(config)
+        if not check.detailed
+    ]
+    yield from refused
+    if not refused:
+        made = sum(not check.detailed for check in preflight.CHECKS)
+        yield Check("run", "ok", f"the {made} other checks of a run pass")
+
+
+def _failed(name: str, error: ConfigError) -> Check:
+    return Check(name, "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy)
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────
@@ -285,60 +305,30 @@ def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
         if plan:
             plan.require_fit()
     except ConfigError as error:
-        return Check(
-            "GPU plan", "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy
-        )
+        return _failed("GPU plan", error)
     return Check("GPU plan", "ok", f"the preset {config.preset} fits")
 
 
 # ── models and space ──────────────────────────────────────────────────────────────────────────────
 
 
-def _named_models(config: RunConfig) -> dict[str, str]:
-    """Return the names of the config's models, by the key that names each model.
-
-    The embedder is left out if it needs no model on this machine (`hash` or a URL).
-    """
-    named = {"actor.model": config.actor.model}
-    if config.with_experience:
-        named["extractor.model"] = config.extractor.model
-        if config.embedder.model != "hash" and not config.embedder.is_url:
-            named["embedder.model"] = config.embedder.model
-    return named
-
-
 def _models(config: RunConfig) -> Iterator[Check]:
-    for key, name in _named_models(config).items():
+    for key, name in named_models(config).items():
         try:
-            path = find_model(name, key)
+            yield Check(key, "ok", str(require_model(name, key)))
         except ConfigError as error:
             yield Check(key, "fail", f"{name}: {error.reason}", error.remedy)
-            continue
-        if path is None:
-            yield Check(key, "fail", f"{name}: not downloaded", f"Run hf download {name}")
-        elif not any(path.glob("*.safetensors")):
-            yield Check(
-                key,
-                "fail",
-                f"{path}: no safetensors files",
-                f"Download it again: hf download {name}",
-            )
-        else:
-            yield Check(key, "ok", str(path))
 
 
-def _shapes(config: RunConfig) -> list[ModelShape]:
-    """Return the shapes of the actor and, with experience, of the extractor.
+def _shapes(config: RunConfig) -> dict[str, ModelShape]:
+    """Return the shapes of the actor and, with experience, of the extractor, by role.
 
     A model whose shape cannot be determined is left out.
     """
-    roles = {"actor": config.actor.model} | (
-        {"extractor": config.extractor.model} if config.with_experience else {}
-    )
-    shapes = []
-    for role, name in roles.items():
+    shapes = {}
+    for role, section in model_sections(config).items():
         try:
-            shapes.append(model_shape(name, f"{role}.model"))
+            shapes[role] = planned_shape(section.model, f"{role}.model")
         except ConfigError:  # `_models` reports it
             continue
     return shapes
@@ -347,21 +337,11 @@ def _shapes(config: RunConfig) -> list[ModelShape]:
 def _memory(config: RunConfig) -> Check:
     """Check the machine's memory.
 
-    It must hold offloaded optimizers, published weights, and a whole model in each starting rank.
+    It must hold offloaded optimizers, published weights, and models that starting ranks copy.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    offloaded, weight_bytes = (
-        sum(host_memory(shape, config.learner) for shape in _shapes(config)),
-        _weight_bytes(config),
-    )
-    # A KL term needs a reference model as a second copy.
-    copies = 2 if config.actor.kl_coef or config.extractor.kl_coef else 1
-    starting = (
-        copies * config.learner.ranks * max(weight_bytes)
-        if config.learner.kind == "deepspeed" and weight_bytes
-        else 0
-    )
-    needed = offloaded + _published_bytes(config, weight_bytes) + starting
+    offloaded = sum(host_memory(shape, config.learner) for shape in _shapes(config).values())
+    needed = offloaded + _published_bytes(config, _weight_bytes(config)) + _starting_bytes(config)
     finding = (
         f"{total / GIB:.1f} GiB; offloaded optimizers, published weights and starting learners "
         f"need {needed / GIB:.1f} GiB"
@@ -385,7 +365,7 @@ def _disk(config: RunConfig, directory: Path) -> Check:
     least.
     """
     free = shutil.disk_usage(directory).free
-    needed = max(GIB, 2 * CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config)))
+    needed = max(GIB, 2 * CHECKPOINT_BYTES * sum(s.parameters for s in _shapes(config).values()))
     finding = (
         f"{free / GIB:.1f} GiB free in {directory}, two checkpoints need {needed / GIB:.1f} GiB"
     )
@@ -433,7 +413,26 @@ def _in_other_processes(config: RunConfig) -> bool:
 
 def _weight_bytes(config: RunConfig) -> list[int]:
     """Return the bytes of each model's weights, in the precision of training and publishing."""
-    return [dtype_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config)]
+    return [
+        dtype_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config).values()
+    ]
+
+
+def _starting_bytes(config: RunConfig) -> int:
+    """Return the bytes of models that the starting ranks of one learner hold in host memory.
+
+    Ranks map the files of a model into memory and share their pages, so these need no memory of
+    their own. Two kinds of weights are copied by every rank: those that are converted to another
+    precision, and those of a reference model for the KL term.
+    """
+    if config.learner.kind != "deepspeed":
+        return 0
+    sections, copied = model_sections(config), [0]
+    for role, shape in _shapes(config).items():
+        element_bytes = dtype_bytes(shape, config.learner)
+        copies = ((element_bytes == 2) != shape.half_precision) + bool(sections[role].kl_coef)
+        copied.append(copies * config.learner.ranks * element_bytes * shape.parameters)
+    return max(copied)
 
 
 def _published_bytes(config: RunConfig, weight_bytes: Sequence[int]) -> int:

@@ -1,6 +1,7 @@
 """GPU plan of a run: GPUs of each role, memory of each GPU, alternatives if it does not fit.
 
-The plan is computed from model sizes and settings alone. It needs no torch.
+The plan is computed from model sizes and settings alone. It needs torch only for a model without
+safetensors files; see `crl.planning.model_size`.
 
 Roles are the engine and the learner of each model, the embedder, and the untrained extractor. The
 last one is the extractor of the run's start; it runs at the end of a run that compares lessons.
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crl.config.layers import put
-from crl.config.models import model_shape
 from crl.config.schema import RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context, require_divisible
 from crl.config.validate import run_config
@@ -42,6 +42,7 @@ from crl.planning.gpu_memory import (
     vllm_memory,
 )
 from crl.planning.gpus import Gpu, visible_gpus
+from crl.planning.model_size import planned_shape
 
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. The allocator loses the rest between its blocks."""
@@ -159,13 +160,18 @@ class GpuPlan:
 
 
 def gpu_plan(
-    config: RunConfig, visible: Sequence[Gpu] | None = None, *, learners: bool = True
+    config: RunConfig,
+    visible: Sequence[Gpu] | None = None,
+    *,
+    learners: bool = True,
+    shapes: Mapping[str, ModelShape] | None = None,
 ) -> GpuPlan | None:
     """Return the GPU plan of a run; None for a run without GPUs.
 
     `visible` holds this machine's GPUs; None: ask nvidia-smi. `learners` is False if nothing is
-    trained, as in an evaluation. Raise `ConfigError` if the size of a model is unknown, or if a
-    model cannot be served with these settings.
+    trained, as in an evaluation. `shapes` are sizes by model (see `model_shapes`) that replace
+    those of the run's models. Raise `ConfigError` if the size of a model is unknown, or if a model
+    cannot be served with these settings.
 
     A run with all parts in this process and without the setting `gpus` is not checked: its plan has
     no problems. If the size of one of its models is unknown, the result is None instead of an
@@ -182,7 +188,7 @@ def gpu_plan(
         and config.embedder.kind == "local"
     )
     try:
-        shapes = _shapes(config)
+        shapes = shapes or model_shapes(config)
     except ConfigError:
         if unchecked:
             return None
@@ -220,7 +226,9 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuA
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
         if learners or not visible:
-            remedy = f"Use at most {len(visible)}, or check crl doctor and CUDA_VISIBLE_DEVICES"
+            remedy = "Check crl doctor and CUDA_VISIBLE_DEVICES"
+            if visible:
+                remedy = f"Use at most {len(visible)}, or check crl doctor and CUDA_VISIBLE_DEVICES"
             raise ConfigError(
                 "gpus",
                 config.gpus,
@@ -238,6 +246,17 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuA
     }
 
 
+def planned_elsewhere(config: RunConfig, visible: Sequence[Gpu] | None = None) -> bool:
+    """Return whether a plan is for another machine.
+
+    It is if the settings `gpus` and `gpu_memory` describe GPUs that this machine does not have.
+    `visible` is as in `gpu_plan`.
+    """
+    if config.gpus is None or config.gpu_memory is None:
+        return False
+    return len(visible_gpus() if visible is None else visible) < config.gpus
+
+
 def _sizes(
     config: RunConfig, count: int, visible: Sequence[Gpu]
 ) -> tuple[tuple[float, ...] | None, str]:
@@ -252,13 +271,24 @@ def _sizes(
     return (config.gpu_memory * GIB,) * count, f"size from gpu_memory; {visible_text}"
 
 
-def _shapes(config: RunConfig) -> dict[str, ModelShape]:
-    shapes = {"actor": model_shape(config.actor.model)}
+def model_shapes(config: RunConfig) -> dict[str, ModelShape]:
+    """Return the sizes of actor and, with experience, extractor and embedder.
+
+    Raise `ConfigError` if the size of a model is unknown.
+    """
+    shapes = {"actor": planned_shape(config.actor.model)}
     if config.with_experience:
-        shapes["extractor"] = model_shape(config.extractor.model, "extractor.model")
-        if config.embedder.model != "hash" and not config.embedder.is_url:
-            shapes["embedder"] = _encoder_shape(config.embedder.model)
-    return shapes
+        shapes["extractor"] = planned_shape(config.extractor.model, "extractor.model")
+    return shapes | embedder_shapes(config)
+
+
+def embedder_shapes(config: RunConfig) -> dict[str, ModelShape]:
+    """Return the sizes of the embedder; empty if it needs no model on this machine."""
+    model = config.embedder.model
+    if not config.with_experience or model == "hash" or config.embedder.is_url:
+        return {}
+    folder = model if model in PUBLISHED_SHAPES else str(encoder_folder(Path(model)))
+    return {"embedder": planned_shape(folder, "embedder.model", encoder=True)}
 
 
 def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
@@ -269,12 +299,6 @@ def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None
         )
         if config.engine.kind == "vllm":
             require_divisible(model, config.engine.tensor_parallel, shapes[model].heads)
-
-
-def _encoder_shape(model: str) -> ModelShape:
-    return model_shape(
-        model if model in PUBLISHED_SHAPES else str(encoder_folder(Path(model))), "embedder.model"
-    )
 
 
 def _requests(

@@ -1,4 +1,4 @@
-"""Tasks that this installation can play (`crl tasks`), and checks of installed extras.
+"""Tasks that this installation can play (`crl tasks`).
 
 Imports neither torch nor any environment's library.
 """
@@ -9,11 +9,10 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from crl.config import RunConfig, TaskConfig, catalog
+from crl.config import TaskConfig, catalog
 from crl.config.load import task_settings
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
-from crl.extras import require_package
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,6 @@ def gem_problem() -> str | None:
     )
 
 
-def require_learner(config: RunConfig) -> None:
-    """Raise `ConfigError` if the run's learner needs an extra that is not installed."""
-    if config.learner.kind == "deepspeed":
-        require_package("deepspeed", "learner.kind", config.learner.kind)
-
-
 def _task_info(name: str) -> TaskInfo:
     path = catalog.task_file(name)
     tasks = [
@@ -66,14 +59,14 @@ def _task_info(name: str) -> TaskInfo:
     spec, problem, data = get_spec(tasks[0].env), None, None
     try:
         require_extra(spec, name)
-        data = spec.data() if spec.data else None
+        data = spec.tasks.data() if spec.tasks.data else None
     except ConfigError as error:
         problem = f"{error.reason}. {error.remedy}" if error.key == name else str(error)
     data_text = "; ".join(filter(None, [data.description, data.hint])) if data else None
     return TaskInfo(
         name,
         tasks[0].env,
-        spec.hosting,
+        spec.runtime.hosting,
         {task.rendering: task.max_turns for task in tasks},
         problem,
         data_text,

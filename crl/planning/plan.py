@@ -1,12 +1,12 @@
-"""Plan of a run for `--dry-run`: config, devices, models, tasks and batch arithmetic.
+"""Dry run: the checks of a run, and its plan as text.
 
-No model is loaded.
+The plan has the config, devices, GPUs, models, tasks and batch arithmetic. No model is loaded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crl.config.models import bundled_models, find_model, model_size, profile_of
@@ -18,40 +18,109 @@ from crl.config.schema import (
     RunConfig,
     TaskConfig,
 )
-from crl.config.shapes import PUBLISHED_SHAPES
+from crl.config.shapes import PUBLISHED_SHAPES, ModelShape
+from crl.errors import ConfigError
 from crl.evaluation.online import MEMBERS, UNCOUNTED_VISITS, VISITS
-from crl.planning import tasks
-from crl.planning.gpu_plan import GpuPlan, describe
-from crl.prompts import hashes
+from crl.planning import preflight, tasks
+from crl.planning.gpu_plan import (
+    GpuPlan,
+    describe,
+    embedder_shapes,
+    gpu_plan,
+    model_shapes,
+    planned_elsewhere,
+)
+from crl.planning.gpus import Gpu, visible_gpus
+from crl.planning.model_checks import model_sections
+from crl.planning.model_size import dense_shape, parse_size
+from crl.planning.step_time import estimate
 
 
-def plan(config: RunConfig, gpus: GpuPlan | None = None) -> str:
+def dry_run(config: RunConfig, show: Callable[[str], object], *, size: str | None = None) -> None:
+    """Call `show` with the plan of a run. Raise the `ConfigError` with which a run would end.
+
+    The plan is not shown if the settings or the models are wrong. It is shown if only this machine
+    is unsuitable. If the plan is for another machine, `show` is also called with the reasons why
+    this machine is unsuitable, and they are no error.
+
+    With `size`, such as 1.5B, the GPUs are planned for hypothetical models of this size, and
+    neither the run's models nor this machine are checked.
+    """
+    preflight.require(config, *(("settings",) if size else ("settings", "models")))
+    visible = visible_gpus()
+    shapes = hypothetical_shapes(config, size) if size else None
+    gpus = gpu_plan(config, visible, shapes=shapes)
+    if size and gpus is None:
+        reason = "is only used to plan GPUs, but the run has none"
+        raise ConfigError(
+            "size", size, reason, "Add --set gpus=1 --set gpu_memory=80, or use --preset gpu1"
+        )
+    show(plan(config, gpus and _gpus(config, gpus, visible, size, shapes)))
+    if not size and planned_elsewhere(config, visible):
+        errors = [str(error) for _, error in preflight.problems(config, "machine")]
+        show("\n" + _section("this machine cannot run it", "\n".join(errors)))
+    elif not size:
+        preflight.require(config, "machine")
+    if gpus:
+        gpus.require_fit()
+
+
+def plan(config: RunConfig, gpus: str | None = None) -> str:
     """Return the plan as text, in sections with a heading each.
 
-    `gpus` is the GPU plan, None without GPUs; the caller checks that it fits. Raise `ConfigError`
-    for prompts, tasks, a bank or installed models that a run would refuse.
+    `gpus` is the text of the GPU plan, None without GPUs. Raise `ConfigError` for environments that
+    are not installed.
     """
-    hashes(config.prompts.files)
-    specs = tasks.specs(config)
-    tasks.require_eval_support(config, specs)
-    tasks.eval_sets(config, specs)
-    tasks.online_tasks(config, specs)
-    tasks.probe_tasks(config, specs)
-    tasks.require_prompts_used(config)
-    if config.with_experience:
-        tasks.require_compatible_extractor(config)
-        tasks.require_bank(config)
-        if config.embedder.model not in PUBLISHED_SHAPES:
-            tasks.require_embedder(config)
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),
-        **({"GPUs": describe(gpus)} if gpus else {}),
+        **({"GPUs": gpus} if gpus else {}),
         "models": _models(config),
         "tasks": _tasks(config),
         "batch": _batch(config),
     } | ({"experience": _experience(config)} if config.with_experience else {})
-    return "\n\n".join(f"── {title} ──\n{text}" for title, text in sections.items())
+    return "\n\n".join(_section(title, text) for title, text in sections.items())
+
+
+def _section(title: str, text: str) -> str:
+    return f"── {title} ──\n{text}"
+
+
+def hypothetical_shapes(config: RunConfig, size: str) -> dict[str, ModelShape]:
+    """Return the sizes of hypothetical models: actor and extractor have `size`, such as 1.5B.
+
+    An embedder of the run keeps its own size. Raise `ConfigError` for a size that is not readable.
+    """
+    roles = model_sections(config)
+    context = max(section.max_context_tokens for section in roles.values())
+    shape = dense_shape(parse_size(size), context)
+    return dict.fromkeys(roles, shape) | embedder_shapes(config)
+
+
+def _gpus(
+    config: RunConfig,
+    gpus: GpuPlan,
+    visible: Sequence[Gpu],
+    size: str | None,
+    shapes: Mapping[str, ModelShape] | None,
+) -> str:
+    """Return the GPU plan and the estimate of a step's time as text.
+
+    `shapes`: sizes of hypothetical models; None for the run's models.
+    """
+    shapes, lines = shapes or model_shapes(config), [describe(gpus)]
+    if size:
+        shape = shapes["actor"]
+        lines.insert(
+            0,
+            f"for hypothetical models of {shape.parameters:,} parameters as "
+            f"{' and '.join(model_sections(config))}: {shape.layers} layers of {shape.hidden}, "
+            f"{shape.heads} heads, {shape.kv_heads} key-value heads",
+        )
+    name = visible[0].name if len(visible) >= gpus.count else None
+    if not gpus.problems and (time := estimate(config, gpus, shapes, name)):
+        lines += ["", time]
+    return "\n".join(lines)
 
 
 def overview(config: RunConfig) -> str:
@@ -114,7 +183,7 @@ def _learner(learner: LearnerSection) -> str:
 
 
 def _hosts(config: RunConfig) -> str:
-    hostings = {spec.hosting for spec in tasks.specs(config).values()}
+    hostings = {spec.runtime.hosting for spec in tasks.specs(config).values()}
     counts = {
         "threads": (config.rollout.env_threads, "thread"),
         "processes": (config.rollout.env_processes, "process", "processes"),

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
-from crl import embedders, engines
-from crl.config.models import profile_of, resolve_model
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
 from crl.envs.hosting.processes import ProcessHost
@@ -22,7 +19,6 @@ from crl.errors import ConfigError
 from crl.evaluation.evaluate import EvalSet
 from crl.evaluation.online import OnlineTask
 from crl.evaluation.probe import ProbeTask
-from crl.manager.storage.database import check_bank
 from crl.protocols import TaskSource
 from crl.types import Split, Task
 
@@ -45,147 +41,12 @@ def data_notes(specs: Mapping[str, EnvSpec]) -> dict[str, str]:
 
     The note says that its metrics are not comparable with published ones.
     """
-    data_by_task = {name: spec.data() for name, spec in specs.items() if spec.data}
+    data_by_task = {name: spec.tasks.data() for name, spec in specs.items() if spec.tasks.data}
     return {
         name: f"played on {data.description}: metrics are not comparable with published results"
         for name, data in data_by_task.items()
         if not data.official
     }
-
-
-def require_models(config: RunConfig) -> None:
-    """Raise `ConfigError` if a model of the run is not on this machine."""
-    resolve_model(config.actor.model)
-    if config.with_experience:
-        resolve_model(config.extractor.model, "extractor.model")
-
-
-def require_compatible_extractor(config: RunConfig) -> None:
-    """Raise `ConfigError` if a compact extractor would have to read full episodes, or to vote.
-
-    A compact extractor is trained only on digests of compact episodes.
-    """
-    if profile_of(config.extractor.model, "extractor.model") == "full":
-        return
-    if config.bank.evict_votes is not None:
-        reason = (
-            f"needs a language model as extractor, but {config.extractor.model} "
-            "is a tiny model that was not trained to vote"
-        )
-        raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
-    for name, task in config.tasks.items():
-        if task.rendering == "full":
-            reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
-            remedy = "Use a language model as extractor, or a tiny model as actor"
-            if profile_of(config.actor.model) == "compact":
-                remedy = (
-                    f"Set tasks.{name}.rendering to compact: "
-                    'write rendering = "compact" in the table [compact] of the task\'s file'
-                )
-            raise ConfigError("extractor.model", config.extractor.model, reason, remedy)
-
-
-def require_prompts_used(config: RunConfig) -> None:
-    """Raise `ConfigError` for a prompt file of the user that no model of the run reads.
-
-    Tiny models read no prompt files: they know only the game's texts.
-    """
-    used_prompts: set[str] = set()
-    if any(task.rendering == "full" for task in config.tasks.values()):
-        used_prompts |= {"actor", "experience"} if config.with_experience else {"actor"}
-        used_prompts |= {"ask"} if config.ask.enabled and config.with_experience else set()
-    if config.critic.enabled and profile_of(config.actor.model) == "full":
-        used_prompts |= {"critic"}
-    if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":
-        used_prompts |= (
-            {"distil"}
-            | ({"merge"} if config.extractor.merge_every else set())
-            | ({"vote"} if config.bank.evict_votes else set())
-        )
-        used_prompts |= {"refine"} if config.ask.enabled else set()
-    for name, path in config.prompts.files.items():
-        if name not in used_prompts:
-            remedy = f"Remove it, or {_prompt_remedy(config, name)}"
-            raise ConfigError(
-                f"prompts.{name}", str(path), "is not used by any model of this run", remedy
-            )
-
-
-def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
-    """Raise `ConfigError` for an evaluation that an environment does not support.
-
-    Online evaluation needs `revisit`, the advice probe needs `advisor`.
-    """
-    for name, spec in specs.items():
-        sizes = config.tasks[name].eval
-        if sizes.online_places and not spec.revisit:
-            reason = (
-                f"has no effect because {spec.name} has no persistent places "
-                "(its EnvSpec has no revisit)"
-            )
-            raise ConfigError(
-                f"tasks.{name}.eval.online_places",
-                sizes.online_places,
-                reason,
-                "Set it to 0, or define revisit",
-            )
-        if sizes.probe_places and not spec.advisor:
-            reason = (
-                f"has no effect because the right advice in {spec.name} is unknown "
-                "(its EnvSpec has no advisor)"
-            )
-            raise ConfigError(
-                f"tasks.{name}.eval.probe_places",
-                sizes.probe_places,
-                reason,
-                "Set it to 0, or define an advisor",
-            )
-
-
-def _prompt_remedy(config: RunConfig, prompt: str) -> str:
-    """Return advice on how a run could use `prompt`.
-
-    The advice is another method, else the switch that is off, else language models.
-    """
-    if prompt != "actor" and not config.with_experience:
-        return f"choose another method than {config.spec.name}, which has no experience"
-    ask, critic = (
-        (config.ask.enabled, "ask.enabled=true"),
-        (config.critic.enabled, "critic.enabled=true"),
-    )
-    vote, merge = (
-        (config.bank.evict_votes, "bank.evict_votes=2"),
-        (config.extractor.merge_every, "extractor.merge_every=5"),
-    )
-    switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
-    on, setting = switches.get(prompt, (True, ""))
-    return (
-        "use language models as actor.model and extractor.model" if on else f"add --set {setting}"
-    )
-
-
-def require_bank(config: RunConfig) -> None:
-    """Raise `ConfigError` if the run cannot start from its `bank.init`."""
-    if config.with_experience and config.bank.init:
-        remedy = "Use the bank.sqlite of another run, written by this version of crl"
-        check_bank(Path(config.bank.init), "bank.init", remedy, require_entries=config.bank.frozen)
-
-
-def require_embedder(config: RunConfig) -> None:
-    """Raise `ConfigError` if the embedder is not available.
-
-    The check neither loads a model nor calls an endpoint.
-    """
-    if config.with_experience:
-        embedders.require_embedder(config.embedder)
-
-
-def require_engine(config: RunConfig) -> None:
-    """Raise `ConfigError` if the engine of the models or of the embedder is not installed."""
-    if config.engine.kind == "vllm":
-        engines.prepare_vllm("engine.kind", "vllm")
-    if config.with_experience and config.embedder.kind == "vllm":
-        engines.prepare_vllm("embedder.kind", "vllm")
 
 
 def environment_pool(
@@ -213,7 +74,7 @@ def environment_pool(
     )
     hosts = Hosts(
         {
-            name: threads if spec.hosting == "threads" else processes
+            name: threads if spec.runtime.hosting == "threads" else processes
             for name, (spec, _) in hosted.items()
         }
     )
@@ -227,7 +88,7 @@ def _hosted(
     return {
         name: (spec, rendering)
         for name, (spec, rendering) in tasks.items()
-        if spec.hosting == hosting
+        if spec.runtime.hosting == hosting
     }
 
 
@@ -240,7 +101,7 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
     for name, spec in specs.items():
         stream = _stream(name, config.tasks[name])
         with _config_errors(f"tasks.{name}.stream", asdict(stream)):
-            sources[name] = spec.task_source(config.run.seed, stream)
+            sources[name] = spec.tasks.train_stream(config.run.seed, stream)
     return Mixture(sources)
 
 
@@ -266,7 +127,7 @@ def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, 
         for split, size in sizes.items():
             if size:
                 with _config_errors(f"tasks.{name}.eval.{split}", size):
-                    tasks = spec.eval_tasks(split, size, config.run.seed, _stream(name, task))
+                    tasks = spec.tasks.eval_tasks(split, size, config.run.seed, _stream(name, task))
                 sets[name, split] = _checked_tasks(tasks, size, "eval_tasks", name, task)
     return sets
 
@@ -282,16 +143,18 @@ def first_tasks(
 
     def draw_first(n: int) -> Sequence[Task]:
         return (
-            spec.task_source(seed, stream).draw(n)
+            spec.tasks.train_stream(seed, stream).draw(n)
             if split == "train"
-            else spec.eval_tasks(split, n, seed, stream)
+            else spec.tasks.eval_tasks(split, n, seed, stream)
         )
 
     with _config_errors("split", split):
         draw_first(1)
     with _config_errors("episodes", n):
         tasks = draw_first(n)
-    return _checked_tasks(tasks, n, "task_source" if split == "train" else "eval_tasks", name, task)
+    return _checked_tasks(
+        tasks, n, "train_stream" if split == "train" else "eval_tasks", name, task
+    )
 
 
 def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, OnlineTask]:
@@ -303,15 +166,15 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
     result = {}
     for name, spec in specs.items():
         task = config.tasks[name]
-        if task.eval.online_places and spec.revisit:
+        if task.eval.online_places and spec.tasks.revisit:
             with _config_errors(f"tasks.{name}.eval.online_places", task.eval.online_places):
-                places = spec.eval_tasks(
+                places = spec.tasks.eval_tasks(
                     "unseen", task.eval.online_places, config.run.seed, _stream(name, task)
                 )
             result[name] = OnlineTask(
                 _checked_tasks(places, task.eval.online_places, "eval_tasks", name, task),
-                spec.revisit,
-                spec.advisor,
+                spec.tasks.revisit,
+                spec.curriculum.advisor,
             )
     return result
 
@@ -324,11 +187,12 @@ def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Pr
     result = {}
     for name, spec in specs.items():
         task = config.tasks[name]
-        if (size := task.eval.probe_places) and spec.advisor:
+        curriculum = spec.curriculum
+        if (size := task.eval.probe_places) and curriculum.advisor:
             with _config_errors(f"tasks.{name}.eval.probe_places", size):
-                places = spec.probe_tasks(size)
+                places = curriculum.probe_tasks(size)
             result[name] = ProbeTask(
-                _checked_tasks(places, size, "probe_tasks", name, task), spec.advisor
+                _checked_tasks(places, size, "probe_tasks", name, task), curriculum.advisor
             )
     return result
 

@@ -37,14 +37,12 @@ from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
-    CreditSettings,
     Distilled,
-    DistilSettings,
     ExperienceManager,
     ManagerSettings,
     Progress,
     Prompts,
-    RetrievalSettings,
+    QueueSettings,
 )
 from crl.manager.embed import CachedEmbedder
 from crl.manager.storage.database import copy_database
@@ -65,6 +63,8 @@ from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.planning.context import chat_context
 from crl.planning.gpu_plan import GpuAssignment, assigned_gpus
+from crl.planning.machine_checks import require_assigned, require_rank_settings
+from crl.planning.preflight import require_compatible_extractor
 from crl.prompts import prompt
 from crl.protocols import (
     Embedder,
@@ -288,21 +288,9 @@ async def _deepspeed_learner(
 ) -> DeepSpeedLearner:  # fmt: skip
     learner, cuda = config.learner, _learner_device(config).type == "cuda"
     bfloat16 = _precision(config, role) == torch.bfloat16
-    if bfloat16 and not learner.zero:
-        reason = "keeps no float32 weights, but training in bfloat16 needs them"
-        raise ConfigError(
-            "learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32"
-        )
+    require_rank_settings(config, cuda=cuda, bfloat16=bfloat16)
     if cuda:
-        _require_gpu("learner.device", learner.device, assigned, "learner.device=cpu")
-    nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
-    if nccl and not cuda:
-        raise ConfigError(
-            "engine.transfer",
-            "nccl",
-            "NCCL sends from GPU to GPU, but the learner runs on the CPU",
-            "Use engine.transfer=file",
-        )
+        require_assigned("learner.device", learner.device, assigned.gpus, "learner.device=cpu")
     ranks = RankSettings(
         model=role.path,
         key=role.key,
@@ -317,25 +305,12 @@ async def _deepspeed_learner(
         deterministic=config.run.deterministic,
         timeout=learner.timeout,
     )
+    nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
     receivers = config.engine.replicas * config.engine.tensor_parallel if nccl else 0
     gpus = assigned.gpus if cuda else ()
     return await DeepSpeedLearner.start(
         ranks, learner.ranks, timeout=learner.timeout, gpus=gpus, receivers=receivers
     )
-
-
-def _require_gpu(key: str, value: str, assigned: GpuAssignment, remedy: str) -> None:
-    """Raise `ConfigError` if torch finds a GPU, but the GPU plan assigned none to this role.
-
-    The plan is empty if nvidia-smi lists no GPU with its memory. `key` and `value` name the setting
-    that needs the GPU, `remedy` the setting that does without it.
-    """
-    if torch.cuda.is_available() and not assigned.gpus:
-        reason = (
-            "torch finds a GPU, but nvidia-smi reports no GPU with its memory size, "
-            "so crl cannot assign GPUs to engines and learners"
-        )
-        raise ConfigError(key, value, reason, f"Fix nvidia-smi (see crl doctor), or use {remedy}")
 
 
 def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:
@@ -390,7 +365,7 @@ async def _vllm_engine(
     config: RunConfig, assigned: GpuAssignment, role: ModelRole, replicas: int
 ) -> Engine:
     prepare_vllm("engine.kind", "vllm")
-    _require_gpu("engine.kind", "vllm", assigned, "engine.kind=torch")
+    require_assigned("engine.kind", "vllm", assigned.gpus, "engine.kind=torch")
     from crl.engines.vllm import VllmEngine, VllmSettings
 
     section = config.engine
@@ -541,20 +516,19 @@ class BankFactory:
 
         Evaluations use it, so that a rarely retrieved experience never replaces the best-known one.
         """
-        retrieval = replace(self.settings.retrieval, trial_share=0.0)
+        retrieval = self.settings.retrieval.model_copy(update={"trial_share": 0.0})
         return replace(self, settings=replace(self.settings, retrieval=retrieval))
 
     async def open(
         self, path: Path, engine: Engine, stack: AsyncExitStack,
-        on_distilled: Callable[[Distilled], None] | None = None,
-        *, queue_size: int | None = None,
+        on_distilled: Callable[[Distilled], None] | None = None, *, background: bool = False,
     ) -> ExperienceManager:  # fmt: skip
         """Open the bank at `path`. `stack` closes it.
 
-        `on_distilled` is called with each distilled answer. Pass `queue_size` only if the bank
-        distils in the background. Otherwise an episode that meets a full queue would wait forever.
+        `on_distilled` is called with each distilled answer. `background` is whether the bank
+        distils in the background, see `QueueSettings.bounded`.
         """
-        settings = replace(self.settings, queue_size=queue_size)
+        settings = replace(self.settings, queue=QueueSettings(bounded=background))
         manager = await ExperienceManager.open(
             path, engine, self.embedder, self.renderer, self.prompts, settings,
             seed=self.seed, on_distilled=on_distilled, progress=self.progress,
@@ -601,36 +575,16 @@ async def _bank_factory(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     progress: Progress, stack: AsyncExitStack,
 ) -> BankFactory:  # fmt: skip
-    extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
-    # Without training, malformed answers must not be stored for a training step that never happens.
-    trained = extractor.train and not bank.frozen
     settings = ManagerSettings(
-        scope=bank.scope,
-        # A deterministic run distils at step boundaries and asks everything at once. With a bound,
-        # the next request would depend on which answer came first.
-        concurrency=sys.maxsize if config.run.deterministic else extractor.concurrency,
-        answer_timeout=None if config.run.deterministic else extractor.answer_timeout,
-        ask_timeout=None if config.run.deterministic else config.ask.timeout,
+        bank=config.bank,
+        retrieval=config.retrieval,
+        extractor=config.extractor,
+        ask=config.ask,
         credit_window_steps=config.rollout.max_staleness + 8,
-        max_per_goal=None if bank.frozen else bank.max_per_goal,
-        max_entries=None if bank.frozen else bank.max_entries,
-        evict=bank.evict,
-        evict_votes=bank.evict_votes,
-        duplicate_similarity=bank.duplicate_similarity,
-        merge_tokens=extractor.merge_tokens,
-        threaded=not config.run.deterministic,
-        retrieval=RetrievalSettings(**retrieval.model_dump(), exact=config.run.deterministic),
-        distil=DistilSettings(
-            extractor.max_response_tokens, extractor.temperature, bank.key_text_weight
-        ),
-        credit=CreditSettings(
-            extractor.cooldown,
-            extractor.alpha,
-            extractor.malformed_reward if trained else None,
-            # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
-            # Subtracting the batch mean removes that score again.
-            centred=extractor.baseline == "batch" or config.critic.enabled,
-        ),
+        # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
+        # Subtracting the batch mean removes that score again.
+        centred=config.extractor.baseline == "batch" or config.critic.enabled,
+        deterministic=config.run.deterministic,
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
     cached = CachedEmbedder(embedder, max(1, EMBEDDING_CACHE_BYTES // (4 * embedder.dim)))
@@ -641,7 +595,7 @@ async def _bank_factory(
 
 def _embedder(config: RunConfig, assigned: GpuAssignment) -> AbstractAsyncContextManager[Embedder]:
     if config.embedder.kind == "vllm":
-        _require_gpu("embedder.kind", "vllm", assigned, "embedder.kind=local")
+        require_assigned("embedder.kind", "vllm", assigned.gpus, "embedder.kind=local")
     return open_embedder(
         config.embedder,
         deterministic=config.run.deterministic,
@@ -657,10 +611,10 @@ def _prompts(config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRend
     extractor reads whole episodes. Raise `ConfigError` if the extractor cannot read the run's
     episodes.
     """
-    tasks.require_compatible_extractor(config)
+    require_compatible_extractor(config)
     extractor, ask = config.extractor, config.ask.enabled
     if model_profile(_extractor(config).path, "extractor.model") == "compact":
-        digests = {name: spec.digest or turns_text for name, spec in specs.items()}
+        digests = {name: spec.curriculum.digest or turns_text for name, spec in specs.items()}
         return Prompts(
             CompactDistilPrompt(digests),
             CompactMergePrompt(),
@@ -691,16 +645,16 @@ async def _experience(
     factory = await _bank_factory(
         config, specs, gpus, embedding_progress(monitor.note, progress_bar=progress_bar), stack
     )
-    diagnostics = Diagnostics({name: spec.advisor for name, spec in specs.items() if spec.advisor})
+    advisors = {name: spec.curriculum.advisor for name, spec in specs.items()}
+    diagnostics = Diagnostics({name: advisor for name, advisor in advisors.items() if advisor})
     run_name = "run"
     if config.bank.init:
         await ExperienceManager.start_from(Path(config.bank.init), run.bank)
         # The ids of this run must differ from those already in the bank.
         run_name += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
     background = not config.run.deterministic
-    queue_size = config.bank.queue_size if background else None
     manager = await factory.open(
-        run.bank, engine, stack, diagnostics.record_distilled, queue_size=queue_size
+        run.bank, engine, stack, diagnostics.record_distilled, background=background
     )
     trainer = None
     if method.extractor:

@@ -24,19 +24,9 @@ from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
-from crl.planning.gpu_plan import assigned_gpus
-from crl.planning.installed import require_learner
+from crl.planning import preflight
 from crl.planning.plan import overview
-from crl.planning.tasks import (
-    data_notes,
-    require_bank,
-    require_embedder,
-    require_engine,
-    require_eval_support,
-    require_models,
-    require_prompts_used,
-    specs,
-)
+from crl.planning.tasks import data_notes, specs
 from crl.prompts import hashes
 from crl.protocols import Monitor
 from crl.run.assemble import open_evaluator, open_training_loop
@@ -57,17 +47,9 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     The traceback of any error except a `ConfigError` is written to RUN/log.txt.
     """
     started = time.monotonic()
-    prompts = hashes(config.prompts.files)
-    require_models(config)
-    assigned_gpus(config)
-    require_prompts_used(config)
-    require_bank(config)
-    require_embedder(config)
-    require_eval_support(config, specs(config))
-    require_learner(config)
-    require_engine(config)
+    preflight.require(config)
     run = RunDir.create(run_dir)
-    dump(config, run.config, prompts=prompts)
+    dump(config, run.config, prompts=hashes(config.prompts.files))
     try:
         with (
             sigterm_as_interrupt(),
@@ -125,7 +107,7 @@ def evaluate_run(run_dir: Path) -> int:
     """
     config = load_saved(run_dir).config
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
-    require_engine(config)
+    preflight.require(config, checks=preflight.EVALUATION_CHECKS)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {checkpoint.name} steps")
     print(

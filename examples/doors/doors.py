@@ -1,7 +1,8 @@
 """Example of a custom environment: eight doors, of which the same one is open at every visit."""
 
 from crl.envs.actions import COMPASS, moves, parse_choice
-from crl.envs.base import EnvSpec
+from crl.envs.base import ActionSpace, EnvSpec
+from crl.envs.curriculum import Curriculum
 from crl.envs.places import Places
 from crl.types import StepResult
 
@@ -32,14 +33,9 @@ def digest(segments):
 
 SPEC = EnvSpec(
     name="doors",
-    hosting="threads",  # games may be stepped from several threads of one process
-    turns=2,
-    reward_range=(0.0, 1.0),
-    actions=DOORS,
-    action_format=", ".join(DOORS),
-    query_with_observation=False,
     make_game=lambda rendering: Doors(),
-    task_source=PLACES.stream,
-    eval_tasks=PLACES.eval_tasks,
-    digest=digest,
+    tasks=PLACES.tasks,
+    actions=ActionSpace(DOORS),
+    turns=2,
+    curriculum=Curriculum(digest=digest),  # optional, for tiny models
 )

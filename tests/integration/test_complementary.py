@@ -12,11 +12,11 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Any
+from typing import IO, Annotated, Any, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ from crl.modeling.loading import checksum, load_model, load_tokenizer, named_wei
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.plain import DURATION_METRICS, PlainMonitor
 from crl.monitor.run_dir import RunDir
-from crl.monitor.snapshot import BankMetrics, Model, Rollout, _metric_names
+from crl.monitor.snapshot import BankMetrics, Model, Rollout
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import open_training_loop
@@ -297,18 +297,25 @@ async def test_online_banks_have_no_trials(tmp_path: Path) -> None:
         )
 
 
+def metric_names(record: type) -> Iterator[str]:
+    """Yield the names of the metrics in a record of the dashboard and in its parts."""
+    for hint in get_type_hints(record, include_extras=True).values():
+        if is_dataclass(hint):
+            yield from metric_names(hint)
+        elif get_origin(hint) is Annotated:
+            yield hint.__metadata__[0]
+
+
 def test_metrics_of_the_dashboard_are_logged(done: Path) -> None:
     """Check that a run logs the metrics that the dashboard and the log lines look up by name."""
     logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
-    assert set(_metric_names(Rollout).values()) <= logged["train"]
-    assert set(_metric_names(BankMetrics).values()) <= logged["bank"]
+    assert set(metric_names(Rollout)) <= logged["train"]
+    assert set(metric_names(BankMetrics)) <= logged["bank"]
     for model, kind, absent in (
         ("actor", "train", {"actor/reward"}),
         ("extractor", "extractor", set()),
     ):
-        assert {name.format(model) for name in _metric_names(Model).values()} - absent <= logged[
-            kind
-        ]
+        assert {name.format(model) for name in metric_names(Model)} - absent <= logged[kind]
     parts = {name for name in logged["train"] if name.startswith("time/")}
     assert parts == set(DURATION_METRICS["train"]), "the parts cover the whole step"
     assert {name.removeprefix("time/") for name in parts} == TIME_PARTS.keys() - {"eval", "probe"}

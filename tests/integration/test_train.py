@@ -36,9 +36,8 @@ from whole_runs import (
 )
 
 from crl.engines.torch import Decoder, TorchEngine
-from crl.envs.base import EnvSpec, Game
+from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Game
 from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
-from crl.envs.room.player import RoomPlayer
 from crl.evaluation.evaluate import SuccessRate
 from crl.methods.parts.training import SurrogateLoss
 from crl.run.checkpoint import latest_checkpoint
@@ -122,20 +121,17 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
     goal = "In the {place}:"
     return EnvSpec(
         name=name,
-        hosting="threads",
-        turns=1,
-        reward_range=(0.0, 1.0),
-        actions=(),  # any text is allowed
-        action_format="any text",
-        query_with_observation=False,
         make_game=lambda rendering: make(),
-        task_source=lambda seed, settings: PlaceStream(name, goal, seed, settings),
-        eval_tasks=lambda split, n, seed, settings: (
-            seen_tasks(name, goal, n, seed, settings)
-            if split == "seen"
-            else fixed_tasks(name, goal, UNSEEN_LAYOUTS, n)
+        tasks=EnvTasks(
+            lambda seed, settings: PlaceStream(name, goal, seed, settings),
+            lambda split, n, seed, settings: (
+                seen_tasks(name, goal, n, seed, settings)
+                if split == "seen"
+                else fixed_tasks(name, goal, UNSEEN_LAYOUTS, n)
+            ),
         ),
-        scripted_player=RoomPlayer,
+        actions=ActionSpace(description="any text"),
+        turns=1,
     )
 
 

@@ -18,24 +18,17 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.config.load import dump, load
+from crl.config.schema import BankSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import RolloutError
-from crl.manager import (
-    DistilSettings,
-    ExperienceManager,
-    GroupSuccess,
-    ManagerSettings,
-    RetrievalSettings,
-    UnitKey,
-)
+from crl.manager import EpisodeId, ExperienceManager, GroupSuccess, ManagerSettings, UnitKey
 from crl.manager.embed import HashEmbedder
 from crl.types import Completion, Sampling
 
 HALL = task("maze", "Leave the long hall.")
 SETTINGS = ManagerSettings(
-    max_per_goal=4,
-    retrieval=RetrievalSettings(margin=0.0, min_similarity=0.0),
-    distil=DistilSettings(key_text_weight=0.1),
+    retrieval=RetrievalSection(margin=0.0, min_similarity=0.0),
+    bank=BankSection(max_per_goal=4, key_text_weight=0.1),
 )
 
 ANSWERS = {
@@ -124,7 +117,9 @@ async def play_second_run(source: Path, path: Path) -> None:
     (found,) = await manager.search([search("Go southwest.")])
     assert found is not None
     await manager.credit([found.use], False, episode="again/1/0/0")
-    await manager.submit(replace(request(1, note="hall", of=HALL), run="again"))
+    await manager.submit(
+        replace(request(1, note="hall", of=HALL), episode=EpisodeId("again", 1, 0, 0))
+    )
     await manager.drain()
     await manager.aclose()
 

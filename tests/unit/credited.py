@@ -7,15 +7,8 @@ from typing import Any
 
 from extractors import RETURN, NoteEngine, add, hit, open_manager, request, update
 
-from crl.manager import (
-    CreditSettings,
-    DistilRequest,
-    DistilSettings,
-    ExperienceManager,
-    ExtractorSample,
-    ManagerSettings,
-    RetrievalSettings,
-)
+from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
+from crl.manager import DistilRequest, ExperienceManager, ExtractorSample, ManagerSettings
 from crl.types import ExperienceUse
 
 WINDOW_STEPS = 2
@@ -55,10 +48,11 @@ async def open_bank(
     **credit: Any,
 ) -> ExperienceManager:
     settings = ManagerSettings(
-        max_per_goal=max_per_goal, credit_window_steps=WINDOW_STEPS,
-        retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
-        credit=CreditSettings(**credit), distil=DistilSettings(max_tokens=max_tokens),
-    )  # fmt: skip
+        bank=BankSection(max_per_goal=max_per_goal),
+        extractor=ExtractorSection(max_response_tokens=max_tokens, **credit),
+        retrieval=RetrievalSection(margin=2.0, min_similarity=0.0),
+        credit_window_steps=WINDOW_STEPS,
+    )
     return await open_manager(path / "bank.sqlite", engine or NoteEngine(ANSWERS), settings)
 
 

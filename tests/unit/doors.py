@@ -16,7 +16,8 @@ from typing import Any
 
 from crl.config.models import resolve_model
 from crl.engines.scripted import ScriptedEngine
-from crl.envs.base import EnvSpec, Game
+from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Game
+from crl.envs.curriculum import Curriculum
 from crl.envs.hosting.threads import ThreadHost
 from crl.envs.places import PlaceStream
 from crl.envs.room.player import RoomPlayer
@@ -74,16 +75,15 @@ class Doors:
 def doors_spec(make: Callable[[], Game]) -> EnvSpec:
     return EnvSpec(
         name="doors",
-        hosting="threads",
+        make_game=lambda rendering: make(),
+        tasks=EnvTasks(
+            lambda seed, settings: PlaceStream("doors", "{place}", seed, settings),
+            lambda split, n, seed, settings: (),
+        ),
+        actions=ActionSpace(tuple(RESULTS), "one word"),
         turns=3,
         reward_range=(0.0, 3.0),  # for agents that take coins and open the door
-        actions=tuple(RESULTS),
-        action_format="one word",
-        query_with_observation=False,
-        make_game=lambda rendering: make(),
-        task_source=lambda seed, settings: PlaceStream("doors", "{place}", seed, settings),
-        eval_tasks=lambda split, n, seed, settings: (),
-        scripted_player=RoomPlayer,
+        curriculum=Curriculum(RoomPlayer),
     )
 
 

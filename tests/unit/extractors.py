@@ -19,7 +19,7 @@ import numpy as np
 from doors import renderer
 
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import DistilRequest, ExperienceManager, ManagerSettings, Prompts
+from crl.manager import DistilRequest, EpisodeId, ExperienceManager, ManagerSettings, Prompts
 from crl.manager.records import Entry
 from crl.protocols import Engine, Hit, Monitor, SearchRequest
 from crl.types import Completion, Experience, ExperienceUse, Sampling, Segment, Task
@@ -76,7 +76,7 @@ def request(
         Segment("assistant", f"east {note}".strip(), "policy"),
     )
     fields = {"success": True, "truncated": False, "shown": (), **changes}
-    return DistilRequest("run", step, group, member, of or task(), segments, **fields)
+    return DistilRequest(EpisodeId("run", step, group, member), of or task(), segments, **fields)
 
 
 def write_prompt(request: DistilRequest) -> list[Segment]:

@@ -44,17 +44,9 @@ from extractors import (
     update,
 )
 
+from crl.config.schema import BankSection, EvictionOrder, ExtractorSection, RetrievalSection
 from crl.errors import RolloutError, TransientError
-from crl.manager import (
-    CreditSettings,
-    DistilSettings,
-    ExperienceManager,
-    GroupSuccess,
-    ManagerSettings,
-    RetrievalSettings,
-    UnitKey,
-)
-from crl.manager.records import EvictionOrder
+from crl.manager import ExperienceManager, GroupSuccess, ManagerSettings, QueueSettings, UnitKey
 from crl.protocols import Hit, Question
 from crl.types import Completion, Sampling, Segment, Verdict
 
@@ -134,12 +126,13 @@ class Extractor(ScriptedEngine):
 
 
 SETTINGS = ManagerSettings(
-    max_per_goal=3, max_entries=5, evict_votes=2, duplicate_similarity=0.95,
-    attempts=6, backoff=0.0,
-    credit=CreditSettings(cooldown=0, malformed_reward=-1.0),
-    distil=DistilSettings(key_text_weight=0.5),
-    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
-)  # fmt: skip
+    retrieval=RetrievalSection(margin=2.0, min_similarity=0.0),
+    bank=BankSection(
+        max_per_goal=3, max_entries=5, evict_votes=2, duplicate_similarity=0.95, key_text_weight=0.5
+    ),
+    extractor=ExtractorSection(cooldown=0, malformed_reward=-1.0),
+    queue=QueueSettings(attempts=6, backoff=0.0),
+)
 
 
 async def run_scenario(path: Path, evict: EvictionOrder, running: bool) -> None:
@@ -150,9 +143,12 @@ async def run_scenario(path: Path, evict: EvictionOrder, running: bool) -> None:
     order of the answers.
     """
     renderer: Any = Characters()
-    prompts, settings = (
-        replace(PROMPTS, refine=write_refine),
-        replace(SETTINGS, evict=evict, concurrency=1 if running else SETTINGS.concurrency),
+    prompts = replace(PROMPTS, refine=write_refine)
+    settings = replace(
+        SETTINGS,
+        bank=SETTINGS.bank.model_copy(update={"evict": evict}),
+        extractor=SETTINGS.extractor.model_copy(update={"concurrency": 1}),
+        deterministic=not running,
     )
     manager = await ExperienceManager.open(
         path, Extractor(), WordEmbedder(), renderer, prompts, settings, seed=0

@@ -15,13 +15,20 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shipped import shipped_task
+from shipped import scripted_player, shipped_task
 
 from crl.config.load import load
 from crl.envs import alfworld
-from crl.envs.alfworld import AlfworldPlayer, AlfworldStream, SmallStream, games, small, text
+from crl.envs.alfworld import AlfworldPlayer, games, small, text
 from crl.envs.alfworld.house import KINDS, Chore, phrase, read_chore
-from crl.envs.base import EnvSpec, Rendering, StreamSettings, play_episode
+from crl.envs.alfworld.tasks import (
+    AlfworldStream,
+    SmallStream,
+    demonstration_tasks,
+    eval_tasks,
+    small_eval_tasks,
+)
+from crl.envs.base import EnvSpec, Rendering, Runtime, StreamSettings, play_episode
 from crl.envs.hosting.processes import ProcessHost
 from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
@@ -30,7 +37,7 @@ from crl.planning.tasks import data_notes
 from crl.types import Task
 
 SETTINGS = StreamSettings()
-SMALL_UNSEEN = alfworld.small_eval_tasks("unseen", 128, 0, SETTINGS)
+SMALL_UNSEEN = small_eval_tasks("unseen", 128, 0, SETTINGS)
 JUNK = [
     "",
     " ",
@@ -174,11 +181,11 @@ def test_small_streams_and_evals() -> None:
         "a place has one goal, because lessons are retrieved by it"
     )
     assert len({goal for (goal,) in goals.values()}) == len(goals)
-    seen = alfworld.small_eval_tasks("seen", 16, 3, SETTINGS)
+    seen = small_eval_tasks("seen", 16, 3, SETTINGS)
     assert {task.goal for task in seen} <= {task.goal for task in tasks}
     assert not {task.params["core"] for task in seen} & {task.params["core"] for task in tasks}
     assert not {task.params["lgen"] for task in SMALL_UNSEEN} & set(goals)
-    demonstrations = alfworld.demonstration_tasks(64)
+    demonstrations = demonstration_tasks(64)
     assert not {task.params["lgen"] for task in demonstrations} & (
         {task.params["lgen"] for task in SMALL_UNSEEN} | set(goals)
     )
@@ -186,11 +193,11 @@ def test_small_streams_and_evals() -> None:
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert resumed.draw(9) == stream.draw(9)
     with pytest.raises(ValueError, match="seen or unseen"):
-        alfworld.small_eval_tasks("train", 1, 0, SETTINGS)
+        small_eval_tasks("train", 1, 0, SETTINGS)
 
 
 def test_a_missing_extra_is_a_config_error() -> None:
-    spec = replace(get_spec("alfworld"), extra="alfworld_that_is_not_there")
+    spec = replace(get_spec("alfworld"), runtime=Runtime(extra="alfworld_that_is_not_there"))
     with pytest.raises(
         ConfigError,
         match=(
@@ -204,7 +211,7 @@ def test_a_missing_extra_is_a_config_error() -> None:
 def test_the_declaration_imports_neither_textworld_nor_alfworld() -> None:
     code = (
         "import sys, crl.envs.alfworld as a; from crl.envs.base import StreamSettings; "
-        "a.SmallStream(0, StreamSettings()).draw(3);"
+        "a.SMALL_SPEC.tasks.train_stream(0, StreamSettings()).draw(3);"
         "print(sorted({'textworld', 'alfworld', 'numpy', 'torch'} & set(sys.modules)))"
     )
     assert (
@@ -273,7 +280,7 @@ def transcript(game: alfworld.Game, task: Task, turns: int = 12) -> list[str]:
 def some_tasks() -> list[Task]:
     return [
         *SMALL_UNSEEN[:4],
-        *alfworld.eval_tasks("unseen", 2, 0, SETTINGS),
+        *eval_tasks("unseen", 2, 0, SETTINGS),
         *SmallStream(1, SETTINGS).draw(2),
     ]
 
@@ -333,9 +340,7 @@ print(json.dumps(said))
 def test_cached_work_does_not_change_textworlds_texts(number: int, tmp_path: Path) -> None:
     from crl.envs.alfworld.engine import PddlEngine
 
-    data = games.game_of(
-        [SMALL_UNSEEN[2], alfworld.eval_tasks("unseen", 1, 0, SETTINGS)[0]][number]
-    )
+    data = games.game_of([SMALL_UNSEEN[2], eval_tasks("unseen", 1, 0, SETTINGS)[0]][number])
     engine, rng = PddlEngine(), random.Random(number)
     engine.start(games.game_of(SMALL_UNSEEN[3]))  # another chore, whose grammar is then known
     engine.start(data)
@@ -369,7 +374,7 @@ def test_sys_argv_is_restored(
     players: dict[Rendering, alfworld.Game], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["crl", "play", "alfworld"])
-    players["full"].reset(alfworld.eval_tasks("seen", 4, 0, SETTINGS)[3])
+    players["full"].reset(eval_tasks("seen", 4, 0, SETTINGS)[3])
     assert sys.argv == ["crl", "play", "alfworld"]
 
 
@@ -381,16 +386,16 @@ def check_scripted(players: dict[Rendering, alfworld.Game], small_n: int, full_n
     small_turns, turns = shipped_task("alfworld", "compact")[1], shipped_task("alfworld", "full")[1]
     evals: list[tuple[EnvSpec, Rendering, Sequence[Task]]] = [
         (alfworld.SMALL_SPEC, "compact", SMALL_UNSEEN[:small_n]),
-        (alfworld.SMALL_SPEC, "compact", alfworld.small_eval_tasks("seen", small_n, 0, SETTINGS)),
-        (alfworld.SMALL_SPEC, "full", alfworld.small_eval_tasks("seen", small_n, 0, SETTINGS)),
-        (alfworld.SPEC, "full", alfworld.eval_tasks("unseen", min(full_n, 134), 0, SETTINGS)),
-        (alfworld.SPEC, "full", alfworld.eval_tasks("seen", min(full_n, 140), 0, SETTINGS)),
-        (alfworld.SPEC, "compact", alfworld.eval_tasks("unseen", min(full_n, 134), 0, SETTINGS)),
+        (alfworld.SMALL_SPEC, "compact", small_eval_tasks("seen", small_n, 0, SETTINGS)),
+        (alfworld.SMALL_SPEC, "full", small_eval_tasks("seen", small_n, 0, SETTINGS)),
+        (alfworld.SPEC, "full", eval_tasks("unseen", min(full_n, 134), 0, SETTINGS)),
+        (alfworld.SPEC, "full", eval_tasks("seen", min(full_n, 140), 0, SETTINGS)),
+        (alfworld.SPEC, "compact", eval_tasks("unseen", min(full_n, 134), 0, SETTINGS)),
     ]
     for spec, rendering, tasks in evals:
         limit = small_turns if spec is alfworld.SMALL_SPEC else turns
         outcomes = [
-            play_episode(players[rendering], task, spec.scripted_player(random.Random(i)), limit)
+            play_episode(players[rendering], task, scripted_player(spec, random.Random(i)), limit)
             for i, task in enumerate(tasks)
         ]
         assert sum(played.success for played in outcomes) >= 0.95 * len(tasks), (
@@ -543,7 +548,7 @@ def test_generated_games_are_solved_once_and_cached(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = (
         "import sys; sys.path.insert(0, 'tests/unit'); from test_alfworld import *\n"
-        "[games.game_of(task) for task in alfworld.demonstration_tasks(3)]"
+        "[games.game_of(task) for task in demonstration_tasks(3)]"
     )
     at_once = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait() for process in at_once] == [0, 0]
@@ -552,23 +557,23 @@ def test_generated_games_are_solved_once_and_cached(
     assert all(file.suffix == ".tw-pddl" for file in files)
     monkeypatch.setattr(engine, "plan_length", lambda data: pytest.fail("planned again"))
     games._verify_solvable.cache_clear()
-    made = [games.game_of(task) for task in alfworld.demonstration_tasks(3)]
+    made = [games.game_of(task) for task in demonstration_tasks(3)]
     alone = [
         pddl.game_data(small.house(int(task.params["lgen"]), None))
-        for task in alfworld.demonstration_tasks(3)
+        for task in demonstration_tasks(3)
     ]
     assert sorted(map(json.dumps, alone)) == sorted(file.read_text() for file in files)
     assert all(
         len(str(game["pddl_problem"])) > len(str(proved["pddl_problem"]))
         for game, proved in zip(made, alone, strict=True)
     )
-    revisit = alfworld.SMALL_SPEC.revisit
+    revisit = alfworld.SMALL_SPEC.tasks.revisit
     assert revisit
     # Other objects in the house do not matter.
-    games.game_of(revisit(alfworld.demonstration_tasks(1)[0], 1))
+    games.game_of(revisit(demonstration_tasks(1)[0], 1))
     monkeypatch.setattr(engine, "plan_length", lambda data: None)
     with pytest.raises(RuntimeError, match="finds no solution"):
-        games.game_of(alfworld.demonstration_tasks(4)[3])
+        games.game_of(demonstration_tasks(4)[3])
 
 
 def test_the_stream_plays_every_game_once_per_round() -> None:
@@ -580,14 +585,11 @@ def test_the_stream_plays_every_game_once_per_round() -> None:
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert resumed.draw(5) == stream.draw(5)
     assert all(re.fullmatch(r"Your task is to: .*\w\.", task.goal) for task in tasks)
-    assert (
-        alfworld.eval_tasks("unseen", 20, 1, SETTINGS)
-        == alfworld.eval_tasks("unseen", 134, 2, SETTINGS)[:20]
-    )
-    uses = [alfworld.eval_tasks(split, 1, 0, SETTINGS)[0].params for split in ("seen", "unseen")]
+    assert eval_tasks("unseen", 20, 1, SETTINGS) == eval_tasks("unseen", 134, 2, SETTINGS)[:20]
+    uses = [eval_tasks(split, 1, 0, SETTINGS)[0].params for split in ("seen", "unseen")]
     assert uses == [{"use": "known", "number": 0}, {"use": "new", "number": 0}], "fix the draws"
     with pytest.raises(ValueError, match="135 games were requested, but there are only 134"):
-        alfworld.eval_tasks("unseen", 135, 0, SETTINGS)
+        eval_tasks("unseen", 135, 0, SETTINGS)
 
 
 # ── ALFWorld's own games ──────────────────────────────────────────────────────────────────────────
@@ -618,9 +620,9 @@ def test_alfworlds_own_games_are_played_if_present(
     assert len({task.params["game"] for task in train}) == 2, (
         "no unsolvable games and no movable receptacles"
     )
-    tasks = alfworld.eval_tasks("unseen", 3, 0, SETTINGS)
+    tasks = eval_tasks("unseen", 3, 0, SETTINGS)
     with pytest.raises(ValueError, match="there are only 3"):
-        alfworld.eval_tasks("unseen", 4, 0, SETTINGS)
+        eval_tasks("unseen", 4, 0, SETTINGS)
     for task in (*train[:2], *tasks):
         played = play_episode(players["full"], task, AlfworldPlayer(random.Random(0)), 40)
         assert played.success
@@ -702,10 +704,10 @@ def test_a_folder_without_games_is_an_error(
     with pytest.raises(
         ConfigError, match=r"ALFWORLD_DATA = .*contains no json_2.1.1.*alfworld-download"
     ):
-        alfworld.eval_tasks("unseen", 1, 0, SETTINGS)
+        eval_tasks("unseen", 1, 0, SETTINGS)
     (tmp_path / "json_2.1.1").mkdir()
     with pytest.raises(
         ConfigError,
         match=r"ALFWORLD_DATA = .*contains no playable game in json_2.1.1/valid_unseen",
     ):
-        alfworld.eval_tasks("unseen", 1, 0, SETTINGS)
+        eval_tasks("unseen", 1, 0, SETTINGS)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from shipped import scripted_player
 
 from crl.config.load import load
-from crl.envs.alfworld import SMALL, SMALL_SPEC, demonstration_tasks, probe_tasks, small
+from crl.envs.alfworld import SMALL, SMALL_SPEC, small
 from crl.envs.alfworld.house import Chore, read_chore
 from crl.envs.alfworld.lessons import (
     LESSONS,
@@ -25,7 +26,9 @@ from crl.envs.alfworld.lessons import (
     receptacle_names,
     true_receptacles,
 )
-from crl.envs.base import LessonVerdict, StreamSettings, play_episode
+from crl.envs.alfworld.tasks import demonstration_tasks, probe_tasks
+from crl.envs.base import StreamSettings, play_episode
+from crl.envs.curriculum import LessonVerdict
 from crl.envs.places import PROBE_LAYOUTS
 from crl.manager.distillation.ops import parse_ops
 from crl.tiny.drills.alfworld import answer, random_bank_lesson, refinement
@@ -118,8 +121,8 @@ def test_the_advice_holds_in_every_visit() -> None:
     for i, task in enumerate(probe_tasks(60)):
         wanted = read_chore(task.goal).thing
         right, wrong = ADVISOR.right(task), ADVISOR.wrong(task, random.Random(i))
-        assert SMALL_SPEC.revisit
-        visited = SMALL_SPEC.revisit(task, 3)
+        assert SMALL_SPEC.tasks.revisit
+        visited = SMALL_SPEC.tasks.revisit(task, 3)
         house = SmallHouse()
         house.reset(visited)
         true_places = {
@@ -207,13 +210,13 @@ def test_the_compact_turn_limit_suffices_for_a_search_but_not_for_random_play() 
     The scripted player wins in at least 95 % of the houses, random commands in at most 10 %.
     """
     tasks, house, rng = (
-        SMALL_SPEC.eval_tasks("unseen", 128, 0, StreamSettings()),
+        SMALL_SPEC.tasks.eval_tasks("unseen", 128, 0, StreamSettings()),
         SmallHouse(),
         random.Random(0),
     )
     assert load(["alfworld"]).tasks["alfworld"].max_turns == TURNS
     scripted = [
-        play_episode(house, task, SMALL_SPEC.scripted_player(random.Random(i)), TURNS).success
+        play_episode(house, task, scripted_player(SMALL_SPEC, random.Random(i)), TURNS).success
         for i, task in enumerate(tasks)
     ]
     assert sum(scripted) >= 0.95 * len(tasks)

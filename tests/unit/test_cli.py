@@ -237,10 +237,10 @@ def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_dry_run_prints_the_plan_and_creates_nothing(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    result = crl("train", "--tasks", "room", "--set", model, "--dry-run")
+    result = crl("train", "--tasks", "room", "--dry-run")
     assert result.exit_code == 0
     assert not (tmp_path / "runs").exists()
     for line in (

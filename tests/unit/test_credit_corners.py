@@ -204,7 +204,7 @@ async def test_an_episode_counts_once_per_unit(
         (1, -1.0),
     )
     entry = manager._bank.entries[WEST.use.uid]
-    assert (entry.credited, entry.credit) == (2, 0.0)
+    assert (entry.counters.credited, entry.counters.credit) == (2, 0.0)
     await manager.aclose()
 
 
@@ -432,10 +432,10 @@ async def test_credit_belongs_to_the_version_that_guided(tmp_path):
     entry = manager._bank.entries["run/0/0/0#0"]
     assert (
         entry.version,
-        entry.retrieved,
-        entry.last_returned_step,
-        entry.credited,
-        entry.credit,
+        entry.counters.retrieved,
+        entry.counters.last_returned_step,
+        entry.counters.credited,
+        entry.counters.credit,
     ) == (2, 0, None, 0, 0.0)
     await win(
         manager, guide.use, "run/1/0/1", "run/1/0/2"
@@ -453,7 +453,7 @@ async def test_credit_belongs_to_the_version_that_guided(tmp_path):
         "run/0/0/0@head": 0.75,
         "run/1/0/0@head": -0.75,
     }
-    assert (entry.credited, entry.credit) == (1, -1.0)
+    assert (entry.counters.credited, entry.counters.credit) == (1, -1.0)
     await manager.aclose()
 
 
@@ -467,7 +467,7 @@ async def test_a_merged_entry_starts_without_credit_and_its_parents_keep_theirs(
     )
     name = uid.partition("#")[0]
     entry = manager._bank.entries[uid]
-    assert (entry.credited, entry.credit, entry.retrieved) == (0, 0.0, 0)
+    assert (entry.counters.credited, entry.counters.credit, entry.counters.retrieved) == (0, 0.0, 0)
     await lose(manager, hit(uid).use, "5")
     manager.advance(99)
     await manager.drain()
@@ -627,7 +627,8 @@ async def test_verdicts_change_training_rewards_but_not_recorded_credit(tmp_path
         (1, -1.0),
     )
     assert {
-        uid: (entry.credited, entry.credit) for uid, entry in manager._bank.entries.items()
+        uid: (entry.counters.credited, entry.counters.credit)
+        for uid, entry in manager._bank.entries.items()
     } == {
         WEST.use.uid: (3, -1.0),
         EAST.use.uid: (1, -1.0),
@@ -676,8 +677,8 @@ async def test_a_group_changes_a_lift_once(tmp_path):
         {"run/1/0": [unknown, GroupSuccess(west, 0.0, 1.0)], "run/1/1": [second]}
     )
     await manager.record_lifts({})
-    assert manager._bank.entries[west.uid].lift == Lift(2, 0.125, 2 * 0.375**2)
-    assert manager._bank.entries[west.uid].record == TrackRecord(0, 0, 0.125)
+    assert manager._bank.entries[west.uid].counters.lift == Lift(2, 0.125, 2 * 0.375**2)
+    assert manager._bank.entries[west.uid].counters.record == TrackRecord(0, 0, 0.125)
     assert [origin for origin, _ in logged(tmp_path / "bank.sqlite", "lift")] == [
         "run/1/0",
         "run/1/1",
@@ -701,16 +702,16 @@ async def test_a_lift_belongs_to_one_version_and_is_rolled_back(tmp_path):
             ]
         }
     )
-    assert manager._bank.entries[WEST.use.uid].lift == Lift(1, 0.5)
+    assert manager._bank.entries[WEST.use.uid].counters.lift == Lift(1, 0.5)
     await manager.rollback(before)
-    assert manager._bank.entries[WEST.use.uid].lift == Lift(1, 1.0)
+    assert manager._bank.entries[WEST.use.uid].counters.lift == Lift(1, 1.0)
     # After the rollback, this group has not been recorded yet.
     await manager.record_lifts({"run/1/1": [GroupSuccess(UnitKey(WEST.use.uid, 1), 1.0, 1.0)]})
     await manager.export_copy(tmp_path / "copy.sqlite")
     await manager.aclose()
     for path in (tmp_path / "bank.sqlite", tmp_path / "copy.sqlite"):
         store = await Store.open(path)
-        entries = {entry.uid: entry.lift for entry, _ in await store.entries()}
+        entries = {entry.uid: entry.counters.lift for entry, _ in await store.entries()}
         assert entries == {WEST.use.uid: Lift(2, 0.5, 0.5), EAST.use.uid: None}
         await store.aclose()
 

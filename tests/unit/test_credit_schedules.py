@@ -19,16 +19,18 @@ from typing import Any
 import pytest
 from extractors import RETURN, NoteEngine, add, hit, open_manager, request, search, update
 
-from crl.manager import CreditSettings, ExperienceManager, ManagerSettings, RetrievalSettings
+from crl.config.schema import ExtractorSection, RetrievalSection
+from crl.manager import ExperienceManager, ManagerSettings
 from crl.manager.inspection.upkeep import evict
 from crl.manager.records import UnitKey
 from crl.types import ExperienceUse
 
 COOLDOWN, ALPHA, WINDOW_STEPS, MALFORMED = 2, 0.5, 2, -1.0
 SETTINGS = ManagerSettings(
-    credit_window_steps=WINDOW_STEPS, retrieval=RetrievalSettings(margin=2.0, min_similarity=-1.0),
-    credit=CreditSettings(COOLDOWN, ALPHA, MALFORMED),
-)  # fmt: skip
+    retrieval=RetrievalSection(margin=2.0, min_similarity=-1.0),
+    extractor=ExtractorSection(cooldown=COOLDOWN, alpha=ALPHA, malformed_reward=MALFORMED),
+    credit_window_steps=WINDOW_STEPS,
+)
 
 ANSWERS = {
     "one": add("Go west."),
@@ -303,8 +305,8 @@ class Schedule:
         await self.manager.merge()
         del self.model.active[first], self.model.active[second]
         merged = list(self.manager._bank.entries.values())[-1]
-        assert merged.parents[0].startswith(f"{first}@")
-        self.model.write(merged.unit, merged.generation)
+        assert merged.provenance.parents[0].startswith(f"{first}@")
+        self.model.write(merged.unit, merged.provenance.generation)
 
     async def evict(self) -> None:
         """Evict an entry as `crl bank prune` does between two runs."""
@@ -364,7 +366,7 @@ class Schedule:
             key: (unit.generation, unit.credited, unit.credit) for key, unit in model.units.items()
         }
         entries = [
-            (*entry.unit, entry.credited, entry.credit)
+            (*entry.unit, entry.counters.credited, entry.counters.credit)
             for entry in self.manager._bank.entries.values()
         ]
         current = [

@@ -463,39 +463,39 @@ def test_values_of_metrics_are_appended_and_missing_ones_are_none():
         monitor.log(step, "train", {"actor/loss": loss, "actor/updates": 2, "extractor/loss": 9.0})
     monitor.log(6, "train", {"rollout/success": 1})
     s = monitor.snapshot()
-    assert s.step == 6
-    assert s.actor.loss.values == (0.5, None, None, None, 0.25), (
+    assert s.progress.step == 6
+    actor = s.models.actor
+    assert actor.loss.values == (0.5, None, None, None, 0.25), (
         "a line without the metric adds nothing"
     )
-    assert s.actor.updates.values == (2, 4, 6, 8, 10, 10)
-    assert (s.extractor, s.bank) == (None, None)
+    assert actor.updates.count.values == (2, 4, 6, 8, 10, 10)
+    assert (s.models.extractor, s.bank) == (None, None)
 
 
 def test_every_kind_of_line_is_folded():
     s = complementary()
-    assert s.extractor is not None
+    actor, extractor = s.models.actor.updates, s.models.extractor
+    assert extractor is not None
     assert s.bank is not None
-    assert (s.extractor.updates.last, s.extractor.seconds.last, s.actor.seconds.last) == (
-        37,
-        3.4,
-        4.2,
-    )
-    assert (s.bank.size.last, s.bank.waiting, s.bank.by_task) == (
+    updates = extractor.updates
+    assert (updates.count.last, updates.seconds.last, actor.seconds.last) == (37, 3.4, 4.2)
+    assert (s.bank.size.last, s.bank.queue.waiting, s.bank.size_by_task) == (
         370,
         12,
         {"room": 222, "maze": 148},
     )
-    assert s.evals["room/unseen"].rates["free"] == RateView(
+    assert s.evaluations.sets["room/unseen"].rates["free"] == RateView(
         0.45,
         pytest.approx(0.39),  # pyright: ignore[reportArgumentType]
         pytest.approx(0.51),  # pyright: ignore[reportArgumentType]
         0.25,
     )
-    assert s.evals["room/unseen"].step == 37
-    assert (s.probes["room"].none, s.probes["room"].wrong) == (0.25, 0.125)
+    assert s.evaluations.sets["room/unseen"].step == 37
+    probe = s.evaluations.probes["room"]
+    assert (probe.none, probe.wrong) == (0.25, 0.125)
     step = {"wait": 6.1, "submit": 0.4, "train": 4.2, "sync": 0.3, "bank": 2.0}
-    assert dict(s.seconds) == step | {"eval": 2.5, "probe": 0.7}
-    assert s.rollout.guided.last == pytest.approx(0.3 + 37 / 150)
+    assert dict(s.progress.seconds) == step | {"eval": 2.5, "probe": 0.7}
+    assert s.rollout.success.guided.last == pytest.approx(0.3 + 37 / 150)
 
 
 def test_memory_is_bounded():
@@ -505,7 +505,8 @@ def test_memory_is_bounded():
         monitor.note(f"note {step}\n\nmore")
     monitor.experiences([experience("x")] * 500)
     s = monitor.snapshot()
-    assert (len(s.rollout.success.values), s.rollout.success.last) == (HISTORY, 3 * HISTORY - 1)
+    success = s.rollout.success.mean
+    assert (len(success.values), success.last) == (HISTORY, 3 * HISTORY - 1)
     assert (len(s.notes), s.notes[-2:]) == (NOTES, (f"note {step}", "more"))
     assert len(s.experiences) == EXPERIENCES
 
@@ -515,13 +516,14 @@ def test_the_remaining_time():
     monitor = started("grpo", "room", clock=clock)
     for step in (1, 2, 3):
         if step <= 2:
-            assert monitor.snapshot().remaining is None
+            assert monitor.snapshot().progress.remaining is None
         clock.now += 10
         monitor.log(step, "train", {})
     clock.now += 4
-    assert (monitor.snapshot().elapsed, monitor.snapshot().remaining) == (34, 125 * 10 - 4)
+    progress = monitor.snapshot().progress
+    assert (progress.elapsed, progress.remaining) == (34, 125 * 10 - 4)
     clock.now += 10_000
-    assert monitor.snapshot().remaining == 0
+    assert monitor.snapshot().progress.remaining == 0
 
 
 # ── the terminal ──────────────────────────────────────────────────────────────────────────────────

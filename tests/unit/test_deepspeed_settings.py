@@ -14,7 +14,7 @@ from crl.config.load import load
 from crl.errors import ConfigError
 from crl.learners.deepspeed import RankSettings, split_minibatches
 from crl.planning.gpu_plan import GpuAssignment
-from crl.planning.installed import require_learner
+from crl.planning.machine_checks import require_learner
 from crl.planning.plan import plan
 from crl.run import assemble
 from crl.run.assemble import NO_GPU

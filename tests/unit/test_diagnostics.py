@@ -12,7 +12,7 @@ import pytest
 from doors import TASK
 from extractors import hit, request
 
-from crl.envs.base import LessonVerdict
+from crl.envs.curriculum import LessonVerdict
 from crl.evaluation.diagnostics import Diagnostics, lesson_verdict
 from crl.evaluation.metrics import group_gaps, rollout_metrics
 from crl.manager import Distilled

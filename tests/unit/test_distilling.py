@@ -31,22 +31,15 @@ from extractors import (
     write_prompt,
 )
 
+from crl.config.schema import ExtractorSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
-from crl.manager import (
-    DistilRequest,
-    DistilSettings,
-    ExperienceManager,
-    ManagerSettings,
-    OpLimits,
-    Prompts,
-    RetrievalSettings,
-)
+from crl.manager import DistilRequest, ExperienceManager, ManagerSettings, OpLimits, Prompts
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.modeling.tokens import ChatRenderer
 from crl.prompts import prompt
 from crl.types import Segment, Trajectory
 
-SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0))
+SETTINGS = ManagerSettings(retrieval=RetrievalSection(margin=2.0, min_similarity=0.0))
 OLD, NEW, OTHER = (
     "Go west.",
     "Go west along the wall, then look for a door.",
@@ -187,7 +180,7 @@ ANSWERS = {
 """Sampled answer, expected bank, and expected drops of each case."""
 
 LONG_ANSWERS = ManagerSettings(
-    retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=100_000)
+    retrieval=SETTINGS.retrieval, extractor=ExtractorSection(max_response_tokens=100_000)
 )
 
 
@@ -213,21 +206,20 @@ async def test_an_answer_needs_the_end_of_a_thinking_opened_by_the_template(
 
 async def test_complete_ops_of_a_truncated_answer_are_used(tmp_path):
     answer = f"<think>Well.</think>[{add(OTHER)[1:-1]}, {add('west ' * 999)[1:]}"
-    settings = ManagerSettings(retrieval=SETTINGS.retrieval, distil=DistilSettings(max_tokens=200))
+    settings = ManagerSettings(
+        retrieval=SETTINGS.retrieval, extractor=ExtractorSection(max_response_tokens=200)
+    )
     assert await distil_answer(tmp_path, answer, settings=settings) == (ADDED, {"not JSON": 1})
 
 
-async def test_the_limits_of_the_settings_apply(tmp_path):
-    settings = ManagerSettings(
-        retrieval=SETTINGS.retrieval,
-        distil=DistilSettings(limits=OpLimits(max_ops=1, max_chars=40)),
-    )
-    assert await distil_answer(tmp_path, f"</think>{add(OTHER, NEW)}", settings=settings) == (
-        ADDED,
-        {"too many ops": 1},
-    )
+async def test_the_limits_of_an_answer_apply(tmp_path):
+    limits = OpLimits()
+    too_many = add(OTHER, *(f"{OTHER} {i}" for i in range(limits.max_ops)))
+    entries, dropped = await distil_answer(tmp_path, f"</think>{too_many}")
+    assert (len(entries), dropped) == (len(ADDED) - 1 + limits.max_ops, {"too many ops": 1})
     (tmp_path / "again").mkdir()
-    assert await distil_answer(tmp_path / "again", f"</think>{add(NEW)}", settings=settings) == (
+    too_long = "x" * (limits.max_chars + 1)
+    assert await distil_answer(tmp_path / "again", f"</think>{add(too_long)}") == (
         UNCHANGED,
         {"text too long": 1},
     )
@@ -246,8 +238,8 @@ async def test_an_episode_without_a_possible_prompt_is_dead(tmp_path):
     await manager.aclose()
 
 
-@pytest.mark.parametrize("threaded", [True, False])
-async def test_prompts_are_written_one_at_a_time_and_on_a_thread_if_threaded(tmp_path, threaded):
+@pytest.mark.parametrize("deterministic", [True, False])
+async def test_prompts_are_written_one_at_a_time_and_on_a_thread(tmp_path, deterministic):
     seen: list[tuple[bool, int]] = []
     writing = 0
 
@@ -263,12 +255,12 @@ async def test_prompts_are_written_one_at_a_time_and_on_a_thread_if_threaded(tmp
     manager = await open_manager(
         tmp_path / "bank.sqlite",
         engine,
-        replace(SETTINGS, threaded=threaded),
+        replace(SETTINGS, deterministic=deterministic),
         prompts=Prompts(writer, write_merge),
     )
     for member in range(8):
         await manager.submit(request(member=member))
     await manager.drain()
-    assert seen == [(not threaded, 1)] * 8
+    assert seen == [(deterministic, 1)] * 8
     assert sorted(manager._bank.entries) == [f"run/0/0/{member}#0" for member in range(8)]
     await manager.aclose()

@@ -188,8 +188,11 @@ def test_deepspeed_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch):
 
 def test_models_that_are_not_downloaded():
     checks = by_name(list(doctor._models(config("node8"))))
-    assert checks["embedder.model"].finding == "Qwen/Qwen3-Embedding-0.6B: not downloaded"
-    assert checks["embedder.model"].remedy == "Run hf download Qwen/Qwen3-Embedding-0.6B"
+    assert checks["embedder.model"].finding == (
+        "Qwen/Qwen3-Embedding-0.6B: is not downloaded, and crl does not download models"
+    )
+    remedy = "Run hf download Qwen/Qwen3-Embedding-0.6B, or give the directory of a model"
+    assert checks["embedder.model"].remedy == remedy
     assert {check.status for check in doctor._models(config("cpu"))} == {"ok"}
 
 
@@ -231,9 +234,25 @@ def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
         )
         return doctor._memory(config(preset)).status
 
-    # 20 bytes · 11.6 B parameters, 50.0 GiB of published weights, 28.4 GiB of the actor in two
-    # ranks: 295.1 / 0.85 = 347.2
-    assert (status("node8", 348), status("node8", 346), status("cpu", 4)) == ("ok", "fail", "ok")
+    # 20 bytes · 11.6 B parameters and 50.0 GiB of published weights: 266.8 / 0.85 = 313.8
+    assert (status("node8", 314), status("node8", 313), status("cpu", 4)) == ("ok", "fail", "ok")
+
+
+@pytest.mark.parametrize(
+    ("sets", "copies"),
+    [
+        (["learner.precision=bfloat16"], 0),
+        (["learner.precision=auto"], 0),
+        (["learner.precision=float32"], 4),  # from bfloat16 to float32
+        (["learner.precision=bfloat16", "actor.kl_coef=0.1"], 2),  # a reference model
+        (["learner.precision=float32", "actor.kl_coef=0.1"], 8),
+    ],
+)
+def test_memory_of_starting_ranks(sets: list[str], copies: int):
+    """Check the bytes per parameter of the actor that each of two ranks copies."""
+    settings = load(["room"], preset="node8", sets=sets)
+    assert doctor._starting_bytes(settings) == 2 * copies * 7_615_616_512
+    assert doctor._starting_bytes(config("gpu1")) == 0
 
 
 @pytest.mark.parametrize(

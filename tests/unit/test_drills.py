@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from crl.config.schema import BankSection, ExtractorSection
 from crl.engines.torch import TorchEngine
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks, probe_tasks
@@ -29,7 +30,7 @@ from crl.envs.room.lessons import (
     visited_cells,
 )
 from crl.envs.webshop.lessons import read as read_shop
-from crl.manager import DistilSettings, ExperienceManager, ManagerSettings, Prompts
+from crl.manager import ExperienceManager, ManagerSettings, Prompts
 from crl.manager.distillation.ops import parse_merge
 from crl.manager.embed import HashEmbedder
 from crl.manager.inspection.upkeep import create_bank
@@ -52,7 +53,7 @@ from crl.tiny.drills.room import (
 )
 from crl.tiny.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
 from crl.tiny.warm_start import Demonstration, demonstrated_trace
-from crl.types import Sampling, Segment
+from crl.types import Counters, Provenance, Sampling, Segment
 
 
 @dataclass(frozen=True)
@@ -250,10 +251,8 @@ def entry(text: str, won: int = 0, episodes: int = 0) -> Entry:
         text,
         "room",
         "Room: the jade attic.",
-        "g",
-        (0, 1),
-        credited=episodes,
-        credit=2.0 * won - episodes,
+        Provenance("g", (0, 1)),
+        Counters(credited=episodes, credit=2.0 * won - episodes),
     )
 
 
@@ -323,7 +322,8 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
     await asyncio.to_thread(create_bank, tmp_path / "bank.sqlite", entries)
     prompts = Prompts(CompactDistilPrompt({NAME: digest}), CompactMergePrompt())
     settings = ManagerSettings(
-        max_per_goal=4, distil=DistilSettings(max_tokens=40, key_text_weight=0.1)
+        bank=BankSection(max_per_goal=4, key_text_weight=0.1),
+        extractor=ExtractorSection(max_response_tokens=40),
     )
     async with open_model(tiny_extractor) as extractor:
         manager = await ExperienceManager.open(

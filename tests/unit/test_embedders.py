@@ -27,14 +27,15 @@ from extractors import WordEmbedder, add, answering, open_manager, request, sear
 from transformers import AutoModel, AutoTokenizer
 
 from crl.config.load import dump, load
-from crl.config.schema import EmbedderSection
+from crl.config.schema import EmbedderSection, RetrievalSection
 from crl.embedders import open_embedder, require_embedder
 from crl.embedders.encoder import EncoderEmbedder, pool_states
 from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
 from crl.embedders.recipe import EncoderSettings, read_encoder_settings
 from crl.errors import ConfigError, EngineError
-from crl.manager import ManagerSettings, RetrievalSettings
+from crl.manager import ManagerSettings
 from crl.planning.plan import plan
+from crl.planning.preflight import require
 from crl.run.progress import embedding_progress
 
 TEXTS = [
@@ -612,7 +613,7 @@ async def test_a_new_embedder_embeds_the_bank_again_in_batches(
     monkeypatch.setattr("crl.manager.manager.EMBED_BATCH", 2)
     texts = ["Go west.", "Go east.", "Mind the trap."]
     path, engine = tmp_path / "bank.sqlite", answering(lambda prompt: add(*texts))
-    settings = ManagerSettings(retrieval=RetrievalSettings(margin=0.0, min_similarity=-1.0))
+    settings = ManagerSettings(retrieval=RetrievalSection(margin=0.0, min_similarity=-1.0))
     opened = await open_manager(path, engine, settings)
     await opened.submit(request())
     await opened.drain()
@@ -682,7 +683,7 @@ def test_a_dry_run_names_the_embedder(random_bert: Path, tmp_path: Path):
     ).splitlines()
     assert f"embedder   {random_bert} on cpu" in lines
     with pytest.raises(ConfigError, match="is not hash, a URL or a directory"):
-        plan(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
+        require(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
 
 
 def test_bank_search_uses_the_embedder_of_the_run(random_bert: Path, tmp_path: Path):

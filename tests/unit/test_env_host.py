@@ -23,7 +23,17 @@ import pytest
 from crl import scratch
 from crl.envs import registry
 from crl.envs.actions import parse_choice
-from crl.envs.base import EnvSpec, Game, StreamSettings, play_episode
+from crl.envs.base import (
+    ActionSpace,
+    EnvSpec,
+    EnvTasks,
+    Game,
+    Hosting,
+    Runtime,
+    StreamSettings,
+    play_episode,
+)
+from crl.envs.curriculum import Curriculum
 from crl.envs.hosting.threads import ThreadHost
 from crl.envs.places import PlaceStream
 from crl.errors import ConfigError, RolloutError
@@ -105,19 +115,18 @@ FAULTS: dict[str, Callable[[Guess], StepResult]] = {
 }
 
 
-def spec_of(make: Callable[[], Game], hosting: str = "threads") -> EnvSpec:
+def spec_of(make: Callable[[], Game], hosting: Hosting = "threads") -> EnvSpec:
     return EnvSpec(
         name="fake",
-        hosting=hosting,  # type: ignore[arg-type]
-        turns=8,
-        reward_range=(0.0, 1.0),
-        actions=NUMBERS,
-        action_format="one number from 0 to 7",
-        query_with_observation=False,
         make_game=lambda rendering: make(),
-        task_source=lambda seed, settings: PlaceStream("fake", "{place}", seed, settings),
-        eval_tasks=lambda split, n, seed, settings: (),
-        scripted_player=lambda rng: CountingPlayer(),
+        tasks=EnvTasks(
+            lambda seed, settings: PlaceStream("fake", "{place}", seed, settings),
+            lambda split, n, seed, settings: (),
+        ),
+        actions=ActionSpace(NUMBERS),
+        turns=8,
+        runtime=Runtime(hosting),
+        curriculum=Curriculum(lambda rng: CountingPlayer()),
     )
 
 
@@ -439,7 +448,7 @@ def test_a_users_module_that_fails_is_a_config_error(
 def test_hosting_and_declaring_import_nothing_heavy() -> None:
     code = (
         "import sys, crl.envs.hosting.threads, crl.envs.registry as r; "
-        "r.get_spec('room').task_source(0, __import__('crl.envs.base', "
+        "r.get_spec('room').tasks.train_stream(0, __import__('crl.envs.base', "
         "fromlist=['x']).StreamSettings()).draw(3); "
         "print(sorted({'nle', 'minihack', 'gymnasium', 'torch', 'numpy'} & set(sys.modules)))"
     )

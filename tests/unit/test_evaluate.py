@@ -359,8 +359,8 @@ async def room_evaluation(
     host = ThreadHost({"room": (SPEC, "compact")}, threads=2)
     settings = StreamSettings()
     eval_sets: dict[EvalSet, Sequence[Task]] = {
-        ("room", "seen"): SPEC.eval_tasks("seen", 12, 0, settings),
-        ("room", "unseen"): SPEC.eval_tasks("unseen", 12, 0, settings),
+        ("room", "seen"): SPEC.tasks.eval_tasks("seen", 12, 0, settings),
+        ("room", "unseen"): SPEC.tasks.eval_tasks("unseen", 12, 0, settings),
     }
     parts = {"context": ChatContext({"room": ""}), "limits": {"room": Limits(4, 4)}}
     try:

@@ -23,7 +23,7 @@ from extractors import (
     task,
 )
 
-from crl.config.schema import OptimizerSection
+from crl.config.schema import ExtractorSection, OptimizerSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import CrlError, EngineError, LearnerError
 from crl.evaluation.diagnostics import Diagnostics
@@ -31,12 +31,10 @@ from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
     CachedEmbedder,
-    CreditSettings,
     ExperienceManager,
     ExtractorSample,
     GroupSuccess,
     ManagerSettings,
-    RetrievalSettings,
     UnitKey,
 )
 from crl.methods.parts.distilling import EveryEpisode, NoEpisode
@@ -66,7 +64,8 @@ from crl.types import (
 )
 
 SETTINGS = ManagerSettings(
-    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0), credit=CreditSettings(cooldown=0)
+    retrieval=RetrievalSection(margin=2.0, min_similarity=0.0),
+    extractor=ExtractorSection(cooldown=0),
 )
 
 

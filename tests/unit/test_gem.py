@@ -99,7 +99,7 @@ def dice() -> EnvSpec:
 
 
 def tasks(spec: EnvSpec, n: int) -> tuple[Task, ...]:
-    return spec.eval_tasks("unseen", n, 0, StreamSettings())
+    return spec.tasks.eval_tasks("unseen", n, 0, StreamSettings())
 
 
 def transcript(spec: EnvSpec, task: Task) -> list:
@@ -117,7 +117,7 @@ def test_a_task_file_can_name_a_gem_environment(tmp_path: Path):
         "max_response_tokens = 64\n[eval]\nseen = 0\nunseen = 4\n"
     )
     spec = specs(load([str(path)]))["dice"]
-    assert (spec.name, spec.hosting, spec.query_with_observation) == (
+    assert (spec.name, spec.runtime.hosting, spec.tasks.query_with_observation) == (
         "gem:game:Dice-v0",
         "processes",
         True,
@@ -241,16 +241,16 @@ for name in ("game:GuessTheNumber-v0-easy", "game:Mastermind-v0-easy",\
  "game:Minesweeper-v0-easy", "rg:leg_counting"):
     spec = get_spec(f"gem:{name}")
     one, other = spec.make_game("full"), spec.make_game("full")
-    for task in spec.eval_tasks("unseen", 3, 0, StreamSettings()):
+    for task in spec.tasks.eval_tasks("unseen", 3, 0, StreamSettings()):
         assert one.reset(task) == (other.reset(task), other.reset(task))[1]
         assert one.step("<answer>\\\\boxed{1 2 3 4}</answer>") == other.step("\\\\boxed{1 2 3 4}")
 number = get_spec("gem:game:GuessTheNumber-v0-easy")
 game = number.make_game("full")
-game.reset(number.eval_tasks("unseen", 1, 0, StreamSettings())[0])
+game.reset(number.tasks.eval_tasks("unseen", 1, 0, StreamSettings())[0])
 assert [r.success for r in [game.step("no")]] == [False]
 won = 0
 for guess in range(1, 11):
-    game.reset(number.eval_tasks("unseen", 1, 0, StreamSettings())[0])
+    game.reset(number.tasks.eval_tasks("unseen", 1, 0, StreamSettings())[0])
     result = game.step(f"\\\\boxed{{{guess}}}")
     assert result.valid
     won += result.success

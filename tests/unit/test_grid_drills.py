@@ -13,7 +13,6 @@ from crl.envs.keyroom import lessons as keyroom_lessons
 from crl.envs.maze import lessons as maze_lessons
 from crl.manager.distillation.ops import parse_ops
 from crl.tiny.drills.drill import Episode
-from crl.tiny.drills.grid_players import player_factories
 from crl.tiny.drills.grids import (
     GENERIC_LESSONS,
     KEYROOM,
@@ -45,8 +44,9 @@ def advice_kind(grid: Grid, episode: Episode) -> str:
         return "nothing"
     if not makes_claim(episode.hint.text):
         return "generic"
-    assert grid.spec.advisor is not None
-    return "right" if grid.spec.advisor.judge(episode.task, episode.hint.text).correct else "wrong"
+    advisor = grid.spec.curriculum.advisor
+    assert advisor is not None
+    return "right" if advisor.judge(episode.task, episode.hint.text).correct else "wrong"
 
 
 @each_grid
@@ -61,7 +61,7 @@ def test_walks_are_the_actors_conversations(grid: Grid) -> None:
         assert opening == ["task", *(["experience"] if walk.hint else []), "env"]
         turns = walk.segments[len(opening) :]
         assert [segment.origin for segment in turns] == ["policy", "env"] * (len(turns) // 2)
-        assert {segment.text for segment in turns[::2]} <= set(grid.spec.actions)
+        assert {segment.text for segment in turns[::2]} <= set(grid.spec.actions.choices)
         assert len(turns) // 2 <= grid.turns
         assert walk.success == (
             turns[-1].text in ("stairs reached.", "solved.")
@@ -127,7 +127,7 @@ def test_advised_places_are_reached_sooner() -> None:
 @each_grid
 def test_success_rates_of_personas(grid: Grid) -> None:
     game, tasks = grid.spec.make_game("compact"), grid.places.demonstration_tasks(40)
-    kinds = player_factories(grid.spec.scripted_player, grid.spec.actions)
+    kinds = grid.players
     skilled, late, forgetful, idle = (
         sum(
             play_episode(game, task, kind(random.Random(i)), grid.scored_turns).success

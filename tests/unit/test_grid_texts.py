@@ -6,13 +6,16 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from shipped import scripted_player
 
 from crl.envs import keyroom, maze, river
 from crl.envs.base import EnvSpec, StreamSettings, play_episode
 from crl.envs.keyroom import lessons as key_lessons
-from crl.envs.keyroom.game import KeyRoomGame, true_cells
+from crl.envs.keyroom.game import KeyRoomGame
+from crl.envs.keyroom.oracle import true_cells
 from crl.envs.maze import lessons as maze_lessons
-from crl.envs.maze.game import MazeGame, true_maze, true_way
+from crl.envs.maze.game import MazeGame
+from crl.envs.maze.oracle import true_maze, true_way
 from crl.envs.river.game import RiverGame
 from crl.envs.search import shortest_path
 from crl.types import Segment, Task
@@ -21,7 +24,7 @@ SETTINGS = StreamSettings()
 
 
 def new(spec: EnvSpec, n: int) -> tuple[Task, ...]:
-    return spec.eval_tasks("unseen", n, 0, SETTINGS)
+    return spec.tasks.eval_tasks("unseen", n, 0, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def test_the_stairs_of_a_small_maze_are_not_near_its_start() -> None:
 
     It is always the same layout, and the advisor knows it.
     """
-    advisor, game = maze.SMALL_SPEC.advisor, MazeGame("compact", maze.SMALL_SIZE)
+    advisor, game = maze.SMALL_SPEC.curriculum.advisor, maze.make_small_game("compact")
     assert advisor is not None
     for task in new(maze.SMALL_SPEC, 40):
         way = maze_lessons.read(advisor.right(task))
@@ -144,9 +147,9 @@ def test_the_digest_of_a_maze_leaves_out_detours() -> None:
     )
     assert maze_lessons.digest(episode) == "moves east west south south\nway south south"
     assert maze_lessons.digest(episode[:5]) == "moves east\nway not found"
-    assert maze.SPEC.advisor is not None
-    assert maze.SPEC.advisor.informative(episode)
-    assert not maze.SPEC.advisor.informative(episode[:5])
+    assert maze.SPEC.curriculum.advisor is not None
+    assert maze.SPEC.curriculum.advisor.informative(episode)
+    assert not maze.SPEC.curriculum.advisor.informative(episode[:5])
 
 
 def test_visible_stairs_give_a_way_if_all_cells_between_are_known() -> None:
@@ -219,7 +222,7 @@ def test_the_key_needs_an_adjacent_door(full_keyroom: KeyRoomGame) -> None:
 def test_the_true_cells_equal_the_cells_in_the_texts(compact_keyroom: KeyRoomGame) -> None:
     for i, task in enumerate(new(keyroom.SPEC, 15)):
         played = play_episode(
-            compact_keyroom, task, keyroom.SPEC.scripted_player(random.Random(i)), 30
+            compact_keyroom, task, scripted_player(keyroom.SPEC, random.Random(i)), 30
         )
         episode = segments(
             played.observations[0], list(zip(played.actions, played.observations[1:], strict=True))
@@ -233,8 +236,8 @@ def test_the_digest_of_a_key_room() -> None:
         [("north", "at 2 5\nopen south\nkey here"), ("pickup", "at 2 5\nopen south\nkey held")],
     )
     assert key_lessons.digest(episode) == "moves north pickup\nkey at 2 5\ndoor not seen"
-    assert keyroom.SPEC.advisor is not None
-    assert not keyroom.SPEC.advisor.informative(episode)
+    assert keyroom.SPEC.curriculum.advisor is not None
+    assert not keyroom.SPEC.curriculum.advisor.informative(episode)
 
 
 # ── advice ────────────────────────────────────────────────────────────────────────────────────────
@@ -244,9 +247,9 @@ def test_the_digest_of_a_key_room() -> None:
     ("spec", "kind"), [(maze.SPEC, "way"), (maze.SMALL_SPEC, "way"), (keyroom.SPEC, "places")]
 )
 def test_right_advice_is_right_and_wrong_advice_wrong(spec: EnvSpec, kind: str) -> None:
-    advisor = spec.advisor
+    advisor = spec.curriculum.advisor
     assert advisor is not None
-    for i, task in enumerate(spec.probe_tasks(20)):
+    for i, task in enumerate(spec.curriculum.probe_tasks(20)):
         right, wrong = (
             advisor.judge(task, advisor.right(task)),
             advisor.judge(task, advisor.wrong(task, random.Random(i))),
@@ -292,7 +295,7 @@ def test_a_river_can_be_crossed_under_any_dynamics(compact_river: RiverGame) -> 
     for visit in range(20):
         again = river.PLACES.revisit(task, visit)
         played = play_episode(
-            compact_river, again, river.SPEC.scripted_player(random.Random(0)), 60
+            compact_river, again, scripted_player(river.SPEC, random.Random(0)), 60
         )
         assert played.success
         fords += any("ford" in text for text in played.observations)

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shipped import shipped_task
+from shipped import scripted_player, shipped_task
 
 from crl.envs.base import EnvSpec, Game, Rendering, StreamSettings, play_episode
-from crl.envs.maze.game import MAX_SEARCH_STEPS
+from crl.envs.maze.oracle import MAX_SEARCH_STEPS
 from crl.envs.registry import get_spec
 from crl.types import Split, Task
 
@@ -74,7 +74,7 @@ def closed_games() -> Iterator[None]:
 
 
 def unseen(name: str, n: int) -> tuple[Task, ...]:
-    return get_spec(name).eval_tasks("unseen", n, 0, SETTINGS)
+    return get_spec(name).tasks.eval_tasks("unseen", n, 0, SETTINGS)
 
 
 def transcript(
@@ -108,15 +108,16 @@ def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance
 ) -> None:
     spec = get_spec(name)
     tasks = [
-        *spec.task_source(7, SETTINGS).draw(4),
-        *spec.eval_tasks("seen", 3, 7, SETTINGS),
+        *spec.tasks.train_stream(7, SETTINGS).draw(4),
+        *spec.tasks.eval_tasks("seen", 3, 7, SETTINGS),
         *unseen(name, 4),
     ]
-    expected = [transcript(game(name, rendering), task, spec.actions) for task in tasks]
+    expected = [transcript(game(name, rendering), task, spec.actions.choices) for task in tasks]
     assert len({tuple(texts) for texts in expected}) == len(tasks)
     chosen = st.integers(0, len(tasks) - 1)
     history = st.lists(
-        st.tuples(chosen, st.lists(st.sampled_from([*spec.actions, *JUNK]), max_size=8)), max_size=3
+        st.tuples(chosen, st.lists(st.sampled_from([*spec.actions.choices, *JUNK]), max_size=8)),
+        max_size=3,
     )
 
     @settings(max_examples=15)
@@ -128,7 +129,7 @@ def test_the_same_task_is_the_same_episode_after_any_history_and_in_any_instance
             for action in actions:
                 if played.step(action).done:
                     break
-        assert transcript(played, tasks[index], spec.actions) == expected[index]
+        assert transcript(played, tasks[index], spec.actions.choices) == expected[index]
 
     check()
 
@@ -158,10 +159,10 @@ def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
     spec = get_spec(name)
     tasks = [
         *unseen(name, 2),
-        *spec.eval_tasks("seen", 2, 7, SETTINGS),
-        *spec.task_source(7, SETTINGS).draw(2),
+        *spec.tasks.eval_tasks("seen", 2, 7, SETTINGS),
+        *spec.tasks.train_stream(7, SETTINGS).draw(2),
     ]
-    return [transcript(game(name, rendering), task, spec.actions) for task in tasks]
+    return [transcript(game(name, rendering), task, spec.actions.choices) for task in tasks]
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
@@ -171,8 +172,8 @@ def first_transcripts(name: str, rendering: Rendering) -> list[list[str]]:
 def test_an_invalid_action_does_not_advance_the_game(name: str, rendering: Rendering) -> None:
     spec, played = get_spec(name), game(name, rendering)
     for task in unseen(name, 5):
-        assert transcript(played, task, spec.actions, junk=0.5) == transcript(
-            played, task, spec.actions
+        assert transcript(played, task, spec.actions.choices, junk=0.5) == transcript(
+            played, task, spec.actions.choices
         )
     first = played.reset(unseen(name, 1)[0])
     result = played.step("open sesame")
@@ -190,9 +191,9 @@ def test_random_and_malformed_actions_never_crash_the_game(
     tasks = iter(unseen(name, 2000))
     played.reset(next(tasks))
     for i in range(n):
-        action = rng.choice(JUNK) if rng.random() < 0.5 else rng.choice(spec.actions)
+        action = rng.choice(JUNK) if rng.random() < 0.5 else rng.choice(spec.actions.choices)
         result = played.step(action)
-        assert result.valid == (action in spec.actions)
+        assert result.valid == (action in spec.actions.choices)
         assert result.text
         assert result.reward == float(result.success)
         if result.done or i % 200 == 199:
@@ -205,7 +206,7 @@ def test_a_step_after_the_end_is_an_error(name: str) -> None:
     won = next(
         i
         for i, task in enumerate(unseen(name, 20))
-        if play_episode(played, task, spec.scripted_player(random.Random(0)), spec.turns).success
+        if play_episode(played, task, scripted_player(spec, random.Random(0)), spec.turns).success
     )
     assert won < 20
     with pytest.raises(RuntimeError, match="over"):
@@ -240,8 +241,8 @@ def wins(task: str, rendering: Rendering, split: Split, n: int, seed: int = 0) -
     The episodes are from the split of a run with `seed`. The turns are those of the shipped task.
     """
     spec, turns = shipped_task(task, rendering)
-    tasks = spec.eval_tasks(split, n, seed, SETTINGS)
-    players = (spec.scripted_player(random.Random(i)) for i in range(n))
+    tasks = spec.tasks.eval_tasks(split, n, seed, SETTINGS)
+    players = (scripted_player(spec, random.Random(i)) for i in range(n))
     return sum(
         play_episode(game(spec.name, rendering), *each, turns).success
         for each in zip(tasks, players, strict=True)
@@ -250,7 +251,7 @@ def wins(task: str, rendering: Rendering, split: Split, n: int, seed: int = 0) -
 
 class RandomPlayer:
     def __init__(self, spec: EnvSpec, rng: random.Random) -> None:
-        self._actions, self._rng = spec.actions, rng
+        self._actions, self._rng = spec.actions.choices, rng
 
     def begin(self, goal: str, observation: str) -> None: ...
 
@@ -285,7 +286,7 @@ def test_a_compact_episode_fits_the_tiny_models_context(task: str) -> None:
     spec, turns = shipped_task(task, "compact")
     for i, each in enumerate(unseen(spec.name, 20)):
         for player in (
-            spec.scripted_player(random.Random(i)),
+            scripted_player(spec, random.Random(i)),
             RandomPlayer(spec, random.Random(i)),
         ):
             played = play_episode(game(spec.name, "compact"), each, player, turns)
@@ -309,10 +310,12 @@ def test_small_mazes_can_be_searched_within_the_tasks_turns() -> None:
 @each_name
 def test_evals_are_fixed_and_separate_from_training(name: str) -> None:
     spec = get_spec(name)
-    train = spec.task_source(3, SETTINGS).draw(320)
-    seen, never = spec.eval_tasks("seen", 32, 3, SETTINGS), unseen(name, 64)
-    assert seen == spec.eval_tasks("seen", 64, 3, SETTINGS)[:32]
-    assert never == spec.eval_tasks("unseen", 128, 1, StreamSettings(places=4, permanent=1))[:64]
+    train = spec.tasks.train_stream(3, SETTINGS).draw(320)
+    seen, never = spec.tasks.eval_tasks("seen", 32, 3, SETTINGS), unseen(name, 64)
+    assert seen == spec.tasks.eval_tasks("seen", 64, 3, SETTINGS)[:32]
+    assert (
+        never == spec.tasks.eval_tasks("unseen", 128, 1, StreamSettings(places=4, permanent=1))[:64]
+    )
     assert {task.params["lgen"] for task in seen} <= {task.params["lgen"] for task in train}
     assert not {task.params["core"] for task in seen} & {task.params["core"] for task in train}
     assert not {task.params["lgen"] for task in never} & {task.params["lgen"] for task in train}
@@ -328,7 +331,7 @@ def test_a_place_keeps_its_layout_under_all_dynamics(name: str) -> None:
     """Check that only Sokoban varies the first observation of a place, because its start varies."""
     spec, (task,) = get_spec(name), unseen(name, 1)
     first = {
-        game(name, "compact").reset(spec.revisit(task, visit))  # type: ignore[misc]
+        game(name, "compact").reset(spec.tasks.revisit(task, visit))  # type: ignore[misc]
         for visit in range(12)
     }
     assert (len(first) > 1) == (name == "sokoban")

@@ -81,7 +81,9 @@ RULES = ApplyRules(malformed_reward=-1.0, max_per_goal=3, max_entries=4, evict="
 
 def distilled(of: DistilRequest, kind: str) -> Distilled:
     def write(op: int, text: str, *targets: UnitKey) -> Write:
-        return Write(op, text, (op, op + 1), np.arange(3, dtype=np.float32) + of.member, targets)
+        return Write(
+            op, text, (op, op + 1), np.arange(3, dtype=np.float32) + of.episode.member, targets
+        )
 
     generation = Generation(
         of.id, 2, (1, 2), Completion((3, 4, 0), (-0.1, -0.2, -0.3), (2, 2, 2), "stop"), 0
@@ -427,7 +429,7 @@ async def test_dead_requests_keep_their_payload_and_can_be_retried(tmp_path: Pat
     for dead in requests:
         await store.submit(dead, AT)
         assert [await store.record_failure(dead, "busy") for _ in range(2)] == [1, 2]
-        if dead.member:
+        if dead.episode.member:
             await store.mark_dead(dead, "too often busy", AT)
     with pytest.raises(
         StoreError,
@@ -517,7 +519,7 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     assert (units["run/0/0/0#0@1"].count, units["run/0/0/0#0@1"].total) == (2, 0.0), (
         "pending credit is preserved"
     )
-    assert [(entry.uid, entry.votes) for entry, _ in await store.entries()] == [
+    assert [(entry.uid, entry.counters.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#2", 0), ("run/0/0/0#0", 0), ("run/1/0/0#0", 0),
     ]  # fmt: skip
     await apply_step(store, ("vote", 0))
@@ -529,7 +531,7 @@ async def test_a_bank_of_version_2_is_upgraded_with_its_snapshots(tmp_path: Path
     assert contents(path) == before
 
     await store.rollback(13)  # made by the previous version
-    assert [(entry.uid, entry.retrieved, entry.votes) for entry, _ in await store.entries()] == [
+    assert [(entry.uid, entry.counters.retrieved, entry.counters.votes) for entry, _ in await store.entries()] == [
         ("run/0/0/0#1", 0, 0), ("run/0/0/0#2", 0, 0), ("run/0/0/0#0", 0, 0),
     ]  # fmt: skip
     assert {str(unit.pending.unit): unit.pending.count for unit in await store.ready_units()} == {
@@ -549,7 +551,7 @@ async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lif
 
     async def records() -> dict[str, tuple[int, int, Lift | None]]:
         return {
-            str(entry.unit): (entry.credited, entry.votes, entry.lift)
+            str(entry.unit): (entry.counters.credited, entry.counters.votes, entry.counters.lift)
             for entry, _ in await store.entries()
         }
 

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from extractors import answering, logged, open_manager, request, search, task
 
-from crl.manager import CreditSettings, DistilRequest, ManagerSettings, RetrievalSettings
+from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
+from crl.manager import DistilRequest, ManagerSettings
 from crl.manager.storage.store import Store
 
 SETTINGS = ManagerSettings(
-    max_per_goal=3, max_entries=12, evict="credit", evict_votes=1, duplicate_similarity=0.8,
-    credit=CreditSettings(malformed_reward=-1.0),
-    retrieval=RetrievalSettings(margin=2.0, min_similarity=0.0),
-)  # fmt: skip
+    retrieval=RetrievalSection(margin=2.0, min_similarity=0.0),
+    bank=BankSection(
+        max_per_goal=3, max_entries=12, evict="credit", evict_votes=1, duplicate_similarity=0.8
+    ),
+    extractor=ExtractorSection(malformed_reward=-1.0),
+)
 
 WORDS = [
     "go", "west", "east", "wall", "door", "trap", "\ud800", "中", "🙂", "\x00", "\u202e",
@@ -154,7 +157,8 @@ async def test_the_bank_survives_any_answers(tmp_path: Path, answers: int) -> No
     stored = [entry for entry, _ in await store.entries()]
     assert stored == list(entries.values()), "memory and store agree"
     assert all(
-        entry.text.strip() and len(entry.text) <= 2000 and entry.votes > -1 for entry in stored
+        entry.text.strip() and len(entry.text) <= 2000 and entry.counters.votes > -1
+        for entry in stored
     )
     await store.aclose()
     counted = [data for kind in ("up", "down") for _, data in logged(path, kind)]

@@ -26,26 +26,19 @@ from extractors import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crl.config.schema import BankSection, ExtractorSection, RetrievalSection, Scope
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager import (
-    CreditSettings,
-    DistilSettings,
-    ExperienceManager,
-    ManagerSettings,
-    MergeStats,
-    RetrievalSettings,
-)
+from crl.manager import ExperienceManager, ManagerSettings, MergeStats
 from crl.manager.distillation.merge import Chunker
 from crl.manager.records import Applied, Entry
-from crl.manager.retrieval.entries import Scope
-from crl.types import Completion, Sampling
+from crl.types import Completion, Provenance, Sampling
 
-ANY = RetrievalSettings(margin=2.0, min_similarity=-1.0)
+ANY = RetrievalSection(margin=2.0, min_similarity=-1.0)
 
 
 def entry(name: str) -> Entry:
-    return Entry(name, 1, name, "room", GOAL, "g", (0, 1))
+    return Entry(name, 1, name, "room", GOAL, Provenance("g", (0, 1)))
 
 
 # ── chunks ────────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +139,7 @@ async def test_entries_are_merged_discarded_and_kept(tmp_path):
     assert await manager.merge() == MergeStats(chunks=1, failed=0, made=1, removed=3)
     assert sorted(texts(manager)) == ["Go west or south.", "Look around."]
     made_entry = next(e for e in manager._bank.entries.values() if e.text == "Go west or south.")
-    assert made_entry.parents == ("run/0/0/0#0@1", "run/0/0/2#0@1")
+    assert made_entry.provenance.parents == ("run/0/0/0#0@1", "run/0/0/2#0@1")
     assert (made_entry.task, made_entry.goal, made_entry.version) == ("room", GOAL, 1)
     assert (await manager.stats()).items() >= {
         "ops/merge": 1,
@@ -186,9 +179,9 @@ async def test_a_repeated_merge_changes_nothing(tmp_path):
 
 
 async def test_a_merge_earns_credit_like_other_generations(tmp_path):
-    credit = CreditSettings(cooldown=0)
+    extractor = ExtractorSection(cooldown=0)
     engine = MergeEngine(lambda _: [merge("Go west or south.", 1, 2)])
-    manager = await filled_manager(tmp_path, engine, "Go west.", "Go south.", credit=credit)
+    manager = await filled_manager(tmp_path, engine, "Go west.", "Go south.", extractor=extractor)
     await manager.merge()
     (found,) = await manager.search([search()])
     assert found is not None
@@ -230,9 +223,9 @@ async def test_an_answer_that_cannot_be_used_changes_nothing(tmp_path):
 
 
 async def test_a_malformed_merge_gets_the_malformed_reward(tmp_path):
-    credit = CreditSettings(cooldown=0, malformed_reward=-1.0)
+    extractor = ExtractorSection(cooldown=0, malformed_reward=-1.0)
     manager = await filled_manager(
-        tmp_path, MergeEngine(lambda _: "Fine."), "Go west.", "Go south.", credit=credit
+        tmp_path, MergeEngine(lambda _: "Fine."), "Go west.", "Go south.", extractor=extractor
     )
     await manager.merge()
     ready = await manager._store.ready_units()
@@ -264,7 +257,9 @@ async def test_a_chunk_that_the_engine_cannot_serve_is_skipped(tmp_path, error):
         tmp_path, Refusing(lambda _: [discard(1)]), "Go west.", "Go south.", "Go east.", "Go up."
     )
     manager._merger.cost = lambda entry: 1  # two entries fit into a chunk
-    manager._settings = ManagerSettings(retrieval=ANY, merge_tokens=2, answer_timeout=0.2)
+    manager._settings = ManagerSettings(
+        retrieval=ANY, extractor=ExtractorSection(merge_tokens=2, answer_timeout=0.2)
+    )
     assert await manager.merge() == MergeStats(chunks=2, failed=1, removed=1)
     assert texts(manager) == ["Go west.", "Go south.", "Go up."]
     await manager.aclose()
@@ -297,7 +292,7 @@ async def test_remaining_entries_are_carried_over_to_the_next_chunk(tmp_path):
     engine = MergeEngine(answer_merge)
     manager = await filled_manager(tmp_path, engine, "a", "b", "c", "d", "e")
     manager._merger.cost = lambda entry: 1
-    manager._settings = ManagerSettings(retrieval=ANY, merge_tokens=3)
+    manager._settings = ManagerSettings(retrieval=ANY, extractor=ExtractorSection(merge_tokens=3))
     await manager.merge()
     assert engine.chunks == [["a", "b", "c"], ["a + b", "d", "e"]]
     assert sorted(texts(manager)) == ["a + b + d", "c", "e"]
@@ -316,7 +311,7 @@ async def test_only_entries_that_one_query_can_find_are_merged(tmp_path):
         folder.mkdir()
         engine = MergeEngine(lambda _: [])
         settings = ManagerSettings(
-            scope=scope, retrieval=ANY, distil=DistilSettings(key_text_weight=weight)
+            retrieval=ANY, bank=BankSection(scope=scope, key_text_weight=weight)
         )
         manager = await open_manager(folder / "bank.sqlite", engine, settings)
         places = [task(), task(), task(goal="Another room."), task("shop"), task("shop")]
@@ -331,7 +326,9 @@ async def test_only_entries_that_one_query_can_find_are_merged(tmp_path):
 async def test_a_shared_bank_is_merged_across_tasks(tmp_path):
     engine = MergeEngine(lambda _: [merge("Look before you go.", 1, 2)])
     manager = await open_manager(
-        tmp_path / "bank.sqlite", engine, ManagerSettings(scope="shared", retrieval=ANY)
+        tmp_path / "bank.sqlite",
+        engine,
+        ManagerSettings(retrieval=ANY, bank=BankSection(scope="shared")),
     )
     for member, of in enumerate((task(), task("shop"))):
         await manager.submit(request(member=member, note=f"note {member}", of=of))

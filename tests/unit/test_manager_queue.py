@@ -17,15 +17,16 @@ from extractors import add, answering, open_manager, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crl.config.schema import ExtractorSection
 from crl.errors import EngineError
 from crl.manager import ManagerSettings
 from crl.manager.distillation.queue import DistilQueue, Outcome
-from crl.manager.records import ApplyRules, Distilled, DistilRequest, Generation, Stamp
+from crl.manager.records import Distilled, DistilRequest, Generation, Stamp
 from crl.manager.storage.store import Store
 from crl.types import Completion
 
 AT = Stamp(0, 0)
-RULES = ApplyRules(None, None)
+RULES = ManagerSettings().rules
 
 
 class QueueHarness:
@@ -37,7 +38,11 @@ class QueueHarness:
     def __init__(self, store: Store, concurrency: int = 2) -> None:
         self.store, self.waiting = store, dict[str, asyncio.Future[None]]()
         self.queue = DistilQueue(
-            store, ManagerSettings(concurrency=concurrency), lambda: AT, self._attempt, self._settle
+            store,
+            ManagerSettings(extractor=ExtractorSection(concurrency=concurrency)),
+            lambda: AT,
+            self._attempt,
+            self._settle,
         )
 
     async def _attempt(self, leased: DistilRequest) -> Distilled:

@@ -15,21 +15,16 @@ from extractors import PROMPTS, add, dump, hit, logged, open_manager, request, s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crl.config.schema import AskSection, ExtractorSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager import (
-    CreditSettings,
-    ExperienceManager,
-    ManagerSettings,
-    OpLimits,
-    RetrievalSettings,
-)
+from crl.manager import ExperienceManager, ManagerSettings, OpLimits
 from crl.manager.distillation.ops import parse_refine
 from crl.protocols import Hit, Question, SearchRequest
 from crl.types import Completion, Sampling, Segment
 
-ANY = RetrievalSettings(margin=2.0, min_similarity=-1.0)
-SETTINGS = ManagerSettings(retrieval=ANY, credit=CreditSettings(cooldown=0))
+ANY = RetrievalSection(margin=2.0, min_similarity=-1.0)
+SETTINGS = ManagerSettings(retrieval=ANY, extractor=ExtractorSection(cooldown=0))
 
 
 def write_refine(question: Question, found: Hit) -> list[Segment]:
@@ -176,9 +171,11 @@ async def test_a_refinement_is_stored_and_earns_its_episodes_reward(tmp_path: Pa
         # The third call repeats the episode of the first.
         await manager.credit([start.use, answer.use], success, episode=f"run/1/0/{success}")
     entry = manager._bank.entries["run/0/0/0#0"]
-    assert (entry.credited, entry.credit, entry.retrieved) == (2, 0.0, 2), (
-        "two credits; the question counts as a retrieval"
-    )
+    assert (entry.counters.credited, entry.counters.credit, entry.counters.retrieved) == (
+        2,
+        0.0,
+        2,
+    ), "two credits; the question counts as a retrieval"
     ready = {str(unit.pending.unit): unit.pending for unit in await manager._store.ready_units()}
     assert {unit: (pending.count, pending.total) for unit, pending in ready.items()} == {
         "run/0/0/0#0@1": (2, 0.0),
@@ -218,7 +215,7 @@ async def test_an_experience_retrieved_twice_is_credited_once(tmp_path: Path) ->
     for _ in range(2):
         await manager.credit([start.use, (await ask(manager)).use], True, episode="run/1/0/0")
     ((unit,), entry) = (await manager._store.ready_units(), manager._bank.entries["run/0/0/0#0"])
-    assert (unit.pending.count, entry.credited, entry.credit) == (1, 1, 1.0)
+    assert (unit.pending.count, entry.counters.credited, entry.counters.credit) == (1, 1, 1.0)
     await manager.aclose()
 
 
@@ -226,9 +223,11 @@ async def test_an_experience_retrieved_twice_is_credited_once(tmp_path: Path) ->
 async def test_an_unusable_answer_is_counted_and_gets_the_malformed_reward(
     tmp_path: Path, reward: float | None
 ) -> None:
-    credit = CreditSettings(cooldown=0, malformed_reward=reward)
+    extractor = ExtractorSection(cooldown=0, malformed_reward=reward)
     manager = await open_with_entry(
-        tmp_path, AnsweringEngine(lambda _: "Go west, young man."), replace(SETTINGS, credit=credit)
+        tmp_path,
+        AnsweringEngine(lambda _: "Go west, young man."),
+        replace(SETTINGS, extractor=extractor),
     )
     answer = await ask(manager)
     assert (answer.text, answer.use.how) == ("Go west.", "ask_unrefined")
@@ -291,7 +290,7 @@ async def test_a_question_is_answered_for_its_member_only(tmp_path: Path) -> Non
     assert again == start
     assert {one.text for one in found if one} == {"Go west.", "Go south."}
     assert {one.use.how for one in found if one} == {"ask_unrefined"}
-    assert sum(e.retrieved for e in manager._bank.entries.values()) == 5, (
+    assert sum(e.counters.retrieved for e in manager._bank.entries.values()) == 5, (
         "the group's pick counts once, and so does each question"
     )
     await manager.aclose()
@@ -358,7 +357,9 @@ async def test_after_an_extractor_error_the_hit_is_unchanged(
 
 async def test_after_the_deadline_the_hit_is_unchanged(tmp_path: Path) -> None:
     engine = FailingEngine()
-    manager = await open_with_entry(tmp_path, engine, replace(SETTINGS, ask_timeout=0.05))
+    manager = await open_with_entry(
+        tmp_path, engine, replace(SETTINGS, ask=AskSection(timeout=0.05))
+    )
     assert (await ask(manager)).use.how == "ask_unrefined"
     assert engine.cancelled, "the call was cancelled"
     assert (await manager.stats())["refine/failed"] == 1
@@ -380,7 +381,9 @@ async def test_the_deadline_includes_the_health_check(tmp_path: Path) -> None:
         async def health(self) -> None:
             await asyncio.Event().wait()
 
-    manager = await open_with_entry(tmp_path, Stuck(), replace(SETTINGS, ask_timeout=0.05))
+    manager = await open_with_entry(
+        tmp_path, Stuck(), replace(SETTINGS, ask=AskSection(timeout=0.05))
+    )
     async with asyncio.timeout(10):
         assert (await ask(manager)).use.how == "ask_unrefined"
     await manager.aclose()
@@ -427,7 +430,9 @@ async def test_a_question_does_not_wait_for_distillations(tmp_path: Path) -> Non
             return await super().generate(ids, sampling, **options)
 
     engine = Busy()
-    manager = await open_with_entry(tmp_path, engine, replace(SETTINGS, concurrency=1))
+    manager = await open_with_entry(
+        tmp_path, engine, replace(SETTINGS, extractor=ExtractorSection(concurrency=1))
+    )
     engine.gate.clear()
     engine.distilling.clear()
     await manager.submit(request(1))

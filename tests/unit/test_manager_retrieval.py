@@ -17,6 +17,7 @@ from extractors import WordEmbedder, search
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crl.config.schema import RetrievalSection, Scope
 from crl.envs.actions import COMPASS
 from crl.envs.places import FIXED_NAMES, PLACE_NAMES
 from crl.envs.room import GOAL
@@ -27,14 +28,14 @@ from crl.manager.records import Entry
 from crl.manager.retrieval.choice import (
     SIMILARITY_TOLERANCE,
     Candidate,
-    RetrievalSettings,
     choose_entry,
     diverse_scores,
     is_trial,
     success_score,
 )
-from crl.manager.retrieval.entries import Bank, Scope
+from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import MIN_TAIL_ROWS, Index
+from crl.types import Counters, Provenance
 
 
 def entry(uid: str, **fields) -> Entry:
@@ -44,9 +45,8 @@ def entry(uid: str, **fields) -> Entry:
         fields.pop("text", uid),
         fields.pop("task", "room"),
         "goal",
-        uid,
-        (0, 1),
-        **fields,
+        Provenance(uid, (0, 1)),
+        Counters(**fields),
     )
 
 
@@ -60,7 +60,7 @@ def picked(
     found: list[Candidate], step: int = 10, seed: int = 0, *, trial: bool = False, **settings
 ) -> str | None:
     chosen = choose_entry(
-        found, step, lambda: random.Random(seed), RetrievalSettings(**settings), trial=trial
+        found, step, lambda: random.Random(seed), RetrievalSection(**settings), trial=trial
     )
     return chosen.uid if chosen else None
 
@@ -73,9 +73,9 @@ def test_equation_6_on_worked_numbers():
     # m1: rank 1, c = 1: −1 − 0.4·log 2 = −1.27726
     # m2: rank 2, c = 0: −2
     found = candidates(0.95, 0.94, 0.93)
-    found[0].entry.retrieved, found[0].entry.last_returned_step = 11, 10
-    found[1].entry.retrieved, found[1].entry.last_returned_step = 1, 9
-    settings = RetrievalSettings(count_penalty=0.4, recent_steps=1)
+    found[0].entry.counters = Counters(retrieved=11, last_returned_step=10)
+    found[1].entry.counters = Counters(retrieved=1, last_returned_step=9)
+    settings = RetrievalSection(count_penalty=0.4, recent_steps=1)
     assert list(diverse_scores(found[:2], 10, settings)) == pytest.approx(
         [-1.993963, -1.277259], abs=1e-6
     )
@@ -89,13 +89,13 @@ def test_equation_6_on_worked_numbers():
 
 def test_a_retrieval_at_a_future_step_is_not_recent():
     found = candidates(0.95, 0.94)
-    found[0].entry.last_returned_step = 11
-    assert list(diverse_scores(found, 10, RetrievalSettings())) == [0]  # the best possible score
+    found[0].entry.counters = Counters(last_returned_step=11)
+    assert list(diverse_scores(found, 10, RetrievalSection())) == [0]  # the best possible score
 
 
 def test_equal_similarities_share_a_rank_and_ties_are_random():
     found = candidates(0.9, 0.9 - 1e-8, 0.9 - 2e-8)
-    assert list(diverse_scores(found, 0, RetrievalSettings())) == [0, 0, 0]
+    assert list(diverse_scores(found, 0, RetrievalSection())) == [0, 0, 0]
     drawn = {picked(found, seed=seed) for seed in range(20)}
     assert drawn == {"m0", "m1", "m2"}
     assert picked(found, seed=3) == picked(found, seed=3)
@@ -152,7 +152,7 @@ def test_the_pick_has_the_highest_score_of_equation_6(
 
 def test_entries_outside_the_margin_are_never_picked():
     found = candidates(0.9, 0.84)
-    found[0].entry.retrieved, found[0].entry.last_returned_step = 10**6, 10
+    found[0].entry.counters = Counters(retrieved=10**6, last_returned_step=10)
     assert picked(found, margin=0.05) == "m0"
     assert picked(found, margin=0.07) == "m1"
 
@@ -161,7 +161,7 @@ def test_entries_below_min_similarity_are_never_picked():
     assert picked(candidates(0.29), min_similarity=0.3) is None
     assert picked([], min_similarity=0.0) is None
     found = candidates(0.31, 0.29)
-    found[0].entry.retrieved = 10**6
+    found[0].entry.counters = Counters(retrieved=10**6)
     assert picked(found, min_similarity=0.3, margin=0.1) == "m0"
 
 
@@ -213,7 +213,7 @@ def test_trials_are_spread_evenly(share: float, phase: float, trials: list[int])
 @pytest.mark.parametrize("per", ["rollout", "group"])
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_every_task_has_its_share_of_trials(per: Literal["rollout", "group"], share: float):
-    bank = Bank(2, "shared", RetrievalSettings(choice="credit", per=per, trial_share=share), seed=0)
+    bank = Bank(2, "shared", RetrievalSection(choice="credit", per=per, trial_share=share), seed=0)
     for task in ("room", "maze"):
         requests = [
             search("q", name=task, group=2 * group, member=m)
@@ -226,7 +226,7 @@ def test_every_task_has_its_share_of_trials(per: Literal["rollout", "group"], sh
 
 def a_place_with_records() -> Bank:
     bank = Bank(
-        2, "task", RetrievalSettings(choice="credit", per="rollout", trial_share=0.5), seed=0
+        2, "task", RetrievalSection(choice="credit", per="rollout", trial_share=0.5), seed=0
     )
     bank.put(entry("proven", credited=8, credit=6.0, retrieved=8), np.array([1, 0], np.float32))
     for number in range(3):
@@ -258,7 +258,7 @@ def test_evaluations_and_questions_make_no_trials():
 
 def test_some_groups_that_share_an_entry_make_trials():
     bank = a_place_with_records()
-    bank._settings = replace(bank._settings, per="group")
+    bank._settings = bank._settings.model_copy(update={"per": "group"})
     query, texts = np.array([1, 0], np.float32), []
     for group in range(20):
         hits = [
@@ -269,24 +269,6 @@ def test_some_groups_that_share_an_entry_make_trials():
         texts.append(hits[0].text if hits[0] else None)
     assert 4 <= texts.count("proven") <= 16
     assert {"untried 0", "untried 1", "untried 2"} <= set(texts)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"candidates": 0},
-        {"margin": -0.1},
-        {"count_penalty": -1},
-        {"recent_steps": -1},
-        {"batch": 0},
-        {"max_wait": -1},
-        {"workers": 0},
-        {"trial_share": 1.1},
-    ],
-)
-def test_bad_settings_are_refused(bad):
-    with pytest.raises(ValueError, match="invalid retrieval settings"):
-        RetrievalSettings(**bad)
 
 
 # ── the index ─────────────────────────────────────────────────────────────────────────────────────
@@ -516,7 +498,7 @@ async def test_callers_cannot_change_cached_vectors():
 
 
 async def bank(*entries: Entry, scope: Scope = "task", **settings) -> Bank:
-    made = Bank(WordEmbedder.dim, scope, RetrievalSettings(**settings), seed=0)
+    made = Bank(WordEmbedder.dim, scope, RetrievalSection(**settings), seed=0)
     for one in entries:
         made.put(one, (await WordEmbedder().embed([one.text]))[0])
     return made
@@ -556,7 +538,10 @@ async def test_group_members_share_one_pick_that_counts_once():
     assert [len({hit.use.uid for hit in group if hit}) for group in picks] == [1, 1]
     # The first entry is recent and counted, so the second group receives the other entry.
     assert picks[0][0] != picks[1][0]
-    assert {uid: (e.retrieved, e.last_returned_step) for uid, e in made.entries.items()} == {
+    assert {
+        uid: (e.counters.retrieved, e.counters.last_returned_step)
+        for uid, e in made.entries.items()
+    } == {
         "a": (1, 4),
         "b": (1, 4),
     }
@@ -580,7 +565,10 @@ async def test_an_uncounted_search_changes_nothing():
     query = await vector("go west")
     first = [made.search(search("go west", member=m), query, 0, counted=False) for m in range(4)]
     assert len({hit.use.uid for hit in first if hit}) == 1
-    assert all(e.retrieved == 0 and e.last_returned_step is None for e in made.entries.values())
+    assert all(
+        e.counters.retrieved == 0 and e.counters.last_returned_step is None
+        for e in made.entries.values()
+    )
     assert made.take_counts() == {}
     # The address of the draw and the state of the bank are unchanged.
     assert made.search(search("go west"), query, 0, counted=True) == first[0]
@@ -593,7 +581,7 @@ async def test_a_newer_version_replaces_an_older_one_and_never_the_reverse():
         entry("a", text="go west"),
     )
     assert made.entries["a"].text == "go north"
-    assert made.entries["a"].retrieved == 0
+    assert made.entries["a"].counters.retrieved == 0
     assert made.search(search("go west"), await vector("west"), 0, counted=True) is None
     hit = made.search(search("go north", group=1), await vector("go north"), 0, counted=True)
     assert hit is not None

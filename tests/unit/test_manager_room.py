@@ -30,21 +30,17 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from crl.config.schema import BankSection, EvictionOrder, ExtractorSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
-from crl.manager import (
-    CreditSettings,
-    DistilSettings,
-    ExperienceManager,
-    ManagerSettings,
-    RetrievalSettings,
-)
-from crl.manager.records import Entry, EvictionOrder, Stamp
+from crl.manager import ExperienceManager, ManagerSettings, QueueSettings
+from crl.manager.records import Entry, Stamp
 from crl.manager.retrieval.choice import success_score
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
+from crl.types import Counters, Provenance
 
-NEAREST = RetrievalSettings(margin=0.0, min_similarity=0.0, exact=True)
+NEAREST = RetrievalSection(margin=0.0, min_similarity=0.0)
 
 
 def echo_last_word(prompt: str) -> str:
@@ -53,8 +49,13 @@ def echo_last_word(prompt: str) -> str:
     return RETURN if word == "nothing" else add(word)
 
 
-def bank_settings(**settings: Any) -> ManagerSettings:
-    return ManagerSettings(retrieval=NEAREST, **settings)
+def bank_settings(
+    extractor: ExtractorSection | None = None, queue: QueueSettings | None = None, **bank: Any
+) -> ManagerSettings:
+    return ManagerSettings(
+        retrieval=NEAREST, extractor=extractor or ExtractorSection(),
+        queue=queue or QueueSettings(), bank=BankSection(**bank),
+    )  # fmt: skip
 
 
 def texts(manager: ExperienceManager) -> list[str]:
@@ -135,10 +136,12 @@ async def test_credit_eviction_keeps_winners_and_untried_entries(tmp_path: Path)
     A useless entry guides to success in three of four episodes.
     """
     draw = random.Random(0)
-    chosen_by = RetrievalSettings(
+    chosen_by = RetrievalSection(
         choice="credit", per="rollout", trial_share=0.5, min_similarity=-1, margin=2
     )
-    settings = ManagerSettings(retrieval=chosen_by, max_per_goal=8, evict="credit")
+    settings = ManagerSettings(
+        retrieval=chosen_by, bank=BankSection(max_per_goal=8, evict="credit")
+    )
     manager = await open_manager(tmp_path / "bank.sqlite", answering(echo_last_word), settings)
     led = tried = 0
     for visit in range(20):
@@ -147,7 +150,9 @@ async def test_credit_eviction_keeps_winners_and_untried_entries(tmp_path: Path)
             manager, *(request(visit, member=m, note=note) for m, note in enumerate(notes))
         )
         manager.advance(visit)
-        untried = {entry.text for entry in manager._bank.entries.values() if not entry.credited}
+        untried = {
+            entry.text for entry in manager._bank.entries.values() if not entry.counters.credited
+        }
         assert len(untried) >= (4 if visit else 1)
         for member in range(4):
             (found,) = await manager.search([search("q", group=visit, member=member)])
@@ -260,10 +265,8 @@ async def test_a_large_bank_evicts_more_than_the_surplus(
             f"text {i}",
             "room",
             GOAL,
-            "g",
-            (0, 1),
-            credited=int(n),
-            credit=float(rng.integers(0, n + 1) * 2 - n),
+            Provenance("g", (0, 1)),
+            Counters(credited=int(n), credit=float(rng.integers(0, n + 1) * 2 - n)),
         )
         for i, n in enumerate(credited)
     ]
@@ -281,13 +284,17 @@ async def test_a_large_bank_evicts_more_than_the_surplus(
     assert sizes == [495, 496, 497, 498, 499, 500, 495, 496]
     order = entries
     if evict == "credit":
-        score = {entry.uid: success_score(entry.credited, entry.credit) for entry in entries}
+        score = {
+            entry.uid: success_score(entry.counters.credited, entry.counters.credit)
+            for entry in entries
+        }
         best = {
             entry.uid
             for entry in sorted(reversed(entries), key=lambda entry: -score[entry.uid])[:250]
         }
         order = sorted(
-            entries, key=lambda entry: (entry.uid in best, not entry.credited, score[entry.uid])
+            entries,
+            key=lambda entry: (entry.uid in best, not entry.counters.credited, score[entry.uid]),
         )
     assert set(texts(manager)) & {entry.text for entry in entries} == {
         entry.text for entry in order[12:]
@@ -336,7 +343,7 @@ async def vote_manager(
 
 
 def votes(manager: ExperienceManager) -> dict[str, int]:
-    return {entry.text: entry.votes for entry in manager._bank.entries.values()}
+    return {entry.text: entry.counters.votes for entry in manager._bank.entries.values()}
 
 
 async def test_votes_are_counted_and_enough_down_votes_evict(tmp_path: Path) -> None:
@@ -351,7 +358,9 @@ async def test_votes_are_counted_and_enough_down_votes_evict(tmp_path: Path) -> 
         {"uid": "run/0/0/0#0", "version": 1},
     ]
     manager = await open_manager(
-        path, answering(lambda _: vote_answer(down=2)), bank_settings(evict_votes=2)
+        path,
+        answering(lambda _: vote_answer(down=2)),
+        bank_settings(evict_votes=2),
     )
     assert votes(manager) == {"one": 1, "two": -1}, "votes are stored"
     await distil(manager, request(9, shown=SHOWN))
@@ -437,12 +446,12 @@ async def test_a_vote_counts_for_one_version(tmp_path: Path) -> None:
 
 
 async def test_votes_earn_no_credit_and_are_not_malformed(tmp_path: Path) -> None:
-    credit = CreditSettings(cooldown=0, malformed_reward=-1.0)
+    extractor = ExtractorSection(cooldown=0, malformed_reward=-1.0)
     manager = await vote_manager(
         tmp_path / "bank.sqlite",
         vote_answer(up=1),
         f"{vote_answer(down=2)[:-1]}, {add('three')[1:]}",
-        credit=credit,
+        extractor=extractor,
     )
     assert (await manager.stats()).items() >= {"buffer/ready": 0, "generations": 2}.items()
     assert "ops/malformed" not in await manager.stats()
@@ -476,7 +485,9 @@ SAME, ALIKE, OTHER = (
 
 
 async def test_a_near_duplicate_add_is_dropped_and_counted(tmp_path: Path) -> None:
-    settings = bank_settings(duplicate_similarity=0.8, credit=CreditSettings(malformed_reward=-1.0))
+    settings = bank_settings(
+        duplicate_similarity=0.8, extractor=ExtractorSection(malformed_reward=-1.0)
+    )
     answers = iter([add(SAME, ALIKE, OTHER), add(ALIKE), update(SAME)])
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: next(answers)), settings
@@ -504,9 +515,7 @@ async def test_only_entries_that_one_query_can_find_are_compared(
 
     With goals in the keys, equal texts about different goals are not duplicates.
     """
-    settings = bank_settings(
-        duplicate_similarity=0.9, distil=DistilSettings(key_text_weight=weight)
-    )
+    settings = bank_settings(duplicate_similarity=0.9, key_text_weight=weight)
     manager = await open_manager(tmp_path / "bank.sqlite", answering(lambda _: add(SAME)), settings)
     await distil(
         manager,
@@ -521,7 +530,7 @@ async def test_only_entries_that_one_query_can_find_are_compared(
 
 
 async def test_with_goals_in_the_keys_texts_are_compared_instead(tmp_path: Path) -> None:
-    settings = bank_settings(duplicate_similarity=0.9, distil=DistilSettings(key_text_weight=0.1))
+    settings = bank_settings(duplicate_similarity=0.9, key_text_weight=0.1)
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: add(SAME, OTHER)), settings
     )
@@ -555,9 +564,8 @@ async def test_texts_to_compare_are_embedded_within_the_attempt(
     embedder = BusyEmbedder()
     settings = bank_settings(
         duplicate_similarity=0.8,
-        attempts=2,
-        backoff=0.0,
-        distil=DistilSettings(key_text_weight=weight),
+        key_text_weight=weight,
+        queue=QueueSettings(attempts=2, backoff=0.0),
     )
     for word, episode in ((SAME, request()), (ALIKE, request(1))):
         manager = await open_manager(
@@ -570,7 +578,7 @@ async def test_texts_to_compare_are_embedded_within_the_attempt(
         embedder.times = times
         if episode.step == 0:
             await manager.aclose()
-    dead = refused == settings.attempts
+    dead = refused == settings.queue.attempts
     metrics = {
         "queue/dead": int(dead),
         "queue/retried": int(refused > 0),
@@ -601,9 +609,7 @@ def test_one_of_several_equal_concurrent_adds_is_stored(
             return await super().generate(*args, **options)
 
     async def run(path: Path) -> None:
-        settings = bank_settings(
-            duplicate_similarity=0.9, distil=DistilSettings(key_text_weight=weight)
-        )
+        settings = bank_settings(duplicate_similarity=0.9, key_text_weight=weight)
         inner = answering(lambda _: add(SAME))
         manager = await open_manager(path, ShuffledEngine(inner._renderer, inner._answer), settings)
         running = asyncio.create_task(manager.run()) if background else None

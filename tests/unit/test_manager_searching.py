@@ -14,12 +14,14 @@ from extractors import WordEmbedder, search
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crl.manager import CachedEmbedder, RetrievalSettings
+from crl.config.schema import RetrievalSection
+from crl.manager import CachedEmbedder
 from crl.manager.records import Entry
 from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import Build, Neighbour
 from crl.manager.retrieval.searching import Searcher
 from crl.protocols import Hit
+from crl.types import Provenance
 
 ANY = {"margin": 2.0, "min_similarity": 0.0}
 
@@ -48,10 +50,13 @@ class GatedEmbedder(WordEmbedder):
 
 
 async def open_searcher(
-    *texts: str, embedder: WordEmbedder | CachedEmbedder | None = None, **settings
+    *texts: str,
+    embedder: WordEmbedder | CachedEmbedder | None = None,
+    exact: bool = False,
+    **settings,
 ) -> tuple[Searcher, Bank]:
-    chosen = RetrievalSettings(**{**ANY, **settings})
-    bank = Bank(WordEmbedder.dim, "task", chosen, seed=0)
+    chosen = RetrievalSection(**{**ANY, **settings})
+    bank = Bank(WordEmbedder.dim, "task", chosen, seed=0, exact=exact)
     searcher = Searcher(bank, embedder or WordEmbedder(), chosen)
     vectors = await WordEmbedder().embed(texts)
     await searcher.change(
@@ -61,7 +66,7 @@ async def open_searcher(
 
 
 def entry(text: str) -> Entry:
-    return Entry(text, 1, text, "room", "goal", text, (0, 1))
+    return Entry(text, 1, text, "room", "goal", Provenance(text, (0, 1)))
 
 
 def start_search(
@@ -119,7 +124,7 @@ async def test_equal_queries_share_an_embedding_but_not_a_result():
         "go west",
         "go west now",
     ]
-    assert sum(one.retrieved for one in bank.entries.values()) == 4
+    assert sum(one.counters.retrieved for one in bank.entries.values()) == 4
     await searcher.aclose()
 
 
@@ -139,7 +144,7 @@ async def test_picks_follow_the_order_of_the_searches():
         for hit in await alone.search([search("a", group=group)], 0, counted=True)
         if hit
     ]
-    assert sorted(one.retrieved for one in bank.entries.values()) == [1, 2]
+    assert sorted(one.counters.retrieved for one in bank.entries.values()) == [1, 2]
     await alone.aclose()
     await searcher.aclose()
 
@@ -166,7 +171,7 @@ async def test_a_cancelled_search_counts_nothing():
     embedder.gates[0].set()
     await searcher.aclose()
     assert asked.cancelled()
-    assert bank.entries["a"].retrieved == 0
+    assert bank.entries["a"].counters.retrieved == 0
     assert not bank.take_counts()
 
 
@@ -197,7 +202,7 @@ async def test_group_members_do_not_wait_once_the_first_has_its_pick():
     assert not others.done()
     embedder.gates[1].set()
     assert await others == hits
-    assert bank.entries["a"].retrieved == 2
+    assert bank.entries["a"].counters.retrieved == 2
     await searcher.aclose()
 
 
@@ -304,7 +309,7 @@ async def test_a_text_that_cannot_be_embedded_fails_only_its_own_search():
     with pytest.raises(OSError, match="the embedder is gone"):
         await asked[1]
     assert all([await first, await asked[0], await asked[2]])
-    assert bank.entries["a"].retrieved == 3
+    assert bank.entries["a"].counters.retrieved == 3
     await searcher.aclose()
 
 
@@ -351,7 +356,7 @@ async def test_a_large_bank_gives_the_same_answers_as_a_small_one(small_graphs, 
     for (hit,), vector, similarity in zip(hits, vectors, best, strict=True):
         assert hit is not None
         assert found[hit.text] @ vector == pytest.approx(similarity, abs=1e-6)
-    assert sum(one.retrieved for one in bank.entries.values()) == 400
+    assert sum(one.counters.retrieved for one in bank.entries.values()) == 400
     await searcher.aclose()
 
 

@@ -15,7 +15,7 @@ from crl.config.schema import RunConfig
 from crl.config.validate import run_config
 from crl.envs.base import Rendering
 from crl.envs.room import SPEC
-from crl.manager import DistilRequest
+from crl.manager import DistilRequest, EpisodeId
 from crl.methods import complementary, grpo
 from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode, NoEpisode, turns_text
 from crl.methods.parts.records import compact_record, full_record
@@ -197,13 +197,13 @@ def test_a_compact_prompt_by_hand() -> None:
     hint = Hit("Go west.", ExperienceUse("e1", 1, "g1", "start"))
     write = CompactDistilPrompt({"doors": turns_text})
     guided = DistilRequest(
-        "run", 0, 0, 0, TASK, segments, success=True, truncated=False, shown=(hint,)
+        EpisodeId("run", 0, 0, 0), TASK, segments, success=True, truncated=False, shown=(hint,)
     )
     assert write(guided) == [
         Segment("user", "Open it.\nhint 1 Go west.\nA door.\nopen\nIt opens.\nsuccess", "task")
     ]
     free = DistilRequest(
-        "run", 0, 0, 0, TASK, segments[:1] + segments[2:], success=False, truncated=True
+        EpisodeId("run", 0, 0, 0), TASK, segments[:1] + segments[2:], success=False, truncated=True
     )
     assert write(free) == [Segment("user", "Open it.\nA door.\nopen\nIt opens.\nfailure", "task")]
 

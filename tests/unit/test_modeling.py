@@ -59,6 +59,29 @@ def copied(tiny_actor: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_actor, tmp_path / "model"))
 
 
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_weights_are_mapped_from_their_file(copied: Path) -> None:
+    """Check that weights in the precision of their file are pages of this file.
+
+    The ranks of a learner share such pages, so a model is not in host memory once per rank.
+    """
+
+    def mapped(dtype: torch.dtype) -> bool:
+        model = load_model(copied, CPU, dtype)
+        areas = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ranges = [
+            range(*(int(address, 16) for address in area[0].split("-")))
+            for area in areas
+            if area[-1] == str(copied / "model.safetensors")
+        ]
+        return all(any(p.data_ptr() in area for area in ranges) for p in model.parameters())
+
+    assert mapped(torch.float32)
+    assert not mapped(torch.bfloat16)
+
+
 # ── rejected models ───────────────────────────────────────────────────────────────────────────────
 
 

@@ -20,7 +20,7 @@ from crl.envs import alfworld, webshop
 from crl.envs.actions import COMPASS
 from crl.envs.alfworld import SMALL_SPEC
 from crl.envs.alfworld import lessons as house_lessons
-from crl.envs.base import EnvSpec
+from crl.envs.base import EnvSpec, Runtime
 from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room import SPEC, demonstration_tasks, probe_tasks
 from crl.envs.room.lessons import (
@@ -144,7 +144,7 @@ async def success(
     return sum(trajectory.success for trajectory in trajectories) / len(trajectories)
 
 
-HOUSE = replace(SMALL_SPEC, hosting="threads", make_game=lambda rendering: SmallHouse())
+HOUSE = replace(SMALL_SPEC, runtime=Runtime(), make_game=lambda rendering: SmallHouse())
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def test_the_shipped_actor_follows_right_advice(
     free_bounds: tuple[float, float],
 ) -> None:
     """The places were not used in training. Without advice the actor solves at most half."""
-    advisor = spec.advisor
+    advisor = spec.curriculum.advisor
     assert advisor is not None
     engine = TorchEngine(
         load_model(tiny_actor, torch.device("cpu")), max_batch=128, max_context=1024

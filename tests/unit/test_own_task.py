@@ -15,23 +15,24 @@ from crl.cli.play import PlayableTask
 from crl.config import catalog
 from crl.config.load import dump, load, load_saved
 from crl.envs import registry
-from crl.envs.base import EnvSpec, StreamSettings, no_player
+from crl.envs.base import EnvSpec, StreamSettings
 from crl.envs.seeded import TRAIN_SEEDS, UNSEEN_SEEDS, SeededTasks
 from crl.errors import ConfigError
+from crl.planning.context import chat_context
 from crl.planning.plan import plan
-from crl.planning.tasks import require_compatible_extractor, specs
-from crl.types import Task
+from crl.planning.preflight import require, require_compatible_extractor
+from crl.planning.tasks import first_tasks, specs
+from crl.types import Observation, Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DOORS = EXAMPLES / "doors" / "doors.toml"
 
 OWN_SOURCE = """
-from crl.envs.base import EnvSpec
-def spec(hosting="threads"):
-    return EnvSpec("own", hosting, 1, (0.0, 1.0), (), "any text", False, \
-lambda rendering: None, lambda seed, s: None, lambda *a: ())
-SPEC = spec()
-WORKERS = spec("processes")
+from dataclasses import replace
+from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Runtime
+SPEC = EnvSpec("own", lambda rendering: None, EnvTasks(lambda seed, s: None, lambda *a: ()), \
+ActionSpace(description="any text"), turns=1)
+WORKERS = replace(SPEC, runtime=Runtime("processes"))
 """
 TASK_FILE = 'env = "own.py:{}"\nrendering = "compact"\nmax_turns = 1\nmax_response_tokens = 4\n'
 
@@ -56,16 +57,25 @@ def test_the_example_is_a_valid_task():
     config = load([str(DOORS)])
     spec = specs(config)["doors"]
     assert config.tasks["doors"].max_turns == spec.turns
-    assert spec.scripted_player is no_player
+    assert spec.curriculum.scripted_player is None
     assert plan(config).splitlines()[0] == "── resolved config ──"
     game = spec.make_game("compact")
-    for task in spec.eval_tasks("unseen", 8, 0, StreamSettings()):
+    for task in spec.tasks.eval_tasks("unseen", 8, 0, StreamSettings()):
         tried = []
-        for door in spec.actions:
+        for door in spec.actions.choices:
             game.reset(task)
             assert not game.step("no door").valid
             tried.append(game.step(f"<answer>{door}</answer>").success)
         assert tried.count(True) == 1
+
+
+def test_the_prompt_lists_the_choices_of_actions_without_a_description():
+    task = PlayableTask.load(str(DOORS), "full")
+    context = chat_context({"doors": task.config}, {"doors": task.spec})
+    drawn = first_tasks("doors", task.config, task.spec, "unseen", 1, 0)[0]
+    prompt, *_ = context.opening(drawn, Observation("eight doors, all shut."), None)
+    assert ", ".join(task.spec.actions.choices) in prompt.text
+    assert not task.spec.actions.description
 
 
 def test_the_documentation_quotes_the_example():
@@ -146,30 +156,46 @@ def test_errors_in_the_file_of_an_environment(tmp_path: Path):
     ("change", "words"),
     [
         (
-            "actions=['up', 'down']",
-            "ValueError: own: actions must be a tuple of strings, which is empty if actions "
+            "actions=ActionSpace(['up', 'down'])",
+            "ValueError: choices of actions must be a tuple of strings, which is empty if actions "
             "are free text, not ['up', 'down']",
         ),
         (
-            "actions='up'",
-            "ValueError: own: actions must be a tuple of strings, which is empty if actions "
+            "actions=ActionSpace('up')",
+            "ValueError: choices of actions must be a tuple of strings, which is empty if actions "
             "are free text, not 'up'",
         ),
         (
-            "actions=(1, 2)",
-            "ValueError: own: actions must be a tuple of strings, which is empty if actions "
+            "actions=ActionSpace((1, 2))",
+            "ValueError: choices of actions must be a tuple of strings, which is empty if actions "
             "are free text, not (1, 2)",
         ),
-        ("hosting='fork'", "ValueError: own: hosting must be threads or processes, not 'fork'"),
         (
-            "hosting=['threads']",
-            "ValueError: own: hosting must be threads or processes, not ['threads']",
+            "actions=ActionSpace()",
+            "ValueError: actions that are free text need a description",
+        ),
+        (
+            "actions=('up', 'down')",
+            "ValueError: own: actions must be an ActionSpace, not ('up', 'down')",
+        ),
+        ("tasks=None", "ValueError: own: tasks must be an EnvTasks, not None"),
+        (
+            "runtime=Runtime('fork')",
+            "ValueError: hosting must be threads or processes, not 'fork'",
+        ),
+        (
+            "runtime=Runtime(['threads'])",
+            "ValueError: hosting must be threads or processes, not ['threads']",
         ),
         ("turns=0", "ValueError: own: turns must be at least 1, not 0"),
+        (
+            "hosting='threads'",
+            "TypeError: EnvSpec.__init__() got an unexpected keyword argument 'hosting'",
+        ),
     ],
 )
 def test_invalid_declarations_of_an_environment(tmp_path: Path, change: str, words: str):
-    source = f"{OWN_SOURCE}from dataclasses import replace\nSPEC = replace(SPEC, {change})\n"
+    source = f"{OWN_SOURCE}SPEC = replace(SPEC, {change})\n"
     assert f"its module cannot be imported ({words}). " in config_error(
         own_task(tmp_path, source=source)
     )
@@ -183,26 +209,27 @@ def test_environments_are_hashable_with_unhashable_fields():
 MISCOUNTING_SOURCE = """
 from dataclasses import replace
 from crl.envs.room import SPEC as ROOM
-SPEC = replace(ROOM, name="own", {}=lambda *a: ROOM.{}(*a)[1:])
+RECORD = replace(ROOM.{record}, {function}=lambda *a: ROOM.{record}.{function}(*a)[1:])
+SPEC = replace(ROOM, name="own", {record}=RECORD)
 """
 
 
 @pytest.mark.parametrize(
-    ("function", "key", "n"),
+    ("record", "function", "key", "n"),
     [
-        ("eval_tasks", "seen", 9),
-        ("eval_tasks", "unseen", 8),
-        ("eval_tasks", "online_places", 7),
-        ("probe_tasks", "probe_places", 6),
+        ("tasks", "eval_tasks", "seen", 9),
+        ("tasks", "eval_tasks", "unseen", 8),
+        ("tasks", "eval_tasks", "online_places", 7),
+        ("curriculum", "probe_tasks", "probe_places", 6),
     ],
 )
 def test_an_environment_that_returns_the_wrong_number_of_tasks(
-    tmp_path: Path, function: str, key: str, n: int
+    tmp_path: Path, record: str, function: str, key: str, n: int
 ):
-    own = own_task(tmp_path, source=MISCOUNTING_SOURCE.format(function, function))
+    own = own_task(tmp_path, source=MISCOUNTING_SOURCE.format(record=record, function=function))
     sizes = dict.fromkeys(("seen", "unseen", "online_places", "probe_places"), 0) | {key: n}
     with pytest.raises(ConfigError) as caught:
-        plan(load([own], sets=[f"tasks.own.eval.{name}={size}" for name, size in sizes.items()]))
+        require(load([own], sets=[f"tasks.own.eval.{name}={size}" for name, size in sizes.items()]))
     message = (
         f"its {function} returned {n - 1} tasks, but {n} were requested. Fix {function}: return "
         "as many as requested, or raise a ValueError that says how many"
@@ -221,8 +248,7 @@ def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
     text = config_error(
         own_task(
             tmp_path,
-            source=OWN_SOURCE
-            + "from dataclasses import replace\nSPEC = replace(SPEC, extra='no_such_extra')\n",
+            source=f"{OWN_SOURCE}SPEC = replace(SPEC, runtime=Runtime(extra='no_such_extra'))\n",
         )
     )
     assert (
@@ -402,10 +428,10 @@ def test_errors_in_a_mixture(tmp_path: Path, text: str, words: str):
 
 def test_seeded_tasks_are_fixed_and_disjoint_from_the_train_stream():
     tasks, settings = SeededTasks("dice", "Roll a six."), StreamSettings()
-    first, second = tasks.source(3, settings), tasks.source(3, settings)
+    first, second = tasks.stream(3, settings), tasks.stream(3, settings)
     drawn = [*first.draw(4), *first.draw(60)]
     assert drawn == list(second.draw(64))
-    assert drawn != list(tasks.source(4, settings).draw(64))
+    assert drawn != list(tasks.stream(4, settings).draw(64))
     assert len({task.seed for task in drawn}) == 64
     assert all(task.seed in TRAIN_SEEDS and task.split == "train" for task in drawn)
     unseen = tasks.eval_tasks("unseen", 32, 0, settings)
@@ -416,7 +442,7 @@ def test_seeded_tasks_are_fixed_and_disjoint_from_the_train_stream():
 
 
 def test_a_stream_of_seeds_continues_from_its_state():
-    source = SeededTasks("dice", "Roll a six.").source(0, StreamSettings())
+    source = SeededTasks("dice", "Roll a six.").stream(0, StreamSettings())
     source.draw(5)
     state = json.loads(json.dumps(source.state()))
     expected: list[Task] = list(source.draw(3))

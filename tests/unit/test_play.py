@@ -15,6 +15,7 @@ from crl.cli.main import app
 from crl.cli.play import HumanPlayer, PlayableTask
 from crl.config import catalog
 from crl.envs import registry
+from crl.envs.base import Runtime
 from crl.planning import installed
 
 WEBSHOP = Path(__file__).parent / "webshop_data"
@@ -55,7 +56,7 @@ def line_of(task: str) -> str:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    spec = replace(registry.get_spec("room"), extra="no_such_extra")
+    spec = replace(registry.get_spec("room"), runtime=Runtime(extra="no_such_extra"))
     monkeypatch.setattr(installed, "get_spec", lambda name: spec)
     assert line_of("room").endswith(
         "it needs the extra 'no_such_extra', which is not installed. "
@@ -208,7 +209,7 @@ def test_an_unplayable_task_is_a_one_line_error(args: tuple[str, ...], words: st
 
 
 INVALID_GAME = """
-from crl.envs.base import EnvSpec
+from crl.envs.base import ActionSpace, EnvSpec
 from crl.envs.seeded import SeededTasks
 from crl.types import StepResult
 
@@ -221,8 +222,8 @@ class Game:
         {close}
 
 TASKS = SeededTasks("unruly", "Try.")
-SPEC = EnvSpec("unruly", "threads", 2, (0.0, 1.0), (), "any text", False, \
-lambda rendering: Game(), TASKS.source, TASKS.eval_tasks)
+SPEC = EnvSpec("unruly", lambda rendering: Game(), TASKS.tasks, \
+ActionSpace(description="any text"), turns=2)
 """
 WINNING = {
     "reset": "'say something.'",

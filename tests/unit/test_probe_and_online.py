@@ -19,6 +19,7 @@ from doors import renderer, runner
 from extractors import WordEmbedder, add, answering, dump, request, task, write_merge
 from test_diagnostics import distilled
 
+from crl.config.schema import BankSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
 from crl.envs.actions import COMPASS
 from crl.envs.base import StreamSettings
@@ -38,14 +39,7 @@ from crl.evaluation.online import (
 )
 from crl.evaluation.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.manager import (
-    Distilled,
-    DistilSettings,
-    ExperienceManager,
-    ManagerSettings,
-    Prompts,
-    RetrievalSettings,
-)
+from crl.manager import Distilled, EpisodeId, ExperienceManager, ManagerSettings, Prompts
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
@@ -56,9 +50,9 @@ from crl.types import Task, Trajectory
 TURNS = 4
 SEEN_STAIRS = re.compile(r"^stairs ([a-z]+)$", re.MULTILINE)
 ADVICE = re.compile(r"from the start go ([a-z]+)\.")
-PLACES = SPEC.eval_tasks("unseen", 3, 0, StreamSettings())
-assert SPEC.advisor
-ADVISOR = SPEC.advisor
+PLACES = SPEC.tasks.eval_tasks("unseen", 3, 0, StreamSettings())
+assert SPEC.curriculum.advisor
+ADVISOR = SPEC.curriculum.advisor
 
 
 def follow_advice(prompt: str) -> str:
@@ -167,8 +161,8 @@ async def test_each_place_gets_its_own_advice() -> None:
 
 # ── a bank built online ───────────────────────────────────────────────────────────────────────────
 
-SETTINGS = ManagerSettings(retrieval=RetrievalSettings(margin=0.0, min_similarity=0.9))
-PROMPT = CompactDistilPrompt({"room": SPEC.digest or (lambda segments: "")})
+SETTINGS = ManagerSettings(retrieval=RetrievalSection(margin=0.0, min_similarity=0.9))
+PROMPT = CompactDistilPrompt({"room": SPEC.curriculum.digest or (lambda segments: "")})
 
 
 def good_extractor(prompt: str) -> str:
@@ -186,7 +180,7 @@ async def open_bank(
     extractor: Callable[[str], str],
     on_distilled: Callable[[Distilled], None] | None = None,
 ):
-    settings = replace(SETTINGS, distil=DistilSettings(key_text_weight=0.1))
+    settings = replace(SETTINGS, bank=BankSection(key_text_weight=0.1))
     return await ExperienceManager.open(
         path, answering(extractor), WordEmbedder(), renderer(), Prompts(PROMPT, write_merge),
         settings, seed=0, on_distilled=on_distilled,
@@ -230,8 +224,8 @@ async def online(
 ) -> AsyncIterator[tuple[OnlineEvaluator, Banks, EpisodeRunner]]:
     bank = await open_bank(folder / "bank.sqlite", extractor)
     banks = Banks(folder, bank, extractor)
-    assert SPEC.revisit
-    tasks = {"room": OnlineTask(PLACES, SPEC.revisit, ADVISOR)}
+    assert SPEC.tasks.revisit
+    tasks = {"room": OnlineTask(PLACES, SPEC.tasks.revisit, ADVISOR)}
     try:
         async with room_runner(actor) as run:
             scheduler = EpisodeScheduler(7)
@@ -372,10 +366,12 @@ def test_the_lesson_counter_counts_only_its_own_requests() -> None:
         (RUN_NAME, distilled("be careful.")),
         ("run12345678", distilled()),
     ):
-        counter(replace(answer, request=replace(answer.request, run=run, task=room)))
+        episode = EpisodeId(run, 0, 0, 0)
+        counter(replace(answer, request=replace(answer.request, episode=episode, task=room)))
     assert counter.count == (1, 2)
     without = LessonCounter(None)
-    without(replace(right, request=replace(right.request, run=RUN_NAME, task=room)))
+    episode = EpisodeId(RUN_NAME, 0, 0, 0)
+    without(replace(right, request=replace(right.request, episode=episode, task=room)))
     assert without.count is None
 
 
@@ -407,7 +403,7 @@ async def test_an_evaluation_changes_neither_the_bank_nor_later_searches(
     The bank has several experiences of each place.
     """
     picks_by_run: list[list[str | None]] = []
-    seen = SPEC.eval_tasks("seen", 6, 0, StreamSettings())
+    seen = SPEC.tasks.eval_tasks("seen", 6, 0, StreamSettings())
     for evaluated in (False, True):
         folder = tmp_path / str(evaluated)
         folder.mkdir()
@@ -463,7 +459,7 @@ def evaluator(
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
     """With an empty bank both are the same episodes. Only an experience makes a difference."""
-    seen = SPEC.eval_tasks("seen", 6, 0, StreamSettings())
+    seen = SPEC.tasks.eval_tasks("seen", 6, 0, StreamSettings())
     async with online(tmp_path, follow_advice, good_extractor) as (_, banks, run):
         empty: Evaluation = await evaluator(run, banks.bank, seen, None).evaluate()
         assert empty.rates["room", "seen", "guided"] == empty.rates["room", "seen", "free"]

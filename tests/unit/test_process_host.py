@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_games import NUMBERS, SPEC
 
-from crl.envs.base import EnvSpec
+from crl.envs.base import EnvSpec, Runtime
 from crl.envs.hosting.processes import MAX_AFFINITY_SURPLUS, ProcessEnvironment, ProcessHost
 from crl.envs.hosting.threads import Hosts, ThreadHost
 from crl.errors import ConfigError, RolloutError
@@ -109,7 +109,9 @@ async def test_games_are_spread_over_workers_and_stay_in_their_worker() -> None:
 
 
 async def test_with_affinity_a_task_stays_in_its_worker_until_that_worker_is_too_busy() -> None:
-    async with hosting(replace(SPEC, affinity=True), processes=2) as host:
+    async with hosting(
+        replace(SPEC, runtime=Runtime("processes", affinity=True)), processes=2
+    ) as host:
         first, second = (replace(TASK, seed=seed) for seed in (1, 2))
         members = [await host.acquire(task) for task in [first] * 4 + [second] * 4]
         assert [len({e.worker for e in half}) for half in (members[:4], members[4:])] == [1, 1]
@@ -348,7 +350,7 @@ async def test_closing_ends_every_worker_and_removes_its_files() -> None:
 
 def test_invalid_arguments_of_a_process_host() -> None:
     with pytest.raises(ValueError, match="hosting is 'processes', not: toy"):
-        ProcessHost({"toy": (replace(SPEC, hosting="threads"), "full")})
+        ProcessHost({"toy": (replace(SPEC, runtime=Runtime("threads")), "full")})
     with pytest.raises(ValueError, match="processes must be at least 1"):
         ProcessHost({}, processes=0)
     with pytest.raises(
@@ -436,7 +438,7 @@ def ends_worker(script: list[str]) -> bool:
 async def test_hosts_acquire_each_task_from_its_own_host() -> None:
     tasks = {"near": replace(TASK, name="near"), "far": replace(TASK, name="far")}
     near, far = (
-        ThreadHost({"near": (replace(SPEC, hosting="threads"), "full")}),
+        ThreadHost({"near": (replace(SPEC, runtime=Runtime("threads")), "full")}),
         ProcessHost({"far": (SPEC, "full")}, processes=1),
     )
     hosts = Hosts({"near": near, "far": far})

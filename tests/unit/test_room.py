@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
+from shipped import scripted_player
 
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
 from crl.envs import places
-from crl.envs.base import Rendering, ScriptedPlayer, StreamSettings, play_episode
+from crl.envs.base import Rendering, StreamSettings, play_episode
+from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.hosting.threads import ThreadHost
 from crl.envs.room import ACTIONS, PLACES, SPEC, demonstration_tasks, probe_tasks
-from crl.envs.room.game import RoomGame, true_stairs
+from crl.envs.room.game import RoomGame
+from crl.envs.room.oracle import true_stairs
 from crl.envs.room.player import RoomPlayer
 from crl.scratch import scratch_folder
 from crl.types import Task
@@ -237,7 +240,7 @@ def test_the_last_text_reports_the_end_and_no_step_is_possible(
 def test_the_true_stairs_are_where_episodes_are_won(games: dict[Rendering, RoomGame]) -> None:
     game, checked = games["full"], 0
     for i, task in enumerate(UNSEEN[:40]):
-        played = play_episode(game, task, SPEC.scripted_player(random.Random(i)), turns=30)
+        played = play_episode(game, task, scripted_player(SPEC, random.Random(i)), turns=30)
         seen = [
             (x, y)
             for y, row in enumerate(game.grid)
@@ -296,7 +299,7 @@ def test_players_that_know_the_stairs_win_within_the_compact_turn_limit(
         return sum(episode.success for episode in played) / len(tasks)
 
     assert wins(lambda task, rng: InformedPlayer(rng, true_stairs(int(task.params["lgen"])))) >= 0.9
-    assert 0.4 <= wins(lambda _, rng: SPEC.scripted_player(rng)) <= 0.65
+    assert 0.4 <= wins(lambda _, rng: scripted_player(SPEC, rng)) <= 0.65
     assert wins(lambda _, rng: RandomPlayer(rng)) <= 0.1375
 
 

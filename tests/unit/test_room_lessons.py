@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import LessonVerdict
+from crl.envs.curriculum import LessonVerdict
 from crl.envs.places import PROBE_LAYOUTS
 from crl.envs.room import SPEC, probe_tasks
 from crl.envs.room.game import RoomGame
@@ -169,7 +169,7 @@ def test_the_digest() -> None:
     )
     assert digest(won) == "moves east south\nstairs southeast of the start"
     assert digest(won[:3]) == "moves \nstairs not seen"
-    assert SPEC.digest is digest
+    assert SPEC.curriculum.digest is digest
 
 
 # ── true directions ───────────────────────────────────────────────────────────────────────────────

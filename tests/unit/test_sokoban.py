@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shipped import scripted_player
 
 from crl.envs.base import StreamSettings, play_episode
 from crl.envs.search import shortest_path
@@ -104,7 +105,7 @@ def test_a_puzzle_depends_only_on_its_seed() -> None:
 
 
 def test_the_texts() -> None:
-    (task,) = SPEC.eval_tasks("unseen", 2, 0, StreamSettings())[1:]
+    (task,) = SPEC.tasks.eval_tasks("unseen", 2, 0, StreamSettings())[1:]
     full, compact = SokobanGame("full"), SokobanGame("compact")
     assert full.reset(task) == (
         "Map:\nWWWWWW\nW@.WCW\nW.AC.W\nWW..AW\nW....W\nWWWWWW\n"
@@ -125,8 +126,8 @@ def test_the_texts() -> None:
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 def test_the_scripted_player_takes_the_shortest_solution(rendering) -> None:
     game = SokobanGame(rendering)
-    for i, task in enumerate(SPEC.eval_tasks("unseen", 40, 0, StreamSettings())):
-        played = play_episode(game, task, SPEC.scripted_player(random.Random(i)), SPEC.turns)
+    for i, task in enumerate(SPEC.tasks.eval_tasks("unseen", 40, 0, StreamSettings())):
+        played = play_episode(game, task, scripted_player(SPEC, random.Random(i)), SPEC.turns)
         assert played.success
         assert len(played.actions) == game.puzzle.moves[starts(task)]
 

@@ -15,14 +15,15 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shipped import shipped_task
+from shipped import scripted_player, shipped_task
 
 from crl.envs.base import Rendering, StreamSettings, play_episode
 from crl.envs.hosting.threads import ThreadHost
-from crl.envs.webshop import SPEC, WebShopStream, eval_tasks, probe_tasks
+from crl.envs.webshop import SPEC
 from crl.envs.webshop.catalogue import Product
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.shop import open_shop
+from crl.envs.webshop.tasks import WebShopStream, eval_tasks, probe_tasks
 from crl.envs.webshop.text import RENDERERS
 from crl.errors import ConfigError
 from crl.types import StepResult, Task
@@ -358,7 +359,7 @@ def check_junk(rendering: Rendering, actions: int) -> None:
 def wins(rendering: Rendering, tasks: tuple[Task, ...]) -> float:
     game, (_, turns) = WebShopGame(rendering), shipped_task("webshop", rendering)
     return sum(
-        play_episode(game, task, SPEC.scripted_player(random.Random(0)), turns).success
+        play_episode(game, task, scripted_player(SPEC, random.Random(0)), turns).success
         for task in tasks
     ) / len(tasks)
 
@@ -382,7 +383,7 @@ def test_the_scripted_player_rejects_goals_that_it_cannot_read() -> None:
         play_episode(
             WebShopGame("full"),
             replace(UNSEEN[0], goal="i want a jumpsuit."),
-            SPEC.scripted_player(random.Random(0)),
+            scripted_player(SPEC, random.Random(0)),
             1,
         )
 
@@ -426,8 +427,8 @@ def test_needs_persist_while_wanted_options_vary() -> None:
         varied += len({game.reset(task) for task in visits}) > 1
     assert {len(visits) for visits in by_place.values()} == {1, 2, 3, 4, 5, 10}
     assert varied > 30
-    assert SPEC.revisit is not None
-    again = SPEC.revisit(UNSEEN[0], 1)
+    assert SPEC.tasks.revisit is not None
+    again = SPEC.tasks.revisit(UNSEEN[0], 1)
     assert (again.goal, again.params["lgen"]) == (UNSEEN[0].goal, UNSEEN[0].params["lgen"])
     assert again.params["core"] != UNSEEN[0].params["core"]
 

@@ -17,7 +17,6 @@ from thefuzz import fuzz
 
 from crl.envs.base import StreamSettings
 from crl.envs.places import PROBE_LAYOUTS, TRAIN_LAYOUTS, UNSEEN_LAYOUTS
-from crl.envs.webshop import WebShopStream
 from crl.envs.webshop.catalogue import (
     HUMAN,
     INSTRUCTIONS,
@@ -32,6 +31,7 @@ from crl.envs.webshop.goals import NO_LIMIT, InstructionGoals, needs
 from crl.envs.webshop.reward import get_reward, matched_options
 from crl.envs.webshop.search import SearchEngine
 from crl.envs.webshop.shop import GENERATED_SHARES, Shop, open_shop
+from crl.envs.webshop.tasks import WebShopStream
 from crl.envs.webshop.words import KINDS
 from crl.errors import ConfigError
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from crl.envs.webshop import SPEC, probe_tasks
+from crl.envs.webshop import SPEC
 from crl.envs.webshop.game import WebShopGame
 from crl.envs.webshop.lessons import (
     LESSONS,
@@ -19,6 +19,7 @@ from crl.envs.webshop.lessons import (
 )
 from crl.envs.webshop.player import Requirements
 from crl.envs.webshop.shop import open_shop
+from crl.envs.webshop.tasks import probe_tasks
 from crl.envs.webshop.text import brand
 from crl.types import Segment, Task
 
@@ -69,10 +70,10 @@ def test_right_advice_wins_and_wrong_advice_loses() -> None:
 
 
 def test_advice_holds_for_every_visit_of_a_need() -> None:
-    assert SPEC.revisit is not None
+    assert SPEC.tasks.revisit is not None
     for task in TASKS[:10]:
         for number in range(5):
-            again = SPEC.revisit(task, number)
+            again = SPEC.tasks.revisit(task, number)
             assert ADVISOR.right(again) == ADVISOR.right(task)
             assert (
                 visit(again, *following(again, ADVISOR.right(task)))[-1].text == "bought. score 100"

@@ -12,7 +12,8 @@ import tempfile
 import time
 
 from crl.envs.actions import parse_choice
-from crl.envs.base import EnvSpec, Rendering
+from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Rendering, Runtime
+from crl.envs.curriculum import Curriculum
 from crl.envs.places import PlaceStream
 from crl.errors import ConfigError
 from crl.types import StepResult, Task
@@ -119,14 +120,13 @@ class CountingPlayer:
 
 SPEC = EnvSpec(
     name="toy",
-    hosting="processes",
-    turns=8,
-    reward_range=(0.0, 1.0),
-    actions=NUMBERS,
-    action_format="one number from 0 to 7",
-    query_with_observation=False,
     make_game=make_guess,
-    task_source=lambda seed, settings: PlaceStream("toy", "{place}", seed, settings),
-    eval_tasks=lambda split, n, seed, settings: (),
-    scripted_player=lambda rng: CountingPlayer(),
+    tasks=EnvTasks(
+        lambda seed, settings: PlaceStream("toy", "{place}", seed, settings),
+        lambda split, n, seed, settings: (),
+    ),
+    actions=ActionSpace(NUMBERS),
+    turns=8,
+    runtime=Runtime("processes"),
+    curriculum=Curriculum(lambda rng: CountingPlayer()),
 )

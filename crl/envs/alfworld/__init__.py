@@ -16,193 +16,18 @@ imports them, in worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
-from crl.envs.alfworld import small
-from crl.envs.alfworld.games import (
-    VARIABLE,
-    data_folder,
-    official_chore,
-    official_games,
-    playable_games,
-)
-from crl.envs.alfworld.house import phrase
 from crl.envs.alfworld.lessons import HouseAdvisor, digest
 from crl.envs.alfworld.player import AlfworldPlayer
-from crl.envs.base import Data, EnvSpec, Game, Rendering, StreamSettings
-from crl.envs.places import (
-    DEMONSTRATION_LAYOUTS,
-    PROBE_LAYOUTS,
-    UNSEEN_LAYOUTS,
-    PlaceStream,
-    fixed_tasks,
-    revisited,
-    seen_tasks,
-)
-from crl.protocols import State
-from crl.seeds import generator
-from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
-
-NAME = "alfworld"
-SMALL = "alfworld_small"
-
-GAMES: dict[Split, int] = {"train": 1466, "seen": 140, "unseen": 134}
-"""Number of games per split.
-
-1,466 and 134 are the paper's numbers (CRL C.1). The seen split has 140 more games, in floor plans
-that are trained on.
-"""
-_FOLDERS: dict[Split, str] = {"train": "train", "seen": "valid_seen", "unseen": "valid_unseen"}
+from crl.envs.alfworld.tasks import NAME, SMALL, SMALL_TASKS, TASKS, probe_tasks
+from crl.envs.base import ActionSpace, EnvSpec, Game, Rendering, Runtime
+from crl.envs.curriculum import Curriculum
 
 COMMANDS = (
     "go to X, open X, close X, take A from X, move A to X, clean A with X, heat A with X, "
     "cool A with X, use A, examine X, look, inventory"
 )
-
-
-class AlfworldStream:
-    """`TaskSource` of all train games, in shuffled rounds."""
-
-    def __init__(self, seed: int, settings: StreamSettings) -> None:
-        self._seed, self._games = seed, _games("train")
-        self._drawn = 0
-
-    def draw(self, n: int) -> Sequence[Task]:
-        tasks = [self._task_at(self._drawn + i) for i in range(n)]
-        self._drawn += n
-        return tasks
-
-    def _task_at(self, k: int) -> Task:
-        number, position = divmod(k, len(self._games))
-        order = list(range(len(self._games)))
-        generator(self._seed, f"{NAME}/round", number).shuffle(order)
-        return _task("train", order[position])
-
-    def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Ignore the trajectories. The stream does not depend on them."""
-
-    def state(self) -> State:
-        return {"drawn": self._drawn}
-
-    def load_state(self, state: State) -> None:
-        self._drawn = int(state["drawn"])
-
-
-def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
-    """Return the first n games of a split, the same in every run.
-
-    The seen split uses floor plans that are trained on, the unseen split uses others. Raise
-    `ValueError` for any other split, or if the split has fewer than n games.
-    """
-    if split not in ("seen", "unseen"):
-        raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
-    available = len(_games(split))
-    if n > available:
-        raise ValueError(f"{n} games were requested, but there are only {available}")
-    return tuple(_task(split, number) for number in range(n))
-
-
-def _games(split: Split) -> Sequence[str | int]:
-    """Return the paths of ALFWorld's own games, or else the numbers of generated games."""
-    folder = data_folder()
-    return official_games(folder, _FOLDERS[split], GAMES[split]) if folder else range(GAMES[split])
-
-
-def data() -> Data:
-    """Return the description of the data in use.
-
-    Raise `ConfigError` if the folder of ALFWorld's own games has no playable games.
-    """
-    folder = data_folder()
-    if folder:
-        for split in _FOLDERS.values():
-            next(playable_games(folder, split))  # raises ConfigError if there are none
-        return Data(f"the official games in {folder}", official=True)
-    return Data(
-        "generated games of the same domain",
-        official=False,
-        hint=f"the official ones are played when {VARIABLE} names their folder",
-    )
-
-
-def small_data() -> Data:
-    return Data("generated houses of six receptacles", official=False)
-
-
-def _task(split: Split, number: int) -> Task:
-    game = _games(split)[number]
-    if isinstance(game, str):
-        chore = official_chore(game)
-        assert chore is not None
-        return Task(NAME, number, split, _sentence(phrase(chore)), {"game": game})
-    from crl.envs.alfworld import floorplans
-
-    use = SPLIT_DRAW_NAMES[split]
-    return Task(
-        NAME,
-        number,
-        split,
-        _sentence(phrase(floorplans.house(use, number).chore)),
-        {"use": use, "number": number},
-    )
-
-
-def _sentence(words: str) -> str:
-    return f"Your task is to: {words}."
-
-
-# ── small houses ──────────────────────────────────────────────────────────────────────────────────
-
-
-class SmallStream(PlaceStream):
-    """Train stream of small houses, of a run with `seed`."""
-
-    def __init__(self, seed: int, settings: StreamSettings) -> None:
-        super().__init__(SMALL, "{place}", seed, settings)
-
-    def task_at(self, k: int) -> Task:
-        return _with_chore(super().task_at(k))
-
-
-def small_eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
-    """Return the first n tasks of a split.
-
-    The seen split depends on the run's seed and settings. The unseen split is the same in every
-    run. Raise `ValueError` for any other split.
-    """
-    if split == "seen":
-        return tuple(map(_with_chore, seen_tasks(SMALL, "{place}", n, seed, settings)))
-    if split == "unseen":
-        return _fixed_small_tasks(UNSEEN_LAYOUTS, n)
-    raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
-
-
-def demonstration_tasks(n: int) -> tuple[Task, ...]:
-    """Return n small houses for warm-start demonstrations.
-
-    No run trains on them or is evaluated on them.
-    """
-    return _fixed_small_tasks(DEMONSTRATION_LAYOUTS, n)
-
-
-def probe_tasks(n: int) -> tuple[Task, ...]:
-    """Return n small houses for the advice probe. They have no other use."""
-    return _fixed_small_tasks(PROBE_LAYOUTS, n)
-
-
-def _fixed_small_tasks(layouts: range, n: int) -> tuple[Task, ...]:
-    return tuple(map(_with_chore, fixed_tasks(SMALL, "{place}", layouts, n)))
-
-
-def _with_chore(task: Task) -> Task:
-    """Return the task with its chore in the goal, after the name of the place.
-
-    Neither of them changes while the place exists.
-    """
-    chore = small.house(int(task.params["lgen"]), int(task.params["core"])).chore
-    return replace(task, goal=f"{task.goal}: {phrase(chore)}.")
 
 
 def make_game(rendering: Rendering) -> Game:
@@ -213,30 +38,22 @@ def make_game(rendering: Rendering) -> Game:
 
 SPEC = EnvSpec(
     name=NAME,
-    hosting="processes",
+    make_game=make_game,
+    tasks=TASKS,
+    actions=ActionSpace(
+        description=f"{COMMANDS} (X a receptacle and A a thing as they are called, "
+        "for example: take mug 1 from shelf 2)"
+    ),
     turns=40,
     reward_range=(-1.0, 1.0),
-    actions=(),
-    action_format=f"{COMMANDS} (X a receptacle and A a thing as they are called, "
-    "for example: take mug 1 from shelf 2)",
-    query_with_observation=False,
-    make_game=make_game,
-    task_source=AlfworldStream,
-    eval_tasks=eval_tasks,
-    scripted_player=AlfworldPlayer,
-    extra="alfworld",
-    data=data,
-    affinity=True,  # most of a reset is the planner's translation of the game
+    # most of a reset is the planner's translation of the game, which workers remember
+    runtime=Runtime("processes", affinity=True, extra="alfworld"),
+    curriculum=Curriculum(AlfworldPlayer),
 )
 SMALL_SPEC = replace(
     SPEC,
     name=SMALL,
+    tasks=SMALL_TASKS,
     turns=30,
-    task_source=SmallStream,
-    eval_tasks=small_eval_tasks,
-    revisit=partial(revisited, SMALL),
-    digest=digest,
-    advisor=HouseAdvisor(),
-    probe_tasks=probe_tasks,
-    data=small_data,
+    curriculum=Curriculum(AlfworldPlayer, digest, HouseAdvisor(), probe_tasks),
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from crl.envs.alfworld import small
 from crl.envs.alfworld.house import Chore, numbered, read_chore
-from crl.envs.base import LessonVerdict
+from crl.envs.curriculum import LessonVerdict
 from crl.types import Segment, Task
 
 LESSONS = {

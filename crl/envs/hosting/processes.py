@@ -77,7 +77,9 @@ class ProcessHost:
         timeout: float = 60.0,
         note: Callable[[str], object] = lambda text: None,
     ) -> None:
-        misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "processes"})
+        misplaced = sorted(
+            {spec.name for spec, _ in tasks.values() if spec.runtime.hosting != "processes"}
+        )
         if misplaced:
             raise ValueError(
                 "ProcessHost runs only environments whose hosting is 'processes', "
@@ -115,7 +117,9 @@ class ProcessHost:
         if self._closed:
             raise RolloutError("env", "the host is closed")
         spec, rendering = self._tasks[task.name]
-        worker = self._preferred_worker(task) if spec.affinity else self._least_loaded_worker()
+        worker = (
+            self._preferred_worker(task) if spec.runtime.affinity else self._least_loaded_worker()
+        )
         free = worker.free[spec, rendering]
         environment = ProcessEnvironment(
             self, worker, spec, rendering, free.pop() if free else None

@@ -50,7 +50,9 @@ class ThreadHost:
         threads: int = 8,
         timeout: float = 60.0,
     ) -> None:
-        misplaced = sorted({spec.name for spec, _ in tasks.values() if spec.hosting != "threads"})
+        misplaced = sorted(
+            {spec.name for spec, _ in tasks.values() if spec.runtime.hosting != "threads"}
+        )
         if misplaced:
             raise ValueError(
                 "ThreadHost runs only environments whose hosting is 'threads', "

@@ -10,7 +10,8 @@ learnt.
 from __future__ import annotations
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.base import ActionSpace, EnvSpec, Game, Rendering
+from crl.envs.curriculum import Curriculum
 from crl.envs.keyroom.lessons import KeyRoomAdvisor, digest
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.places import Places
@@ -30,19 +31,13 @@ def make_game(rendering: Rendering) -> Game:
 
 SPEC = EnvSpec(
     name=NAME,
-    hosting="threads",
-    turns=30,
-    reward_range=(0.0, 1.0),
-    actions=ACTIONS,
-    action_format=f"{', '.join(COMPASS)} (one step that way), pickup (what lies here), "
-    "apply (the key, to a door next to you)",
-    query_with_observation=False,
     make_game=make_game,
-    task_source=PLACES.stream,
-    eval_tasks=PLACES.eval_tasks,
-    scripted_player=KeyRoomPlayer,
-    revisit=PLACES.revisit,
-    digest=digest,
-    advisor=KeyRoomAdvisor(),
-    probe_tasks=PLACES.probe_tasks,
+    tasks=PLACES.tasks,
+    actions=ActionSpace(
+        ACTIONS,
+        f"{', '.join(COMPASS)} (one step that way), pickup (what lies here), "
+        "apply (the key, to a door next to you)",
+    ),
+    turns=30,
+    curriculum=Curriculum(KeyRoomPlayer, digest, KeyRoomAdvisor(), PLACES.probe_tasks),
 )

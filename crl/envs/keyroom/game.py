@@ -1,22 +1,16 @@
-"""Game of the key room, and the ground truth about its layouts."""
+"""Game of the key room."""
 
 from __future__ import annotations
 
-import random
-import threading
 from dataclasses import replace
-from functools import cache
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import Rendering, play_episode
+from crl.envs.base import Rendering
 from crl.envs.keyroom import ACTIONS
-from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import INVENTORY, OBSERVATIONS, Level, Turn, Window, minihack
-from crl.envs.minihack.player import Point
 from crl.envs.minihack.view import View
-from crl.types import Task
 
 WINDOW = Window(x=36, y=8, width=7, height=7)
 KEY = "key named The Master Key of Thievery"
@@ -100,29 +94,3 @@ def _adjacent_door(view: View) -> str | None:
     return next(
         (name for name, cell in cells.items() if cell and cell.name == text.CLOSED_DOOR), None
     )
-
-
-_level_lock = threading.Lock()
-
-
-@cache
-def true_cells(lgen: int) -> tuple[Point, Point]:
-    """Return the cells of a layout's key and door, which do not depend on the dynamics.
-
-    The function plays the game to find them. Never used by rollouts. Raise `LookupError` if they
-    are not found.
-    """
-    player, task = (
-        KeyRoomPlayer(random.Random(0)),
-        Task("keyroom", 0, "train", "", {"lgen": lgen, "core": 0}),
-    )
-    with _level_lock:
-        play_episode(_layout_game(), task, player, turns=60)
-    if player.key is None or player.door is None:
-        raise LookupError(f"the key or the door of layout {lgen} were not found")
-    return player.key, player.door
-
-
-@cache
-def _layout_game() -> KeyRoomGame:
-    return KeyRoomGame("compact")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from crl.envs.actions import COMPASS, moves
-from crl.envs.base import LessonVerdict
+from crl.envs.curriculum import LessonVerdict
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack.player import Point
 from crl.types import Segment, Task
@@ -86,7 +86,7 @@ class KeyRoomAdvisor:
 
 
 def _truth(task: Task) -> tuple[Point, Point]:
-    from crl.envs.keyroom.game import true_cells
+    from crl.envs.keyroom.oracle import true_cells
 
     return true_cells(int(task.params["lgen"]))
 

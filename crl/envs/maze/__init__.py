@@ -13,9 +13,11 @@ from dataclasses import replace
 from functools import partial
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.base import ActionSpace, EnvSpec, Game, Rendering
+from crl.envs.curriculum import Curriculum
+from crl.envs.maze.layout import SMALL_SIZE
 from crl.envs.maze.lessons import MazeAdvisor, digest
-from crl.envs.maze.player import SIZE, SMALL_SIZE, MazePlayer
+from crl.envs.maze.player import MazePlayer
 from crl.envs.places import Places
 
 NAME, SMALL = "maze", "maze_small"
@@ -24,37 +26,36 @@ PLACES = Places(NAME, "Maze: the {place}. Reach the stairs down (>).")
 SMALL_PLACES = replace(PLACES, env=SMALL)
 
 
-def make_game(rendering: Rendering, size: int = SIZE) -> Game:
+def make_game(rendering: Rendering) -> Game:
     from crl.envs.maze.game import MazeGame
 
-    return MazeGame(rendering, size)
+    return MazeGame(rendering)
+
+
+def make_small_game(rendering: Rendering) -> Game:
+    from crl.envs.maze.game import MazeGame
+    from crl.envs.maze.oracle import small_layout
+
+    return MazeGame(rendering, SMALL_SIZE, small_layout)
 
 
 SPEC = EnvSpec(
     name=NAME,
-    hosting="threads",
-    turns=30,
-    reward_range=(0.0, 1.0),
-    actions=ACTIONS,
-    action_format=f"{', '.join(ACTIONS)} (one step that way)",
-    query_with_observation=False,
     make_game=make_game,
-    task_source=PLACES.stream,
-    eval_tasks=PLACES.eval_tasks,
-    scripted_player=MazePlayer,
-    revisit=PLACES.revisit,
-    digest=digest,
-    advisor=MazeAdvisor(),
-    probe_tasks=PLACES.probe_tasks,
+    tasks=PLACES.tasks,
+    actions=ActionSpace(ACTIONS, f"{', '.join(ACTIONS)} (one step that way)"),
+    turns=30,
+    curriculum=Curriculum(MazePlayer, digest, MazeAdvisor(), PLACES.probe_tasks),
 )
 SMALL_SPEC = replace(
     SPEC,
     name=SMALL,
-    make_game=partial(make_game, size=SMALL_SIZE),
-    task_source=SMALL_PLACES.stream,
-    eval_tasks=SMALL_PLACES.eval_tasks,
-    scripted_player=partial(MazePlayer, size=SMALL_SIZE),
-    revisit=SMALL_PLACES.revisit,
-    advisor=MazeAdvisor(SMALL_SIZE),
-    probe_tasks=SMALL_PLACES.probe_tasks,
+    make_game=make_small_game,
+    tasks=SMALL_PLACES.tasks,
+    curriculum=Curriculum(
+        partial(MazePlayer, size=SMALL_SIZE),
+        digest,
+        MazeAdvisor(SMALL_SIZE),
+        SMALL_PLACES.probe_tasks,
+    ),
 )

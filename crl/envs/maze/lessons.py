@@ -11,8 +11,9 @@ import re
 from collections.abc import Sequence
 
 from crl.envs.actions import COMPASS, moves, parse_choice
-from crl.envs.base import LessonVerdict
-from crl.envs.maze.player import SIZE, MazePlayer
+from crl.envs.curriculum import LessonVerdict
+from crl.envs.maze.layout import SIZE
+from crl.envs.maze.player import MazePlayer
 from crl.envs.minihack.player import neighbour, read_position
 from crl.types import Segment, Task
 
@@ -70,7 +71,7 @@ class MazeAdvisor:
         self._size = size
 
     def right(self, task: Task) -> str:
-        from crl.envs.maze.game import true_way
+        from crl.envs.maze.oracle import true_way
 
         return lesson(true_way(int(task.params["lgen"]), self._size))
 
@@ -79,14 +80,14 @@ class MazeAdvisor:
 
         Its first step leads into a wall.
         """
-        from crl.envs.maze.game import true_maze, true_way
+        from crl.envs.maze.oracle import true_maze, true_way
 
         start, corridors, _ = true_maze(int(task.params["lgen"]), self._size)
         first = rng.choice([name for name in COMPASS if neighbour(start, name) not in corridors])
         return lesson([first, *true_way(int(task.params["lgen"]), self._size)[1:]])
 
     def judge(self, task: Task, text: str) -> LessonVerdict:
-        from crl.envs.maze.game import true_maze
+        from crl.envs.maze.oracle import true_maze
 
         way = read(text)
         if way is None:

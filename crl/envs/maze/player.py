@@ -6,6 +6,7 @@ import random
 from collections.abc import Set
 
 from crl.envs.actions import COMPASS
+from crl.envs.maze.layout import SIZE
 from crl.envs.minihack.player import (
     Point,
     neighbour,
@@ -16,9 +17,6 @@ from crl.envs.minihack.player import (
     read_things,
     shortest_walk,
 )
-
-SIZE, SMALL_SIZE = 7, 5
-"""Width and height of a maze, in cells."""
 
 
 class MazePlayer:

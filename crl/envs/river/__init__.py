@@ -13,9 +13,11 @@ from dataclasses import replace
 from functools import partial
 
 from crl.envs.actions import COMPASS, moves
-from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.base import ActionSpace, EnvSpec, Game, Rendering
+from crl.envs.curriculum import Curriculum
 from crl.envs.places import Places
-from crl.envs.river.player import BANK, SMALL_BANK, RiverPlayer
+from crl.envs.river.layout import BANK, SMALL_BANK
+from crl.envs.river.player import RiverPlayer
 
 NAME, SMALL = "river", "river_small"
 ACTIONS = tuple(COMPASS)
@@ -31,25 +33,18 @@ def make_game(rendering: Rendering, bank: int = BANK) -> Game:
 
 SPEC = EnvSpec(
     name=NAME,
-    hosting="threads",
-    turns=40,  # 30 are too few: one boulder in ten sinks without filling the water
-    reward_range=(0.0, 1.0),
-    actions=ACTIONS,
-    action_format=f"{', '.join(ACTIONS)} (one step that way; it pushes a boulder that lies there)",
-    query_with_observation=False,
     make_game=make_game,
-    task_source=PLACES.stream,
-    eval_tasks=PLACES.eval_tasks,
-    scripted_player=RiverPlayer,
-    revisit=PLACES.revisit,
-    digest=partial(moves, actions=ACTIONS),
+    tasks=PLACES.tasks,
+    actions=ActionSpace(
+        ACTIONS, f"{', '.join(ACTIONS)} (one step that way; it pushes a boulder that lies there)"
+    ),
+    turns=40,  # 30 are too few: one boulder in ten sinks without filling the water
+    curriculum=Curriculum(RiverPlayer, partial(moves, actions=ACTIONS)),
 )
 SMALL_SPEC = replace(
     SPEC,
     name=SMALL,
     make_game=partial(make_game, bank=SMALL_BANK),
-    task_source=SMALL_PLACES.stream,
-    eval_tasks=SMALL_PLACES.eval_tasks,
-    scripted_player=partial(RiverPlayer, bank=SMALL_BANK),
-    revisit=SMALL_PLACES.revisit,
+    tasks=SMALL_PLACES.tasks,
+    curriculum=replace(SPEC.curriculum, scripted_player=partial(RiverPlayer, bank=SMALL_BANK)),
 )

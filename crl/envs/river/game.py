@@ -12,7 +12,7 @@ from crl.envs.minihack import text
 from crl.envs.minihack.game import LevelGame
 from crl.envs.minihack.level import Level, Window
 from crl.envs.minihack.view import View
-from crl.envs.river.player import BANK, FAR_SIDE
+from crl.envs.river.layout import BANK, FAR_SIDE
 
 BOULDERS = 3
 """Maximum number of boulders in a compact text, nearest first.

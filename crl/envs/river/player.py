@@ -6,15 +6,8 @@ import random
 
 from crl.envs.actions import COMPASS
 from crl.envs.minihack.player import Point, read_map, read_position, read_things, shortest_walk
+from crl.envs.river.layout import BANK, FAR_SIDE
 
-BANK, SMALL_BANK = 18, 8
-"""Number of columns of the near bank. Also the index of the river's first column of water."""
-FAR_SIDE = 7
-"""Number of columns of the river and the far bank.
-
-The river is two cells wide. A player that falls into the second cell crawls out on a bank next to
-it.
-"""
 _HEIGHT, _STAIRS_ROW = 7, 2
 
 

@@ -10,7 +10,8 @@ much value. The rooms of the train stream persist over visits, so that their lay
 from __future__ import annotations
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import EnvSpec, Game, Rendering
+from crl.envs.base import ActionSpace, EnvSpec, Game, Rendering
+from crl.envs.curriculum import Curriculum
 from crl.envs.places import Places
 from crl.envs.room.lessons import RoomAdvisor, digest
 from crl.envs.room.player import RoomPlayer
@@ -30,18 +31,11 @@ def make_game(rendering: Rendering) -> Game:
 
 SPEC = EnvSpec(
     name=NAME,
-    hosting="threads",
-    turns=30,
-    reward_range=(0.0, 1.0),
-    actions=ACTIONS,
-    action_format=f"{', '.join(ACTIONS)} (one step that way, or an attack on what stands there)",
-    query_with_observation=False,
     make_game=make_game,
-    task_source=PLACES.stream,
-    eval_tasks=PLACES.eval_tasks,
-    scripted_player=RoomPlayer,
-    revisit=PLACES.revisit,
-    digest=digest,
-    advisor=RoomAdvisor(),
-    probe_tasks=probe_tasks,
+    tasks=PLACES.tasks,
+    actions=ActionSpace(
+        ACTIONS, f"{', '.join(ACTIONS)} (one step that way, or an attack on what stands there)"
+    ),
+    turns=30,
+    curriculum=Curriculum(RoomPlayer, digest, RoomAdvisor(), probe_tasks),
 )

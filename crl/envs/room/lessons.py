@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from crl.envs.actions import COMPASS
-from crl.envs.base import LessonVerdict
+from crl.envs.curriculum import LessonVerdict
 from crl.envs.room.player import possible_stairs
 from crl.types import Segment, Task
 
@@ -161,7 +161,7 @@ def true_stairs_direction(lgen: int, origin: Point | None = None) -> str | None:
     Return None if that cell holds the stairs, or if the stairs were not found. The function plays
     the game to find them.
     """
-    from crl.envs.room.game import true_stairs, true_start
+    from crl.envs.room.oracle import true_stairs, true_start
 
     try:
         return bearing(origin or true_start(lgen), true_stairs(lgen))

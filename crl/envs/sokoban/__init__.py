@@ -10,7 +10,8 @@ from __future__ import annotations
 from functools import partial
 
 from crl.envs.actions import moves
-from crl.envs.base import EnvSpec
+from crl.envs.base import ActionSpace, EnvSpec
+from crl.envs.curriculum import Curriculum
 from crl.envs.places import Places
 from crl.envs.sokoban.game import ACTIONS, SokobanGame
 from crl.envs.sokoban.player import SokobanPlayer
@@ -20,17 +21,13 @@ PLACES = Places(NAME, "Sokoban: the {place}. Push every box (A) onto a target (C
 
 SPEC = EnvSpec(
     name=NAME,
-    hosting="threads",
-    turns=30,
-    reward_range=(0.0, 1.0),
-    actions=ACTIONS,
-    action_format=f"{', '.join(ACTIONS)} (one step that way; it pushes a box that lies there, "
-    "if the cell behind it is free)",
-    query_with_observation=False,
     make_game=SokobanGame,
-    task_source=PLACES.stream,
-    eval_tasks=PLACES.eval_tasks,
-    scripted_player=SokobanPlayer,
-    revisit=PLACES.revisit,
-    digest=partial(moves, actions=ACTIONS),
+    tasks=PLACES.tasks,
+    actions=ActionSpace(
+        ACTIONS,
+        f"{', '.join(ACTIONS)} (one step that way; it pushes a box that lies there, "
+        "if the cell behind it is free)",
+    ),
+    turns=30,
+    curriculum=Curriculum(SokobanPlayer, partial(moves, actions=ACTIONS)),
 )

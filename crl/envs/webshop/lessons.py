@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from crl.envs.actions import parse_call
-from crl.envs.base import LessonVerdict
+from crl.envs.curriculum import LessonVerdict
 from crl.envs.webshop.player import Requirements, links
 from crl.types import Segment, Task
 

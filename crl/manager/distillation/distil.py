@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from crl.manager.distillation.departure import target_span
 from crl.manager.distillation.extractor import Answer, Extractor
-from crl.manager.distillation.ops import Op, OpLimits, ParsedOps, parse_ops
+from crl.manager.distillation.ops import Op, ParsedOps, parse_ops
 from crl.manager.embed import KeyEmbedder
 from crl.manager.records import Distilled, DistilRequest, UnitKey, Vote, Write
 from crl.types import ExperienceUse, Segment
@@ -25,20 +25,6 @@ It raises `RolloutError` if no prompt is possible.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class DistilSettings:
-    """Settings of the extractor's answers."""
-
-    max_tokens: int = 4096
-    """Maximum number of sampled tokens of one answer."""
-    temperature: float = 1.0
-    """Sampling temperature."""
-    key_text_weight: float | None = None
-    """Weight of the text in an entry's key, see `KeyEmbedder`."""
-    limits: OpLimits = field(default_factory=OpLimits)
-    """Limits of the ops in one answer."""
-
-
 class Distiller:
     """Distiller of episodes.
 
@@ -47,21 +33,9 @@ class Distiller:
     """
 
     def __init__(
-        self,
-        extractor: Extractor,
-        keys: KeyEmbedder,
-        prompt: PromptWriter,
-        limits: OpLimits,
-        *,
-        votes: bool,
+        self, extractor: Extractor, keys: KeyEmbedder, prompt: PromptWriter, *, votes: bool
     ) -> None:
-        self._extractor, self._keys, self._prompt, self._limits, self._votes = (
-            extractor,
-            keys,
-            prompt,
-            limits,
-            votes,
-        )
+        self._extractor, self._keys, self._prompt, self._votes = extractor, keys, prompt, votes
 
     async def distil(self, request: DistilRequest) -> Distilled:
         """Ask the extractor about an episode and return the result.
@@ -71,13 +45,7 @@ class Distiller:
         """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
-            parsed = parse_ops(
-                completion,
-                len(request.shown),
-                thinking=thinking,
-                votes=self._votes,
-                limits=self._limits,
-            )
+            parsed = parse_ops(completion, len(request.shown), thinking=thinking, votes=self._votes)
             return _one_op_per_experience(completion, parsed, [hit.use for hit in request.shown])
 
         segments = await self._extractor.run_blocking(partial(self._prompt, request))

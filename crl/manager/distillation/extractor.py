@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from crl.config.schema import ExtractorSection
 from crl.manager.distillation.ops import THINK_START, Op, ParsedOps, Span, token_spans
 from crl.manager.records import Generation
 from crl.modeling.tokens import ChatRenderer
@@ -40,24 +41,28 @@ class Answer:
 class Extractor:
     """Client of the extractor's engine.
 
-    `max_tokens` and `temperature` are its sampling parameters. For `threaded` see
-    `ManagerSettings`. The seed of a draw depends only on `seed` and on the purpose and name of the
-    answer, so a repeated request has the same seed.
+    * settings: sampling parameters of the answers.
+    * seed: root of the seeds of the draws. The seed of a draw also depends on the purpose and the
+      name of the answer, so a repeated request has the same seed.
+    * threaded: whether prompts are rendered and answers are parsed on a thread, so that the event
+      loop is not blocked.
     """
 
     def __init__(
         self,
         engine: Engine,
         renderer: ChatRenderer,
+        settings: ExtractorSection,
         *,
-        max_tokens: int,
-        temperature: float,
         seed: int,
-        threaded: bool = False,
+        threaded: bool,
     ) -> None:
-        self._engine, self._renderer, self._seed, self._threaded = engine, renderer, seed, threaded
+        self.engine = engine
+        self._renderer, self._seed, self._threaded = renderer, seed, threaded
         self._blocking_lock = asyncio.Lock()
-        self._sampling = Sampling(max_tokens, renderer.stop_ids, temperature)
+        self._sampling = Sampling(
+            settings.max_response_tokens, renderer.stop_ids, settings.temperature
+        )
 
     def tokens(self, segments: Sequence[Segment]) -> int:
         """Return the number of tokens of the prompt that `segments` form."""
@@ -85,8 +90,8 @@ class Extractor:
         `RolloutError` if the engine cannot serve the request, and `EngineError` if it has failed.
         """
         text, prompt = await self.run_blocking(partial(self._render, segments))
-        version = self._engine.version
-        completion = await self._engine.generate(
+        version = self.engine.version
+        completion = await self.engine.generate(
             prompt, self._sampling, rng=derive_seed(self._seed, purpose, name)
         )
         thinking = text.rstrip().endswith(THINK_START)

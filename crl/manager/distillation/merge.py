@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from crl.manager.distillation.extractor import Extractor
-from crl.manager.distillation.ops import Op, OpLimits, ParsedOps, parse_merge
+from crl.manager.distillation.ops import Op, ParsedOps, parse_merge
 from crl.manager.embed import KeyEmbedder
 from crl.manager.records import Entry, Merged, UnitKey, Write
 from crl.types import Segment
@@ -76,10 +76,8 @@ class Chunker:
 class Merger:
     """Client of the extractor for chunks. It does not change the bank."""
 
-    def __init__(
-        self, extractor: Extractor, keys: KeyEmbedder, prompt: MergePromptWriter, limits: OpLimits
-    ) -> None:
-        self._extractor, self._keys, self._prompt, self._limits = extractor, keys, prompt, limits
+    def __init__(self, extractor: Extractor, keys: KeyEmbedder, prompt: MergePromptWriter) -> None:
+        self._extractor, self._keys, self._prompt = extractor, keys, prompt
 
     @cached_property
     def _base_tokens(self) -> int:
@@ -97,7 +95,7 @@ class Merger:
         """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
-            return parse_merge(completion, len(chunk), thinking=thinking, limits=self._limits)
+            return parse_merge(completion, len(chunk), thinking=thinking)
 
         answer = await self._extractor.answer("merge", name, self._prompt(chunk), parse)
         merging = [(i, op) for i, op in enumerate(answer.ops) if op.kind == "merge"]

@@ -65,7 +65,7 @@ class DistilQueue:
             if await self._store.submit(request, self._stamp(), self._settings.queue_size):
                 self._arrived.set()
                 return True
-            if self._settings.overflow == "refuse":
+            if self._settings.queue.overflow == "refuse":
                 self.refused += 1
                 return False
             async with self._changed:
@@ -157,7 +157,7 @@ class DistilQueue:
                 # The message may quote invalid Unicode.
                 reason = str(error).encode(errors="replace").decode()
                 failed = await self._store.record_failure(request, reason)
-                if not isinstance(error, TransientError) or failed >= self._settings.attempts:
+                if not isinstance(error, TransientError) or failed >= self._settings.queue.attempts:
                     return reason
             self.retried += 1
-            await asyncio.sleep(self._settings.backoff * 2 ** (failed - 1))
+            await asyncio.sleep(self._settings.queue.backoff * 2 ** (failed - 1))

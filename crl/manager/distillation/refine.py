@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from crl.manager.distillation.extractor import Extractor
-from crl.manager.distillation.ops import OpLimits, ParsedOps, parse_refine
+from crl.manager.distillation.ops import ParsedOps, parse_refine
 from crl.manager.records import Refined
 from crl.protocols import Hit, Question
 from crl.types import Segment
@@ -25,8 +25,8 @@ It raises `RolloutError` if no prompt is possible.
 class Refiner:
     """Client of the extractor for questions. It does not change the bank."""
 
-    def __init__(self, extractor: Extractor, prompt: RefinePromptWriter, limits: OpLimits) -> None:
-        self._extractor, self._prompt, self._limits = extractor, prompt, limits
+    def __init__(self, extractor: Extractor, prompt: RefinePromptWriter) -> None:
+        self._extractor, self._prompt = extractor, prompt
 
     async def refine(self, question: Question, hit: Hit) -> Refined:
         """Ask the extractor to refine `hit` for a question and return its answer.
@@ -36,7 +36,7 @@ class Refiner:
         """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
-            return parse_refine(completion, thinking=thinking, limits=self._limits)
+            return parse_refine(completion, thinking=thinking)
 
         answer = await self._extractor.answer(
             "refine", question.name, self._prompt(question, hit), parse

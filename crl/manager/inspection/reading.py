@@ -16,7 +16,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError
-from crl.manager.records import DistilRequest, UnitKey, successes
+from crl.manager.records import DistilRequest, Entry, UnitKey
 from crl.manager.storage.database import (
     as_store_errors,
     check_bank,
@@ -34,7 +34,7 @@ from crl.manager.storage.database import (
     connect_to_read,
     wal_bytes,
 )
-from crl.manager.storage.tables import RESET_SEQ, read_lift, read_vectors
+from crl.manager.storage.tables import RESET_SEQ, read_entry, read_vectors
 from crl.types import ExperienceStatus, Lift, lift_order
 
 QueueState = Literal["pending", "leased", "done", "dead"]
@@ -52,46 +52,28 @@ WIN_RATE_BINS = 5
 """Number of equal bins of [0, 1] in the distribution of win rates."""
 
 
-@dataclass(frozen=True, slots=True)
-class EntryView:
-    """Entry at its current version, with the counters of that version."""
+@dataclass(slots=True)
+class EntryView(Entry):
+    """Entry as a bank stores it."""
 
-    uid: str
-    version: int
-    status: ExperienceStatus
-    task: str
-    goal: str
-    text: str
-    parents: tuple[str, ...]
-    """Versions that this version was made from, as `uid@version`."""
-    step: int | None
+    step: int | None = None
     """Completed actor steps when the version was written; None if another run wrote it."""
-    generation: str
-    """Id of the generation that wrote the version."""
-    retrieved: int
-    """c(m) of CRL eq. 6: number of times that a search returned the version."""
-    last_returned_step: int | None
-    """Actor step at which a search last returned the version.
 
-    None if no search returned it, or if the last one belonged to another run.
-    """
-    credited: int
-    """Number of credited episodes that the version guided."""
-    credit: float
-    """Σ r over the credited episodes, with r = ±1."""
-    votes: int
-    """Up votes of the extractor minus its down votes."""
-    lift: Lift | None
-    """None before the first group that also has free members."""
-
-    @property
-    def unit(self) -> UnitKey:
-        return UnitKey(self.uid, self.version)
-
-    @property
-    def won(self) -> int:
-        """Number of credited episodes that succeeded."""
-        return successes(self.credited, self.credit)
+    def flat(self) -> dict[str, Any]:
+        """Return the fields as one record without nesting, as `crl bank --json` prints it."""
+        provenance, counters = self.provenance, self.counters
+        return {
+            "uid": self.uid,
+            "version": self.version,
+            "status": self.status,
+            "task": self.task,
+            "goal": self.goal,
+            "text": self.text,
+            "parents": provenance.parents,
+            "step": self.step,
+            "generation": provenance.generation,
+            **{field.name: getattr(counters, field.name) for field in fields(counters)},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,24 +372,25 @@ class BankReader:
         written = self._rows(
             f"SELECT data ->> 'uid', data ->> 'version', {STEP_SQL} FROM log WHERE {WRITES_VERSION}"
         )
-        steps = {(uid, version): step for uid, version, step in written}
+        steps = {UnitKey(uid, version): step for uid, version, step in written}
         ((version,),) = self._rows("PRAGMA user_version")
         votes = "votes" if version > 2 else "0 AS votes"  # older schemas have no votes
         lift = "lift_groups, lift_mean, lift_m2" if version > 3 else "0 AS lift_groups"
-        counters = f"generation, retrieved, last_returned_step, credited, credit, {votes}, {lift}"
-        columns = f"uid, version, status, task, goal, text, parents, {counters}"
+        counters = f"retrieved, last_returned_step, credited, credit, {votes}, {lift}"
+        columns = (
+            f"uid, version, status, task, goal, text, parents, generation, start, stop, {counters}"
+        )
         sql = (
             f"SELECT {columns} FROM entries JOIN units USING (uid, version) "
             f"WHERE {where} ORDER BY entries.rowid"
         )
+        entries = [read_entry(row) for row in self._rows(sql, *parameters)]
         return [
             EntryView(
-                row["uid"], row["version"], row["status"], row["task"], row["goal"], row["text"],
-                tuple(json.loads(row["parents"])), steps.get((row["uid"], row["version"])),
-                row["generation"], row["retrieved"], row["last_returned_step"],
-                row["credited"], row["credit"], row["votes"], read_lift(row),
+                e.uid, e.version, e.text, e.task, e.goal, e.provenance, e.counters, e.status,
+                step=steps.get(e.unit),
             )
-            for row in self._rows(sql, *parameters)
+            for e in entries
         ]  # fmt: skip
 
     def lineage(self, unit: UnitKey) -> list[VersionView]:
@@ -582,9 +565,9 @@ class BankReader:
         )
         ((earlier,),) = self._rows(f"SELECT COUNT(*) FROM log WHERE seq <= {RESET_SEQ}")
         bins = Counter(
-            min(WIN_RATE_BINS - 1, int(WIN_RATE_BINS * entry.won / entry.credited))
-            for entry in active
-            if entry.credited
+            min(WIN_RATE_BINS - 1, int(WIN_RATE_BINS * counters.won / counters.credited))
+            for counters in (entry.counters for entry in active)
+            if counters.credited
         )
         return {
             "bank": str(self.path),
@@ -599,9 +582,9 @@ class BankReader:
             },
             "used": {
                 "active": len(active),
-                "retrieved": sum(entry.retrieved > 0 for entry in active),
-                "credited": sum(entry.credited > 0 for entry in active),
-                "voted": sum(entry.votes != 0 for entry in active),
+                "retrieved": sum(entry.counters.retrieved > 0 for entry in active),
+                "credited": sum(entry.counters.credited > 0 for entry in active),
+                "voted": sum(entry.counters.votes != 0 for entry in active),
             },
             "lift": _lift_counts(active),
             "won": [bins[i] for i in range(WIN_RATE_BINS)],
@@ -645,14 +628,14 @@ def _lessons(entries: Sequence[EntryView]) -> dict[tuple[str, str, str], Lesson]
 
 
 def _lesson(task: str, goal: str, text: str, same: Sequence[EntryView]) -> Lesson:
-    lift = pooled_lift(entry.lift for entry in same)
+    counters = [entry.counters for entry in same]
     return Lesson(
         task,
         goal,
         text,
-        sum(entry.won for entry in same),
-        sum(entry.credited for entry in same),
-        lift,
+        sum(c.won for c in counters),
+        sum(c.credited for c in counters),
+        pooled_lift(c.lift for c in counters),
     )
 
 
@@ -678,8 +661,8 @@ def _difference_key(a: Lesson, b: Lesson) -> tuple[float, float]:
 
 def _lift_counts(entries: Sequence[EntryView]) -> dict[str, int]:
     counts: dict[str, int] = dict.fromkeys(("above", "below", "around", "unknown"), 0)
-    for entry in entries:
-        counts[("around", "above", "below")[entry.lift.sign] if entry.lift else "unknown"] += 1
+    for lift in (entry.counters.lift for entry in entries):
+        counts[("around", "above", "below")[lift.sign] if lift else "unknown"] += 1
     return counts
 
 

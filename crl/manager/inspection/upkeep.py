@@ -33,7 +33,7 @@ from crl.manager.records import Entry, Stamp, UnitKey
 from crl.manager.storage.database import bank_files
 from crl.manager.storage.store import Store
 from crl.manager.storage.writer import WriterLock
-from crl.types import Lift
+from crl.types import Counters, Lift, Provenance
 
 FORMAT_VERSION = 3
 """Version of the exported lines. Version 1 had no votes, version 2 no lift."""
@@ -50,7 +50,7 @@ def lowest_credit(entries: Sequence[EntryView], keep: int) -> list[EntryView]:
     Among equals, the entry that was written first is evicted first. `entries` must be in the order
     in which they were written.
     """
-    return sorted(entries, key=lambda entry: entry.credit)[: max(0, len(entries) - keep)]
+    return sorted(entries, key=lambda entry: entry.counters.credit)[: max(0, len(entries) - keep)]
 
 
 def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
@@ -62,7 +62,10 @@ def not_used_since(entries: Sequence[EntryView], step: int) -> list[EntryView]:
     return [
         entry
         for entry in entries
-        if all(known is None or known < step for known in (entry.step, entry.last_returned_step))
+        if all(
+            known is None or known < step
+            for known in (entry.step, entry.counters.last_returned_step)
+        )
     ]
 
 
@@ -111,8 +114,9 @@ def export_lines(entries: Sequence[EntryView]) -> Iterator[dict[str, Any]]:
     """Yield the lines of an exported bank."""
     yield {"crl_bank": FORMAT_VERSION, "entries": len(entries)}
     for entry in entries:
-        line = {name: getattr(entry, name) for name in _ExportedEntry.model_fields}
-        yield line | {"lift": entry.lift and asdict(entry.lift)}
+        fields, lift = entry.flat(), entry.counters.lift
+        line = {name: fields[name] for name in _ExportedEntry.model_fields}
+        yield line | {"lift": lift and asdict(lift)}
 
 
 # ── import ────────────────────────────────────────────────────────────────────────────────────────
@@ -257,12 +261,15 @@ def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
         reason = reason[0].lower() + reason[1:]
         raise _line_error(path, number, key, value, reason, remedy) from None
     uid = parsed.uid or f"import/0/0/{number}#0"
-    return Entry(
-        uid, parsed.version, parsed.text, parsed.task, parsed.goal, "import", (0, 0),
-        parsed.parents, retrieved=parsed.retrieved, credited=parsed.credited,
-        credit=parsed.credit, votes=parsed.votes,
+    counters = Counters(
+        retrieved=parsed.retrieved,
+        credited=parsed.credited,
+        credit=parsed.credit,
+        votes=parsed.votes,
         lift=Lift(**parsed.lift.model_dump()) if parsed.lift else None,
-    )  # fmt: skip
+    )
+    provenance = Provenance("import", (0, 0), parsed.parents)
+    return Entry(uid, parsed.version, parsed.text, parsed.task, parsed.goal, provenance, counters)
 
 
 def _line_error(

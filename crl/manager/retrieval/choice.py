@@ -8,61 +8,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from crl.algo.experience import diversity_score
+from crl.config.schema import RetrievalSection
 from crl.manager.records import Entry
-
-Choice = Literal["diverse", "credit"]
 
 SIMILARITY_TOLERANCE = 1e-6
 """Tolerance for equal similarities, because float32 products differ in their last bits."""
 
 PRIOR_SUCCESS_RATE = 0.3
 """Prior success rate in `success_score`, with the weight of one episode."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievalSettings:
-    """Settings of retrieval. Raise `ValueError` if a value is out of range."""
-
-    choice: Choice = "diverse"
-    """Rule of choice: `diverse` is CRL eq. 6, `credit` is the highest `success_score`."""
-    per: Literal["group", "rollout"] = "group"
-    """Whether the members of a group share one retrieval or each rollout has its own."""
-    trial_share: float = 0.0
-    """Share of searches that return the least retrieved entry; only with `choice = "credit"`."""
-    candidates: int = 16
-    """N·K of CRL: number of nearest entries that are considered."""
-    margin: float = 0.05
-    """**Ours**: cosine below the best candidate up to which other candidates are considered."""
-    min_similarity: float = 0.1
-    """**Ours**: minimum cosine of a candidate. Nothing is returned if no candidate reaches it."""
-    count_penalty: float = 0.4
-    """λ of CRL eq. 6, in rank places per log count."""
-    recent_steps: int = 1
-    """Recency window of CRL eq. 6, in actor steps."""
-    batch: int = 16
-    """B of CRL appendix C.2: number of requests in a batch."""
-    max_wait: float = 0.001
-    """t_max of CRL appendix C.2, in seconds."""
-    workers: int = 4
-    """W of CRL appendix C.2: number of worker threads."""
-    exact: bool = False
-    """Whether large banks are searched exactly.
-
-    The results then do not depend on when an index was built.
-    """
-
-    def __post_init__(self) -> None:
-        smallest = min(self.margin, self.count_penalty, self.recent_steps, self.max_wait)
-        if (
-            min(self.candidates, self.batch, self.workers) < 1
-            or smallest < 0
-            or not 0 <= self.trial_share <= 1
-        ):
-            raise ValueError(f"invalid retrieval settings: {self}")
 
 
 class Candidate(NamedTuple):
@@ -76,7 +32,7 @@ def choose_entry(
     candidates: Sequence[Candidate],
     step: int,
     rng: Callable[[], random.Random],
-    settings: RetrievalSettings,
+    settings: RetrievalSection,
     *,
     trial: bool = False,
 ) -> Entry | None:
@@ -98,9 +54,10 @@ def choose_entry(
     if settings.choice == "diverse":
         scores = list(diverse_scores(eligible, step, settings))
     elif trial:
-        scores = [-float(entry.retrieved) for entry, _ in eligible]
+        scores = [-float(entry.counters.retrieved) for entry, _ in eligible]
     else:
-        scores = [success_score(entry.credited, entry.credit) for entry, _ in eligible]
+        counters = [entry.counters for entry, _ in eligible]
+        scores = [success_score(c.credited, c.credit) for c in counters]
     best = max(scores)
     # `diverse_scores` omits candidates that cannot have the highest score.
     tied = [entry for (entry, _), score in zip(eligible, scores, strict=False) if score == best]
@@ -118,7 +75,7 @@ def is_trial(index: int, share: float, phase: float) -> bool:
 
 
 def diverse_scores(
-    candidates: Sequence[Candidate], step: int, settings: RetrievalSettings
+    candidates: Sequence[Candidate], step: int, settings: RetrievalSection
 ) -> Iterator[float]:
     """Yield s(m) of CRL eq. 6 for the first candidates, in order.
 
@@ -136,7 +93,7 @@ def diverse_scores(
             return
         score = diversity_score(
             -float(rank),
-            entry.retrieved,
+            entry.counters.retrieved,
             is_recent(entry, step, settings.recent_steps),
             count_penalty=settings.count_penalty,
         )
@@ -150,9 +107,8 @@ def is_recent(entry: Entry, step: int, recent_steps: int) -> bool:
     The running step is included. A step in the future belongs to another run that the bank was
     copied from; it is not recent.
     """
-    return (
-        entry.last_returned_step is not None and 0 <= step - entry.last_returned_step < recent_steps
-    )
+    last = entry.counters.last_returned_step
+    return last is not None and 0 <= step - last < recent_steps
 
 
 def success_score(credited: int, credit: float) -> float:

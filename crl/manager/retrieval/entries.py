@@ -7,21 +7,19 @@ index for all tasks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from crl.config.schema import RetrievalSection, Scope
 from crl.manager.records import Entry, UnitKey
-from crl.manager.retrieval.choice import Candidate, RetrievalSettings, choose_entry, is_trial
+from crl.manager.retrieval.choice import Candidate, choose_entry, is_trial
 from crl.manager.retrieval.index import Index, Neighbour
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
 from crl.types import ExperienceUse, Lift, UseKind
-
-Scope = Literal["task", "shared"]
-"""Episodes that an entry may guide: those of its own task, or those of every task."""
 
 Vector = NDArray[np.float32]
 
@@ -35,16 +33,22 @@ This is far more than the number of groups in flight.
 class Bank:
     """In-memory copy of the active entries with their indexes.
 
-    `dim` is the size of the vectors. `seed` determines the draws that break ties and place trials.
+    * dim: size of the vectors.
+    * seed: seed of the draws that break ties and place trials.
+    * exact: whether large banks are searched exactly. Results then do not depend on when an index
+      was built.
 
     No method awaits, so a search sees a change either completely or not at all. Only `nearest` may
     be called on other threads, and only while no entry is put or removed.
     """
 
-    def __init__(self, dim: int, scope: Scope, settings: RetrievalSettings, seed: int) -> None:
+    def __init__(
+        self, dim: int, scope: Scope, settings: RetrievalSection, seed: int, *, exact: bool = False
+    ) -> None:
         self.entries: dict[str, Entry] = {}  # in the order in which they were last written
         self._indexes: dict[str, Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
+        self._exact = exact
         self._group_choices: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
         self._unsaved_counts: dict[UnitKey, tuple[int, int | None]] = {}
 
@@ -55,7 +59,7 @@ class Bank:
             self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
             self._indexes.setdefault(
-                self._index_key(entry.task), Index(self._dim, exact=self._settings.exact)
+                self._index_key(entry.task), Index(self._dim, exact=self._exact)
             ).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
@@ -67,23 +71,26 @@ class Bank:
     def add_credit(self, unit: UnitKey, reward: float) -> None:
         """Add a credited episode to the unit if it is the current version of an entry."""
         if entry := self._current_entry(unit):
-            entry.credited += 1
-            entry.credit += reward
+            counters = entry.counters
+            entry.counters = replace(
+                counters, credited=counters.credited + 1, credit=counters.credit + reward
+            )
 
     def add_lift(self, unit: UnitKey, lift: Lift) -> None:
         """Add a group's lift to the unit's lift if it is the current version of an entry."""
         if entry := self._current_entry(unit):
-            entry.lift = entry.lift + lift if entry.lift else lift
+            known = entry.counters.lift
+            entry.counters = replace(entry.counters, lift=known + lift if known else lift)
 
     def add_vote(self, unit: UnitKey, value: int) -> None:
         """Add a vote to the unit if it is the current version of an entry."""
         if entry := self._current_entry(unit):
-            entry.votes += value
+            entry.counters = replace(entry.counters, votes=entry.counters.votes + value)
 
     def nearest(self, task: str, query: Vector) -> list[Neighbour]:
         """Return the entries that may guide `task`, the most similar first.
 
-        At most `RetrievalSettings.candidates` entries are returned.
+        At most `retrieval.candidates` entries are returned.
         """
         index = self._indexes.get(self._index_key(task))
         return index.nearest(query, self._settings.candidates) if index else []
@@ -158,9 +165,11 @@ class Bank:
         hit = _hit(entry, "ask_unrefined" if request.question else "start") if entry else None
         if counted:
             if entry:
-                entry.retrieved += 1
-                entry.last_returned_step = step
-                self._unsaved_counts[entry.unit] = (entry.retrieved, step)
+                retrieved = entry.counters.retrieved + 1
+                entry.counters = replace(
+                    entry.counters, retrieved=retrieved, last_returned_step=step
+                )
+                self._unsaved_counts[entry.unit] = (retrieved, step)
             if shared:
                 self._store_choice(group, hit)
         return hit
@@ -203,7 +212,7 @@ class Bank:
 def _hit(entry: Entry, how: UseKind) -> Hit:
     return Hit(
         entry.text,
-        ExperienceUse(entry.uid, entry.version, entry.generation, how),
+        ExperienceUse(entry.uid, entry.version, entry.provenance.generation, how),
         entry.goal,
-        entry.record,
+        entry.counters.record,
     )

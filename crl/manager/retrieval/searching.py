@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from threadpoolctl import threadpool_limits
 
+from crl.config.schema import RetrievalSection
 from crl.manager.records import Entry
-from crl.manager.retrieval.choice import RetrievalSettings
 from crl.manager.retrieval.entries import Bank, Vector
 from crl.manager.retrieval.index import Build, Index, Neighbour
 from crl.manager.retrieval.lock import ReadWriteLock
@@ -63,7 +63,7 @@ class Searcher:
     depend on their number. OpenBLAS has no limit for a single thread or a block of code.
     """
 
-    def __init__(self, bank: Bank, embedder: Embedder, settings: RetrievalSettings) -> None:
+    def __init__(self, bank: Bank, embedder: Embedder, settings: RetrievalSection) -> None:
         self._bank, self._embedder, self._settings = bank, embedder, settings
         self._lock = ReadWriteLock()
         self._workers = ThreadPoolExecutor(settings.workers, thread_name_prefix="search")

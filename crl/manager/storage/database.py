@@ -280,6 +280,16 @@ def check_bank(path: Path, key: str, remedy: str, *, require_entries: bool = Fal
         raise ConfigError(key, str(path), reason, remedy)
 
 
+def active_tasks(path: Path) -> frozenset[str]:
+    """Return the tasks that the active entries of the bank at `path` are from.
+
+    The file is only read. Call `check_bank` first. Raise `sqlite3.Error` if the file is damaged.
+    """
+    with closing(connect_to_read(path)) as db:
+        rows = db.execute("SELECT DISTINCT task FROM entries WHERE status = 'active'").fetchall()
+    return frozenset(task for (task,) in rows)
+
+
 def _file_problem(path: Path) -> str:
     """Return why the file cannot be read, or "" if it can.
 

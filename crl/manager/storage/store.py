@@ -207,7 +207,8 @@ class Store:
                     db.execute("SELECT 1 FROM requests WHERE id = ?", (request.id,)).fetchone()
                     is not None
                 )
-            values = (request.id, request.step, request.group, request.member, request.to_json())
+            episode = request.episode
+            values = (request.id, episode.step, episode.group, episode.member, request.to_json())
             columns = "id, step, team, member, payload, state"
             if db.execute(
                 f"INSERT INTO requests ({columns}) VALUES (?, ?, ?, ?, ?, 'pending') "

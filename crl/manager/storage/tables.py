@@ -14,12 +14,12 @@ from sqlite3 import Connection, Row
 import numpy as np
 from numpy.typing import NDArray
 
+from crl.config.schema import EvictionOrder
 from crl.manager.records import (
     ApplyRules,
     Credit,
     DistilRequest,
     Entry,
-    EvictionOrder,
     Generation,
     GroupSuccess,
     Refined,
@@ -28,7 +28,7 @@ from crl.manager.records import (
     Vote,
     Write,
 )
-from crl.types import Completion, ExperienceStatus, Lift
+from crl.types import Completion, Counters, ExperienceStatus, Lift, Provenance
 
 ACTIVE_ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 """Query for the active entries with the counters of their units."""
@@ -120,10 +120,8 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
         kind, unit = "update", UnitKey(target.uid, target.version + 1)
     else:
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
-    parents = tuple(map(str, write.targets))
-    entry = Entry(
-        *unit, write.text, request.task.name, request.task.goal, request.id, write.span, parents
-    )
+    provenance = Provenance(request.id, write.span, tuple(map(str, write.targets)))
+    entry = Entry(*unit, write.text, request.task.name, request.task.goal, provenance)
     _write_version(db, kind, entry, write, stamp)
     return entry
 
@@ -133,28 +131,21 @@ def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stam
 
     `name` is the id of the generation. `first` is the row of the first target.
     """
-    entry = Entry(
-        f"{name}#{write.op}",
-        1,
-        write.text,
-        first["task"],
-        first["goal"],
-        name,
-        write.span,
-        tuple(map(str, write.targets)),
-    )
+    provenance = Provenance(name, write.span, tuple(map(str, write.targets)))
+    entry = Entry(f"{name}#{write.op}", 1, write.text, first["task"], first["goal"], provenance)
     _write_version(db, "merge", entry, write, stamp)
     return entry
 
 
 def _write_version(db: Connection, kind: str, entry: Entry, write: Write, stamp: Stamp) -> None:
+    provenance = entry.provenance
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task,
-            "goal": entry.goal, "span": entry.span, "parents": entry.parents}  # fmt: skip
-    seq = log(db, stamp, kind, entry.generation, write.op, data)
+            "goal": entry.goal, "span": provenance.span, "parents": provenance.parents}  # fmt: skip
+    seq = log(db, stamp, kind, provenance.generation, write.op, data)
     db.execute("DELETE FROM entries WHERE uid = ?", (entry.uid,))
     _insert_entry(db, seq, entry, vector_bytes(write.vector))
     sql = "INSERT INTO units (uid, version, generation, start, stop) VALUES (?, ?, ?, ?, ?)"
-    db.execute(sql, (*entry.unit, entry.generation, *entry.span))
+    db.execute(sql, (*entry.unit, provenance.generation, *provenance.span))
 
 
 def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
@@ -182,23 +173,24 @@ def write_refinement(db: Connection, refined: Refined, stamp: Stamp) -> bool:
 
 def import_entry(db: Connection, entry: Entry, stamp: Stamp) -> None:
     """Add an imported entry without a vector."""
+    provenance, counters = entry.provenance, entry.counters
     data = {"uid": entry.uid, "version": entry.version, "text": entry.text, "task": entry.task,
-            "goal": entry.goal, "parents": entry.parents}  # fmt: skip
+            "goal": entry.goal, "parents": provenance.parents}  # fmt: skip
     seq = log(db, stamp, "import", entry.uid, entry.version, data)
     _insert_entry(db, seq, entry, b"")
     columns = "uid, version, generation, start, stop, retrieved, credited, credit, votes"
     unit = (
         *entry.unit,
-        entry.generation,
-        *entry.span,
-        entry.retrieved,
-        entry.credited,
-        entry.credit,
-        entry.votes,
+        provenance.generation,
+        *provenance.span,
+        counters.retrieved,
+        counters.credited,
+        counters.credit,
+        counters.votes,
     )
     db.execute(f"INSERT INTO units ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", unit)
-    if entry.lift:
-        _set_lift(db, entry.unit, entry.lift)
+    if counters.lift:
+        _set_lift(db, entry.unit, counters.lift)
 
 
 def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) -> None:
@@ -208,7 +200,7 @@ def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) 
         entry.text,
         entry.task,
         entry.goal,
-        json.dumps(entry.parents),
+        json.dumps(entry.provenance.parents),
         entry.status,
         vector,
     )
@@ -477,11 +469,17 @@ def _set_lift(db: Connection, unit: UnitKey, lift: Lift) -> None:
 
 
 def read_entry(row: Row) -> Entry:
-    return Entry(
-        row["uid"], row["version"], row["text"], row["task"], row["goal"], row["generation"],
-        (row["start"], row["stop"]), tuple(json.loads(row["parents"])), row["status"],
+    """Return the entry of a row with the columns of `entries` and `units`."""
+    provenance = Provenance(
+        row["generation"], (row["start"], row["stop"]), tuple(json.loads(row["parents"]))
+    )
+    counters = Counters(
         row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
         row["votes"], read_lift(row),
+    )  # fmt: skip
+    return Entry(
+        row["uid"], row["version"], row["text"], row["task"], row["goal"], provenance, counters,
+        row["status"],
     )  # fmt: skip
 
 

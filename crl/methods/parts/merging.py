@@ -32,9 +32,10 @@ class FullMergePrompt:
 
 def _record(entry: Entry) -> str:
     """Return a note on the outcomes of the episodes that the entry guided, empty without any."""
-    if not entry.credited:
+    counters = entry.counters
+    if not counters.credited:
         return ""
-    return f" (guided {entry.credited} episodes, of which {entry.record.won} succeeded)"
+    return f" (guided {counters.credited} episodes, of which {counters.won} succeeded)"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class CompactMergePrompt:
 
     def __call__(self, entries: Sequence[Entry]) -> Sequence[Segment]:
         lines = [
-            f"hint {number} {compact_record(entry.text, entry.record)}"
+            f"hint {number} {compact_record(entry.text, entry.counters.record)}"
             for number, entry in enumerate(entries, start=1)
         ]
         return [Segment("user", "\n".join(["merge", *lines]), "task")]

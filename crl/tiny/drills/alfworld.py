@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from crl.envs.alfworld import SMALL, demonstration_tasks
 from crl.envs.alfworld.lessons import (
     LESSONS,
     chore_of,
@@ -24,6 +23,7 @@ from crl.envs.alfworld.lessons import (
     read,
     visited_receptacles,
 )
+from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
 from crl.tiny.drills import drill
 from crl.tiny.drills.alfworld_chores import (
     ACTOR_CHORES,

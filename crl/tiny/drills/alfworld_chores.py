@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from crl.envs.alfworld import SMALL, demonstration_tasks
 from crl.envs.alfworld.house import read_chore
 from crl.envs.alfworld.lessons import (
     LESSONS,
@@ -18,6 +17,7 @@ from crl.envs.alfworld.lessons import (
     true_receptacles,
 )
 from crl.envs.alfworld.small import HOLDS
+from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
 from crl.tiny.drills.alfworld_houses import SmallHouse

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from crl.manager import DistilRequest
+from crl.manager import DistilRequest, EpisodeId
 from crl.manager.records import Entry
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_OFFER, CompactRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt, Digest
@@ -20,7 +20,7 @@ from crl.methods.parts.judging import CompactCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt
 from crl.protocols import Hit, Question
 from crl.tiny.warm_start import Demonstration
-from crl.types import ExperienceUse, Segment, Task
+from crl.types import Counters, ExperienceUse, Provenance, Segment, Task
 
 T = TypeVar("T")
 
@@ -98,8 +98,9 @@ def asking_turn(rng: random.Random, *, advised: bool) -> int | None:
 def distil_prompt(digest: Digest, episode: Episode, number: int = 0) -> Sequence[Segment]:
     """Return the extractor's prompt for the episode, as in a run."""
     hints = (episode.hint,) if episode.hint else ()
+    address = EpisodeId("drill", 0, 0, number)
     request = DistilRequest(
-        "drill", 0, 0, number, episode.task, episode.segments, episode.success, False, hints
+        address, episode.task, episode.segments, episode.success, False, shown=hints
     )
     return CompactDistilPrompt({episode.task.name: digest})(request)
 
@@ -178,9 +179,8 @@ def random_chunk(rng: random.Random, env: str, random_lesson: LessonSampler) -> 
 def _random_entry(number: int, text: str, env: str, rng: random.Random) -> Entry:
     guided = rng.randint(1, 10) if rng.random() < 0.7 else 0
     won = rng.randint(1, guided) if guided and rng.random() < 0.7 else 0
-    return Entry(
-        str(number), 1, text, env, "", "drill", (0, 1), credited=guided, credit=2.0 * won - guided
-    )
+    counters = Counters(credited=guided, credit=2.0 * won - guided)
+    return Entry(str(number), 1, text, env, "", Provenance("drill", (0, 1)), counters)
 
 
 def merge_answer(entries: Sequence[Entry], makes_claim: ClaimTest) -> str:
@@ -199,9 +199,9 @@ def merge_answer(entries: Sequence[Entry], makes_claim: ClaimTest) -> str:
             return op_answer("merge", text=text, targets=positions)
     # A credit of -credited means that every episode that the entry guided was lost.
     has_won = {
-        number: e.credit > -e.credited
-        for number, e in enumerate(entries, start=1)
-        if e.credited and makes_claim(e.text)
+        number: entry.counters.credit > -entry.counters.credited
+        for number, entry in enumerate(entries, start=1)
+        if entry.counters.credited and makes_claim(entry.text)
     }
     never_won = [number for number, won in has_won.items() if not won]
     return (

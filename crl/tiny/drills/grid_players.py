@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from crl.envs.base import ScriptedPlayer
+from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.keyroom.player import KeyRoomPlayer
 from crl.envs.minihack.player import Point, neighbours, shortest_walk
 

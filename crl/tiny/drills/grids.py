@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from crl.envs import keyroom, maze, river, sokoban
 from crl.envs.actions import COMPASS
-from crl.envs.base import EnvSpec, ScriptedPlayer
+from crl.envs.base import EnvSpec
+from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.keyroom import lessons as keyroom_lessons
 from crl.envs.maze import lessons as maze_lessons
 from crl.envs.places import Places
@@ -61,6 +62,13 @@ class Grid:
     """Maximal turns of an episode."""
     lessons: Lessons | None = None
     """Functions on the task's lessons, None if the task has no lessons."""
+
+    @property
+    def players(self) -> tuple[Callable[[random.Random], ScriptedPlayer], ...]:
+        """Makers of the skilled, late, forgetful and drifting player."""
+        skilled = self.spec.curriculum.scripted_player
+        assert skilled is not None
+        return player_factories(skilled, self.spec.actions.choices)
 
     @property
     def actor_walks(self) -> GridWalks:
@@ -113,7 +121,7 @@ class GridWalks:
             game.close()
 
     def _draw_advice(self, task: Task, rng: random.Random) -> str | None:
-        kind, advisor = weighted_choice(self.advice, rng), self.grid.spec.advisor
+        kind, advisor = weighted_choice(self.advice, rng), self.grid.spec.curriculum.advisor
         if kind == "generic":
             return rng.choice(GENERIC_LESSONS)
         if kind == "none" or advisor is None:
@@ -121,8 +129,7 @@ class GridWalks:
         return advisor.right(task) if kind == "right" else advisor.wrong(task, rng)
 
     def _player(self, text: str | None, rng: random.Random) -> ScriptedPlayer:
-        kinds = player_factories(self.grid.spec.scripted_player, self.grid.spec.actions)
-        default = rng.choices(kinds, PERSONAS)[0](rng)
+        default = rng.choices(self.grid.players, PERSONAS)[0](rng)
         return (
             self.grid.lessons.follower(text, rng, default)
             if self.grid.lessons and text and makes_claim(text)
@@ -185,7 +192,7 @@ class GridLessons:
     walks: GridWalks
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
-        digest = self.walks.grid.spec.digest
+        digest = self.walks.grid.spec.curriculum.digest
         assert digest is not None
         episodes = self.walks.episodes(rng, self.walks.grid.places.demonstration_tasks(n))
         return drill.lessons(

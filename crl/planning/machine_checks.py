@@ -1,0 +1,137 @@
+"""Checks of this machine: installed extras, devices and GPUs.
+
+Torch is imported only if a device or DeepSpeed is asked for, because only torch knows whether it
+can use a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crl.config.models import find_model
+from crl.config.schema import RunConfig
+from crl.engines import require_vllm
+from crl.errors import ConfigError
+from crl.extras import require_package
+from crl.planning.gpu_plan import assigned_gpus
+from crl.planning.gpus import visible_gpus
+
+
+def require_learner(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run's learner needs an extra that is not installed."""
+    if config.learner.kind == "deepspeed":
+        require_package("deepspeed", "learner.kind", config.learner.kind)
+
+
+def require_engine(config: RunConfig) -> None:
+    """Raise `ConfigError` if the engine of the models or of the embedder is not installed."""
+    if config.engine.kind == "vllm":
+        require_vllm("engine.kind", "vllm")
+    if config.with_experience and config.embedder.kind == "vllm":
+        require_vllm("embedder.kind", "vllm")
+
+
+def require_monitors(config: RunConfig) -> None:
+    """Raise `ConfigError` if a destination of metrics needs an extra that is not installed."""
+    monitor = config.monitor
+    for package, value in {"tensorboard": monitor.tensorboard, "wandb": monitor.wandb}.items():
+        if value:
+            require_package(package, f"monitor.{package}", value)
+
+
+def require_gpus(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run does not fit on this machine's GPUs."""
+    assigned_gpus(config)
+
+
+def require_gpus_to_evaluate(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run's engines do not fit on this machine's GPUs."""
+    assigned_gpus(config, learners=False)
+
+
+def require_devices(config: RunConfig) -> None:
+    """Raise `ConfigError` if a part of the run is to use a GPU that torch does not find."""
+    devices = {"learner.device": config.learner.device}
+    if config.engine.kind == "torch":
+        devices["engine.device"] = config.engine.device
+    embedder = config.embedder
+    if config.with_experience and embedder.kind == "local" and embedder.model != "hash":
+        devices |= {} if embedder.is_url else {"embedder.device": embedder.device}
+    for key, device in devices.items():
+        if device not in ("auto", "cpu"):
+            from crl.modeling.loading import resolve_device
+
+            resolve_device(device, key)
+
+
+def require_engine_devices(config: RunConfig) -> None:
+    """Raise `ConfigError` as `require_devices` does, for an evaluation without learners."""
+    require_devices(
+        config.model_copy(update={"learner": config.learner.model_copy(update={"device": "cpu"})})
+    )
+
+
+def require_ranks(config: RunConfig) -> None:
+    """Raise `ConfigError` if DeepSpeed cannot train the run's models on this machine's devices."""
+    learner = config.learner
+    if learner.kind != "deepspeed":
+        return
+    from crl.modeling.loading import precision, resolve_device
+
+    device = resolve_device(learner.device, "learner.device")
+    trained = {"actor": config.actor.model}
+    if config.with_experience and config.extractor.train and not config.bank.frozen:
+        trained["extractor"] = config.extractor.model
+    for role, name in trained.items():
+        if path := find_model(name, f"{role}.model"):
+            bfloat16 = str(precision(learner.precision, path, device)) == "torch.bfloat16"
+            require_rank_settings(config, cuda=device.type == "cuda", bfloat16=bfloat16)
+
+
+def require_assigned_gpus(config: RunConfig) -> None:
+    """Raise `ConfigError` if another process of the run needs a GPU that crl cannot assign."""
+    if visible_gpus():
+        return
+    if config.learner.kind == "deepspeed" and config.learner.device != "cpu":
+        require_assigned("learner.device", config.learner.device, (), "learner.device=cpu")
+    if config.engine.kind == "vllm":
+        require_assigned("engine.kind", "vllm", (), "engine.kind=torch")
+    if config.with_experience and config.embedder.kind == "vllm":
+        require_assigned("embedder.kind", "vllm", (), "embedder.kind=local")
+
+
+def require_assigned(key: str, value: str, gpus: Sequence[str], remedy: str) -> None:
+    """Raise `ConfigError` if torch finds a GPU, but `gpus`, the GPUs of a role, are empty.
+
+    The GPU plan is empty if nvidia-smi lists no GPU with its memory. `key` and `value` name the
+    setting that needs the GPU, `remedy` the setting that does without it.
+    """
+    if gpus:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        reason = (
+            "torch finds a GPU, but nvidia-smi reports no GPU with its memory size, "
+            "so crl cannot assign GPUs to engines and learners"
+        )
+        raise ConfigError(key, value, reason, f"Fix nvidia-smi (see crl doctor), or use {remedy}")
+
+
+def require_rank_settings(config: RunConfig, *, cuda: bool, bfloat16: bool) -> None:
+    """Raise `ConfigError` if a model cannot be trained in ranks with the run's settings.
+
+    `cuda`: the ranks are on GPUs. `bfloat16`: the model is trained in bfloat16.
+    """
+    if bfloat16 and not config.learner.zero:
+        reason = "keeps no float32 weights, but training in bfloat16 needs them"
+        raise ConfigError(
+            "learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32"
+        )
+    if config.engine.kind == "vllm" and config.engine.transfer == "nccl" and not cuda:
+        raise ConfigError(
+            "engine.transfer",
+            "nccl",
+            "NCCL sends from GPU to GPU, but the learner runs on the CPU",
+            "Use engine.transfer=file",
+        )

@@ -1,0 +1,211 @@
+"""Checks of the models of a run that need no weights: config.json, tokenizer and file headers.
+
+Models of the architectures in `PLAIN_ARCHITECTURES` are checked without torch. Other models are
+also built on the meta device, without weights, as `crl.modeling.loading` would load them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from crl.config.models import find_model, model_profile, model_size, resolve_model
+from crl.config.schema import ActorSection, ExtractorSection, RunConfig
+from crl.config.shapes import PUBLISHED_SHAPES, require_context
+from crl.embedders import encoder_folder
+from crl.errors import ConfigError
+from crl.modeling.tokenizer_files import read_tokenizer
+from crl.modeling.tokens import ChatRenderer
+from crl.planning.context import merge_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""File that lists the files of a model whose weights are in several files."""
+
+
+PLAIN_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architectures that crl supports without sliding windows and dropout, with their model types."""
+
+
+def model_sections(config: RunConfig) -> dict[str, ActorSection | ExtractorSection]:
+    """Return the sections of the actor and, with experience, of the extractor, by name."""
+    sections: dict[str, ActorSection | ExtractorSection] = {"actor": config.actor}
+    return sections | ({"extractor": config.extractor} if config.with_experience else {})
+
+
+def named_models(config: RunConfig) -> dict[str, str]:
+    """Return the names of the run's models, by the key that names each model.
+
+    The embedder is left out if it needs no model on this machine (`hash` or a URL).
+    """
+    named = {f"{role}.model": section.model for role, section in model_sections(config).items()}
+    embedder = config.embedder
+    if config.with_experience and embedder.model != "hash" and not embedder.is_url:
+        named["embedder.model"] = embedder.model
+    return named
+
+
+def require_model(name: str, key: str) -> Path:
+    """Return the directory of the model `name`.
+
+    Raise `ConfigError` under `key` if it is not on this machine, or if its weights are missing,
+    incomplete or damaged.
+    """
+    embedder = key == "embedder.model"
+    folder = encoder_folder(Path(name)) if embedder else resolve_model(name, key)
+    missing = _missing_files(folder, key)
+    if missing or not (model_size(folder, key) or any(folder.glob("pytorch_model*.bin"))):
+        reason = (
+            f"its checkpoint lacks the file {missing[0]} ({len(missing)} in total)"
+            if missing
+            else "the directory contains no weights (model*.safetensors)"
+        )
+        raise ConfigError(key, str(folder), reason, "Download or create the model again")
+    return folder
+
+
+def _missing_files(folder: Path, key: str) -> list[str]:
+    """Return the names of files that the index of the weights lists and that do not exist."""
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return []
+    try:
+        files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"cannot be read ({type(error).__name__}: {error})"
+        raise ConfigError(key, str(index), reason, "Download or create the model again") from error
+    return sorted(file for file in files if not (folder / file).is_file())
+
+
+def require_models(config: RunConfig) -> None:
+    """Raise `ConfigError` if a model of the run is not on this machine, or is incomplete."""
+    for key, name in named_models(config).items():
+        require_model(name, key)
+
+
+def require_contexts(config: RunConfig) -> None:
+    """Raise `ConfigError` if max_context_tokens exceeds the positions of the actor or extractor.
+
+    A model without max_position_embeddings in its config.json is not checked here.
+    """
+    for role, section in model_sections(config).items():
+        path = find_model(section.model, f"{role}.model")
+        limit = _positions(path) if path else PUBLISHED_SHAPES[section.model].max_context
+        require_context(role, section.max_context_tokens, limit)
+
+
+def _positions(path: Path) -> int | None:
+    try:
+        limit = json.loads((path / "config.json").read_text("utf-8"))["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return limit if isinstance(limit, int) else None
+
+
+def require_architectures(config: RunConfig) -> None:
+    """Raise `ConfigError` if crl does not support the architecture of a model that it loads.
+
+    vLLM alone loads an extractor that is not trained, and supports more architectures.
+    """
+    for role, section in model_sections(config).items():
+        trained = role == "actor" or (config.extractor.train and not config.bank.frozen)
+        loaded = trained or config.engine.kind == "torch"
+        path = find_model(section.model, f"{role}.model")
+        if not loaded or path is None or _is_plain(path):
+            continue
+        from crl.modeling.loading import checkpoint_activations, meta_model, require_supported
+
+        model = meta_model(path, f"{role}.model")
+        require_supported(model, path, f"{role}.model")
+        positions = getattr(model.config, "max_position_embeddings", None)
+        require_context(role, section.max_context_tokens, positions)
+        if trained and config.learner.activation_checkpointing:
+            checkpoint_activations(model)
+
+
+def _is_plain(path: Path) -> bool:
+    """Return whether config.json certainly describes a model that crl supports."""
+    try:
+        config: dict[str, Any] = json.loads((path / "config.json").read_text("utf-8"))
+        (architecture,) = config["architectures"]
+        layers = set(config.get("layer_types") or ())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    windows = config.get("use_sliding_window", architecture == "LlamaForCausalLM")
+    return (
+        PLAIN_ARCHITECTURES.get(architecture, "") == config.get("model_type")
+        and layers <= {"full_attention"}
+        and not (windows and config.get("sliding_window"))
+        and not config.get("attention_dropout")
+        and _positions(path) is not None
+    )
+
+
+def require_tokenizers(config: RunConfig) -> None:
+    """Raise `ConfigError` if the tokenizer of actor or extractor cannot write and stop turns."""
+    for role, section in model_sections(config).items():
+        key = f"{role}.model"
+        if (path := find_model(section.model, key)) is None:
+            continue
+        _tokenizer(path, key)
+        if not _plain_stop_ids(path):
+            from crl.modeling.loading import load_tokenizer, stop_ids
+
+            stop_ids(path, load_tokenizer(path, key), key)
+
+
+def require_merge_tokens(config: RunConfig) -> None:
+    """Raise `ConfigError` if a full chunk of the bank does not fit into the merge prompt.
+
+    The tokens of the prompt without experiences are counted with the extractor's tokenizer.
+    """
+    extractor, key = config.extractor, "extractor.model"
+    if not config.distils or not extractor.merge_every:
+        return
+    if (path := find_model(extractor.model, key)) is None:
+        return
+    renderer = ChatRenderer(_tokenizer(path, key), ())
+    write_prompt = merge_prompt(model_profile(path, key), config.prompts.files)
+    prompt = len(renderer.encode(renderer.text(write_prompt([]))))
+    limit = extractor.max_context_tokens - extractor.max_response_tokens - prompt
+    if extractor.merge_tokens > limit:
+        reason = (
+            f"does not fit into the extractor's context: its {extractor.max_context_tokens} tokens "
+            f"also hold {prompt} tokens of the merge prompt and "
+            f"{extractor.max_response_tokens} tokens of the answer"
+        )
+        choose = f"Choose at most {limit}, or raise" if limit > 0 else "Raise"
+        raise ConfigError(
+            "extractor.merge_tokens",
+            extractor.merge_tokens,
+            reason,
+            f"{choose} extractor.max_context_tokens",
+        )
+
+
+def _tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in `path`. Raise `ConfigError` as `load_tokenizer` does."""
+    if tokenizer := read_tokenizer(path):
+        return cast("PreTrainedTokenizerBase", tokenizer)
+    from crl.modeling.loading import load_tokenizer
+
+    return load_tokenizer(path, key)
+
+
+def _plain_stop_ids(path: Path) -> bool:
+    """Return whether the generation config is missing, or certainly readable."""
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return True
+    try:
+        settings: Any = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict)

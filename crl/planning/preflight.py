@@ -1,0 +1,266 @@
+"""Checks that a run makes before anything is started: one list for run, dry run and `crl doctor`.
+
+`CHECKS` is the list, in the order in which problems are reported. `EVALUATION_CHECKS` is the part
+that `crl eval` needs. The checks need neither weights nor engines. They import torch only for a
+device that is asked for, for DeepSpeed and vLLM, and for models of uncommon architectures.
+
+Checks of weights stay in the run, in `crl.modeling.loading`: weights that are missing in a file,
+logits that are changed after the output head, and packed sequences. So do answers of an endpoint.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from crl import embedders
+from crl.config.models import profile_of
+from crl.config.schema import RunConfig
+from crl.config.shapes import PUBLISHED_SHAPES
+from crl.envs.base import EnvSpec
+from crl.errors import ConfigError
+from crl.manager.storage.database import active_tasks, check_bank
+from crl.planning import machine_checks, model_checks, tasks
+from crl.prompts import hashes
+
+Subject = Literal["settings", "models", "machine"]
+"""Subject of a check.
+
+settings = the config, and the files and environments that it names; models = files of actor and
+extractor; machine = what is installed, downloaded and plugged in on this machine.
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check of a run."""
+
+    name: str
+    """Name in the output of `crl doctor`."""
+    subject: Subject
+    require: Callable[[RunConfig], None]
+    """Function that raises `ConfigError` if the run cannot start."""
+    detailed: bool = False
+    """True if `crl doctor` reports the subject in lines of its own, with more detail."""
+
+
+def require(config: RunConfig, *subjects: Subject, checks: Iterable[Check] | None = None) -> None:
+    """Raise the `ConfigError` of the first check that fails.
+
+    Only checks of `subjects` are made; without `subjects`, all of them. `checks`: checks to make
+    instead of `CHECKS`.
+    """
+    for check in CHECKS if checks is None else checks:
+        if not subjects or check.subject in subjects:
+            check.require(config)
+
+
+def problems(config: RunConfig, *subjects: Subject) -> Iterator[tuple[Check, ConfigError]]:
+    """Yield the failed checks of `subjects` with their errors; without `subjects`, of all."""
+    for check in CHECKS:
+        try:
+            require(config, *subjects, checks=[check])
+        except ConfigError as error:
+            yield check, error
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def require_prompts(config: RunConfig) -> None:
+    """Raise `ConfigError` for a prompt file that cannot be used, or that no model reads."""
+    hashes(config.prompts.files)
+    require_prompts_used(config)
+
+
+def require_prompts_used(config: RunConfig) -> None:
+    """Raise `ConfigError` for a prompt file of the user that no model of the run reads.
+
+    Tiny models read no prompt files: they know only the game's texts.
+    """
+    used_prompts: set[str] = set()
+    if any(task.rendering == "full" for task in config.tasks.values()):
+        used_prompts |= {"actor", "experience"} if config.with_experience else {"actor"}
+        used_prompts |= {"ask"} if config.ask.enabled and config.with_experience else set()
+    if config.critic.enabled and profile_of(config.actor.model) == "full":
+        used_prompts |= {"critic"}
+    if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":
+        used_prompts |= (
+            {"distil"}
+            | ({"merge"} if config.extractor.merge_every else set())
+            | ({"vote"} if config.bank.evict_votes else set())
+        )
+        used_prompts |= {"refine"} if config.ask.enabled else set()
+    for name, path in config.prompts.files.items():
+        if name not in used_prompts:
+            remedy = f"Remove it, or {_prompt_remedy(config, name)}"
+            raise ConfigError(
+                f"prompts.{name}", str(path), "is not used by any model of this run", remedy
+            )
+
+
+def _prompt_remedy(config: RunConfig, prompt: str) -> str:
+    """Return advice on how a run could use `prompt`.
+
+    The advice is another method, else the switch that is off, else language models.
+    """
+    if prompt != "actor" and not config.with_experience:
+        return f"choose another method than {config.spec.name}, which has no experience"
+    ask, critic = (
+        (config.ask.enabled, "ask.enabled=true"),
+        (config.critic.enabled, "critic.enabled=true"),
+    )
+    vote, merge = (
+        (config.bank.evict_votes, "bank.evict_votes=2"),
+        (config.extractor.merge_every, "extractor.merge_every=5"),
+    )
+    switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
+    on, setting = switches.get(prompt, (True, ""))
+    return (
+        "use language models as actor.model and extractor.model" if on else f"add --set {setting}"
+    )
+
+
+def require_tasks(config: RunConfig) -> None:
+    """Raise `ConfigError` if an environment is missing or cannot provide the run's tasks."""
+    specs = tasks.specs(config)
+    require_eval_support(config, specs)
+    tasks.train_stream(config, specs)
+    tasks.eval_sets(config, specs)
+    tasks.online_tasks(config, specs)
+    tasks.probe_tasks(config, specs)
+
+
+def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
+    """Raise `ConfigError` for an evaluation that an environment does not support.
+
+    Online evaluation needs `revisit`, the advice probe needs `advisor`.
+    """
+    for name, spec in specs.items():
+        sizes = config.tasks[name].eval
+        if sizes.online_places and not spec.tasks.revisit:
+            reason = (
+                f"has no effect because {spec.name} has no persistent places "
+                "(its EnvSpec has no revisit)"
+            )
+            raise ConfigError(
+                f"tasks.{name}.eval.online_places",
+                sizes.online_places,
+                reason,
+                "Set it to 0, or define revisit",
+            )
+        if sizes.probe_places and not spec.curriculum.advisor:
+            reason = (
+                f"has no effect because the right advice in {spec.name} is unknown "
+                "(its EnvSpec has no advisor)"
+            )
+            raise ConfigError(
+                f"tasks.{name}.eval.probe_places",
+                sizes.probe_places,
+                reason,
+                "Set it to 0, or define an advisor",
+            )
+
+
+def require_extractor(config: RunConfig) -> None:
+    """Raise `ConfigError` if the extractor of a run with experience cannot read the episodes."""
+    if config.with_experience:
+        require_compatible_extractor(config)
+
+
+def require_compatible_extractor(config: RunConfig) -> None:
+    """Raise `ConfigError` if a compact extractor would have to read full episodes, or to vote.
+
+    A compact extractor is trained only on digests of compact episodes.
+    """
+    if profile_of(config.extractor.model, "extractor.model") == "full":
+        return
+    if config.bank.evict_votes is not None:
+        reason = (
+            f"needs a language model as extractor, but {config.extractor.model} "
+            "is a tiny model that was not trained to vote"
+        )
+        raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
+    for name, task in config.tasks.items():
+        if task.rendering == "full":
+            reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
+            remedy = "Use a language model as extractor, or a tiny model as actor"
+            if profile_of(config.actor.model) == "compact":
+                remedy = (
+                    f"Set tasks.{name}.rendering to compact: "
+                    'write rendering = "compact" in the table [compact] of the task\'s file'
+                )
+            raise ConfigError("extractor.model", config.extractor.model, reason, remedy)
+
+
+def require_bank(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run cannot start from its `bank.init`, or cannot use it."""
+    if not config.with_experience or not config.bank.init:
+        return
+    path = Path(config.bank.init)
+    remedy = "Use the bank.sqlite of another run, written by this version of crl"
+    check_bank(path, "bank.init", remedy, require_entries=config.bank.frozen)
+    if config.bank.scope == "shared":
+        return
+    try:
+        banked = active_tasks(path)
+    except sqlite3.Error as error:
+        raise ConfigError(
+            "bank.init", str(path), f"the file is damaged ({error})", remedy
+        ) from error
+    if banked and not banked & config.tasks.keys():
+        reason = (
+            f"its experiences are of other tasks ({', '.join(sorted(banked))}) than the run's "
+            f"({', '.join(sorted(config.tasks))}), and with bank.scope=task they guide no episode"
+        )
+        raise ConfigError(
+            "bank.init",
+            str(path),
+            reason,
+            "Use the bank of a run of these tasks, or add --set bank.scope=shared",
+        )
+
+
+def require_embedder(config: RunConfig) -> None:
+    """Raise `ConfigError` if the settings of the embedder, or the files of its encoder, are wrong.
+
+    The check neither loads a model nor calls an endpoint. An encoder that a preset names may be
+    missing: `model_checks.require_models` reports it.
+    """
+    if config.with_experience and config.embedder.model not in PUBLISHED_SHAPES:
+        embedders.require_embedder(config.embedder)
+
+
+# ── the list ──────────────────────────────────────────────────────────────────────────────────────
+
+CHECKS: tuple[Check, ...] = (
+    Check("prompts", "settings", require_prompts),
+    Check("tasks", "settings", require_tasks),
+    Check("extractor", "settings", require_extractor),
+    Check("bank", "settings", require_bank),
+    Check("embedder", "settings", require_embedder),
+    Check("context", "models", model_checks.require_contexts),
+    Check("models", "machine", model_checks.require_models, detailed=True),
+    Check("tokenizers", "models", model_checks.require_tokenizers),
+    Check("merge prompt", "models", model_checks.require_merge_tokens),
+    Check("architectures", "models", model_checks.require_architectures),
+    Check("learner", "machine", machine_checks.require_learner, detailed=True),
+    Check("engine", "machine", machine_checks.require_engine, detailed=True),
+    Check("monitors", "machine", machine_checks.require_monitors),
+    Check("GPU plan", "machine", machine_checks.require_gpus, detailed=True),
+    Check("devices", "machine", machine_checks.require_devices),
+    Check("ranks", "machine", machine_checks.require_ranks),
+    Check("nvidia-smi", "machine", machine_checks.require_assigned_gpus),
+)
+"""Checks of a run, in the order in which they are made."""
+
+EVALUATION_CHECKS: tuple[Check, ...] = (
+    *(check for check in CHECKS if check.name in ("prompts", "tasks", "extractor", "embedder")),
+    Check("engine", "machine", machine_checks.require_engine),
+    Check("GPU plan", "machine", machine_checks.require_gpus_to_evaluate),
+    Check("devices", "machine", machine_checks.require_engine_devices),
+)
+"""Checks of an evaluation. Its models and its bank are those of a checkpoint."""
