@@ -300,7 +300,7 @@ async def test_online_banks_have_no_trials(tmp_path: Path) -> None:
 def metric_names(record: type) -> Iterator[str]:
     """Yield the names of the metrics in a record of the dashboard and in its parts."""
     for hint in get_type_hints(record, include_extras=True).values():
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             yield from metric_names(hint)
         elif get_origin(hint) is Annotated:
             yield hint.__metadata__[0]

@@ -49,13 +49,8 @@ def echo_last_word(prompt: str) -> str:
     return RETURN if word == "nothing" else add(word)
 
 
-def bank_settings(
-    extractor: ExtractorSection | None = None, queue: QueueSettings | None = None, **bank: Any
-) -> ManagerSettings:
-    return ManagerSettings(
-        retrieval=NEAREST, extractor=extractor or ExtractorSection(),
-        queue=queue or QueueSettings(), bank=BankSection(**bank),
-    )  # fmt: skip
+def bank_settings(**bank: Any) -> ManagerSettings:
+    return ManagerSettings(retrieval=NEAREST, bank=BankSection(**bank))
 
 
 def texts(manager: ExperienceManager) -> list[str]:
@@ -576,7 +571,7 @@ async def test_texts_to_compare_are_embedded_within_the_attempt(
         )
         await distil(manager, episode)
         embedder.times = times
-        if episode.step == 0:
+        if episode.episode.step == 0:
             await manager.aclose()
     dead = refused == settings.queue.attempts
     metrics = {
