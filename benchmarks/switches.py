@@ -19,34 +19,33 @@ PRESET = "the preset"
 SEEDS = (0, 1, 2)
 SHOWN = ("online", "alone", "seen", "lessons", "advice")
 
-PAPERS = ("retrieval.choice=diverse", "retrieval.trials=0.0", "bank.cap=1000000", "bank.evict=fifo")
+PAPERS = (
+    "retrieval.choice=diverse",
+    "retrieval.per=group",
+    "retrieval.trials=0.0",
+    "bank.cap=1000000",
+    "bank.evict=fifo",
+)
+"""The paper's retrieval: eq. 6 in a bank that is never full."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     PRESET: (),
     "eq. 5 alone": ("complementary.listening=0.0",),
-    "listening 0.5": ("complementary.listening=0.5",),
     "listening 2": ("complementary.listening=2.0",),
     "advantages across the group": ("complementary.advantages=cross",),
-    "advantages across the group, no listening": ("complementary.advantages=cross", "complementary.listening=0.0"),
     "KL of the actor to its start 0.1": ("actor.kl_coef=0.1",),
     "self-distillation 0.5": ("complementary.self_distillation=0.5",),
     "record in the prompt": ("complementary.show_record=true",),
     "actor's learning rate halved": ("actor.optimizer.learning_rate=1e-4",),
     "no warm-up of the actor": ("actor.optimizer.warmup_steps=0",),
-    "eq. 6, a search for each member": PAPERS,
-    "eq. 6, one search for a group": (*PAPERS, "retrieval.per=group"),
-    "eq. 6, one search for a group, eq. 5 alone": (*PAPERS, "retrieval.per=group", "complementary.listening=0.0"),
+    "eq. 6, one search for a group": PAPERS,
+    "eq. 6, one search for a group, eq. 5 alone": (*PAPERS, "complementary.listening=0.0"),
     "no trials": ("retrieval.trials=0.0",),
-    "trials 0.25": ("retrieval.trials=0.25",),
-    "trials 0.75": ("retrieval.trials=0.75",),
-    "one lesson for a group, every second one a trial": ("retrieval.per=group",),
     "4 lessons a place": ("bank.cap=4",),
     "16 lessons a place": ("bank.cap=16",),
     "guided share 0.25": ("complementary.guided=0.25",),
     "guided share 0.75": ("complementary.guided=0.75",),
-    "groups of 16": ("rollout.group_size=16", "rollout.groups=8"),
     "extractor's batch 16": ("extractor.batch=16",),
-    "extractor's batch 64": ("extractor.batch=64",),
     "extractor's baseline its batch": ("extractor.baseline=batch",),
 }
 """By what is changed: the settings."""
