@@ -219,8 +219,9 @@ def _run_apart(script: str, run: tuple[str, str, int], arguments: argparse.Names
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     command += ["--quick"] if arguments.quick else []
     command += [word for text in arguments.set for word in ("--set", text)]
+    about = {"setting": setting, "arm": arm, "seed": seed, **shared(arguments), "commit": commit()}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result = {"setting": setting, "arm": arm, "seed": seed, **shared(arguments), "commit": commit(), **json.loads(done.stdout)}
+    result = about | json.loads(done.stdout)
     with _records(arguments.out).open("a+b") as stream:
         stream.seek(max(0, stream.tell() - 1))
         torn = stream.read(1) not in (b"", b"\n")

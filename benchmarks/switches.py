@@ -2,9 +2,9 @@
 
     python benchmarks/switches.py --jobs 2 --out benchmarks/results/switches.json
 
-A row is one change of the preset's settings, `crl train --tasks room` with it, over seeds 0 to 2. `online`,
-`alone`, `seen`, `lessons` and `advice` are the metrics of `main_command.py`. Rows are compared with the preset's,
-paired by seed: mean ± half the 95 % interval by Student's t.
+A row is the preset with some other settings, `crl train --tasks room` with it, over seeds 0 to 2. `online`,
+`alone`, `seen`, `lessons` and `advice` are the metrics of `main_command.py`; `updates` counts the extractor's.
+Rows are compared with the preset's, paired by seed: mean ± half the 95 % interval by Student's t.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from main_command import METRICS
 
 PRESET = "the preset"
 SEEDS = (0, 1, 2)
-SHOWN = ("online", "alone", "seen", "lessons", "advice")
+SHOWN = {name: METRICS[name] for name in ("online", "alone", "seen", "lessons", "advice")} | {
+    "updates": lambda run, _task: run["extractor updates"]
+}
 
 PAPERS = (
     "retrieval.choice=diverse",
@@ -56,8 +58,8 @@ def table(runs: Sequence[Run], switches: Sequence[str]) -> str:
     lines = [f"{'':<50}" + "".join(f"{name:>18}{'− preset':>18}" for name in SHOWN)]
     for switch in switches:
         cells = []
-        for name in SHOWN:
-            own, preset = ({run["seed"]: METRICS[name](run, "room") for run in runs if run["arm"] == arm} for arm in (switch, PRESET))
+        for metric in SHOWN.values():
+            own, preset = ({run["seed"]: metric(run, "room") for run in runs if run["arm"] == arm} for arm in (switch, PRESET))
             pairs = [(own[seed], preset[seed]) for seed in sorted(own.keys() & preset.keys())]
             differences = [a - b for a, b in pairs if a is not None and b is not None]
             cells += [mean_and_interval(list(own.values())), "" if switch == PRESET else mean_and_interval(differences)]

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
+NORMAL_975 = 1.96
+"""The 97.5 % quantile of the normal distribution, as it is usually rounded."""
+
 
 @dataclass(frozen=True)
 class Mean:

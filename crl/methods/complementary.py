@@ -1,7 +1,8 @@
 """Complementary RL: an actor guided by what an extractor distilled from its episodes, and both trained (CRL §2.3).
 
 Its switches: `complementary.guided`, `complementary.advantages`, `complementary.listening`,
-`complementary.self_distillation`, `extractor.train`, `bank.frozen`, `retrieval.per`.
+`complementary.self_distillation`, `complementary.show_record`, `extractor.train`, `bank.frozen`,
+`retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
 

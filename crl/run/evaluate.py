@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from crl.config.schema import OVERALL
-from crl.intervals import Mean, cluster_variance
+from crl.intervals import NORMAL_975, Mean, cluster_variance, t_975
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.figures import mean_score
@@ -36,7 +36,7 @@ class Rate:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's score interval at z = 1.96, over the effective number of episodes: (low, high)."""
-        n, z = self.effective or self.episodes, 1.96
+        n, z = self.effective or self.episodes, NORMAL_975
         if not n:
             return math.nan, math.nan
         centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
@@ -210,7 +210,9 @@ def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
 
     Their effective number is p(1−p) over `cluster_variance`, with places as clusters (theirs over the
     design effect of Kish 1965); at least the number of places, which it also is where all are won or
-    all are lost, and at most that of episodes.
+    all are lost, and at most that of episodes. Of k places it is multiplied by (1.96 / t)², with t
+    of k−1 degrees of freedom (Korn & Graubard 1998, Survey Methodology 24(2)), so that Wilson's
+    interval is as wide as Student's t asks.
     """
     places = [t.task.goal for t in played]
     whole, k = rate(played), len(set(places))
@@ -219,4 +221,4 @@ def rate_of_visits(played: Sequence[Trajectory]) -> Rate:
         return replace(whole, effective=float(k))
     between = cluster_variance([t.success for t in played], places)
     effective = p * (1 - p) / between if between else math.inf
-    return replace(whole, effective=float(min(max(effective, k), n)))
+    return replace(whole, effective=min(max(effective, k), n) * (NORMAL_975 / t_975(k - 1)) ** 2)

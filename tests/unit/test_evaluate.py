@@ -162,11 +162,12 @@ class Crowd(ScriptedEngine):
 @pytest.mark.parametrize(
     ("won", "effective"),
     [
-        # p = 1/2 of 16 in four places, so p(1−p) = 1/4; the variance of p between places is 4/3 · Σ (1/4 · (pᵢ − 1/2))²
-        ((4, 2, 2, 0), 6.0),  # 4/3 · 2 · (1/8)² = 1/24
-        ((3, 2, 2, 1), 16.0),  # 4/3 · 2 · (1/16)² = 1/96: 24, and no more than there are
-        ((4, 4, 0, 0), 4.0),  # 4/3 · 4 · (1/8)² = 1/12: 3, and no fewer than places
-        ((2, 2, 2, 2), 16.0),
+        # p = 1/2 of 16 in four places, so p(1−p) = 1/4; the variance of p between places is 4/3 · Σ (1/4 · (pᵢ − 1/2))²;
+        # t of 3 degrees of freedom is 3.182446, (1.96 / t)² = 0.3793062
+        ((4, 2, 2, 0), 2.275837),  # 4/3 · 2 · (1/8)² = 1/24: 6
+        ((3, 2, 2, 1), 6.0689),  # 4/3 · 2 · (1/16)² = 1/96: 24, and no more than there are
+        ((4, 4, 0, 0), 1.517225),  # 4/3 · 4 · (1/8)² = 1/12: 3, and no fewer than places
+        ((2, 2, 2, 2), 6.0689),
         ((0, 0, 0, 0), 4.0),
         ((4, 4, 4, 4), 4.0),
         ((2,), 1.0),
@@ -179,9 +180,9 @@ def test_episodes_of_one_place_count_for_fewer(won: tuple[int, ...], effective: 
         for i in range(4)
     ]
     rate = rate_of_visits(played)
-    assert rate == Rate(sum(won), 4 * len(won), pytest.approx(effective))  # pyright: ignore[reportArgumentType]
-    if won == (4, 2, 2, 0):  # z²/n = 3.8416/6: half = 1.96 / 1.640267 · √(1/24 + 3.8416/144)
-        assert rate.interval == pytest.approx((0.5 - 0.312387, 0.5 + 0.312387), abs=1e-6)
+    assert rate == Rate(sum(won), 4 * len(won), pytest.approx(effective, abs=1e-6))  # pyright: ignore[reportArgumentType]
+    if won == (4, 2, 2, 0):  # z²/n = 3.8416/2.275837: half = 1.96 / 2.687995 · √(1/4 / 2.275837 + 3.8416 / (4 · 2.275837²))
+        assert rate.interval == pytest.approx((0.5 - 0.396224, 0.5 + 0.396224), abs=1e-6)
 
 
 async def test_every_task_is_played_once_and_no_more_than_some_at_a_time() -> None:

@@ -89,12 +89,13 @@ def test_what_beat_the_free_members_is_distilled() -> None:
 
 def test_listening_is_worth_what_an_experience_adds_to_its_group() -> None:
     batch = [
-        # "a" wins 2 of 2, "b" 0 of 1, nobody guided the fourth; the free members win 1 of 2
-        told(0, 0, "a", True), told(0, 1, "a", True), told(0, 2, "b", False), told(0, 3, "", True), alone(0, 4, True), alone(0, 5, False),
+        # "a" wins 2 of 2, "b" 0 of 1, nobody guided the fourth; the free members win 1 of 4
+        told(0, 0, "a", True), told(0, 1, "a", True), told(0, 2, "b", False), told(0, 3, "", True),
+        alone(0, 4, True), alone(0, 5, False), alone(0, 6, False), alone(0, 7, False),
         # without a free member nothing is known
         told(1, 0, "a", True), told(1, 1, "a", False),
     ]  # fmt: skip
-    assert ListeningAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert ListeningAdvantage(2.0)(batch).tolist() == [1.5, 1.5, -0.5] + [0.0] * 7
 
 
 def test_what_guidance_is_worth_is_nobodys_advantage() -> None:
