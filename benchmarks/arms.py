@@ -290,6 +290,13 @@ def _run_in_subprocess(
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     command += ["--quick"] if arguments.quick else []
     command += [word for text in arguments.set for word in ("--set", text)]
+    labels = {
+        "setting": setting,
+        "arm": arm,
+        "seed": seed,
+        **shared_options(arguments),
+        "commit": commit(),
+    }
     completed = subprocess.run(
         command,
         check=True,
@@ -297,14 +304,7 @@ def _run_in_subprocess(
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    result = {
-        "setting": setting,
-        "arm": arm,
-        "seed": seed,
-        **shared_options(arguments),
-        "commit": commit(),
-        **json.loads(completed.stdout),
-    }
+    result = labels | json.loads(completed.stdout)
     with _records_path(arguments.out).open("a+b") as stream:
         stream.seek(max(0, stream.tell() - 1))
         incomplete_line = stream.read(1) not in (b"", b"\n")

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
 
+NORMAL_975 = 1.96
+"""Rounded 97.5 % quantile of the normal distribution."""
+
 
 @dataclass(frozen=True)
 class Mean:

@@ -17,7 +17,7 @@ from crl.config.schema import OVERALL
 from crl.evaluation.metrics import mean_score
 from crl.evaluation.online import OnlineEvaluator, OnlineResult
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.intervals import Mean, cluster_variance
+from crl.intervals import NORMAL_975, Mean, cluster_variance, t_975
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
@@ -42,7 +42,7 @@ class SuccessRate:
 
         Both ends are NaN without episodes.
         """
-        n, z = self.effective_episodes or self.episodes, 1.96
+        n, z = self.effective_episodes or self.episodes, NORMAL_975
         if not n:
             return math.nan, math.nan
         centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
@@ -295,8 +295,10 @@ def clustered_success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
     Episodes of one place are not independent: they share its lessons and its difficulty. The
     effective number of episodes is p(1−p) / `cluster_variance`, with places as clusters: the number
     of episodes divided by the design effect (Kish 1965). The result is limited to [places,
-    episodes]. With one place, or if all episodes succeeded or all failed, the effective number is
-    the number of places.
+    episodes] and then multiplied by (1.96 / t)², with t of places − 1 degrees of freedom. This
+    makes Wilson's interval as wide as Student's t requires (Korn & Graubard 1998, Survey
+    Methodology 24(2)). With one place, or if all episodes succeeded or all failed, the effective
+    number is the number of places.
     """
     places = [t.task.goal for t in trajectories]
     rate, k = success_rate(trajectories), len(set(places))
@@ -305,4 +307,5 @@ def clustered_success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
         return replace(rate, effective_episodes=float(k))
     variance = cluster_variance([t.success for t in trajectories], places)
     effective_episodes = p * (1 - p) / variance if variance else math.inf
-    return replace(rate, effective_episodes=float(min(max(effective_episodes, k), n)))
+    effective_episodes = min(max(effective_episodes, k), n)
+    return replace(rate, effective_episodes=effective_episodes * (NORMAL_975 / t_975(k - 1)) ** 2)

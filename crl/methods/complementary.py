@@ -2,7 +2,8 @@
 
 The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
 `complementary.guided_share`, `complementary.advantages`, `complementary.lift_coef`,
-`complementary.self_distillation`, `extractor.train`, `bank.frozen`, `retrieval.per`.
+`complementary.self_distillation`, `complementary.show_record`, `extractor.train`, `bank.frozen`,
+`retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
 

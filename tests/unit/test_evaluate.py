@@ -214,10 +214,11 @@ class CountingEngine(ScriptedEngine):
     [
         # p = 1/2 of 16 in four places, so p(1−p) = 1/4.
         # The variance of p between places is 4/3 · Σ (1/4 · (pᵢ − 1/2))².
-        ((4, 2, 2, 0), 6.0),  # 4/3 · 2 · (1/8)² = 1/24
-        ((3, 2, 2, 1), 16.0),  # 4/3 · 2 · (1/16)² = 1/96: 24, but at most the number of episodes
-        ((4, 4, 0, 0), 4.0),  # 4/3 · 4 · (1/8)² = 1/12: 3, but at least the number of places
-        ((2, 2, 2, 2), 16.0),
+        # t of 3 degrees of freedom is 3.182446, so (1.96 / t)² = 0.3793062.
+        ((4, 2, 2, 0), 2.275837),  # 4/3 · 2 · (1/8)² = 1/24: 6
+        ((3, 2, 2, 1), 6.0689),  # 4/3 · 2 · (1/16)² = 1/96: 24, but at most the episodes
+        ((4, 4, 0, 0), 1.517225),  # 4/3 · 4 · (1/8)² = 1/12: 3, but at least the places
+        ((2, 2, 2, 2), 6.0689),
         ((0, 0, 0, 0), 4.0),
         ((4, 4, 4, 4), 4.0),
         ((2,), 1.0),
@@ -235,10 +236,12 @@ def test_episodes_of_one_place_are_not_independent(won: tuple[int, ...], effecti
     assert rate == SuccessRate(
         sum(won),
         4 * len(won),
-        pytest.approx(effective),  # pyright: ignore[reportArgumentType]
+        pytest.approx(effective, abs=1e-6),  # pyright: ignore[reportArgumentType]
     )
-    if won == (4, 2, 2, 0):  # z²/n = 3.8416/6: half = 1.96 / 1.640267 · √(1/24 + 3.8416/144)
-        assert rate.interval == pytest.approx((0.5 - 0.312387, 0.5 + 0.312387), abs=1e-6)
+    if won == (4, 2, 2, 0):
+        # With z²/n = 3.8416/2.275837:
+        # half = 1.96 / 2.687995 · √(1/4 / 2.275837 + 3.8416 / (4 · 2.275837²))
+        assert rate.interval == pytest.approx((0.5 - 0.396224, 0.5 + 0.396224), abs=1e-6)
 
 
 async def test_every_task_is_played_once_within_the_limit() -> None:

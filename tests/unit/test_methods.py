@@ -112,14 +112,15 @@ def test_self_distillation_selects_episodes_that_beat_the_free_members() -> None
 def test_lift_advantage_is_the_lift_of_the_experience_in_its_group() -> None:
     batch = [
         # "a" wins 2 of 2, "b" wins 0 of 1, and the fourth member had no experience in its prompt.
-        # The free members win 1 of 2.
+        # The free members win 1 of 4.
         guided_episode(0, 0, "a", True), guided_episode(0, 1, "a", True),
         guided_episode(0, 2, "b", False), guided_episode(0, 3, "", True),
         free_episode(0, 4, True), free_episode(0, 5, False),
+        free_episode(0, 6, False), free_episode(0, 7, False),
         # A group without free members has no success rate to compare with.
         guided_episode(1, 0, "a", True), guided_episode(1, 1, "a", False),
     ]  # fmt: skip
-    assert LiftAdvantage(2.0)(batch).tolist() == [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert LiftAdvantage(2.0)(batch).tolist() == [1.5, 1.5, -0.5] + [0.0] * 7
 
 
 def test_split_advantages_ignore_the_benefit_of_guidance() -> None:
