@@ -28,6 +28,7 @@ from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_t
 from crl.config.method import method_spec
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
 from crl.config.renamed import upgrade
+from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
     DEEPSPEED_ONLY,
     TORCH_ONLY,
@@ -221,10 +222,10 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
     if (
         key == "retrieval.trial_share"
         and config.retrieval.trial_share
-        and config.retrieval.choice == "diverse"
+        and not retrieval_policy(config.retrieval.choice).trials
     ):
         return (
-            'retrieval.choice is "diverse", which already favours rarely retrieved experiences',
+            f'retrieval.choice = "{config.retrieval.choice}" has no trials',
             "Add --set retrieval.choice=credit, or leave it out",
         )
     if section == config.spec.name:

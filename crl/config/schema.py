@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from crl.config.method import MethodSpec, method_spec
+from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
 from crl.config.section import Count, Name, Natural, Section
 from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
@@ -370,10 +371,11 @@ class RetrievalSection(Section):
     Ignored by methods without experience.
     """
 
-    choice: Literal["diverse", "credit"] = "diverse"
-    """Rule of choice among candidates of about equal similarity.
+    choice: Reference = "diverse"
+    """Policy that chooses among candidates of about equal similarity.
 
-    diverse = eq. 6 of the paper; credit = the best record, (won + 0.3) / (episodes + 1).
+    diverse = eq. 6 of the paper; credit = the best record, (won + 0.3) / (episodes + 1); or the
+    reference of an own policy, path/to/file.py:POLICY or package.module:POLICY.
     """
     per: Literal["group", "rollout"] = "group"
     """Sharing of experiences within a group.
@@ -382,10 +384,10 @@ class RetrievalSection(Section):
     searches for its own.
     """
     trial_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of searches that try the least retrieved candidate instead of the best record.
+    """Share of searches that try the least retrieved candidate instead of the policy's choice.
 
-    Both are chosen among candidates of about equal similarity. Requires choice = "credit". Only
-    searches at the start of training episodes count.
+    Both are chosen among candidates of about equal similarity. choice = "diverse" has no trials.
+    Only searches at the start of training episodes count.
     """
     candidates: Count = 16
     """Maximum number of nearest experiences that are considered in one search."""
@@ -990,6 +992,8 @@ def _check_actor(actor: ActorSection) -> None:
 def _check_experience(config: RunConfig) -> None:
     """Raise `ConfigError` if extractor, bank, retrieval and group halves contradict each other."""
     extractor, bank = config.extractor, config.bank
+    if config.retrieval.choice not in BUNDLED_POLICIES:
+        retrieval_policy(config.retrieval.choice)
     if extractor.max_response_tokens >= extractor.max_context_tokens:
         reason = (
             "leaves no tokens for the prompt: extractor.max_context_tokens is "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crl.config.models import bundled_models, find_model, model_size, profile_of
+from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
     EmbedderSection,
     EngineSection,
@@ -265,11 +266,10 @@ def _experience(config: RunConfig) -> str:
 
 
 def _choice(retrieval: RetrievalSection) -> str:
-    if retrieval.choice == "diverse":
-        return "similarity and diversity (eq. 6)"
-    return "credit" + (
+    policy = retrieval_policy(retrieval.choice)
+    return policy.description + (
         f"; {retrieval.trial_share:.0%} of searches choose the least retrieved one"
-        if retrieval.trial_share
+        if retrieval.trial_share and policy.trials
         else ""
     )
 

@@ -829,8 +829,9 @@ def test_invalid_bank_settings(model: Path, tmp_path: Path):
         model, "bank.frosen=true"
     )
     assert "Did you mean retrieval.choice?" in config_error(model, "retrieval.choise=credit")
-    assert "retrieval.choice = 'best': should be 'diverse' or 'credit'" in config_error(
-        model, "retrieval.choice=best"
+    assert (
+        "retrieval.choice = 'best': is not a retrieval policy. Available: credit, diverse"
+        in config_error(model, "retrieval.choice=best")
     )
     assert "complementary.guided_share = 'half': should be a valid number" in config_error(
         model, "complementary.guided_share=half"
@@ -1147,10 +1148,10 @@ def test_merge_tokens_without_merges_are_refused(model: Path):
     assert resolved(model, "extractor.merge_tokens=99", options={"method": "grpo"})
 
 
-def test_trials_require_the_choice_by_credit(model: Path):
+def test_trials_require_a_policy_with_trials(model: Path):
     assert config_error(model, "retrieval.choice=diverse", "retrieval.trial_share=0.25") == (
-        'retrieval.trial_share = 0.25: has no effect because retrieval.choice is "diverse", which '
-        "already favours rarely retrieved experiences. "
+        'retrieval.trial_share = 0.25: has no effect because retrieval.choice = "diverse" has '
+        "no trials. "
         "Add --set retrieval.choice=credit, or leave it out."
     )
     assert resolved(model, "retrieval.choice=diverse").retrieval.choice == "diverse", (

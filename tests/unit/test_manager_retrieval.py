@@ -29,12 +29,12 @@ from crl.manager.retrieval.choice import (
     SIMILARITY_TOLERANCE,
     Candidate,
     choose_entry,
-    diverse_scores,
     is_trial,
-    success_score,
 )
 from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import MIN_TAIL_ROWS, Index
+from crl.manager.retrieval.policies.credit import success_score
+from crl.manager.retrieval.policies.diverse import diverse_scores
 from crl.types import Counters, Provenance
 
 

@@ -35,7 +35,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
 from crl.manager import ExperienceManager, ManagerSettings, QueueSettings
 from crl.manager.records import Entry, Stamp
-from crl.manager.retrieval.choice import success_score
+from crl.manager.retrieval.policies.credit import success_score
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
 from crl.types import Counters, Provenance

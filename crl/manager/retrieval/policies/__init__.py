@@ -1,0 +1,1 @@
+"""Bundled retrieval policies, one per module. `crl.config.retrieval` finds them by name."""
