@@ -97,7 +97,8 @@ async def advised_traces(loop: Any, config: Any, advice: str) -> list[Any]:
     traces = []
     for trajectory in trajectories:
         trace, direction = trajectory.traces[0], read(texts[trajectory.task.goal])[1]
-        move = (*runner.renderer.encode(direction), runner.renderer.stop_ids[0])
+        renderer = runner.decoding.renderer
+        move = (*renderer.encode(direction), renderer.stop_ids[0])
         prompt = TokenTrace().with_context(trace.ids[: trace.mask.index(1)])
         traces.append(
             prompt.with_sampled(Completion(move, (0.0,) * len(move), (0,) * len(move), "stop"))

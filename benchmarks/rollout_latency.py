@@ -77,12 +77,13 @@ from crl.prompts import fill, prompt
 from crl.protocols import Hit, Question, Retriever, SearchRequest, TaskSource
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
+from crl.rollout.decoding import Decoding
 from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import DirectSampler
 from crl.run.assemble import open_training_loop
-from crl.run.experience import ExperiencePipeline
+from crl.run.experience import ExperiencePipeline, PipelineSettings
 from crl.run.main import frozen_heap
 from crl.types import Provenance, Task, Trajectory
 
@@ -197,9 +198,9 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
         ManagerSettings(), seed=0,
     )  # fmt: skip
     instructions = fill(prompt("actor"), turns=turns, actions=", ".join(MOVES), example="north")
-    sampler, rates = DirectSampler(actor), SuccessRates(min_episodes=8, window=64)
+    decoding = Decoding(DirectSampler(actor), renderer, max_context=32_768, temperature=1.0, seed=0)
     runner = EpisodeRunner(
-        sampler=sampler,
+        decoding=decoding,
         pool=Walks(),
         context=ChatContext(
             {"walk": instructions},
@@ -208,20 +209,12 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
         ),
         shaper=OutcomeReward(),
         retriever=NullRetriever(),
-        renderer=renderer,
         limits={"walk": Limits(turns, max_response_tokens=4_096, max_questions=3)},
-        max_context=32_768,
-        temperature=1.0,
-        seed=0,
         judge=Critic(
-            sampler,
-            renderer,
+            decoding,
             FullCriticPrompt(prompt("critic")),
-            rates,
+            SuccessRates(min_episodes=8, window=64),
             {"walk": 4_096},
-            max_context=32_768,
-            temperature=1.0,
-            seed=0,
         ),
     )
     experience = ExperiencePipeline(
@@ -232,8 +225,7 @@ async def latency_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
         Diagnostics({}),
         embedder,
         monitor,
-        run_name="bench",
-        background=True,
+        PipelineSettings("bench", background=True),
     )
     try:
 
