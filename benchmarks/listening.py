@@ -167,9 +167,9 @@ class GradientProbe:
     def _term(self, trajectory: Any) -> str:
         if trajectory.condition == "free":
             return "free"
-        if not trajectory.shown:
+        if not trajectory.guidance.shown:
             return "nothing found"
-        verdict = self._advisor.judge(trajectory.task, trajectory.shown[0])
+        verdict = self._advisor.judge(trajectory.task, trajectory.guidance.shown[0])
         return (
             "right lesson"
             if verdict.correct

@@ -343,31 +343,26 @@ class Experience:
     """Bank entry at one version, with the counters of that version."""
 
     uid: str
+    """Id of the entry, the same for all versions."""
     version: int
+    """Number of the version, from 1."""
     text: str
+    """Experience as the agent reads it."""
     task: str
-    generation: str
-    """Id of the generation that wrote this version."""
-    span: tuple[int, int]
-    """Tokens [start, stop) of this entry in the sampled tokens of its generation."""
-    goal: str = ""
+    """Name of the task that this entry was distilled from."""
+    goal: str
     """Goal of the episode that this entry was distilled from."""
-    parents: tuple[str, ...] = ()
-    """Versions that this version was made from, as `uid@version`."""
+    provenance: Provenance
+    """Provenance of this version."""
+    counters: Counters = NO_COUNTERS
+    """Counters of this version."""
     status: ExperienceStatus = "active"
-    retrieved: int = 0
-    """Number of times that a search returned this version."""
-    credited: int = 0
-    """Number of credited episodes that this version guided."""
-    credit: float = 0.0
-    """Σ r over the credited episodes, with r = ±1."""
-    lift: Lift | None = None
-    """None before the first group that also has free members."""
 
     def __post_init__(self) -> None:
         _check_choice("status", self.status, ExperienceStatus)
-        if self.version < 1 or self.span[0] > self.span[1]:
-            raise ValueError(f"invalid version or span: {self.version}, {self.span}")
+        start, stop = self.provenance.span
+        if self.version < 1 or start > stop:
+            raise ValueError(f"invalid version or span: {self.version}, {(start, stop)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,59 +427,75 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
-    """Finished episode. `step`, `group` and `member` are its address in the run."""
+class EpisodeAddress:
+    """Address of an episode among the episodes of the same kind in its run."""
 
-    task: Task
     step: int
+    """Number of the step, visit or batch, from 0."""
     group: int
+    """Number of the group. The members of a group play the same task."""
     member: int
-    condition: Condition
-    segments: tuple[Segment, ...] = ()
-    """Conversation as the agent saw it."""
-    traces: tuple[TokenTrace, ...] = ()
-    """Training samples of the episode."""
+    """Number of the episode in its group, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of an episode."""
+
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward channels by name."""
-    reward: float = 0.0
-    """Training reward: the sum of the channels."""
     success: bool = False
     """Whether the environment reported a success; not part of the reward."""
     score: float | None = None
     """Environment's grade in [0, 1], None if it gives none; not part of the reward."""
-    turns: int = 0
-    """Environment turns within the turn limit."""
-    turn_rewards: tuple[float, ...] = ()
-    """Environment's reward for each of the `turns`."""
-    overtime_turns: int = 0
-    """Environment turns after the turn limit, which are neither rewarded nor trained on."""
-    invalid_actions: int = 0
-    """Invalid actions within the turn limit."""
-    sampled_tokens: int = 0
-    """Tokens that the actor sampled, including overtime."""
-    used: tuple[ExperienceUse, ...] = ()
-    """Experiences that guided the episode."""
-    shown: tuple[str, ...] = ()
-    """Texts of the experiences in `used`, in the same order."""
-    rejected: tuple[ExperienceUse, ...] = ()
-    """Experiences that the actor rejected; the episode continued without them."""
     truncated: bool = False
     """Whether the episode reached its turn limit, a generation limit or the context limit."""
     error: str | None = None
     """Reason why the episode failed, else None. A failed trajectory is never trained on."""
 
     def __post_init__(self) -> None:
-        _check_choice("condition", self.condition, Condition)
+        object.__setattr__(self, "rewards", dict(self.rewards))
         if not math.isfinite(self.reward):
             raise ValueError(f"reward must be finite, not {self.reward}")
+
+    @property
+    def reward(self) -> float:
+        """Training reward: the sum of the channels."""
+        return sum(self.rewards.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Turns and sampled tokens of an episode."""
+
+    turn_rewards: tuple[float, ...] = ()
+    """Environment's reward for each turn within the turn limit."""
+    overtime_turns: int = 0
+    """Environment turns after the turn limit, which are neither rewarded nor trained on."""
+    invalid_actions: int = 0
+    """Invalid actions within the turn limit."""
+    sampled_tokens: int = 0
+    """Tokens that the actor sampled, including overtime."""
+
+    @property
+    def turns(self) -> int:
+        """Number of environment turns within the turn limit."""
+        return len(self.turn_rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """Experiences that were retrieved for an episode."""
+
+    used: tuple[ExperienceUse, ...] = ()
+    """Experiences that guided the episode."""
+    shown: tuple[str, ...] = ()
+    """Texts of the experiences in `used`, in the same order."""
+    rejected: tuple[ExperienceUse, ...] = ()
+    """Experiences that the actor rejected; the episode continued without them."""
+
+    def __post_init__(self) -> None:
         _check_same_length(used=self.used, shown=self.shown)
-        if self.condition == "free" and (
-            self.used or self.rejected or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)
-        ):
-            raise ValueError(
-                "the trajectory of a free episode must contain neither an experience nor the tool "
-                "search_and_ask"
-            )
         if any(use.verdict == "reject" for use in self.used) or any(
             use.verdict != "reject" for use in self.rejected
         ):
@@ -492,7 +503,88 @@ class Trajectory:
                 "`used` must not contain rejected experiences, and `rejected` must contain only "
                 "rejected ones"
             )
-        object.__setattr__(self, "rewards", dict(self.rewards))
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """Finished episode.
+
+    Properties give short access to facts of its parts that methods often read.
+    """
+
+    task: Task
+    """Task that was played."""
+    address: EpisodeAddress
+    """Address in the run."""
+    condition: Condition
+    """Whether the episode was allowed to use experience."""
+    segments: tuple[Segment, ...] = ()
+    """Conversation as the agent saw it."""
+    traces: tuple[TokenTrace, ...] = ()
+    """Training samples of the episode."""
+    outcome: Outcome = field(default_factory=Outcome)
+    """Rewards, success and the way in which the episode ended."""
+    activity: Activity = field(default_factory=Activity)
+    """Turns and sampled tokens."""
+    guidance: Guidance = field(default_factory=Guidance)
+    """Experiences that were used or rejected."""
+
+    def __post_init__(self) -> None:
+        _check_choice("condition", self.condition, Condition)
+        if self.condition == "free" and (
+            self.guidance.used
+            or self.guidance.rejected
+            or any(s.origin in GUIDANCE_ORIGINS for s in self.segments)
+        ):
+            raise ValueError(
+                "the trajectory of a free episode must contain neither an experience nor the tool "
+                "search_and_ask"
+            )
+
+    @property
+    def group(self) -> int:
+        """Number of the group. The members of a group play the same task."""
+        return self.address.group
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """Reward channels by name."""
+        return self.outcome.rewards
+
+    @property
+    def reward(self) -> float:
+        """Training reward: the sum of the channels."""
+        return self.outcome.reward
+
+    @property
+    def success(self) -> bool:
+        """Whether the environment reported a success."""
+        return self.outcome.success
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the episode reached its turn limit, a generation limit or the context limit."""
+        return self.outcome.truncated
+
+    @property
+    def error(self) -> str | None:
+        """Reason why the episode failed, else None."""
+        return self.outcome.error
+
+    @property
+    def used(self) -> tuple[ExperienceUse, ...]:
+        """Experiences that guided the episode."""
+        return self.guidance.used
+
+    @property
+    def turns(self) -> int:
+        """Number of environment turns within the turn limit."""
+        return self.activity.turns
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Environment's reward for each of the `turns`."""
+        return self.activity.turn_rewards
 
     @property
     def turn_observations(self) -> tuple[str, ...]:
@@ -509,7 +601,7 @@ class Trajectory:
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:
         """Return this trajectory with `rewards` as its channels and their sum as its reward."""
-        return replace(self, rewards=rewards, reward=sum(rewards.values()))
+        return replace(self, outcome=replace(self.outcome, rewards=rewards))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from crl.errors import ConfigError
 from crl.types import Lift, lift_order
 
 if TYPE_CHECKING:
-    from crl.cli.bank_text import EntryReport, RefinementReport
+    from crl.cli.bank_text import EntryReport, RefinementReport, ShortUids
     from crl.config.schema import EmbedderSection
     from crl.manager.inspection.reading import (
         BankReader,
@@ -385,7 +385,6 @@ def prune(
 
     Evicted experiences remain in the history. The bank must not be open in a run.
     """
-    from crl.cli.bank_text import entry_table
     from crl.manager.inspection.reading import open_reader, short_uids
     from crl.manager.inspection.upkeep import evict, lowest_credit, not_used_since, require_closed
 
@@ -413,13 +412,7 @@ def prune(
         else lowest_credit(entries, max_entries or 0)
     )
     if to_evict and not yes:
-        _print(entry_table(to_evict[:PREVIEW_ROWS], short, _width()))
-        _print(
-            [f"… and {len(to_evict) - PREVIEW_ROWS:,} more"] if len(to_evict) > PREVIEW_ROWS else []
-        )
-        typer.confirm(
-            f"Evict {len(to_evict):,} of {len(entries):,} active experiences?", abort=True
-        )
+        _confirm_eviction(to_evict, short, active=len(entries))
     evicted = asyncio.run(evict(file, [entry.unit for entry in to_evict])) if to_evict else 0
     if as_json:
         _print_json({"evicted": evicted, "active": len(entries) - evicted})
@@ -427,6 +420,19 @@ def prune(
         _print([f"evicted {evicted:,}, still active {len(entries) - evicted:,}"])
     else:
         _print([f"nothing to evict among {len(entries):,} active experiences"])
+
+
+def _confirm_eviction(to_evict: Sequence[EntryView], short: ShortUids, *, active: int) -> None:
+    """Print a preview and ask for confirmation. Abort the command if the answer is no.
+
+    `short`: short forms of uids. `active`: number of active entries.
+    """
+    from crl.cli.bank_text import entry_table
+
+    _print(entry_table(to_evict[:PREVIEW_ROWS], short, _width()))
+    if len(to_evict) > PREVIEW_ROWS:
+        _print([f"… and {len(to_evict) - PREVIEW_ROWS:,} more"])
+    typer.confirm(f"Evict {len(to_evict):,} of {active:,} active experiences?", abort=True)
 
 
 # ── shared helpers ──────────────────────────────────────────────────────────────────────────────

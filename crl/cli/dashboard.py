@@ -505,18 +505,19 @@ def _experiences(s: Snapshot, width: int) -> list[Text]:
     """Return the experiences of the snapshot, the best lift first."""
     return [
         _experience(experience, width)
-        for experience in sorted(s.experiences, key=lambda e: lift_order(e.lift))
+        for experience in sorted(s.experiences, key=lambda e: lift_order(e.counters.lift))
     ]
 
 
 def _experience(e: Experience, width: int) -> Text:
     """Return a line with uses, lift, task and text of an experience."""
-    style = ("", GUIDED, "red")[e.lift.sign] if e.lift else ""
+    lift = e.counters.lift
+    style = ("", GUIDED, "red")[lift.sign] if lift else ""
     task = Text(one_line(e.task, width), DIM)
     task.truncate(12, overflow="ellipsis")
     return Text.assemble(
-        f"{format_number(e.retrieved, ',.0f', 6):>6} ",
-        (f"{plus_minus(e.lift.mean, e.lift.half_width, 2) if e.lift else '–':>13}", style),
+        f"{format_number(e.counters.retrieved, ',.0f', 6):>6} ",
+        (f"{plus_minus(lift.mean, lift.half_width, 2) if lift else '–':>13}", style),
         "  ",
         task,
         "  ",

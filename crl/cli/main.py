@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,62 +66,72 @@ def _root(
     pass
 
 
+# ── options of `train` ──────────────────────────────────────────────────────────────────────────
+
+Tasks = Annotated[
+    str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="complementary (default), grpo, or an own method as package.module:SPEC.",
+    ),
+]
+Preset = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Preset to start from: a name, or the path of a TOML file."),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Number of training steps (default: the preset's)."),
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="Seed of all random numbers (default: 0).")
+]
+NewRun = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="New directory for the run (default: runs/TASKS-METHOD-TIME)."
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check the run, print its resolved config and its plan, then exit."
+    ),
+]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="With --dry-run: plan the GPUs for models of this size, e.g. 1.5B or 350M.",
+    ),
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")]
+
+
 @app.command()
 @command
 def train(
-    tasks: Annotated[
-        str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
-    ],
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="complementary (default), grpo, or an own method as package.module:SPEC.",
-        ),
-    ] = None,
-    preset: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Preset to start from: a name, or the path of a TOML file."
-        ),
-    ] = "cpu",
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of training steps (default: the preset's)."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Seed of all random numbers (default: 0).")
-    ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="New directory for the run (default: runs/TASKS-METHOD-TIME)."
-        ),
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check the run, print its resolved config and its plan, then exit."
-        ),
-    ] = False,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="With --dry-run: plan the GPUs for models of this size, e.g. 1.5B or 350M.",
-        ),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")
-    ] = False,
+    tasks: Tasks,
+    method: Method = None,
+    preset: Preset = "cpu",
+    steps: Steps = None,
+    seed: Seed = None,
+    run_dir: NewRun = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+    size: Size = None,
+    plain: Plain = False,
 ) -> int:
     """Train on one or more tasks."""
     from crl.config.load import load
@@ -150,19 +161,23 @@ def train(
         "--preset": None if preset == "cpu" else preset,
         "--steps": steps,
     }
-    words = [
-        word
-        for option, value in repeated.items()
-        if value is not None
-        for word in (option, str(value))
-    ]
-    words += [word for text in sets or () for word in ("--set", text)]
     return run(
         config,
         run_dir,
-        command=shlex.join(["crl", "train", *words]),
+        command=_train_command(repeated, sets or ()),
         screen=_screen(config, run_dir, plain),
     )
+
+
+def _train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:
+    """Return the command line of `crl train` with these options. An option of None is left out."""
+    words = ["crl", "train"]
+    for option, value in options.items():
+        if value is not None:
+            words += [option, str(value)]
+    for text in sets:
+        words += ["--set", text]
+    return shlex.join(words)
 
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:

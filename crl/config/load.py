@@ -171,10 +171,22 @@ def _refuse_unused(config: RunConfig, given: Sequence[Layer]) -> None:
 def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
     """Return why a setting has no effect and how to fix that, or None if it has an effect.
 
-    `given`: origin of each key that the user gave. Most checks only apply to keys from the command
-    line, because a file of the user may also serve runs in which the setting has an effect.
+    `given`: origin of each key that the user gave.
     """
-    section, _, name = key.partition(".")
+    if reason := _switch_reason(config, key, given):
+        return reason
+    # A file of the user may also serve runs in which the setting has an effect.
+    if not given[key].startswith("-"):
+        return None
+    if reason := _kind_reason(config, key):
+        return reason
+    # A method without experience is compared with other methods under the same settings.
+    return _experience_reason(config, key, given) if config.with_experience else None
+
+
+def _switch_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return reason and remedy for a setting of `ask` or `critic` whose switch is off."""
+    section = key.partition(".")[0]
     switch = f"{section}.enabled"
     if key == "ask.enabled" and config.ask.enabled and not config.with_experience:
         return (
@@ -192,22 +204,28 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
                 "Leave it out, or choose another method",
             )
         return f"{switch} is false", f"Add --set {switch}=true, or leave it out"
-    if (
-        section == "learner"
-        and name in DEEPSPEED_ONLY
-        and config.learner.kind == "local"
-        and given[key].startswith("-")
-    ):
+    return None
+
+
+def _kind_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a setting of another kind of learner or engine."""
+    section, _, name = key.partition(".")
+    if section == "learner" and name in DEEPSPEED_ONLY and config.learner.kind == "local":
         return 'learner.kind is "local"', "Add --set learner.kind=deepspeed, or leave it out"
-    if key in _other_engine_keys(config) and given[key].startswith("-"):
+    if key in _other_engine_keys(config):
         other = "vllm" if config.engine.kind == "torch" else "torch"
         return (
             f"engine.kind is {config.engine.kind}",
             f"Add --set engine.kind={other}, or leave it out",
         )
-    # A method without experience is compared with other methods under the same settings.
-    if not config.with_experience or not given[key].startswith("-"):
-        return None
+    return None
+
+
+def _experience_reason(
+    config: RunConfig, key: str, given: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """Return reason and remedy for a setting of bank, extractor, retrieval or method."""
+    section, _, name = key.partition(".")
     bank, extractor = config.bank, config.extractor
     no_merges = not extractor.merge_every
     if (

@@ -15,6 +15,18 @@ from crl.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of the attention in every layer."""
+
+    heads: int
+    """Number of query heads."""
+    kv_heads: int
+    """Number of key-value heads."""
+    head_dim: int
+    """Width of a query, key or value head."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a transformer with gated MLPs that determine its memory."""
 
@@ -25,12 +37,7 @@ class ModelShape:
     """Width of the hidden states."""
     intermediate: int
     """Width of the hidden layer of an MLP."""
-    heads: int
-    """Number of query heads."""
-    kv_heads: int
-    """Number of key-value heads."""
-    head_dim: int
-    """Width of a query, key or value head."""
+    attention: AttentionShape
     vocabulary: int
     """Number of tokens in the vocabulary."""
     max_context: int
@@ -40,21 +47,21 @@ class ModelShape:
 
     def kv_bytes(self, width: int) -> int:
         """Return the size of one token's keys and values in bytes. `width`: bytes per number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
+        return 2 * self.layers * self.attention.kv_heads * self.attention.head_dim * width
 
 
 PUBLISHED_SHAPES: dict[str, ModelShape] = {
     "Qwen/Qwen2.5-7B-Instruct": ModelShape(
-        7_615_616_512, 28, 3584, 18_944, 28, 4, 128, 152_064, 32_768, True
+        7_615_616_512, 28, 3584, 18_944, AttentionShape(28, 4, 128), 152_064, 32_768, True
     ),
     "Qwen/Qwen3-4B-Thinking-2507": ModelShape(
-        4_022_468_096, 36, 2560, 9728, 32, 8, 128, 151_936, 262_144, True
+        4_022_468_096, 36, 2560, 9728, AttentionShape(32, 8, 128), 151_936, 262_144, True
     ),
     "Qwen/Qwen3-Embedding-0.6B": ModelShape(
-        595_776_512, 28, 1024, 3072, 16, 8, 128, 151_669, 32_768, True
+        595_776_512, 28, 1024, 3072, AttentionShape(16, 8, 128), 151_669, 32_768, True
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(
-        494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768, True
+        494_032_768, 24, 896, 4864, AttentionShape(14, 2, 64), 151_936, 32_768, True
     ),
 }
 """Sizes of the models that presets name, so that a run can be planned before they are downloaded.
@@ -79,9 +86,11 @@ def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
             layers=int(config["num_hidden_layers"]),
             hidden=int(config["hidden_size"]),
             intermediate=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            attention=AttentionShape(
+                heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            ),
             vocabulary=int(config["vocab_size"]),
             max_context=int(config["max_position_embeddings"]),
             half_precision=config.get("dtype", config.get("torch_dtype"))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from crl.config.schema import EmbedderSection
 from crl.embedders.recipe import read_encoder_settings
@@ -16,6 +17,9 @@ from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
 from crl.manager.embed import HashEmbedder
 from crl.protocols import Embedder
+
+if TYPE_CHECKING:
+    from crl.embedders.endpoint import EndpointEmbedder
 
 
 @asynccontextmanager
@@ -36,21 +40,11 @@ async def open_embedder(
     elif section.is_url:
         from crl.embedders.endpoint import EndpointEmbedder
 
-        endpoint = EndpointEmbedder(
-            section.model, section.name, _api_key(section), batch=section.batch
-        )
-        try:
-            try:
-                await endpoint.connect()
-            except EngineError as error:
-                remedy = (
-                    "Check embedder.model, embedder.name and embedder.key_env, "
-                    "and that the endpoint is running"
-                )
-                raise ConfigError("embedder.model", section.model, str(error), remedy) from error
+        with closing(
+            EndpointEmbedder(section.model, section.name, _api_key(section), batch=section.batch)
+        ) as endpoint:
+            await _connect(endpoint, section)
             yield endpoint
-        finally:
-            endpoint.close()
     elif section.kind == "vllm":
         prepare_vllm("embedder.kind", "vllm")
         from crl.embedders.vllm import VllmEmbedder
@@ -62,10 +56,8 @@ async def open_embedder(
             batch=section.batch,
             threads=section.threads,
         )
-        try:
+        async with aclosing(pooling):
             yield pooling
-        finally:
-            await pooling.aclose()
     else:
         from crl.embedders.encoder import EncoderEmbedder
 
@@ -76,10 +68,20 @@ async def open_embedder(
             batch=batch,
             threads=section.threads,
         )
-        try:
+        with closing(encoder):
             yield encoder
-        finally:
-            encoder.close()
+
+
+async def _connect(endpoint: EndpointEmbedder, section: EmbedderSection) -> None:
+    """Connect to the endpoint. Raise `ConfigError` if it cannot embed texts."""
+    try:
+        await endpoint.connect()
+    except EngineError as error:
+        remedy = (
+            "Check embedder.model, embedder.name and embedder.key_env, "
+            "and that the endpoint is running"
+        )
+        raise ConfigError("embedder.model", section.model, str(error), remedy) from error
 
 
 def require_embedder(section: EmbedderSection) -> None:

@@ -77,6 +77,18 @@ SEED_BITS = 63
 
 
 @dataclass(frozen=True)
+class WeightSettings:
+    """Precision of an engine's weights, and how the weights reach the engine."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights. The learner publishes them in this dtype."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """Source of the initial weights in vLLM: the model's directory, or dummy values."""
+    transfer: Literal["file", "nccl"] = "file"
+    """Transport of published weights."""
+
+
+@dataclass(frozen=True)
 class VllmSettings:
     """Settings of a `VllmEngine`."""
 
@@ -85,16 +97,11 @@ class VllmSettings:
 
     Each tuple has `tensor_parallel` GPUs. For the CPU build each tuple is empty.
     """
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights. The learner publishes them in this dtype."""
+    weights: WeightSettings = WeightSettings()
     tensor_parallel: int = 1
     """Number of GPUs over which the model of a replica is split."""
     memory_fraction: float | None = None
     """Fraction of a GPU's memory that an engine may use; None uses vLLM's default."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """Source of the initial weights in vLLM: the model's directory, or dummy values."""
-    transfer: Literal["file", "nccl"] = "file"
-    """Transport of published weights."""
     max_batch: int = 256
     """Maximum number of requests that a replica decodes together."""
     max_context: int = 32_768
@@ -532,8 +539,8 @@ def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
     """Return fields of vLLM's `AsyncEngineArgs` for `model` and `settings`."""
     return {
         "model": str(model),
-        "dtype": settings.dtype,
-        "load_format": settings.load_format,
+        "dtype": settings.weights.dtype,
+        "load_format": settings.weights.load_format,
         "skip_tokenizer_init": True,
         # Ignore the sampling defaults of the model, which may include truncation.
         "generation_config": "vllm",
@@ -543,7 +550,7 @@ def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.transfer}"),
+        "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.weights.transfer}"),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     } | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))

@@ -90,7 +90,7 @@ class Diagnostics:
         for t in batch:
             advisor = self._advisors.get(t.task.name)
             if advisor and t.error is None:
-                for text in t.shown:
+                for text in t.guidance.shown:
                     kind = advisor.judge(t.task, text).kind
                     counts[t.task.name] += Counter(
                         {f"{kind}/episodes": 1, f"{kind}/won": int(t.success)}

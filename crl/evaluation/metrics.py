@@ -22,7 +22,7 @@ class GroupGap(NamedTuple):
 
 def mean_score(trajectories: Sequence[Trajectory]) -> float | None:
     """Return the mean score × 100 of the graded episodes; None if no episode was graded."""
-    scores = [t.score for t in trajectories if t.score is not None]
+    scores = [t.outcome.score for t in trajectories if t.outcome.score is not None]
     return 100 * fmean(scores) if scores else None
 
 
@@ -76,7 +76,7 @@ def rollout_metrics(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     metrics |= _question_metrics(batch)
     ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
     return metrics | {
-        "rollout/env_turns": sum(t.turns + t.overtime_turns for t in batch),
+        "rollout/env_turns": sum(t.turns + t.activity.overtime_turns for t in batch),
         "rollout/samples": sum(len(t.traces) for t in batch),
         "staleness/mean": fmean(ages) if ages else 0.0,
         "staleness/max": max(ages, default=0),
@@ -132,7 +132,7 @@ def _success_metrics(batch: Sequence[Trajectory], prefix: str) -> dict[str, floa
         f"{prefix}/reward": fmean(t.reward for t in batch),
         f"{prefix}/turns": turns / len(batch),
         f"{prefix}/truncated": fmean(t.truncated for t in batch),
-        f"{prefix}/invalid_actions": sum(t.invalid_actions for t in batch) / max(turns, 1),
+        f"{prefix}/invalid_actions": sum(t.activity.invalid_actions for t in batch) / max(turns, 1),
     }
     if (score := mean_score(batch)) is not None:
         metrics[f"{prefix}/score"] = score

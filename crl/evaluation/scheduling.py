@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.types import Condition, RolloutPlan, Task, Trajectory
+from crl.types import Condition, Guidance, RolloutPlan, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -117,8 +117,8 @@ class EpisodeScheduler:
 def _same_as_free(guided: Trajectory, runner: EpisodeRunner) -> bool:
     """Return whether the guided episode would have been the same without experience."""
     offers_tool = runner.limits[guided.task.name].max_questions > 0
-    return guided.error is None and not guided.shown and not offers_tool
+    return guided.error is None and not guided.used and not offers_tool
 
 
 def _as_free(guided: Trajectory) -> Trajectory:
-    return replace(guided, condition="free", rejected=())
+    return replace(guided, condition="free", guidance=Guidance())

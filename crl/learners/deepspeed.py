@@ -73,6 +73,29 @@ _LENGTH = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
+class ComputeSettings:
+    """Device of a rank, and settings of its computations."""
+
+    device: Literal["cpu", "cuda"]
+    precision: Literal["float32", "bfloat16"]
+    """Dtype of the weights in forward and backward passes. The optimizer's weights are float32."""
+    threads: int
+    """CPU threads of a rank."""
+    deterministic: bool
+    """Use deterministic algorithms only."""
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Settings of ZeRO, which partitions the model states among the ranks."""
+
+    stage: int
+    """Stage of ZeRO, 0 to 3."""
+    offload: bool
+    """Store the optimizer state in host memory."""
+
+
+@dataclass(frozen=True)
 class RankSettings:
     """Settings that are the same for every rank."""
 
@@ -83,17 +106,8 @@ class RankSettings:
     loss: Loss
     optimizer: OptimizerSection
     train: TrainSettings
-    device: Literal["cpu", "cuda"]
-    precision: Literal["float32", "bfloat16"]
-    """Dtype of the weights in forward and backward passes. The optimizer's weights are float32."""
-    threads: int
-    """CPU threads of a rank."""
-    zero: int
-    """Stage of ZeRO, 0 to 3."""
-    offload: bool
-    """Store the optimizer state in host memory."""
-    deterministic: bool
-    """Use deterministic algorithms only."""
+    compute: ComputeSettings
+    zero: ZeroSettings
     timeout: float
     """Timeout in seconds without progress of any rank."""
 
@@ -128,7 +142,7 @@ class DeepSpeedLearner:
         self._progress_timeout = LOAD_TIMEOUT_S
         size = model_size(settings.model, settings.key)
         self._weight_bytes = (
-            size.parameters * (2 if settings.precision == "bfloat16" else 4)
+            size.parameters * (2 if settings.compute.precision == "bfloat16" else 4)
             if size
             else sys.maxsize
         )
@@ -541,14 +555,14 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
     }
     variables = {
         "PYTHONPATH": paths,
-        "DS_ACCELERATOR": settings.device,
+        "DS_ACCELERATOR": settings.compute.device,
         # All ranks run on this machine.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "OMP_NUM_THREADS": str(settings.threads),
+        "OMP_NUM_THREADS": str(settings.compute.threads),
     }
     if gpu is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpu
-    if settings.deterministic:
+    if settings.compute.deterministic:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return {
         **os.environ,

@@ -203,16 +203,15 @@ class ZeroTrainer(Trainer):
     def __init__(
         self, settings: RankSettings, ranks: int, device: torch.device, tick: Callable[[], None]
     ) -> None:
-        dtype = getattr(torch, settings.precision)
+        dtype = getattr(torch, settings.compute.precision)
         model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
         require_packing(model, settings.model, settings.key)  # before ZeRO partitions the model
-        optimizer, schedule = adamw(
-            model.parameters(), settings.optimizer, fused=settings.offload or device.type == "cuda"
-        )
+        fused = settings.zero.offload or device.type == "cuda"
+        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=fused)
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
         if self._reference is not None:
             self._reference.to(device)  # pyright: ignore[reportArgumentType]
-        self.stage, self._ranks, self._device, self._tick = settings.zero, ranks, device, tick
+        self.stage, self._ranks, self._device, self._tick = settings.zero.stage, ranks, device, tick
         self.engine: Any = deepspeed.initialize(
             model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks)
         )[0]
@@ -352,15 +351,16 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
     gradients are summed in float32 over micro-batches and ranks. An update that is not finite is
     skipped, as in float32.
     """
-    zero: dict[str, Any] = {"stage": settings.zero}
-    if settings.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": settings.device == "cuda"}
-    bfloat16 = settings.precision == "bfloat16"
+    compute = settings.compute
+    zero: dict[str, Any] = {"stage": settings.zero.stage}
+    if settings.zero.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": compute.device == "cuda"}
+    bfloat16 = compute.precision == "bfloat16"
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": ranks,
-        "gradient_clipping": settings.train.max_grad_norm if settings.zero else 0.0,
+        "gradient_clipping": settings.train.max_grad_norm if settings.zero.stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -383,16 +383,17 @@ class Rank:
     def __init__(self, assignment: RankAssignment, tick: Callable[[], None]) -> None:
         """Join the process group and load the model. `tick` is called when the work progresses."""
         settings = assignment.settings
-        torch.set_num_threads(settings.threads)
-        if settings.deterministic:
+        compute = settings.compute
+        torch.set_num_threads(compute.threads)
+        if compute.deterministic:
             torch.use_deterministic_algorithms(True)
-        self._device = torch.device(settings.device)
+        self._device = torch.device(compute.device)
         self._is_rank0 = assignment.rank == 0
         self._settings, self._rank, self._ranks = settings, assignment.rank, assignment.ranks
         # Do not compile DeepSpeed's ops: an interrupted compilation would hang every later run.
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
         dist.init_process_group(
-            "nccl" if settings.device == "cuda" else "gloo",
+            "nccl" if compute.device == "cuda" else "gloo",
             init_method=f"file://{assignment.folder / 'ranks'}",
             rank=assignment.rank,
             world_size=assignment.ranks,
@@ -490,7 +491,7 @@ class Rank:
         loaded = load_model(
             directory,
             torch.device("cpu"),
-            getattr(torch, self._settings.precision),
+            getattr(torch, self._settings.compute.precision),
             key=self._settings.key,
         )
         weights = dict(loaded.named_parameters())
@@ -525,7 +526,7 @@ class Rank:
 
         "weight" is the float32 value; it is saved if the model's own weight is rounded.
         """
-        return MOMENTS if self._settings.precision == "float32" else ("weight", *MOMENTS)
+        return MOMENTS if self._settings.compute.precision == "float32" else ("weight", *MOMENTS)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and whole tensor of each weight. A tensor is valid until the next one."""

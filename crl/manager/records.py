@@ -126,13 +126,14 @@ class DistilRequest:
         """Return the request for a trajectory. Raise `ValueError` if it has an error."""
         if trajectory.error is not None:
             raise ValueError(f"a failed trajectory cannot be distilled: {trajectory.error}")
+        address = trajectory.address
         return cls(
-            EpisodeId(run, trajectory.step, trajectory.group, trajectory.member),
+            EpisodeId(run, address.step, address.group, address.member),
             trajectory.task,
             trajectory.segments,
             trajectory.success,
             trajectory.truncated,
-            shown=tuple(map(Hit, trajectory.shown, trajectory.used)),
+            shown=tuple(map(Hit, trajectory.guidance.shown, trajectory.used)),
         )
 
     @property
@@ -321,11 +322,9 @@ class Entry:
     @property
     def experience(self) -> Experience:
         """Frozen copy of the entry in its current state."""
-        provenance, counters = self.provenance, self.counters
         return Experience(
-            self.uid, self.version, self.text, self.task, provenance.generation, provenance.span,
-            self.goal, provenance.parents, self.status, retrieved=counters.retrieved,
-            credited=counters.credited, credit=counters.credit, lift=counters.lift,
+            self.uid, self.version, self.text, self.task, self.goal, self.provenance, self.counters,
+            self.status,
         )  # fmt: skip
 
 

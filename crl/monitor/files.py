@@ -87,25 +87,26 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
     If a trajectory consists of several samples, its token columns are lists of lists.
     """
+    address = trajectory.address
     return {
-        "step": trajectory.step + 1,  # from 1, as in metrics.jsonl: the step that trains on it
+        "step": address.step + 1,  # from 1, as in metrics.jsonl: the step that trains on it
         "task": trajectory.task.name,
         "seed": trajectory.task.seed,
         "split": trajectory.task.split,
-        "group": trajectory.group,
-        "member": trajectory.member,
+        "group": address.group,
+        "member": address.member,
         "condition": trajectory.condition,
         "reward": trajectory.reward,
         "success": trajectory.success,
-        "score": trajectory.score,
+        "score": trajectory.outcome.score,
         "turns": trajectory.turns,
-        "overtime_turns": trajectory.overtime_turns,
+        "overtime_turns": trajectory.activity.overtime_turns,
         "segments": [
             {"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments
         ],
         **_columns(trajectory.traces),
         "used": [dataclasses.asdict(use) for use in trajectory.used],
-        "rejected": [dataclasses.asdict(use) for use in trajectory.rejected],
+        "rejected": [dataclasses.asdict(use) for use in trajectory.guidance.rejected],
         "truncated": trajectory.truncated,
         "error": trajectory.error,
     }

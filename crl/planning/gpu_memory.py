@@ -146,10 +146,11 @@ def vllm_memory(shape: ModelShape, tensor_parallel: int, tokens: int, element_by
     `element_bytes` is the size of one weight.
     """
     # With fewer KV heads than GPUs, each head is replicated on several GPUs.
-    heads = max(1, shape.kv_heads // tensor_parallel) / shape.kv_heads
+    kv_heads = shape.attention.kv_heads
+    share = max(1, kv_heads // tensor_parallel) / kv_heads
     return Memory(
         weights=element_bytes * shape.parameters / tensor_parallel,
-        cache=tokens * shape.kv_bytes(element_bytes) * heads,
+        cache=tokens * shape.kv_bytes(element_bytes) * share,
         other=PROCESS_BYTES + VLLM_WORK_BYTES,
     )
 
@@ -203,7 +204,8 @@ def _layer_bytes(shape: ModelShape, element_bytes: int) -> int:
     the output. MLP: gate, activation of the gate, up projection and product.
     """
     norms = 2 * (4 + 2 * element_bytes) * shape.hidden
-    attention = 2 * element_bytes * (shape.heads + shape.kv_heads) * shape.head_dim
+    heads = shape.attention.heads + shape.attention.kv_heads
+    attention = 2 * element_bytes * heads * shape.attention.head_dim
     return norms + attention + 4 * element_bytes * shape.intermediate
 
 

@@ -70,6 +70,16 @@ SHARING_ROLES: tuple[GpuUser, ...] = ("untrained extractor", "embedder")
 
 
 @dataclass(frozen=True)
+class VllmCache:
+    """Key-value cache of a vLLM engine."""
+
+    takes_free_memory: bool = False
+    """True if the cache also takes the free memory of its GPUs."""
+    token_bytes: float = 0.0
+    """Bytes of one token on each GPU; 0 for an embedder."""
+
+
+@dataclass(frozen=True)
 class GpuRequest:
     """GPUs and memory that a role requests."""
 
@@ -82,16 +92,17 @@ class GpuRequest:
     """Description for people."""
     key: str = "gpus"
     """Config key that sets the number of GPUs."""
-    vllm: bool = False
-    """True for a vLLM engine."""
-    takes_free_memory: bool = False
-    """True if the role also takes the free memory of its GPUs."""
+    vllm_cache: VllmCache | None = None
+    """Cache of a vLLM engine; None for other roles."""
     first_gpu: bool = False
     """True if the role must be on the first GPU."""
-    kv_bytes: float = 0.0
-    """Bytes of one token in the cache, on each GPU."""
     host_bytes: float = 0.0
     """Bytes of the machine's memory."""
+
+    @property
+    def takes_free_memory(self) -> bool:
+        """True if the role also takes the free memory of its GPUs."""
+        return self.vllm_cache is not None and self.vllm_cache.takes_free_memory
 
 
 @dataclass(frozen=True)
@@ -298,7 +309,7 @@ def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None
             model, _section(config, model).max_context_tokens, shapes[model].max_context
         )
         if config.engine.kind == "vllm":
-            require_divisible(model, config.engine.tensor_parallel, shapes[model].heads)
+            require_divisible(model, config.engine.tensor_parallel, shapes[model].attention.heads)
 
 
 def _requests(
@@ -332,7 +343,7 @@ def _requests(
                 1,
                 embedder_memory(shapes["embedder"], vllm=not local),
                 description,
-                vllm=not local,
+                vllm_cache=None if local else VllmCache(),
                 first_gpu=local,
             )
         )
@@ -353,24 +364,18 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
         return GpuRequest(role, 1, memory, description, first_gpu=True)
     tensor_parallel = engine.tensor_parallel
     element_bytes = dtype_bytes(shape, config.learner)
-    memory, kv = (
-        vllm_memory(shape, tensor_parallel, tokens, element_bytes),
-        shape.kv_bytes(element_bytes) / min(tensor_parallel, shape.kv_heads),
-    )
+    token_bytes = shape.kv_bytes(element_bytes) / min(tensor_parallel, shape.attention.kv_heads)
     description = (
         f"{_size_text(shape)}, vLLM, {_count(engine.replicas, 'replica')} "
         f"of {_count(tensor_parallel, 'GPU')}"
     )
-    gpus = engine.replicas * tensor_parallel
     return GpuRequest(
         role,
-        gpus,
-        memory,
+        engine.replicas * tensor_parallel,
+        vllm_memory(shape, tensor_parallel, tokens, element_bytes),
         description,
         key="engine.replicas",
-        vllm=True,
-        takes_free_memory=True,
-        kv_bytes=kv,
+        vllm_cache=VllmCache(takes_free_memory=True, token_bytes=token_bytes),
     )
 
 
@@ -389,14 +394,14 @@ def _untrained_extractor(config: RunConfig, engine: GpuRequest) -> GpuRequest:
         f"{engine.description.partition(',')[0]}, initial weights, "
         "for the comparison after the last step"
     )
-    gpus = config.engine.tensor_parallel if engine.vllm else 1
+    cache = engine.vllm_cache
     return replace(
         engine,
         role="untrained extractor",
-        gpus=gpus,
+        gpus=config.engine.tensor_parallel if cache else 1,
         description=description,
         key="engine.tensor_parallel",
-        takes_free_memory=False,
+        vllm_cache=replace(cache, takes_free_memory=False) if cache else None,
     )
 
 
@@ -530,7 +535,9 @@ def _with_free_memory(
             sized.append(
                 replace(
                     placement,
-                    fraction=placement.memory.total / size if placement.request.vllm else None,
+                    fraction=placement.memory.total / size
+                    if placement.request.vllm_cache
+                    else None,
                 )
             )
             continue
@@ -733,11 +740,11 @@ def _sharing(plan: GpuPlan, placement: Placement) -> str:
         for other in plan.placements
         if other is not placement and set(other.gpus) & set(placement.gpus)
     ]
-    cache = ""
-    if placement.fraction is not None and placement.request.kv_bytes:
-        tokens = placement.memory.cache / placement.request.kv_bytes
-        cache = f"; {placement.fraction:.2f} of a GPU, a cache of {tokens:,.0f} tokens each"
-    return f"{cache}; {'shared with ' + ', '.join(others) if others else 'not shared'}"
+    share, cache = "", placement.request.vllm_cache
+    if placement.fraction is not None and cache and cache.token_bytes:
+        tokens = placement.memory.cache / cache.token_bytes
+        share = f"; {placement.fraction:.2f} of a GPU, a cache of {tokens:,.0f} tokens each"
+    return f"{share}; {'shared with ' + ', '.join(others) if others else 'not shared'}"
 
 
 def _table(plan: GpuPlan) -> list[str]:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from crl.config.models import find_model, model_size
-from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
+from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
 from crl.errors import ConfigError
 
 QWEN25_SHAPES = (
-    ModelShape(494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768, True),
-    ModelShape(1_543_714_304, 28, 1536, 8960, 12, 2, 128, 151_936, 32_768, True),
-    ModelShape(3_085_938_688, 36, 2048, 11_008, 16, 2, 128, 151_936, 32_768, True),
-    ModelShape(7_615_616_512, 28, 3584, 18_944, 28, 4, 128, 152_064, 32_768, True),
-    ModelShape(14_770_033_664, 48, 5120, 13_824, 40, 8, 128, 152_064, 32_768, True),
-    ModelShape(32_763_876_352, 64, 5120, 27_648, 40, 8, 128, 152_064, 32_768, True),
-    ModelShape(72_706_203_648, 80, 8192, 29_568, 64, 8, 128, 152_064, 32_768, True),
+    ModelShape(494_032_768, 24, 896, 4864, AttentionShape(14, 2, 64), 151_936, 32_768, True),
+    ModelShape(1_543_714_304, 28, 1536, 8960, AttentionShape(12, 2, 128), 151_936, 32_768, True),
+    ModelShape(3_085_938_688, 36, 2048, 11_008, AttentionShape(16, 2, 128), 151_936, 32_768, True),
+    ModelShape(7_615_616_512, 28, 3584, 18_944, AttentionShape(28, 4, 128), 152_064, 32_768, True),
+    ModelShape(14_770_033_664, 48, 5120, 13_824, AttentionShape(40, 8, 128), 152_064, 32_768, True),
+    ModelShape(32_763_876_352, 64, 5120, 27_648, AttentionShape(40, 8, 128), 152_064, 32_768, True),
+    ModelShape(72_706_203_648, 80, 8192, 29_568, AttentionShape(64, 8, 128), 152_064, 32_768, True),
 )
 """Sizes of the dense Qwen2.5 models, ascending (Qwen2.5 Technical Report, arXiv 2412.15115, table
 1; widths and vocabularies from the models' config.json). Models up to 3 B have tied embeddings.
@@ -79,9 +79,11 @@ def _built_shape(path: Path, key: str, *, encoder: bool) -> ModelShape:
         layers=config.num_hidden_layers,
         hidden=hidden,
         intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        attention=AttentionShape(
+            heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        ),
         vocabulary=config.vocab_size,
         max_context=config.max_position_embeddings,
         half_precision=str(config.dtype).removeprefix("torch.") in ("bfloat16", "float16"),
@@ -122,13 +124,14 @@ def dense_shape(parameters: int, max_context: int) -> ModelShape:
     linear = (1 if near.parameters < 5e9 else 2) * near.vocabulary
     square = (near.parameters - linear * near.hidden) / near.hidden**2
     width = (math.sqrt(linear**2 + 4 * square * parameters) - linear) / (2 * square)
-    heads = near.kv_heads * max(1, round(width / (near.kv_heads * near.head_dim)))
-    hidden = heads * near.head_dim
+    kv_heads, head_dim = near.attention.kv_heads, near.attention.head_dim
+    heads = kv_heads * max(1, round(width / (kv_heads * head_dim)))
+    hidden = heads * head_dim
     return replace(
         near,
         parameters=parameters,
         hidden=hidden,
         intermediate=round(near.intermediate * hidden / near.hidden),
-        heads=heads,
+        attention=replace(near.attention, heads=heads),
         max_context=max_context,
     )

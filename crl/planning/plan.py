@@ -116,7 +116,7 @@ def _gpus(
             0,
             f"for hypothetical models of {shape.parameters:,} parameters as "
             f"{' and '.join(model_sections(config))}: {shape.layers} layers of {shape.hidden}, "
-            f"{shape.heads} heads, {shape.kv_heads} key-value heads",
+            f"{shape.attention.heads} heads, {shape.attention.kv_heads} key-value heads",
         )
     name = visible[0].name if len(visible) >= gpus.count else None
     if not gpus.problems and (time := estimate(config, gpus, shapes, name)):

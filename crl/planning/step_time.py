@@ -119,7 +119,8 @@ def extractor_work(config: RunConfig) -> Work:
 
 def forward_flops(shape: ModelShape, tokens: int) -> float:
     """Return the FLOP per token of a forward pass over sequences of `tokens`."""
-    attention = 2 * shape.layers * tokens * shape.heads * shape.head_dim
+    width = shape.attention.heads * shape.attention.head_dim
+    attention = 2 * shape.layers * tokens * width
     return 2.0 * shape.parameters + attention
 
 
@@ -162,7 +163,7 @@ def sampling_seconds(
     batch = min(replica.batch, work.sequences)
     cached = batch * work.tokens / 2 * shape.kv_bytes(replica.element_bytes)
     bytes_read = replica.element_bytes * shape.parameters / replica.gpus
-    bytes_read += cached / min(replica.gpus, shape.kv_heads)
+    bytes_read += cached / min(replica.gpus, shape.attention.kv_heads)
     decode_pass = max(bytes_read / bandwidth, batch * forward / (replica.gpus * flops))
     return prefill + work.sequences * work.sampled / batch * decode_pass
 
@@ -193,7 +194,7 @@ def role_seconds(
         gpus, replicas = 1, 1
         if config.engine.kind == "vllm":
             gpus, replicas = config.engine.tensor_parallel, config.engine.replicas
-        kv_bytes = shape.kv_bytes(element_bytes) / min(gpus, shape.kv_heads)
+        kv_bytes = shape.kv_bytes(element_bytes) / min(gpus, shape.attention.kv_heads)
         fitting = int(placement.memory.cache / (kv_bytes * work.tokens / 2))
         replica = Replica(gpus, max(1, min(config.engine.max_batch, fitting)), element_bytes)
         share = Work(math.ceil(work.sequences / replicas), work.tokens, work.sampled)

@@ -32,14 +32,14 @@ async def credit_and_submit(
     """
     baselines = free_mean_rewards(trajectories) if group_baseline else {}
     default = None if group_baseline else 0.0
-    credited = [t for t in trajectories if t.error is None and (t.used or t.rejected)]
+    credited = [t for t in trajectories if t.error is None and (t.used or t.guidance.rejected)]
     await asyncio.gather(
         *(
             bank.credit(
-                [*t.used, *t.rejected],
+                [*t.used, *t.guidance.rejected],
                 t.success,
                 episode=DistilRequest.from_trajectory(run_name, t).id,
-                expected=baselines.get((t.step, t.group), default),
+                expected=baselines.get((t.address.step, t.group), default),
             )
             for t in credited
         ),
@@ -60,7 +60,7 @@ def group_successes(
     groups: defaultdict[tuple[int, int], list[Trajectory]] = defaultdict(list)
     for t in trajectories:
         if t.error is None:
-            groups[t.step, t.group].append(t)
+            groups[t.address.step, t.group].append(t)
     successes: dict[str, list[GroupSuccess]] = {}
     for (step, group), members in groups.items():
         guided: defaultdict[UnitKey, list[bool]] = defaultdict(list)
@@ -83,5 +83,5 @@ def free_mean_rewards(trajectories: Iterable[Trajectory]) -> dict[tuple[int, int
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for t in trajectories:
         if t.condition == "free" and t.error is None:
-            rewards[t.step, t.group].append(1.0 if t.success else -1.0)
+            rewards[t.address.step, t.group].append(1.0 if t.success else -1.0)
     return {group: fmean(of_group) for group, of_group in rewards.items()}

@@ -21,13 +21,12 @@ from crl.envs.actions import tagged_answers
 from crl.errors import RolloutError
 from crl.manager import OpLimits
 from crl.manager.distillation.ops import THINK_END, THINK_START
-from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
+from crl.rollout.decoding import Decoding
 from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import Sampler
-from crl.seeds import derive_seed
-from crl.types import Sampling, Segment, Task, Verdict
+from crl.types import Segment, Task, Verdict
 
 CriticPromptWriter = Callable[[Task, Hit, float | None], Sequence[Segment]]
 """Function that writes the actor's prompt.
@@ -167,23 +166,20 @@ class Critic:
     verdict_on_asked: Verdict | None = "accept"
 
     def __init__(
-        self, sampler: Sampler, renderer: ChatRenderer, prompt: CriticPromptWriter,
-        rates: SuccessRates, max_response_tokens: Mapping[str, int],
-        *, max_context: int, temperature: float, seed: int,
+        self, decoding: Decoding, prompt: CriticPromptWriter, rates: SuccessRates,
+        max_response_tokens: Mapping[str, int],
     ) -> None:  # fmt: skip
-        """Prepare critiques. `sampler` and `temperature` are those of the episodes.
+        """Prepare critiques.
 
+        * `decoding`: that of the episodes. A random draw depends on group and experience, not on
+          the member that requests the critique.
         * `prompt`: writer of the actor's prompt.
         * `rates`: the actor's success rates without experience.
         * `max_response_tokens`: tokens of one critique, thinking and stop token included, by task
           name.
-        * `max_context`: tokens of prompt and critique together.
-        * `seed`: root of the random draws. A draw depends on group and experience, not on the
-          member that requests the critique.
         """
-        self._sampler, self._renderer, self._prompt, self._rates = sampler, renderer, prompt, rates
-        self._max_response_tokens, self._max_context = max_response_tokens, max_context
-        self._temperature, self._seed = temperature, seed
+        self._decoding, self._prompt, self._rates = decoding, prompt, rates
+        self._max_response_tokens = max_response_tokens
         self._groups: dict[str, _Group] = {}
         self._counts: Counter[str] = Counter()
         self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
@@ -209,7 +205,7 @@ class Critic:
         if unit not in verdicts:
             session = f"{key.group_session}/critic/{hit.use.uid}@{hit.use.version}"
             verdicts[unit] = SharedVerdict(
-                self._sampler, session, self._critique(session, task, hit)
+                self._decoding.sampler, session, self._critique(session, task, hit)
             )
         return (await verdicts[unit].verdict(key.session)).apply_to(hit)
 
@@ -250,20 +246,18 @@ class Critic:
         return critique
 
     async def _sample_critique(self, session: str, task: Task, hit: Hit) -> Critique:
-        text = self._renderer.text(self._prompt(task, hit, self._rates.rate(task)))
-        prompt = self._renderer.encode(text)
-        remaining_tokens = self._max_context - len(prompt)
-        if remaining_tokens < 1:
-            return MALFORMED
-        sampling = Sampling(
-            min(self._max_response_tokens[task.name], remaining_tokens),
-            self._renderer.stop_ids,
-            self._temperature,
+        renderer = self._decoding.renderer
+        text = renderer.text(self._prompt(task, hit, self._rates.rate(task)))
+        completion = await self._decoding.complete(
+            renderer.encode(text),
+            self._max_response_tokens[task.name],
+            session=session,
+            draw=("critic", session),
         )
-        seed = derive_seed(self._seed, "critic", session)
-        completion = await self._sampler.generate(prompt, sampling, session=session, rng=seed)
+        if completion is None:
+            return MALFORMED
         self._counts["sampled_tokens"] += len(completion.ids)
         truncated = completion.finish == "length"
-        answer = self._renderer.decode(completion.ids if truncated else completion.ids[:-1])
+        answer = renderer.decode(completion.ids if truncated else completion.ids[:-1])
         critique = parse_critique(answer, thinking=text.rstrip().endswith(THINK_START))
         return MALFORMED if truncated and critique.verdict == "refine" else critique

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from crl.errors import RolloutError, TransientError
-from crl.modeling.tokens import ChatRenderer, Conversation
+from crl.modeling.tokens import Conversation
 from crl.protocols import (
     ContextProvider,
     Environment,
@@ -24,10 +24,20 @@ from crl.protocols import (
     RewardShaper,
     SearchRequest,
 )
+from crl.rollout.decoding import Decoding
 from crl.rollout.turnstile import Turnstile
-from crl.rollout.waves import Sampler
-from crl.seeds import derive_seed
-from crl.types import Observation, RolloutPlan, Sampling, StepResult, Task, Trajectory, Verdict
+from crl.types import (
+    Activity,
+    EpisodeAddress,
+    Guidance,
+    Observation,
+    Outcome,
+    RolloutPlan,
+    StepResult,
+    Task,
+    Trajectory,
+    Verdict,
+)
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -63,6 +73,11 @@ class EpisodeKey:
     member: int
     arm: str = ""
     """Name that distinguishes episodes with the same draws that may be in flight together."""
+
+    @property
+    def address(self) -> EpisodeAddress:
+        """Address without purpose and arm."""
+        return EpisodeAddress(self.step, self.group, self.member)
 
     @property
     def group_session(self) -> str:
@@ -133,25 +148,26 @@ class AcceptAll:
 class EpisodeRunner:
     """Player of episodes."""
 
-    sampler: Sampler
+    decoding: Decoding
+    """Decoding of the actor."""
     pool: EnvironmentPool
+    """Source of environments."""
     context: ContextProvider
+    """Writer of prompts and parser of answers."""
     shaper: RewardShaper
+    """Source of the reward channels of a finished episode."""
     retriever: Retriever
-    renderer: ChatRenderer
+    """Source of experience."""
     limits: dict[str, Limits]
     """Limits by task name."""
-    max_context: int
-    """Maximal tokens of one sequence."""
-    temperature: float
-    seed: int
-    """Root of all sampling draws."""
     judge: Judge = field(default_factory=AcceptAll)
+    """Critic of retrieved experience."""
     turnstile: Turnstile = field(default_factory=Turnstile)
+    """Turnstile that episodes pass after the reset and after every completion."""
 
     def join(self, key: EpisodeKey) -> None:
         """Register an episode for which `play` will be called."""
-        self.sampler.join(key.session)
+        self.decoding.sampler.join(key.session)
         self.judge.join(key)
 
     async def play(self, key: EpisodeKey, task: Task, plan: RolloutPlan) -> Trajectory:
@@ -169,20 +185,11 @@ class EpisodeRunner:
             except TransientError:
                 conversation, record = await self._attempt(key, task, plan, last_attempt=True)
         finally:
-            self.sampler.leave(key.session)
+            self.decoding.sampler.leave(key.session)
             self.judge.leave(key)
         trajectory = Trajectory(
-            task, key.step, key.group, key.member, plan.condition,
-            conversation.segments, conversation.traces,
-            rewards={"outcome": record.reward}, reward=record.reward,
-            success=record.success, score=record.score,
-            turns=record.turns, turn_rewards=tuple(record.turn_rewards),
-            overtime_turns=record.total_turns - record.turns,
-            invalid_actions=record.invalid, sampled_tokens=record.sampled_tokens,
-            used=tuple(hit.use for hit in record.hits),
-            shown=tuple(hit.text for hit in record.hits),
-            rejected=tuple(hit.use for hit in record.rejected),
-            truncated=record.truncated, error=record.error,
+            task, key.address, plan.condition, conversation.segments, conversation.traces,
+            record.outcome(), record.activity(), record.guidance(),
         )  # fmt: skip
         return (
             trajectory
@@ -198,15 +205,15 @@ class EpisodeRunner:
         Raise `TransientError`, unless this is the last attempt or the episode is in overtime.
         """
         limits = self.limits[task.name]
-        conversation, record = Conversation(self.renderer, limits.window), EpisodeRecord()
+        conversation = Conversation(self.decoding.renderer, limits.window)
+        record = EpisodeRecord(limits.max_turns)
         try:
             await self._play(key, task, plan, conversation, record)
         except RolloutError as error:
             # In overtime the episode is already finished. Only its record ends here.
-            in_overtime = record.total_turns >= limits.max_turns
-            if isinstance(error, TransientError) and not (last_attempt or in_overtime):
+            if isinstance(error, TransientError) and not (last_attempt or record.in_overtime):
                 raise
-            record.error = None if in_overtime else str(error)
+            record.error = None if record.in_overtime else str(error)
         return conversation, record
 
     async def _play(
@@ -274,7 +281,7 @@ class EpisodeRunner:
     async def _retrieve(
         self, key: EpisodeKey, task: Task, query: str, *, question: int = 0
     ) -> Hit | None:
-        await self.sampler.wait_turn(key.session)
+        await self.decoding.sampler.wait_turn(key.session)
         (hit,) = await self.retriever.search(
             [SearchRequest(query, task, key.group, key.member, question)]
         )
@@ -290,26 +297,20 @@ class EpisodeRunner:
         record: EpisodeRecord,
     ) -> None:
         while not record.done:
-            in_overtime = record.total_turns >= limits.max_turns
+            in_overtime = record.in_overtime
             record.truncated |= in_overtime
-            if record.total_turns == limits.max_turns + limits.extra_turns:
+            if len(record.results) == limits.max_turns + limits.extra_turns:
                 return
             prompt = conversation.prompt()
-            remaining_tokens = self.max_context - len(prompt)
-            if remaining_tokens < 1:
+            completion = await self.decoding.complete(
+                prompt,
+                limits.max_response_tokens,
+                session=key.session,
+                draw=("sampling", key.draw_name, len(record.results) + record.questions),
+            )
+            if completion is None:
                 record.truncated = True
                 return
-            sampling = Sampling(
-                min(limits.max_response_tokens, remaining_tokens),
-                self.renderer.stop_ids,
-                self.temperature,
-            )
-            seed = derive_seed(
-                self.seed, "sampling", key.draw_name, record.total_turns + record.questions
-            )
-            completion = await self.sampler.generate(
-                prompt, sampling, session=key.session, rng=seed
-            )
             await self.turnstile.pass_through()
             record.sampled_tokens += len(completion.ids)
             record.truncated |= completion.finish == "length"
@@ -323,7 +324,7 @@ class EpisodeRunner:
                 await self._ask(key, task, response.query, conversation, record)
                 continue
             result = await environment.step(response.action)
-            record.add(result, in_overtime=in_overtime)
+            record.results.append(result)
             conversation.add(self.context.feedback(result))
 
     async def _ask(
@@ -344,7 +345,9 @@ class EpisodeRunner:
             key, task, self.context.question_query(task, query), question=record.questions
         )
         if hit:
-            await self.sampler.wait_turn(key.session)  # requests to the extractor are ordered too
+            await self.decoding.sampler.wait_turn(
+                key.session
+            )  # requests to the extractor are ordered too
             hit = await self.retriever.refine(
                 Question(f"{key}/{record.questions}", task, query, conversation.segments), hit
             )
@@ -357,46 +360,66 @@ class EpisodeRunner:
 
 @dataclass
 class EpisodeRecord:
-    """Results of an episode so far."""
+    """Record of an episode so far."""
 
+    max_turns: int
+    """Environment turns that count; those after them are overtime."""
+    results: list[StepResult] = field(default_factory=list)
+    """Result of every environment turn, overtime included."""
     hits: list[Hit] = field(default_factory=list)
     """Experience that guided the episode."""
     rejected: list[Hit] = field(default_factory=list)
     """Experience that the actor rejected."""
     questions: int = 0
     """Number of questions that the agent has asked."""
-    total_turns: int = 0
-    """Environment turns, overtime included."""
-    turn_rewards: list[float] = field(default_factory=list)
-    """Environment's rewards, without overtime."""
-    success: bool = False
-    score: float | None = None
-    done: bool = False
-    """Whether the environment has ended the episode."""
-    turns: int = 0
-    """Environment turns that count, without overtime."""
-    invalid: int = 0
-    """Invalid actions, without overtime."""
     sampled_tokens: int = 0
+    """Tokens that the actor sampled, including overtime."""
     truncated: bool = False
+    """Whether the episode reached its turn limit, a generation limit or the context limit."""
     error: str | None = None
+    """Reason why the episode failed, else None."""
 
     @property
-    def reward(self) -> float:
-        """Environment's reward of the episode."""
-        return sum(self.turn_rewards, 0.0)
+    def in_overtime(self) -> bool:
+        """Whether the next turn does not count."""
+        return len(self.results) >= self.max_turns
 
-    def add(self, result: StepResult, *, in_overtime: bool) -> None:
-        """Record a result. `in_overtime`: the turn is in overtime and does not count."""
-        self.total_turns += 1
-        self.done = result.done
-        if in_overtime:
-            return
-        self.turns += 1
-        self.turn_rewards.append(result.reward)
-        self.success |= result.success
-        self.score = result.score
-        self.invalid += not result.valid
+    @property
+    def done(self) -> bool:
+        """Whether the environment has ended the episode."""
+        return bool(self.results) and self.results[-1].done
+
+    @property
+    def counted(self) -> list[StepResult]:
+        """Results without overtime."""
+        return self.results[: self.max_turns]
+
+    def outcome(self) -> Outcome:
+        """Return the outcome, with the environment's reward as the only channel."""
+        counted = self.counted
+        return Outcome(
+            {"outcome": sum((result.reward for result in counted), 0.0)},
+            success=any(result.success for result in counted),
+            score=counted[-1].score if counted else None,
+            truncated=self.truncated,
+            error=self.error,
+        )
+
+    def activity(self) -> Activity:
+        counted = self.counted
+        return Activity(
+            tuple(result.reward for result in counted),
+            overtime_turns=len(self.results) - len(counted),
+            invalid_actions=sum(not result.valid for result in counted),
+            sampled_tokens=self.sampled_tokens,
+        )
+
+    def guidance(self) -> Guidance:
+        return Guidance(
+            used=tuple(hit.use for hit in self.hits),
+            shown=tuple(hit.text for hit in self.hits),
+            rejected=tuple(hit.use for hit in self.rejected),
+        )
 
 
 async def _await_both(one: Coroutine[Any, Any, A], other: Coroutine[Any, Any, B]) -> tuple[A, B]:

@@ -33,7 +33,7 @@ from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
+from crl.learners.deepspeed import ComputeSettings, DeepSpeedLearner, RankSettings, ZeroSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
@@ -78,6 +78,7 @@ from crl.protocols import (
 )
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
+from crl.rollout.decoding import Decoding
 from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
@@ -85,7 +86,12 @@ from crl.rollout.rerender import Rerenderer
 from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
 from crl.run.checkpoint import read_state
 from crl.run.critic import CriticParts, Warmup
-from crl.run.experience import ExperiencePipeline, ExtractorTrainer, ReadOnlyRetriever
+from crl.run.experience import (
+    ExperiencePipeline,
+    ExtractorTrainer,
+    PipelineSettings,
+    ReadOnlyRetriever,
+)
 from crl.run.loop import Actor, Measurements, Outputs, Rollouts, Schedule, TrainingLoop
 from crl.run.progress import embedding_progress
 from crl.seeds import derive_seed
@@ -148,7 +154,7 @@ async def open_training_loop(
             method,
             _schedule(config),
             Rollouts(source, collector, pool),
-            Actor(learner, engine, Rerenderer(runner.renderer, runner.limits)),
+            Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits)),
             experience,
             critic,
             Measurements(evaluator, probe),
@@ -297,12 +303,13 @@ async def _deepspeed_learner(
         loss=loss,
         optimizer=role.section.optimizer,
         train=settings,
-        device="cuda" if cuda else "cpu",
-        precision="bfloat16" if bfloat16 else "float32",
-        threads=learner.threads,
-        zero=learner.zero,
-        offload=learner.offload,
-        deterministic=config.run.deterministic,
+        compute=ComputeSettings(
+            device="cuda" if cuda else "cpu",
+            precision="bfloat16" if bfloat16 else "float32",
+            threads=learner.threads,
+            deterministic=config.run.deterministic,
+        ),
+        zero=ZeroSettings(learner.zero, learner.offload),
         timeout=learner.timeout,
     )
     nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
@@ -366,7 +373,7 @@ async def _vllm_engine(
 ) -> Engine:
     prepare_vllm("engine.kind", "vllm")
     require_assigned("engine.kind", "vllm", assigned.gpus, "engine.kind=torch")
-    from crl.engines.vllm import VllmEngine, VllmSettings
+    from crl.engines.vllm import VllmEngine, VllmSettings, WeightSettings
 
     section = config.engine
     tensor_parallel = section.tensor_parallel
@@ -374,11 +381,13 @@ async def _vllm_engine(
         placements=tuple(
             assigned.gpus[tensor_parallel * i : tensor_parallel * (i + 1)] for i in range(replicas)
         ),
-        dtype="bfloat16" if _precision(config, role) == torch.bfloat16 else "float32",
+        weights=WeightSettings(
+            dtype="bfloat16" if _precision(config, role) == torch.bfloat16 else "float32",
+            load_format=section.load_format,
+            transfer=section.transfer,
+        ),
         tensor_parallel=tensor_parallel,
         memory_fraction=assigned.fraction,
-        load_format=section.load_format,
-        transfer=section.transfer,
         max_batch=section.max_batch,
         max_context=role.section.max_context_tokens,
         threads=section.threads,
@@ -422,20 +431,22 @@ def _runner(
     engine: Engine, pool: EnvironmentPool, retriever: Retriever,
 ) -> EpisodeRunner:  # fmt: skip
     return EpisodeRunner(
-        sampler=_sampler(config, engine),
+        decoding=Decoding(
+            _sampler(config, engine),
+            role.renderer,
+            max_context=config.actor.max_context_tokens,
+            temperature=config.actor.temperature,
+            seed=config.run.seed,
+        ),
         pool=pool,
         context=method.context,
         shaper=method.shaper,
         retriever=retriever,
-        renderer=role.renderer,
         limits=_limits(
             config,
             overtime=config.distils and method.distiller is not None,
             max_questions=config.ask.questions,
         ),
-        max_context=config.actor.max_context_tokens,
-        temperature=config.actor.temperature,
-        seed=config.run.seed,
     )
 
 
@@ -469,13 +480,13 @@ def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Cr
         for name, task in config.tasks.items()
     }
     return Critic(
-        runner.sampler, runner.renderer,
+        runner.decoding,
         CompactCriticPrompt()
         if compact
         else FullCriticPrompt(prompt("critic", config.prompts.files)),
-        rates, tokens, max_context=runner.max_context, temperature=runner.temperature,
-        seed=runner.seed,
-    )  # fmt: skip
+        rates,
+        tokens,
+    )
 
 
 def _critic_parts(
@@ -664,9 +675,12 @@ async def _experience(
         )
     experience = ExperiencePipeline(
         manager, engine, method.distiller, trainer, diagnostics, factory.embedder, monitor,
-        run_name=run_name, background=background,
-        merge_every=0 if config.bank.frozen else config.extractor.merge_every,
-        group_baseline=config.extractor.baseline == "group",
+        PipelineSettings(
+            run_name,
+            background=background,
+            merge_every=0 if config.bank.frozen else config.extractor.merge_every,
+            group_baseline=config.extractor.baseline == "group",
+        ),
     )  # fmt: skip
     return experience, RunBank(manager, engine, factory, partial(_untrained_engine, config, gpus))
 
@@ -685,16 +699,13 @@ def _evaluation_parts(
     the actor is not asked to judge. The probe's advice is never judged.
     """
     sets = tasks.eval_sets(config, specs)
-    seed = derive_seed(config.run.seed, "eval")
-    sampler, temperature = _sampler(config, engine), config.eval.temperature
-    eval_runner = replace(
-        runner,
-        sampler=sampler,
-        temperature=temperature,
-        seed=seed,
-        retriever=NullRetriever(),
-        judge=AcceptAll(),
+    decoding = replace(
+        runner.decoding,
+        sampler=_sampler(config, engine),
+        temperature=config.eval.temperature,
+        seed=derive_seed(config.run.seed, "eval"),
     )
+    eval_runner = replace(runner, decoding=decoding, retriever=NullRetriever(), judge=AcceptAll())
     probe_runner = replace(eval_runner, limits=_limits(config, overtime=False, max_questions=0))
     if rates:
         eval_runner = replace(eval_runner, judge=_critic(config, eval_runner, rates))

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from crl.evaluation.diagnostics import Diagnostics
@@ -193,41 +193,45 @@ class ReadOnlyRetriever:
         return await self._manager.refine(question, hit, counted=False)
 
 
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Settings of an `ExperiencePipeline`."""
+
+    run_name: str
+    """Name that marks this run's episodes in the bank."""
+    background: bool
+    """Whether to distil and train in the background, instead of at step boundaries."""
+    merge_every: int = 0
+    """Actor steps between two merges of the bank; 0 = no merges."""
+    group_baseline: bool = False
+    """Whether to compare rewards with those of the group's free members: `credit_and_submit`."""
+
+
 class ExperiencePipeline:
     """Experience pipeline of a run: bank, extractor engine and extractor trainer.
 
     * `engine`: the extractor's engine
     * `trainer`: None if the extractor is not trained
-    * `run_name`: name that marks this run's episodes in the bank
-    * `background`: distil and train in the background, instead of at step boundaries
-    * `merge_every`: actor steps between two merges of the bank; 0 = no merges
-    * `group_baseline`: see `credit_and_submit`
     """
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: DistillationFilter,
         trainer: ExtractorTrainer | None, diagnostics: Diagnostics, cache: CachedEmbedder,
-        monitor: Monitor, *, run_name: str, background: bool, merge_every: int = 0,
-        group_baseline: bool = False,
+        monitor: Monitor, settings: PipelineSettings,
     ) -> None:  # fmt: skip
-        self._cache, self._merge_every, self._group_baseline = cache, merge_every, group_baseline
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
-        self._distiller, self._monitor, self._run_name, self._background = (
-            distiller,
-            monitor,
-            run_name,
-            background,
-        )
+        self._distiller, self._cache, self._monitor = distiller, cache, monitor
+        self._settings = settings
         self._engine, self._busy = engine, engine.busy_s
         self._credit_event, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
-        self.retriever = ObservedRetriever(manager, diagnostics, run_name=run_name)
+        self.retriever = ObservedRetriever(manager, diagnostics, run_name=settings.run_name)
 
     async def run(self) -> None:
         """Distil, train and merge in the background until cancelled.
 
         Call this in a task group. Return immediately if the run works at step boundaries.
         """
-        if not self._background:
+        if not self._settings.background:
             return
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.manager.run(), name="distillation")
@@ -250,10 +254,10 @@ class ExperiencePipeline:
         """
         await credit_and_submit(
             self.manager,
-            self._run_name,
+            self._settings.run_name,
             batch,
             self._distiller.select(batch),
-            group_baseline=self._group_baseline,
+            group_baseline=self._settings.group_baseline,
         )
         self._credit_event.set()
 
@@ -264,8 +268,8 @@ class ExperiencePipeline:
         (deterministic run), first distil all episodes and train all full batches.
         """
         self.manager.advance(step)
-        due = self._merge_every > 0 and step % self._merge_every == 0
-        if self._background:
+        due = self._settings.merge_every > 0 and step % self._settings.merge_every == 0
+        if self._settings.background:
             await self.manager.flush()
             if due:
                 self._merge_due.release()
@@ -317,7 +321,7 @@ class ExperiencePipeline:
             "bank": await self.manager.snapshot(
                 kept=[saved_state["bank"] for saved_state in saved]
             ),
-            "mark": self._run_name,
+            "mark": self._settings.run_name,
         }
         if trainer := self.trainer:
             state["extractor"] = {

@@ -215,13 +215,7 @@ class TrainingLoop:
         valid = [t for t in batch if t.error is None]
         advantages = self._advantages(valid)
         metrics = rollout_metrics(batch, engine.version)
-        metrics["rollout/groups_with_signal"] = len(
-            {
-                t.group
-                for t, advantage in zip(valid, advantages, strict=True)
-                if has_signal(advantage)
-            }
-        )
+        metrics["rollout/groups_with_signal"] = _groups_with_signal(valid, advantages)
         distilled = self._self_distillation(valid)
         if self.method.actor.distillation:
             metrics["rollout/self_distilled"] = len(distilled)
@@ -255,8 +249,15 @@ class TrainingLoop:
         }
         self.outputs.monitor.log(step + 1, "train", metrics | self.rollouts.environments.metrics())
         self._mismatch.observe(step, stats.metrics)
-        # Measure before the step completes. A synchronous run has no rollout in flight here, so no
-        # rollout shares a forward pass with an eval episode.
+        await self._complete(step)
+        return not self.stop.is_set()
+
+    async def _complete(self, step: int) -> None:
+        """Complete a trained step. Run evaluation, probe and checkpoint if they are due.
+
+        Evaluation and probe come first. A synchronous run has no rollout in flight then, so no
+        rollout shares a forward pass with an eval episode.
+        """
         if self._due(step + 1, self.schedule.eval_every):
             await self._evaluate(step + 1)
         if self._due(step + 1, self.schedule.probe_every):
@@ -265,7 +266,6 @@ class TrainingLoop:
         self.mid_step = False
         if self._due(step + 1, self.schedule.checkpoint_every):
             await self.checkpoint()
-        return not self.stop.is_set()
 
     def _advantages(self, valid: Sequence[Trajectory]) -> list[Advantage]:
         """Return the sum of the method's advantage terms for each trajectory.
@@ -382,7 +382,7 @@ class TrainingLoop:
         self, stats: StepStats, batch: Sequence[Trajectory], stopwatch: Stopwatch
     ) -> dict[str, float]:
         seconds = sum(stopwatch.seconds.values())
-        tokens = sum(t.sampled_tokens for t in batch)
+        tokens = sum(t.activity.sampled_tokens for t in batch)
         return {
             "actor/updates": stats.updates,
             "actor/skipped_updates": self.skipped_updates,
@@ -399,6 +399,13 @@ class TrainingLoop:
         It is not due after the last step: `run` measures and saves when all work has settled.
         """
         return every > 0 and step % every == 0 and step < self.schedule.steps
+
+
+def _groups_with_signal(valid: Sequence[Trajectory], advantages: Sequence[Advantage]) -> int:
+    """Return the number of groups with a trajectory that has a training signal."""
+    return len(
+        {t.group for t, advantage in zip(valid, advantages, strict=True) if has_signal(advantage)}
+    )
 
 
 class Stopwatch:

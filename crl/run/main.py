@@ -33,7 +33,7 @@ from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.checkpoint import latest_checkpoint
 from crl.run.loop import TrainingLoop
 from crl.run.signals import sigterm_as_interrupt
-from crl.run.summary import Summary, experience_report, success_lines
+from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
 
 INTERRUPTED = 130
 """Exit code of a run that was interrupted."""
@@ -110,11 +110,8 @@ def evaluate_run(run_dir: Path) -> int:
     preflight.require(config, checks=preflight.EVALUATION_CHECKS)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {checkpoint.name} steps")
-    print(
-        "\n".join(
-            success_lines(config.eval.temperature, result, data_notes=data_notes(specs(config)))
-        )
-    )
+    success = SuccessReport(config.eval.temperature, result, data_notes=data_notes(specs(config)))
+    print("\n".join(success.lines()))
     return 0
 
 
@@ -156,24 +153,25 @@ async def _train(
                 raise cause from cause.__cause__ or group
         evaluations = loop.measurements.evaluations
         summary = Summary(
-            run=run.path,
-            checkpoint=run.checkpoint(loop.completed_steps),
-            command=command,
-            seed=config.run.seed,
             steps=loop.completed_steps,
             seconds=time.monotonic() - started,
-            temperature=config.eval.temperature,
-            before=evaluations.get(0),
-            after=evaluations.get(loop.completed_steps) if loop.completed_steps else None,
+            totals=loop.totals,
+            success=SuccessReport(
+                config.eval.temperature,
+                before=evaluations.get(0),
+                after=evaluations.get(loop.completed_steps) if loop.completed_steps else None,
+                data_notes=data_notes(specs(config)),
+            ),
             skipped_updates=loop.skipped_updates
             + (
                 experience.trainer.skipped_updates
                 if (experience := loop.experience) and experience.trainer
                 else 0
             ),
-            totals=loop.totals,
+            next_steps=NextSteps(
+                run.path, run.checkpoint(loop.completed_steps), command, config.run.seed
+            ),
             experience=await experience_report(loop, run.bank),
-            data_notes=data_notes(specs(config)),
         )
         monitor.note(summary.text())
         return INTERRUPTED if loop.stop.is_set() else 0

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from crl.evaluation.evaluate import (
@@ -18,7 +17,7 @@ from crl.evaluation.evaluate import (
     difference_interval,
 )
 from crl.evaluation.metrics import GroupGap, mean_gap
-from crl.intervals import Mean, plus_minus
+from crl.intervals import plus_minus
 from crl.run.totals import Totals
 from crl.types import Experience
 
@@ -40,34 +39,40 @@ CONDITION_LABELS = {
 """Labels of the conditions (see `crl.evaluation.evaluate.EvalKey`)."""
 
 
-def success_lines(
-    temperature: float,
-    before: Evaluation,
-    after: Evaluation | None = None,
-    *,
-    data_notes: Mapping[str, str] = MappingProxyType({}),
-) -> list[str]:
-    """Return lines with the success rates of one evaluation, or of two with their difference.
+@dataclass(frozen=True)
+class SuccessReport:
+    """Success rates of one evaluation, or of two with their difference."""
 
-    `data_notes` holds notes by task name, see `crl.planning.tasks.data_notes`.
-    """
-    mode = f"sampled at temperature {temperature:g}" if temperature else "greedy"
-    rates, overall = (after or before).rates, (after or before).overall
-    has_online = any(condition == "online" for _, _, condition in rates)
-    unit = "; where a bank is built online, over their effective number" if has_online else ""
-    lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes{unit}]:"]
-    tasks = list(dict.fromkeys(task for task, _, _ in (*rates, *overall)))
-    width = max(map(len, tasks), default=0)
-    by_task = sorted(rates, key=lambda key: tasks.index(key[0]))
-    lines += [_row(key, before.rates, after.rates if after else None, width) for key in by_task]
-    lines += [
-        _overall_row(key, before.overall, after.overall if after else None, width)
-        for key in overall
-    ]
-    lines += [f"  {task} is {note}" for task, note in data_notes.items()]
-    if errors := before.errors + (after.errors if after else 0):
-        lines.append(f"  {errors} eval episodes ended with an error and count as failures")
-    return lines
+    temperature: float
+    """Sampling temperature of the evaluations."""
+    before: Evaluation | None
+    """Evaluation before the run, or the only one; None if the run was stopped earlier."""
+    after: Evaluation | None = None
+    """Evaluation after the run; None if the run was stopped earlier."""
+    data_notes: Mapping[str, str] = field(default_factory=dict)
+    """Notes by task name, see `crl.planning.tasks.data_notes`."""
+
+    def lines(self) -> list[str]:
+        before, after = self.before, self.after
+        if before is None:
+            return ["stopped before the first evaluation"]
+        mode = f"sampled at temperature {self.temperature:g}" if self.temperature else "greedy"
+        rates, overall = (after or before).rates, (after or before).overall
+        has_online = any(condition == "online" for _, _, condition in rates)
+        unit = "; where a bank is built online, over their effective number" if has_online else ""
+        lines = [f"success on fixed eval sets, {mode} [95 % Wilson interval over episodes{unit}]:"]
+        tasks = list(dict.fromkeys(task for task, _, _ in (*rates, *overall)))
+        width = max(map(len, tasks), default=0)
+        by_task = sorted(rates, key=lambda key: tasks.index(key[0]))
+        lines += [_row(key, before.rates, after.rates if after else None, width) for key in by_task]
+        lines += [
+            _overall_row(key, before.overall, after.overall if after else None, width)
+            for key in overall
+        ]
+        lines += [f"  {task} is {note}" for task, note in self.data_notes.items()]
+        if errors := before.errors + (after.errors if after else 0):
+            lines.append(f"  {errors} eval episodes ended with an error and count as failures")
+        return lines
 
 
 Rates = Mapping[EvalKey, SuccessRate] | Mapping[EvalKey, MeanSuccessRate]
@@ -122,12 +127,8 @@ class ExperienceReport:
     """Gaps (guided − free success) of the groups in the second half of the run."""
     probe_gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
     """By task: the probe's right − none before and after the run, each as (value, half width)."""
-    lift: Mapping[str, Mean]
-    """By task: lift of the online bank in the last evaluation."""
-    lessons: Mapping[str, SuccessRate]
-    """As in `Evaluation`, from the last evaluation."""
-    untrained_lessons: Mapping[str, SuccessRate]
-    """As in `Evaluation`, from the last evaluation."""
+    evaluation: Evaluation | None
+    """Last evaluation; None if the run was stopped earlier."""
     trained: int | None
     """Optimizer updates of the extractor; None if it is not trained."""
 
@@ -143,23 +144,8 @@ class ExperienceReport:
         for task, ((start, start_half), (end, end_half)) in self.probe_gains.items():
             change = f"{plus_minus(start, start_half)} → {plus_minus(end, end_half)}"
             lines.append(f"  {task}: gain from right advice on the probe: {change}")
-        for task, lift in self.lift.items():
-            lines.append(
-                f"  {task}: gain from a bank built online in unseen places: "
-                f"{lift} over {lift.n} places"
-            )
-        for task, rate in self.lessons.items():
-            untrained = self.untrained_lessons.get(task)
-            comparison = ""
-            if untrained:
-                comparison = (
-                    f"; untrained extractor, {untrained.episodes} answers on the same episodes: "
-                    f"{untrained}"
-                )
-            lines.append(
-                f"  {task}: right lessons in {rate.episodes} answers of the extractor: "
-                f"{rate}{comparison}"
-            )
+        if self.evaluation:
+            lines += _online_bank_lines(self.evaluation)
         extractor = "not trained" if self.trained is None else f"{self.trained} updates"
         stats = self.stats
         lines.append(
@@ -178,8 +164,29 @@ class ExperienceReport:
         return lines
 
 
+def _online_bank_lines(evaluation: Evaluation) -> list[str]:
+    """Return lines about the online evaluation: the banks' lift and the extractor's lessons."""
+    lines = [
+        f"  {task}: gain from a bank built online in unseen places: {lift} over {lift.n} places"
+        for task, lift in evaluation.lift.items()
+    ]
+    for task, rate in evaluation.lessons.items():
+        untrained = evaluation.untrained_lessons.get(task)
+        comparison = ""
+        if untrained:
+            comparison = (
+                f"; untrained extractor, {untrained.episodes} answers on the same episodes: "
+                f"{untrained}"
+            )
+        lines.append(
+            f"  {task}: right lessons in {rate.episodes} answers of the extractor: "
+            f"{rate}{comparison}"
+        )
+    return lines
+
+
 def _lift(experience: Experience) -> str:
-    lift = experience.lift
+    lift = experience.counters.lift
     return (
         f"lift {plus_minus(lift.mean, lift.half_width)} over {_count(lift.groups, 'group')}"
         if lift
@@ -188,8 +195,7 @@ def _lift(experience: Experience) -> str:
 
 
 def _wins(experience: Experience) -> str:
-    # `credit` is the sum of r = ±1 over `credited` episodes.
-    return f"{round((experience.credited + experience.credit) / 2):>3} of {experience.credited:>3}"
+    return f"{experience.counters.won:>3} of {experience.counters.credited:>3}"
 
 
 def _count(n: int, noun: str) -> str:
@@ -214,7 +220,6 @@ async def experience_report(loop: TrainingLoop, bank: Path) -> ExperienceReport 
     experience = loop.experience
     if experience is None:
         return None
-    after = loop.measurements.evaluations.get(loop.completed_steps)
     start, end = loop.measurements.probes.get(0), loop.measurements.probes.get(loop.completed_steps)
     probe_gains = {}
     if start and end and loop.completed_steps:
@@ -232,16 +237,14 @@ async def experience_report(loop: TrainingLoop, bank: Path) -> ExperienceReport 
             gap for gaps in experience.diagnostics.gaps[loop.completed_steps // 2 :] for gap in gaps
         ],
         probe_gains=probe_gains,
-        lift=after.lift if after else {},
-        lessons=after.lessons if after else {},
-        untrained_lessons=after.untrained_lessons if after else {},
+        evaluation=loop.measurements.evaluations.get(loop.completed_steps),
         trained=experience.trainer.updates if experience.trainer else None,
     )
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Content of a run's summary."""
+class NextSteps:
+    """Commands that continue or repeat a run."""
 
     run: Path
     """Directory of the run."""
@@ -250,56 +253,15 @@ class Summary:
     command: str
     """Command line that repeats the run, without --seed and --run-dir."""
     seed: int
-    steps: int
-    """Completed steps."""
-    seconds: float
-    """Wall time of the whole run."""
-    temperature: float
-    """Sampling temperature of evaluations."""
-    before: Evaluation | None
-    """Evaluation before the run; None if the run was stopped earlier."""
-    after: Evaluation | None
-    """Evaluation after the run; None if the run was stopped earlier."""
-    skipped_updates: int
-    """Skipped updates of actor and extractor."""
-    totals: Totals
-    experience: ExperienceReport | None = None
-    """None for a run without experience."""
-    data_notes: Mapping[str, str] = field(default_factory=dict)
-    """Notes by task name, see `crl.planning.tasks.data_notes`."""
 
-    def text(self) -> str:
-        extractor_tokens = (
-            self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
-        )
-        lines = [
-            "",
-            f"{self.steps} steps in {self.seconds:.0f} s",
-            self.totals.line(extractor_tokens),
-            "",
-        ]
-        if self.before:
-            lines += success_lines(
-                self.temperature, self.before, self.after, data_notes=self.data_notes
-            )
-        else:
-            lines.append("stopped before the first evaluation")
-        if self.experience:
-            lines += self.experience.lines()
-        if self.skipped_updates:
-            lines.append(
-                f"  {self.skipped_updates} updates were skipped because the loss "
-                "or its gradient was not finite"
-            )
-        return "\n".join([*lines, "", *self._next_steps()])
-
-    def _next_steps(self) -> list[str]:
+    def lines(self, bank: Path | None) -> list[str]:
+        """Return lines with the commands. `bank` is None for a run without experience."""
         actor = self.checkpoint / "actor"
         settings = {"actor.model": actor}
         if (self.checkpoint / "extractor").is_dir():
             settings["extractor.model"] = self.checkpoint / "extractor"
-        if self.experience:
-            settings["bank.init"] = self.experience.bank
+        if bank:
+            settings["bank.init"] = bank
         options = "".join(
             f" --set {shlex.quote(f'{key}={path}')}" for key, path in settings.items()
         )
@@ -322,3 +284,41 @@ def _without_settings(command: str, keys: Collection[str]) -> str:
         if word == "--set" and words[i + 1].partition("=")[0] in keys
     ]
     return shlex.join(word for i, word in enumerate(words) if i not in old and i - 1 not in old)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Content of a run's summary."""
+
+    steps: int
+    """Completed steps."""
+    seconds: float
+    """Wall time of the whole run."""
+    totals: Totals
+    success: SuccessReport
+    skipped_updates: int
+    """Skipped updates of actor and extractor."""
+    next_steps: NextSteps
+    experience: ExperienceReport | None = None
+    """None for a run without experience."""
+
+    def text(self) -> str:
+        extractor_tokens = (
+            self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
+        )
+        lines = [
+            "",
+            f"{self.steps} steps in {self.seconds:.0f} s",
+            self.totals.line(extractor_tokens),
+            "",
+            *self.success.lines(),
+        ]
+        if self.experience:
+            lines += self.experience.lines()
+        if self.skipped_updates:
+            lines.append(
+                f"  {self.skipped_updates} updates were skipped because the loss "
+                "or its gradient was not finite"
+            )
+        lines += ["", *self.next_steps.lines(self.experience.bank if self.experience else None)]
+        return "\n".join(lines)

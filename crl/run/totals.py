@@ -24,9 +24,10 @@ class Totals:
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in trajectories:
-            self.env_turns += trajectory.turns + trajectory.overtime_turns
-            self.overtime_turns += trajectory.overtime_turns
-            self.actor_tokens += trajectory.sampled_tokens
+            activity = trajectory.activity
+            self.env_turns += activity.turns + activity.overtime_turns
+            self.overtime_turns += activity.overtime_turns
+            self.actor_tokens += activity.sampled_tokens
 
     def metrics(self) -> dict[str, float]:
         return {

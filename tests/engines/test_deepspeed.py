@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -31,8 +31,10 @@ from crl.learners.deepspeed import (
     DIAGNOSIS_DELAY_S,
     HEARTBEAT_S,
     HEARTBEAT_TIMEOUT_S,
+    ComputeSettings,
     DeepSpeedLearner,
     RankSettings,
+    ZeroSettings,
 )
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
@@ -127,24 +129,19 @@ async def ranks(
     train: TrainSettings = SETTINGS,
     *,
     timeout: float = 120.0,
-    **settings: Any,
+    precision: Literal["float32", "bfloat16"] = "float32",
+    zero: int = 2,
+    offload: bool = False,
 ) -> AsyncIterator[DeepSpeedLearner]:
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "precision": "float32",
-        "threads": 1,
-        "zero": 2,
-        "offload": False,
-        "deterministic": False,
-    }
     rank_settings = RankSettings(
         model=path,
         key="actor.model",
         loss=loss,
         optimizer=RATE,
         train=train,
+        compute=ComputeSettings("cpu", precision, threads=1, deterministic=False),
+        zero=ZeroSettings(zero, offload),
         timeout=timeout,
-        **(defaults | settings),
     )
     learner = await DeepSpeedLearner.start(rank_settings, count, timeout=timeout)
     try:

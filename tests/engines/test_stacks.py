@@ -29,7 +29,7 @@ pytest.importorskip(
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import TorchEngine
 from crl.engines.vllm import VllmEngine, VllmSettings
-from crl.learners.deepspeed import DeepSpeedLearner, RankSettings
+from crl.learners.deepspeed import ComputeSettings, DeepSpeedLearner, RankSettings, ZeroSettings
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
@@ -76,9 +76,9 @@ def local(model: Path, loss: Any) -> LocalLearner:
 
 async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
     settings = RankSettings(
-        model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS, device="cpu",
-        precision="float32", threads=1, zero=zero, offload=False, deterministic=False,
-        timeout=120.0,
+        model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS,
+        compute=ComputeSettings("cpu", "float32", threads=1, deterministic=False),
+        zero=ZeroSettings(zero, offload=False), timeout=120.0,
     )  # fmt: skip
     return await DeepSpeedLearner.start(settings, 2, timeout=120.0)
 

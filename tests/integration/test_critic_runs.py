@@ -24,7 +24,7 @@ from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.planning import tasks
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
-from crl.types import Completion, RolloutPlan, Sampling, Task, Trajectory
+from crl.types import Completion, Outcome, RolloutPlan, Sampling, Task, Trajectory
 
 CRITIC = ("critic.enabled=true", "critic.warmup=2")
 VERDICTS = ("accept", "refine from the start go east.", "reject", "north")
@@ -256,7 +256,7 @@ def test_a_failed_warm_up_is_noted_and_the_run_continues(
     ) -> Trajectory:
         played = await play(runner, key, task, plan)
         return (
-            Trajectory(task, key.step, key.group, key.member, "free", error="env: lost")
+            Trajectory(task, key.address, "free", outcome=Outcome(error="env: lost"))
             if key.purpose == "warmup"
             else played
         )

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from crl.methods.parts.rollouts import ChatContext, OutcomeReward
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Engine, EnvironmentPool, Hit, Question, SearchRequest
+from crl.rollout.decoding import Decoding
 from crl.rollout.episode import EpisodeRunner, Limits, NullRetriever
 from crl.rollout.waves import DirectSampler
 from crl.types import ExperienceUse, StepResult, Task
@@ -156,17 +158,16 @@ class RecordingRetriever:
 
 
 def runner(engine: Engine, pool: EnvironmentPool, **changes: Any) -> EpisodeRunner:
+    """Return a runner of the doors. `changes` names fields of the runner or of its decoding."""
+    names = {field.name for field in fields(Decoding)} & changes.keys()
+    decoding = Decoding(DirectSampler(engine), renderer(), 512, temperature=1.0, seed=0)
     parts: dict[str, Any] = {
-        "sampler": DirectSampler(engine),
+        "decoding": replace(decoding, **{name: changes.pop(name) for name in names}),
         "pool": pool,
         "context": ChatContext({"doors": RULES}),
         "shaper": OutcomeReward(),
         "retriever": NullRetriever(),
-        "renderer": renderer(),
         "limits": {"doors": Limits(max_turns=3, max_response_tokens=32)},
-        "max_context": 512,
-        "temperature": 1.0,
-        "seed": 0,
     }
     return EpisodeRunner(**{**parts, **changes})
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trajectories import build_trajectory
 
 from crl.algo import build_minibatches, micro_batches, optimizer_minibatches
 from crl.algo.batching import Advantage
@@ -92,7 +93,7 @@ def test_the_order_depends_only_on_the_generator():
 
 
 def trajectory(group: int, condition: Condition = "free") -> Trajectory:
-    return Trajectory(
+    return build_trajectory(
         Task("room", 0, "train", "find the stairs"),
         step=0,
         group=group,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.trajectories import build_trajectory
 
 from crl.algo import sum_terms
 from crl.protocols import PerToken, PerTurn
@@ -33,7 +34,7 @@ def episode() -> Trajectory:
     )
     mask = (0, 1, 1, 0, 1, 0, 0, 1, 1, 1)
     n = len(mask)
-    return Trajectory(
+    return build_trajectory(
         Task("room", 0, "train", "find the stairs"),
         step=0,
         group=0,
@@ -41,7 +42,6 @@ def episode() -> Trajectory:
         condition="guided",
         segments=tuple(segment(origin, f"{i}") for i, origin in enumerate(origins)),
         traces=(TokenTrace(tuple(range(n)), mask, (0.0,) * n, tuple(m - 1 for m in mask)),),
-        turns=2,
         turn_rewards=(0.0, 1.0),
     )
 

@@ -15,6 +15,7 @@ import pytest
 from doors import HIT, RULES, TASK, Doors, RecordingRetriever, open_host, renderer, runner, script
 from hypothesis import given
 from hypothesis import strategies as st
+from support.trajectories import build_trajectory
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError
@@ -183,7 +184,11 @@ async def test_a_question_takes_no_turn() -> None:
         "wait", "ask which door", "open", retriever=retriever
     )
     assert game.actions == ["wait", "open"], "the game receives no question"
-    assert (trajectory.turns, trajectory.invalid_actions, trajectory.success) == (2, 0, True)
+    assert (trajectory.turns, trajectory.activity.invalid_actions, trajectory.success) == (
+        2,
+        0,
+        True,
+    )
     assert trajectory.segments == (
         Segment("user", "Open it.", "task"),
         Segment("user", HIT.text, "experience"),
@@ -204,7 +209,7 @@ async def test_a_question_takes_no_turn() -> None:
         "the call is trained like all sampled tokens"
     )
     assert trajectory.used == (HIT.use, ExperienceUse("e1", 1, "train/2/5/1/1", "ask"))
-    assert trajectory.shown == (HIT.text, "This one.")
+    assert trajectory.guidance.shown == (HIT.text, "This one.")
     assert retriever.requests == [
         SearchRequest(TASK.goal, TASK, 5, 1),
         SearchRequest("which door", TASK, 5, 1, question=1),
@@ -293,7 +298,7 @@ async def test_an_unrefined_reply_is_recorded_as_such() -> None:
     retriever = RecordingRetriever(replace(HIT, use=replace(HIT.use, how="ask_unrefined")))
     trajectory, _, _ = await play_episode("ask", "open", retriever=retriever)
     assert trajectory.used[1].how == "ask_unrefined"
-    assert trajectory.shown == (HIT.text, HIT.text)
+    assert trajectory.guidance.shown == (HIT.text, HIT.text)
 
 
 async def test_a_judging_agent_accepts_experience_that_it_asked_for() -> None:
@@ -309,7 +314,7 @@ async def test_a_judging_agent_accepts_experience_that_it_asked_for() -> None:
         "ask", "open", retriever=RefiningRetriever(), judge=AcceptingJudge()
     )
     assert [use.verdict for use in trajectory.used] == [None, "accept"]
-    assert trajectory.shown == (HIT.text, "This one.")
+    assert trajectory.guidance.shown == (HIT.text, "This one.")
 
 
 async def test_a_call_beyond_the_limit_is_an_ordinary_action() -> None:
@@ -318,7 +323,11 @@ async def test_a_call_beyond_the_limit_is_an_ordinary_action() -> None:
         "ask", "ask", "ask", "open", retriever=retriever
     )
     assert game.actions == ["ask", "open"]
-    assert (trajectory.turns, trajectory.invalid_actions, len(retriever.questions)) == (2, 1, 2)
+    assert (trajectory.turns, trajectory.activity.invalid_actions, len(retriever.questions)) == (
+        2,
+        1,
+        2,
+    )
     assert [s.origin for s in trajectory.segments if s.role == "assistant"] == [
         "tool_call",
         "tool_call",
@@ -575,11 +584,11 @@ def test_metrics_by_hand() -> None:
     uses = [ExperienceUse("e", 1, "g", how) for how in ("start", "ask", "ask_unrefined")]
 
     def guided(*segments: Segment, used=()) -> Trajectory:
-        return Trajectory(
-            TASK, 0, 0, 0, "guided", segments, used=tuple(used), shown=("x",) * len(used)
+        return build_trajectory(
+            TASK, 0, 0, 0, "guided", segments=segments, used=tuple(used), shown=("x",) * len(used)
         )
 
-    free = Trajectory(TASK, 0, 0, 1, "free")
+    free = build_trajectory(TASK, 0, 0, 1, "free")
     batch = [guided(offer, call, call, call, used=uses), guided(offer, used=uses[:1]), free]
     metrics = rollout_metrics(batch, 0)
     assert {name: value for name, value in metrics.items() if "asks" in name} == {

@@ -140,7 +140,7 @@ async def test_batches_follow_the_stream(staleness: int) -> None:
         )
     tasks = stream().draw(G * STEPS)
     for step, batch in enumerate(batches):
-        assert [(t.step, t.group, t.member) for t in batch] == [
+        assert [(t.address.step, t.address.group, t.address.member) for t in batch] == [
             (step, group, member)
             for group in range(step * G, (step + 1) * G)
             for member in range(K)
@@ -163,7 +163,9 @@ async def test_the_order_does_not_depend_on_the_order_of_completion() -> None:
 
     async with open_host() as hosted:
         (batch,) = await collected(make_collector(hosted, Slow(renderer(), dice), steps=1), steps=1)
-    assert [(t.group, t.member) for t in batch] == [(g, m) for g in range(G) for m in range(K)]
+    assert [(t.group, t.address.member) for t in batch] == [
+        (g, m) for g in range(G) for m in range(K)
+    ]
 
 
 async def test_the_planner_determines_each_members_condition() -> None:
@@ -212,7 +214,7 @@ async def test_a_batch_waits_for_all_its_groups() -> None:
         await until(lambda: True)
         assert not waiting.done(), "only the later step is finished"
         engine.open(0)
-        assert {t.step for t in await waiting} == {0}
+        assert {t.address.step for t in await waiting} == {0}
 
 
 async def test_run_ends_when_every_group_has_finished() -> None:
@@ -245,7 +247,9 @@ async def test_errors_are_in_the_batch_and_the_run_continues() -> None:
     async with open_host(broken={stream().draw(G)[1].seed}) as hosted:
         batches = await collected(make_collector(hosted, scripted("open")))
     assert [bool(t.error) for t in batches[0]] == [False] * K + [True] * K
-    assert [(t.group, t.member) for t in batches[0]][K:] == [(1, member) for member in range(K)]
+    assert [(t.group, t.address.member) for t in batches[0]][K:] == [
+        (1, member) for member in range(K)
+    ]
     assert not any(t.error for batch in batches[1:] for t in batch)
 
 

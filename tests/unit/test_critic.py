@@ -12,6 +12,7 @@ import pytest
 from doors import HIT, TASK, RecordingRetriever, open_host, renderer, runner, until
 from hypothesis import given
 from hypothesis import strategies as st
+from support.trajectories import build_trajectory
 
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError
@@ -20,6 +21,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.prompts import prompt
 from crl.protocols import Engine, Hit
 from crl.rollout.critic import MALFORMED, MAX_CHARS, Critic, Critique, parse_critique
+from crl.rollout.decoding import Decoding
 from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import MAX_GOALS, SuccessRates
 from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
@@ -28,6 +30,7 @@ from crl.types import (
     Completion,
     Condition,
     ExperienceUse,
+    Guidance,
     Observation,
     RolloutPlan,
     Sampling,
@@ -175,16 +178,8 @@ def critic(
     sampler: Sampler, rates: SuccessRates | None = None, *, tokens: int = 32, max_context: int = 512
 ) -> Critic:
     rates = rates or SuccessRates(min_episodes=8, window=64)
-    return Critic(
-        sampler,
-        renderer(),
-        CompactCriticPrompt(),
-        rates,
-        {"doors": tokens},
-        max_context=max_context,
-        temperature=0.7,
-        seed=5,
-    )
+    decoding = Decoding(sampler, renderer(), max_context, temperature=0.7, seed=5)
+    return Critic(decoding, CompactCriticPrompt(), rates, {"doors": tokens})
 
 
 def key(member: int, group: int = 5, step: int = 2) -> EpisodeKey:
@@ -482,7 +477,7 @@ async def play_episode(
 
 async def test_an_accepted_experience_guides_the_episode() -> None:
     trajectory, _, _ = await play_episode(JudgingEngine("accept"))
-    assert (trajectory.used, trajectory.shown, trajectory.rejected) == (
+    assert (trajectory.used, trajectory.guidance.shown, trajectory.guidance.rejected) == (
         (replace(HIT.use, verdict="accept"),),
         (HIT.text,),
         (),
@@ -491,7 +486,7 @@ async def test_an_accepted_experience_guides_the_episode() -> None:
 
 async def test_a_refined_experience_guides_with_the_refined_text() -> None:
     trajectory, _, _ = await play_episode(JudgingEngine("refine Push it."))
-    assert (trajectory.used, trajectory.shown) == (
+    assert (trajectory.used, trajectory.guidance.shown) == (
         (replace(HIT.use, verdict="refine"),),
         ("Push it.",),
     )
@@ -506,8 +501,8 @@ async def test_after_a_reject_the_episode_continues_without_experience() -> None
     """
     trajectory, _, _ = await play_episode(JudgingEngine("reject"))
     free, _, _ = await play_episode(JudgingEngine("reject"), FREE)
-    assert (trajectory.condition, trajectory.used, trajectory.shown) == ("guided", (), ())
-    assert trajectory.rejected == (replace(HIT.use, verdict="reject"),)
+    assert (trajectory.condition, trajectory.guidance.shown) == ("guided", ())
+    assert trajectory.guidance.rejected == (replace(HIT.use, verdict="reject"),)
     assert (trajectory.segments, trajectory.traces, trajectory.success) == (
         free.segments,
         free.traces,
@@ -529,14 +524,19 @@ async def test_critiques_are_not_trained() -> None:
 async def test_free_episodes_have_no_critiques() -> None:
     engine = JudgingEngine("reject")
     trajectory, judge, retriever = await play_episode(engine, FREE)
-    assert (engine.critiques, retriever.requests, judge.take_metrics(), trajectory.rejected) == (
+    assert (
+        engine.critiques,
+        retriever.requests,
+        judge.take_metrics(),
+        trajectory.guidance.rejected,
+    ) == (
         [],
         [],
         {},
         (),
     )
     with pytest.raises(ValueError, match="must contain neither an experience"):
-        replace(trajectory, rejected=(replace(HIT.use, verdict="reject"),))
+        replace(trajectory, guidance=Guidance(rejected=(replace(HIT.use, verdict="reject"),)))
 
 
 def test_used_and_rejected_experiences_are_separate() -> None:
@@ -546,7 +546,7 @@ def test_used_and_rejected_experiences_are_separate() -> None:
     ]
     for wrong in cases:
         with pytest.raises(ValueError, match="rejected"):
-            Trajectory(TASK, 0, 0, 0, "guided", **wrong)
+            Guidance(**wrong)
     with pytest.raises(ValueError, match="verdict must be one of"):
         replace(HIT.use, verdict="perhaps")
 
@@ -647,7 +647,7 @@ def episode(
     error: str | None = None,
     name: str = "room",
 ) -> Trajectory:
-    return Trajectory(
+    return build_trajectory(
         Task(name, 0, "train", goal), 0, 0, 0, condition, success=success, error=error
     )
 

@@ -52,15 +52,13 @@ from crl.monitor.snapshot import (
     Snapshot,
     SnapshotMonitor,
 )
-from crl.types import Experience, Lift
+from crl.types import Counters, Experience, Lift, Provenance
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def experience(text: str, *, uid: str = "e1", task: str = "room", **counters: Any) -> Experience:
-    return Experience(
-        uid=uid, version=1, text=text, task=task, generation="g1", span=(0, 0), **counters
-    )
+    return Experience(uid, 1, text, task, "", Provenance("g1", (0, 0)), Counters(**counters))
 
 
 class Clock:

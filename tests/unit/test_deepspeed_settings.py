@@ -183,13 +183,9 @@ async def test_ranks_on_the_cpu(started: list[Any]) -> None:
         "learner.device=cpu", "learner.precision=bfloat16", "engine.kind=vllm", "engine.replicas=3"
     )
     (first, ranks, options), (second, _, others) = started
-    assert (first.device, first.precision, first.train.activation_checkpointing, ranks) == (
-        "cpu",
-        "float32",
-        True,
-        2,
-    )
-    assert (second.precision, second.train.activation_checkpointing) == ("bfloat16", False)
+    assert (first.compute.device, first.compute.precision) == ("cpu", "float32")
+    assert (first.train.activation_checkpointing, ranks) == (True, 2)
+    assert (second.compute.precision, second.train.activation_checkpointing) == ("bfloat16", False)
     assert (options["gpus"], options["receivers"], others["receivers"]) == ((), 0, 0)
 
 
@@ -205,7 +201,7 @@ async def test_ranks_use_the_gpus_of_the_plan(
     )
     await start_learner(*nccl, assigned=GpuAssignment(("GPU-a", "GPU-b")))
     settings, _, options = started[0]
-    assert (settings.device, settings.precision) == ("cuda", "float32"), (
+    assert (settings.compute.device, settings.compute.precision) == ("cuda", "float32"), (
         "the bundled models are in float32"
     )
     assert (options["gpus"], options["receivers"]) == (("GPU-a", "GPU-b"), 6)

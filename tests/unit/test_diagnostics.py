@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from doors import TASK
 from extractors import hit, request
+from support.trajectories import build_trajectory
 
 from crl.envs.curriculum import LessonVerdict
 from crl.evaluation.diagnostics import Diagnostics, lesson_verdict
@@ -52,7 +53,7 @@ def trajectory(
     used = (ExperienceUse(lesson, 1, "g", "start"),) if lesson else ()
     shown = (lesson,) if lesson else ()
     task = replace(TASK, name=task_name)
-    return Trajectory(
+    return build_trajectory(
         task, 0, group, 0, condition, success=success, used=used, shown=shown, error=error
     )
 

@@ -30,6 +30,7 @@ from extractors import (
     write_merge,
     write_prompt,
 )
+from support.trajectories import build_trajectory
 
 from crl.config.schema import ExtractorSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
@@ -37,7 +38,7 @@ from crl.manager import DistilRequest, ExperienceManager, ManagerSettings, OpLim
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.modeling.tokens import ChatRenderer
 from crl.prompts import prompt
-from crl.types import Segment, Trajectory
+from crl.types import Segment
 
 SETTINGS = ManagerSettings(retrieval=RetrievalSection(margin=2.0, min_similarity=0.0))
 OLD, NEW, OTHER = (
@@ -78,8 +79,16 @@ def episode(step: int, group: int, *, guided_by=(), success: bool = False) -> Di
     condition = "guided" if hits else "free"
     return DistilRequest.from_trajectory(
         "run",
-        Trajectory(
-            task(), step, group, 0, condition, segments, success=success, used=used, shown=shown
+        build_trajectory(
+            task(),
+            step,
+            group,
+            0,
+            condition,
+            segments=segments,
+            success=success,
+            used=used,
+            shown=shown,
         ),
     )
 

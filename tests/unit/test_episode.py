@@ -29,7 +29,17 @@ from crl.errors import EngineError, RolloutError, TransientError
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import Response, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits
-from crl.types import Completion, RolloutPlan, Sampling, Segment, TokenTrace, Trajectory
+from crl.types import (
+    Activity,
+    Completion,
+    EpisodeAddress,
+    Outcome,
+    RolloutPlan,
+    Sampling,
+    Segment,
+    TokenTrace,
+    Trajectory,
+)
 
 ANSWER_NEXT = "<|im_end|>\n<|im_start|>assistant\n"
 FREE, GUIDED = RolloutPlan("free"), RolloutPlan("guided")
@@ -137,8 +147,9 @@ async def test_a_whole_episode() -> None:
         i for i in range(1, len(trace.ids)) if trace.mask[i] and not trace.mask[i - 1]
     ]
     assert trajectory == Trajectory(
-        TASK, 2, 5, 1, "free", trajectory.segments, trajectory.traces, rewards={"outcome": 1.0},
-        reward=1.0, success=True, turns=3, invalid_actions=1, sampled_tokens=sum(trace.mask),
+        TASK, EpisodeAddress(2, 5, 1), "free", trajectory.segments, trajectory.traces,
+        Outcome({"outcome": 1.0}, success=True),
+        Activity((0.0, 0.0, 1.0), invalid_actions=1, sampled_tokens=sum(trace.mask)),
     )  # fmt: skip
 
 
@@ -169,7 +180,11 @@ async def test_the_trajectory_records_the_experience() -> None:
         guided = await runner(scripted("open"), hosted.host, retriever=retriever).play(
             KEY, TASK, GUIDED
         )
-    assert (guided.condition, guided.used, guided.shown) == ("guided", (HIT.use,), (HIT.text,))
+    assert (guided.condition, guided.used, guided.guidance.shown) == (
+        "guided",
+        (HIT.use,),
+        (HIT.text,),
+    )
     assert guided.segments[2] == Segment("user", "Open means open.", "experience")
     assert "Open means open." in text(guided.traces[0])
     assert retriever.requests == [SearchRequest(TASK.goal, TASK, 5, 1)]
@@ -183,7 +198,7 @@ async def test_a_free_episode_never_searches() -> None:
         )
         without = await runner(scripted("open"), hosted.host).play(KEY, TASK, FREE)
     assert retriever.requests == [], "no search, although the retriever would return a hit"
-    assert (free.condition, free.used, free.shown) == ("free", (), ())
+    assert (free.condition, free.used, free.guidance.shown) == ("free", (), ())
     assert free == without
 
 
@@ -193,7 +208,7 @@ async def test_a_guided_episode_without_a_hit_stays_guided() -> None:
         guided = await runner(engine, hosted.host, retriever=retriever).play(KEY, TASK, GUIDED)
         free = await runner(engine, hosted.host, retriever=retriever).play(KEY, TASK, FREE)
     assert len(retriever.requests) == 1
-    assert (guided.condition, guided.used, guided.shown) == ("guided", (), ())
+    assert (guided.condition, guided.used, guided.guidance.shown) == ("guided", (), ())
     assert guided.segments == free.segments
     assert engine.requests[0] == engine.requests[1], "the prompt equals that of a free episode"
 
@@ -272,7 +287,7 @@ async def test_overtime_is_only_recorded() -> None:
         False,
     ), "a success in overtime does not count"
     assert (late.truncated, late.error) == (True, None)
-    assert late.overtime_turns == 2
+    assert late.activity.overtime_turns == 2
     assert [s.text for s in late.segments if s.origin == "policy"] == [
         "coin",
         "wait",
@@ -286,14 +301,19 @@ async def test_overtime_is_only_recorded() -> None:
     assert sampled(trace) == "coin<|im_end|>wait<|im_end|>", "overtime tokens are not trained"
     assert set(trace.versions) == {-1, 0}
     late_tokens = sum(len(renderer().encode(text + "<|im_end|>")) for text in ("coin", "open"))
-    assert late.sampled_tokens == sum(trace.mask) + late_tokens, "overtime tokens count as sampled"
+    assert late.activity.sampled_tokens == sum(trace.mask) + late_tokens, (
+        "overtime tokens count as sampled"
+    )
     on_time, _, _ = await play_actions(
         "coin", "wait", "coin", "open", limits={"doors": Limits(2, 32)}
     )
     assert (late.turns, late.reward, late.success, late.truncated) == (
         on_time.turns, on_time.reward, on_time.success, on_time.truncated,
     )  # fmt: skip
-    assert (on_time.overtime_turns, on_time.sampled_tokens) == (0, sum(trace.mask))
+    assert (on_time.activity.overtime_turns, on_time.activity.sampled_tokens) == (
+        0,
+        sum(trace.mask),
+    )
     assert late.traces == on_time.traces, "overtime does not change the training samples"
 
 
@@ -307,7 +327,7 @@ async def test_overtime_is_limited() -> None:
         2,
         True,
     )
-    assert trajectory.overtime_turns == 3
+    assert trajectory.activity.overtime_turns == 3
 
 
 async def test_a_finished_episode_has_no_overtime() -> None:
@@ -316,7 +336,7 @@ async def test_a_finished_episode_has_no_overtime() -> None:
             *actions, limits={"doors": Limits(2, 32, extra_turns=3)}
         )
         assert (game.actions, trajectory.turns) == (list(actions), 2)
-        assert (trajectory.success, trajectory.truncated, trajectory.overtime_turns) == (
+        assert (trajectory.success, trajectory.truncated, trajectory.activity.overtime_turns) == (
             success,
             False,
             0,
@@ -327,15 +347,21 @@ async def test_success_before_overtime_stays_and_late_invalid_actions_do_not_cou
     trajectory, _, _ = await play_actions(
         "peek", "shout", limits={"doors": Limits(1, 32, extra_turns=2)}
     )
-    assert (trajectory.success, trajectory.invalid_actions, trajectory.turns) == (True, 0, 1)
+    assert (trajectory.success, trajectory.activity.invalid_actions, trajectory.turns) == (
+        True,
+        0,
+        1,
+    )
 
 
 async def test_the_score_is_the_last_one_before_overtime() -> None:
-    assert (await play_actions("polish", "open"))[0].score is None, "the last result has no score"
+    assert (await play_actions("polish", "open"))[0].outcome.score is None, (
+        "the last result has no score"
+    )
     late, _, _ = await play_actions(
         "wait", "polish", "open", limits={"doors": Limits(2, 32, extra_turns=2)}
     )
-    assert (late.score, late.reward) == (0.4, 0.0), "the score is not part of the reward"
+    assert (late.outcome.score, late.reward) == (0.4, 0.0), "the score is not part of the reward"
 
 
 async def test_every_overtime_turn_has_its_own_draw() -> None:

@@ -19,6 +19,7 @@ import torch
 from doors import HIT, TASK, RecordingRetriever, dice, open_host, renderer, runner, scripted
 from hypothesis import given
 from hypothesis import strategies as st
+from support.trajectories import build_trajectory
 
 from crl.engines.scripted import ScriptedEngine
 from crl.engines.torch import TorchEngine
@@ -42,7 +43,7 @@ from crl.modeling.loading import load_model
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeRunner, Limits
 from crl.rollout.waves import DirectSampler, LockstepSampler
-from crl.types import Completion, Sampling, Split, Task, Trajectory
+from crl.types import Completion, Sampling, Split, Task
 
 # ── Wilson's interval ─────────────────────────────────────────────────────────────────────────────
 
@@ -226,9 +227,7 @@ class CountingEngine(ScriptedEngine):
 )
 def test_episodes_of_one_place_are_not_independent(won: tuple[int, ...], effective: float) -> None:
     played = [
-        Trajectory(
-            replace(TASK, goal=f"place {place}"), 0, 0, i, "guided", (), (), {}, success=i < wins
-        )
+        build_trajectory(replace(TASK, goal=f"place {place}"), 0, 0, i, "guided", success=i < wins)
         for place, wins in enumerate(won)
         for i in range(4)
     ]
@@ -341,7 +340,7 @@ async def evaluate(
 ) -> tuple[Evaluation, Samples]:
     engine.sampled.clear()
     engine._decoder._prefixes.clear()  # prefixes of the last evaluation; new weights clear them too
-    scheduler = EpisodeScheduler(8, in_order=isinstance(player.sampler, LockstepSampler))
+    scheduler = EpisodeScheduler(8, in_order=isinstance(player.decoding.sampler, LockstepSampler))
     return await Evaluator(player, eval_sets, scheduler).evaluate(), dict(engine.sampled)
 
 
@@ -379,7 +378,9 @@ async def test_the_same_weights_give_the_same_evaluation(tiny_actor: Path) -> No
     Another seed must give other episodes.
     """
     async with room_evaluation(tiny_actor) as (engine, player, eval_sets):
-        players = [replace(player, seed=seed) for seed in (0, 0, 1)]
+        players = [
+            replace(player, decoding=replace(player.decoding, seed=seed)) for seed in (0, 0, 1)
+        ]
         first, again, other = [await evaluate(engine, one, eval_sets) for one in players]
     assert again == first, "token for token"
     assert other[1] != first[1]
@@ -410,7 +411,7 @@ async def test_an_evaluation_does_not_depend_on_concurrent_sets(tiny_actor: Path
     for bit.
     """
     async with room_evaluation(tiny_actor, exact=True) as (engine, player, eval_sets):
-        direct = replace(player, sampler=DirectSampler(engine))
+        direct = replace(player, decoding=replace(player.decoding, sampler=DirectSampler(engine)))
         alone, together, (sampled, joint_samples) = await separate_and_joint(
             engine, direct, eval_sets
         )

@@ -22,6 +22,7 @@ from extractors import (
     search,
     task,
 )
+from support.trajectories import build_trajectory
 
 from crl.config.schema import ExtractorSection, OptimizerSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
@@ -45,6 +46,7 @@ from crl.rollout.crediting import credit_and_submit, group_successes
 from crl.run.experience import (
     ExperiencePipeline,
     ExtractorTrainer,
+    PipelineSettings,
     ReadOnlyRetriever,
     extractor_minibatches,
     latency_percentiles,
@@ -53,6 +55,7 @@ from crl.types import (
     Completion,
     Condition,
     ExperienceUse,
+    Guidance,
     Lift,
     Minibatch,
     Sampling,
@@ -139,7 +142,7 @@ async def open_parts(
     cache = CachedEmbedder(WordEmbedder(), 8)
     experience = ExperiencePipeline(
         bank, engine, distiller or EveryEpisode(), trainer, diagnostics, cache, monitor,
-        run_name="run", background=background, merge_every=merge_every,
+        PipelineSettings("run", background=background, merge_every=merge_every),
     )  # fmt: skip
     try:
         async with asyncio.timeout(60):
@@ -155,9 +158,9 @@ def episode(
 ) -> Trajectory:  # fmt: skip
     segments = (Segment("user", "at 2 3", "env"), Segment("assistant", "east", "policy"))
     shown = tuple(f"text of {use.uid}" for use in used)
-    return Trajectory(
-        task(), step, group, member, condition, segments, success=success, used=tuple(used),
-        shown=shown, error=error
+    return build_trajectory(
+        task(), step, group, member, condition, segments=segments, success=success,
+        used=tuple(used), shown=shown, error=error,
     )  # fmt: skip
 
 
@@ -199,7 +202,10 @@ async def test_a_batch_is_credited_and_queued_once(tmp_path: Path, actor: Path) 
             f"run/1/0/{member}" for member in (0, 1, 3, 4, 5)
         ]
         await parts.experience.complete(2, batch)
-        counters = {entry.uid: (entry.credited, entry.credit) for entry in parts.bank.latest(99)}
+        counters = {
+            entry.uid: (entry.counters.credited, entry.counters.credit)
+            for entry in parts.bank.latest(99)
+        }
         assert (counters[first], counters[second]) == ((2, 0.0), (0, 0.0))
         assert len(counters) == 7
 
@@ -225,7 +231,8 @@ async def test_rewards_can_be_compared_with_the_free_members(tmp_path: Path, act
                 unit.pending.reward for unit in await parts.bank._store.ready_units()
             ] == pytest.approx(rewards)
             credits = [
-                entry.credit for entry in sorted(parts.bank.latest(3), key=lambda entry: entry.uid)
+                entry.counters.credit
+                for entry in sorted(parts.bank.latest(3), key=lambda entry: entry.uid)
             ]
             assert credits == [-1.0, 1.0, 1.0], "the counters record the plain rewards"
 
@@ -248,7 +255,7 @@ async def test_lifts_by_hand(tmp_path: Path, actor: Path) -> None:
         ]  # fmt: skip
         for _ in range(2):  # repeating the call changes nothing
             await parts.experience.observe(batch)
-        found = {entry.uid: entry for entry in parts.bank.best(9)}
+        found = {entry.uid: entry.counters for entry in parts.bank.best(9)}
         assert (found[first].credited, found[first].credit, found[first].lift) == (
             4,
             4.0,
@@ -265,7 +272,7 @@ async def test_lifts_by_hand(tmp_path: Path, actor: Path) -> None:
             ("run/1/2", {"uid": second, "version": 1, "guided": 0.0, "free": 0.0}),
         ]
     async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
-        assert {entry.uid: entry.lift for entry in parts.bank.best(9)} == {
+        assert {entry.uid: entry.counters.lift for entry in parts.bank.best(9)} == {
             first: Lift(1, 0.0),
             second: Lift(2, 0.125, 2 * 0.125**2),
         }
@@ -282,13 +289,13 @@ async def test_groups_without_a_lift(tmp_path: Path, actor: Path) -> None:
         guided(1, 0, 0, True, "run/0/0/0#0"),
         guided(1, 1, 0, True, "run/0/0/0#0"), episode(1, 1, 1, error="env: lost"),
         episode(1, 2, 0, "guided"), episode(1, 2, 1),
-        replace(episode(1, 3, 0, "guided"), rejected=(use,)), episode(1, 3, 1),
+        replace(episode(1, 3, 0, "guided"), guidance=Guidance(rejected=(use,))), episode(1, 3, 1),
     ]  # fmt: skip
     assert group_successes("run", batch) == {}
     async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
         await fill(parts, 1)
         await parts.experience.observe(batch)
-        assert [entry.lift for entry in parts.bank.best(9)] == [None]
+        assert [entry.counters.lift for entry in parts.bank.best(9)] == [None]
 
 
 def test_lifts_of_several_lessons_in_one_group() -> None:
@@ -560,7 +567,7 @@ async def test_background_and_step_boundaries_give_the_same_result(
             await cancel(running)
             await parts.experience.finish_pending()
             entries = sorted(
-                (one.uid, one.version, one.text, one.credited, one.credit)
+                (one.uid, one.version, one.text, one.counters.credited, one.counters.credit)
                 for one in parts.bank.latest(99)
             )
             metrics = await parts.bank.stats()

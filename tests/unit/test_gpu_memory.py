@@ -12,7 +12,7 @@ import pytest
 
 from crl.config.models import model_shape
 from crl.config.schema import LearnerSection
-from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
+from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
 from crl.errors import ConfigError
 from crl.planning.gpu_memory import (
     EMBEDDER_WORK_BYTES,
@@ -30,7 +30,8 @@ from crl.planning.gpu_memory import (
 )  # fmt: skip
 
 SMALL = ModelShape(
-    1_000_000_000, layers=2, hidden=8, intermediate=32, heads=4, kv_heads=2, head_dim=2,
+    1_000_000_000, layers=2, hidden=8, intermediate=32,
+    attention=AttentionShape(heads=4, kv_heads=2, head_dim=2),
     vocabulary=100, max_context=512, half_precision=True
 )  # fmt: skip
 
@@ -54,15 +55,15 @@ def test_published_sizes_match_the_architecture(name: str):
     shape = PUBLISHED_SHAPES[name]
     settings: dict[str, Any] = dict(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, tie_word_embeddings="7B" not in name,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.attention.heads,
+        num_key_value_heads=shape.attention.kv_heads, tie_word_embeddings="7B" not in name,
     )  # fmt: skip
     with torch.device("meta"):
         if "Qwen2.5" in name:
-            assert shape.head_dim * shape.heads == shape.hidden
+            assert shape.attention.head_dim * shape.attention.heads == shape.hidden
             model = Qwen2ForCausalLM(Qwen2Config(**settings))
         else:
-            model = Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=shape.head_dim))
+            model = Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=shape.attention.head_dim))
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
 
 
@@ -74,7 +75,7 @@ def test_sizes_are_read_from_a_directory(tiny_actor: Path):
         config["num_hidden_layers"],
         config["hidden_size"],
     )
-    assert shape.head_dim == config.get(
+    assert shape.attention.head_dim == config.get(
         "head_dim", config["hidden_size"] // config["num_attention_heads"]
     )
 

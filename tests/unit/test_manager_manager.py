@@ -31,6 +31,7 @@ from extractors import (
     update,
     write_merge,
 )
+from support.trajectories import build_trajectory
 
 from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
@@ -45,7 +46,7 @@ from crl.manager import (
 )
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
-from crl.types import Completion, Sampling, TokenTrace, TrackRecord, Trajectory
+from crl.types import Completion, Sampling, TokenTrace, TrackRecord
 
 ANY = RetrievalSection(margin=2.0, min_similarity=0.0)
 NEAREST = RetrievalSection(margin=0.0, min_similarity=0.0)
@@ -207,7 +208,7 @@ async def test_an_update_makes_the_next_version_with_fresh_counters(tmp_path):
         0.0,
     )
     assert (await search_one(manager, group=9)).use.version == 2
-    assert entry.experience.retrieved == 1
+    assert entry.experience.counters.retrieved == 1
     await manager.aclose()
 
 
@@ -227,7 +228,7 @@ async def test_the_newest_entries_come_first_with_their_counters(tmp_path):
     for expected in (["Go southwest.", "Go north.", "Go east."], ["Go southwest."]):
         assert [one.text for one in manager.latest(len(expected))] == expected
     assert guide is not None
-    assert {one.uid: one.retrieved for one in manager.latest(9)} == {
+    assert {one.uid: one.counters.retrieved for one in manager.latest(9)} == {
         e.uid: int(e.uid == guide.use.uid) for e in manager._bank.entries.values()
     }
     before = manager.latest(9)
@@ -888,7 +889,7 @@ async def test_a_copy_of_a_bank_starts_another_run(tmp_path):
     assert await other.take_batch(1, 99) is None
     await other.submit(
         DistilRequest.from_trajectory(
-            "other", Trajectory(task(), 0, 0, 0, "free", segments=request(note="b").segments)
+            "other", build_trajectory(task(), 0, 0, 0, "free", segments=request(note="b").segments)
         )
     )
     await other.drain()
@@ -925,7 +926,11 @@ async def test_a_reopened_bank_is_unchanged(tmp_path):
     } == before
     assert embedder.calls == []
     retrieved = before[guide.use.uid][0]
-    assert (retrieved.retrieved, retrieved.credited, retrieved.credit) == (1, 1, -1.0)
+    assert (
+        retrieved.counters.retrieved,
+        retrieved.counters.credited,
+        retrieved.counters.credit,
+    ) == (1, 1, -1.0)
     assert (await again.stats())["buffer/ready"] == 1
     await again.aclose()
 
@@ -1215,16 +1220,18 @@ async def test_a_rollback_during_distillation_is_refused(tmp_path):
 
 def test_a_request_is_made_from_a_trajectory():
     guide = hit("run/0/0/0#0")
-    trajectory = Trajectory(
+    trajectory = build_trajectory(
         task(), 4, 9, 2, "guided", success=True, used=(guide.use,), shown=(guide.text,)
     )
     distil_request = DistilRequest.from_trajectory("run", trajectory)
     assert (distil_request.id, distil_request.task) == ("run/4/9/2", task())
     assert (distil_request.success, distil_request.shown) == (True, (guide,))
     with pytest.raises(ValueError, match="cannot be distilled: env: lost"):
-        DistilRequest.from_trajectory("run", Trajectory(task(), 4, 9, 2, "free", error="env: lost"))
+        DistilRequest.from_trajectory(
+            "run", build_trajectory(task(), 4, 9, 2, "free", error="env: lost")
+        )
     with pytest.raises(ValueError, match="must not be empty or contain a slash"):
-        DistilRequest.from_trajectory("a/b", Trajectory(task(), 4, 9, 2, "free"))
+        DistilRequest.from_trajectory("a/b", build_trajectory(task(), 4, 9, 2, "free"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from doors import TASK
+from support.trajectories import build_trajectory
 
 from crl.config.catalog import task_file
 from crl.config.load import task_settings
@@ -47,7 +48,7 @@ def test_the_first_members_of_a_group_are_guided(share: float, members: int, gui
 
 
 def episode(group: int, condition: Condition, reward: float) -> Trajectory:
-    return Trajectory(TASK, 0, group, 0, condition, reward=reward, success=reward > 0)
+    return build_trajectory(TASK, 0, group, 0, condition, reward=reward, success=reward > 0)
 
 
 BATCH = [
@@ -78,7 +79,7 @@ def test_advantages_by_hand(term: SplitAdvantage | GroupAdvantage, by_hand: list
 
 def guided_episode(group: int, member: int, lesson: str, success: bool) -> Trajectory:
     use = (ExperienceUse(lesson, 1, "g", "start"),) if lesson else ()
-    return Trajectory(
+    return build_trajectory(
         TASK,
         0,
         group,
@@ -91,7 +92,7 @@ def guided_episode(group: int, member: int, lesson: str, success: bool) -> Traje
 
 
 def free_episode(group: int, member: int, success: bool) -> Trajectory:
-    return Trajectory(TASK, 0, group, member, "free", success=success)
+    return build_trajectory(TASK, 0, group, member, "free", success=success)
 
 
 def test_self_distillation_selects_episodes_that_beat_the_free_members() -> None:
@@ -105,7 +106,9 @@ def test_self_distillation_selects_episodes_that_beat_the_free_members() -> None
         guided_episode(1, 0, "a", True),
     ]  # fmt: skip
     rewards = [0.5, 0.25, 1.0, 0.0, 0.5, 1.0]
-    rewarded = [replace(t, reward=reward) for t, reward in zip(batch, rewards, strict=True)]
+    rewarded = [
+        t.with_rewards({"outcome": reward}) for t, reward in zip(batch, rewards, strict=True)
+    ]
     assert SelfDistillation(0.5)(rewarded).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -184,7 +187,7 @@ def test_cispo_divides_by_the_tokens_of_the_whole_batch() -> None:
 
 
 def test_every_episode_without_an_error_is_distilled() -> None:
-    lost = Trajectory(TASK, 0, 0, 1, "free", error="env: lost")
+    lost = build_trajectory(TASK, 0, 0, 1, "free", error="env: lost")
     assert EveryEpisode().select([*BATCH, lost]) == BATCH, "guided and free, won and lost episodes"
     assert list(NoEpisode().select(BATCH)) == []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.trajectories import build_trajectory
+
 from crl.evaluation.metrics import rollout_metrics
 from crl.types import Condition, ExperienceUse, Task, TokenTrace, Trajectory
 
@@ -25,7 +27,7 @@ def trajectory(
         else ()
     )
     task = Task(name, group, "train", "goal")
-    return Trajectory(
+    return build_trajectory(
         task,
         0,
         group,

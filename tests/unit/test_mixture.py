@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.trajectories import build_trajectory
 
 from crl.envs.base import StreamSettings
 from crl.envs.mixture import Mixture
@@ -86,7 +87,9 @@ def test_each_stream_observes_its_own_trajectories() -> None:
 
     parts = {"a": Observing(), "b": Observing()}
     source = Mixture(parts)
-    batch = [Trajectory(task, 0, group, 0, "free") for group, task in enumerate(source.draw(3))]
+    batch = [
+        build_trajectory(task, 0, group, 0, "free") for group, task in enumerate(source.draw(3))
+    ]
     source.observe(batch)
     assert parts["a"].seen == [batch[0], batch[2]]
     assert parts["b"].seen == [batch[1]]

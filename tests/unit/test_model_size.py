@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.config.models import model_shape
+from crl.config.shapes import AttentionShape
 from crl.errors import ConfigError
 from crl.planning import gpu_plan, plan
 from crl.planning.model_size import QWEN25_SHAPES, dense_shape, parse_size, planned_shape
@@ -35,7 +36,8 @@ def test_an_encoder_built_without_weights(random_bert: Path, tmp_path: Path) -> 
     counted = planned_shape(str(random_bert), "embedder.model", encoder=True)
     shutil.copy(random_bert / "config.json", tmp_path)
     assert planned_shape(str(tmp_path), "embedder.model", encoder=True) == counted
-    assert (counted.layers, counted.hidden, counted.kv_heads, counted.max_context) == (2, 32, 4, 64)
+    assert (counted.layers, counted.hidden, counted.max_context) == (2, 32, 64)
+    assert counted.attention.kv_heads == 4
 
 
 def test_an_architecture_with_other_names_in_its_config(tmp_path: Path) -> None:
@@ -46,8 +48,8 @@ def test_an_architecture_with_other_names_in_its_config(tmp_path: Path) -> None:
     # Embeddings: 100 · 48 and 96 · 48. A layer: 12 · 48² weights, 9 · 48 biases, two norms of 96.
     # A last norm of 96. The head is tied.
     assert shape.parameters == 196 * 48 + 2 * (12 * 48**2 + 9 * 48 + 4 * 48) + 2 * 48
-    assert (shape.layers, shape.hidden, shape.intermediate, shape.heads) == (2, 48, 192, 3)
-    assert (shape.kv_heads, shape.head_dim, shape.max_context) == (3, 16, 96)
+    assert (shape.layers, shape.hidden, shape.intermediate, shape.max_context) == (2, 48, 192, 96)
+    assert shape.attention == AttentionShape(heads=3, kv_heads=3, head_dim=16)
     assert not shape.half_precision
 
 
@@ -91,7 +93,7 @@ def test_the_shapes_of_the_family(shape) -> None:
     """The table has the parameters of its shapes, and the rule returns the shapes of the table."""
     config = Qwen2Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        num_attention_heads=shape.attention.heads, num_key_value_heads=shape.attention.kv_heads,
         intermediate_size=shape.intermediate, tie_word_embeddings=shape.parameters < 5e9,
     )  # fmt: skip
     with torch.device("meta"):
@@ -104,7 +106,8 @@ def test_a_size_between_two_models() -> None:
     # 350 M = 151,936 h + c h² with c = (494,032,768 − 151,936 · 896) / 896² = 445.8: h = 731.9,
     # which is 11.4 heads of 64, and with two key-value heads 12.
     shape = dense_shape(350_000_000, 4096)
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (24, 768, 12, 2)
+    assert (shape.layers, shape.hidden) == (24, 768)
+    assert (shape.attention.heads, shape.attention.kv_heads) == (12, 2)
     assert shape.intermediate == round(4864 * 768 / 896)
     assert (shape.parameters, shape.max_context) == (350_000_000, 4096)
 
@@ -113,10 +116,10 @@ def test_a_size_between_two_models() -> None:
 def test_a_hypothetical_model_is_consistent(billions: float) -> None:
     parameters = round(billions * 1e9)
     shape = dense_shape(parameters, 8192)
-    assert shape.heads % shape.kv_heads == 0
-    assert shape.hidden == shape.heads * shape.head_dim
+    assert shape.attention.heads % shape.attention.kv_heads == 0
+    assert shape.hidden == shape.attention.heads * shape.attention.head_dim
     mlp, attention = 3 * shape.hidden * shape.intermediate, 2 * shape.hidden * shape.hidden
-    keys = 2 * shape.hidden * shape.kv_heads * shape.head_dim
+    keys = 2 * shape.hidden * shape.attention.kv_heads * shape.attention.head_dim
     built = shape.layers * (mlp + attention + keys) + 2 * shape.vocabulary * shape.hidden
     if billions >= 1:
         assert 0.7 < built / parameters < 1.4

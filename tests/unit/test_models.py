@@ -133,7 +133,7 @@ async def success(
     """Return the share of the tasks that the actor solves with `advice` in its prompt."""
     keys = [EpisodeKey("probe", 0, i, 0) for i in range(len(tasks))]
     for key in keys:
-        episode_runner.sampler.join(key.session)
+        episode_runner.decoding.sampler.join(key.session)
     texts = {task.goal: text for task in tasks if (text := advice(task))}
     advised_runner = replace(episode_runner, retriever=FixedRetriever(texts))
     plans = [RolloutPlan("guided" if task.goal in texts else "free") for task in tasks]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.trajectories import build_trajectory
 
 from crl.errors import ConfigError
 from crl.monitor.fan_out import FanOut
@@ -124,7 +125,7 @@ def test_a_metric_may_not_hide_a_field(run: RunDir):
 
 
 def trajectory(*traces: TokenTrace, **fields) -> Trajectory:
-    return Trajectory(
+    return build_trajectory(
         TASK,
         step=2,
         group=5,

@@ -172,7 +172,7 @@ async def test_guided_episodes_with_experience_are_played_again() -> None:
         player = runner(engine, hosted.host, retriever=HalfFilledShelf())
         guided, free, replayed = await play_paired(player, engine)
         alone = await EpisodeScheduler(4).play(player, "free", *episodes("set", 5))
-    assert [bool(t.shown) for t in guided] == [False, True, False, True, False]
+    assert [bool(t.guidance.shown) for t in guided] == [False, True, False, True, False]
     assert replayed == 2
     assert free == alone
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from doors import renderer, runner
 from extractors import WordEmbedder, add, answering, dump, request, task, write_merge
+from support.trajectories import build_trajectory
 from test_diagnostics import distilled
 
 from crl.config.schema import BankSection, RetrievalSection
@@ -134,13 +135,13 @@ async def test_each_place_gets_its_own_advice() -> None:
         advice = {"room": ProbeTask(PROBE_PLACES[:4], ADVISOR)}
         await AdviceProbe(run, advice, EpisodeScheduler(8)).measure()
         assert isinstance(
-            run.sampler._engine,  # pyright: ignore[reportAttributeAccessIssue]
+            run.decoding.sampler._engine,  # pyright: ignore[reportAttributeAccessIssue]
             ScriptedEngine,
         )
         prompts = [
             renderer().decode(ids)
             for _, ids in (
-                run.sampler._engine.requests  # pyright: ignore[reportAttributeAccessIssue]
+                run.decoding.sampler._engine.requests  # pyright: ignore[reportAttributeAccessIssue]
             )
         ]
     task = ProbeTask(PROBE_PLACES[:4], ADVISOR)
@@ -249,12 +250,12 @@ async def test_a_bank_built_online_helps_an_actor_that_follows_advice(tmp_path: 
     assert any(t.used for t in result.visits[1]), "lessons of the first visit guide the second"
     assert all(t.condition == "guided" for visit in result.visits for t in visit)
     assert result.counted_visits == result.visits[2:]
-    assert any(t.overtime_turns for visit in result.visits[:-1] for t in visit), (
+    assert any(t.activity.overtime_turns for visit in result.visits[:-1] for t in visit), (
         "overtime is played for distillation"
     )
     undistilled = [*result.visits[-1], *(t for visit in result.free_visits for t in visit)]
-    assert not any(t.overtime_turns for t in undistilled)
-    guidance = {(t.task.goal, t.shown) for t in result.visits[1] if t.used}
+    assert not any(t.activity.overtime_turns for t in undistilled)
+    guidance = {(t.task.goal, t.guidance.shown) for t in result.visits[1] if t.used}
     assert len(guidance) == len({goal for goal, _ in guidance}), (
         "the members of a visit share an experience"
     )
@@ -279,7 +280,7 @@ def test_lift_by_hand() -> None:
 
     def visit(*won: bool) -> list[Trajectory]:
         return [
-            Trajectory(Task("room", 1, "unseen", f"place {i}"), 0, i, 0, "free", success=one)
+            build_trajectory(Task("room", 1, "unseen", f"place {i}"), 0, i, 0, "free", success=one)
             for i, one in enumerate(won)
         ]
 
@@ -317,7 +318,7 @@ async def test_concurrent_tasks_give_the_same_results_as_separate_ones(
 
     def of(result: OnlineResult) -> list[list[tuple]]:
         visits = [*result.visits, *result.free_visits]
-        return [[(t.group, t.member, t.success, t.turns, t.shown) for t in some] for some in visits]
+        return [[(t.address, t.success, t.turns, t.guidance) for t in some] for some in visits]
 
     found: list[dict[str, OnlineResult]] = []
     for in_order in (False, True):
@@ -378,10 +379,12 @@ def test_the_lesson_counter_counts_only_its_own_requests() -> None:
 async def test_episodes_with_errors_are_not_distilled(tmp_path: Path) -> None:
     bank = await open_bank(tmp_path / "bank.sqlite", bad_extractor)
     good = [
-        Trajectory(task(), 0, 0, member, "guided", segments=request().segments)
+        build_trajectory(task(), 0, 0, member, "guided", segments=request().segments)
         for member in range(2)
     ]
-    await credit_and_distil(bank, [*good, Trajectory(task(), 0, 0, 2, "guided", error="env: lost")])
+    await credit_and_distil(
+        bank, [*good, build_trajectory(task(), 0, 0, 2, "guided", error="env: lost")]
+    )
     metrics = await bank.stats()
     assert (metrics["queue/done"], metrics["queue/pending"], metrics["queue/dead"], bank.step) == (
         2,

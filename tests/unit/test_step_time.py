@@ -9,7 +9,7 @@ import pytest
 
 from crl.config.load import load
 from crl.config.schema import RunConfig
-from crl.config.shapes import ModelShape
+from crl.config.shapes import AttentionShape, ModelShape
 from crl.planning import gpu_plan as gpu_plan_module
 from crl.planning.gpu_plan import gpu_plan, model_shapes
 from crl.planning.step_time import (
@@ -37,8 +37,9 @@ def no_gpus_and_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 SHAPE = ModelShape(
-    parameters=1_000_000, layers=10, hidden=80, intermediate=320, heads=4, kv_heads=2,
-    head_dim=20, vocabulary=100, max_context=4096, half_precision=True,
+    parameters=1_000_000, layers=10, hidden=80, intermediate=320,
+    attention=AttentionShape(heads=4, kv_heads=2, head_dim=20),
+    vocabulary=100, max_context=4096, half_precision=True,
 )  # fmt: skip
 
 

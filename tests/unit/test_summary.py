@@ -15,13 +15,14 @@ from crl.evaluation.metrics import GroupGap
 from crl.intervals import Mean
 from crl.run.summary import (
     ExperienceReport,
+    NextSteps,
+    SuccessReport,
     Summary,
     best_of_each_task,
     experience_report,
-    success_lines,
 )
 from crl.run.totals import Totals
-from crl.types import Experience, Lift
+from crl.types import Counters, Experience, Lift, Provenance
 
 SETTINGS: list[EvalKey] = [
     ("room", "seen", "free"), ("room", "unseen", "free"), ("room", "seen", "guided"), ("room", "unseen", "online"),
@@ -31,17 +32,17 @@ BEFORE = Evaluation({SEEN: SuccessRate(64, 256), UNSEEN: SuccessRate(0, 256)}, {
 AFTER = Evaluation({SEEN: SuccessRate(192, 256), UNSEEN: SuccessRate(141, 256)}, {}, 0)
 
 SUMMARY = Summary(
-    run=Path("runs/one"),
-    checkpoint=Path("runs/one/checkpoints/80"),
-    command="crl train --tasks room,maze --method grpo --set run.steps=80",
-    seed=4,
     steps=80,
     seconds=171.6,
-    temperature=1.0,
-    before=BEFORE,
-    after=AFTER,
-    skipped_updates=0,
     totals=Totals(env_turns=12_345, overtime_turns=678, actor_tokens=98_765),
+    success=SuccessReport(1.0, BEFORE, AFTER),
+    skipped_updates=0,
+    next_steps=NextSteps(
+        run=Path("runs/one"),
+        checkpoint=Path("runs/one/checkpoints/80"),
+        command="crl train --tasks room,maze --method grpo --set run.steps=80",
+        seed=4,
+    ),
 )
 
 TEXT = """
@@ -69,46 +70,48 @@ def test_notes_on_unofficial_data() -> None:
         TEXT.split("+0.551\n"),
         "played on a generated maze: metrics are not comparable with published results",
     )
+    success = SuccessReport(1.0, BEFORE, AFTER, data_notes={"maze": note})
     assert (
-        replace(SUMMARY, data_notes={"maze": note}).text()
-        == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
+        replace(SUMMARY, success=success).text() == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
     )
 
 
 def test_a_stopped_run_has_no_final_evaluation() -> None:
-    text = replace(SUMMARY, after=None, steps=3).text()
+    text = replace(SUMMARY, success=SuccessReport(1.0, BEFORE), steps=3).text()
     assert "3 steps in 172 s" in text
     assert "  room seen   without experience         256 episodes   0.250 [0.201, 0.306]\n" in text
     assert "→" not in text
 
 
 def test_a_run_stopped_in_its_first_evaluation() -> None:
-    text = replace(SUMMARY, before=None, after=None, steps=0).text()
+    text = replace(SUMMARY, success=SuccessReport(1.0, None), steps=0).text()
     assert "0 steps in 172 s\nenvironment turns: 12,345" in text
     assert "actor 98,765\n\nstopped before the first evaluation\n\nthe trained models" in text
 
 
 def test_errors_and_skipped_updates_are_reported() -> None:
-    text = replace(
-        SUMMARY, skipped_updates=2, before=replace(BEFORE, errors=1), after=replace(AFTER, errors=4)
-    ).text()
+    success = SuccessReport(1.0, replace(BEFORE, errors=1), replace(AFTER, errors=4))
+    text = replace(SUMMARY, skipped_updates=2, success=success).text()
     assert "  5 eval episodes ended with an error and count as failures\n" in text
     assert "  2 updates were skipped because the loss or its gradient was not finite\n" in text
 
 
 def test_an_evaluation_alone() -> None:
-    assert success_lines(0.0, AFTER) == [
+    assert SuccessReport(0.0, AFTER).lines() == [
         "success on fixed eval sets, greedy [95 % Wilson interval over episodes]:",
         "  room seen   without experience         256 episodes   0.750 [0.694, 0.799]",
         "  room unseen without experience         256 episodes   0.551 [0.490, 0.611]",
     ]
-    assert success_lines(0.7, AFTER)[0].startswith(
-        "success on fixed eval sets, sampled at temperature 0.7 ["
+    assert (
+        SuccessReport(0.7, AFTER)
+        .lines()[0]
+        .startswith("success on fixed eval sets, sampled at temperature 0.7 [")
     )
 
 
 # ── a run with experience ───────────────────────────────────────────────────────────────────────────────────────────
 
+SOURCE = Provenance("g1", (0, 1))
 REPORT = ExperienceReport(
     bank=Path("runs/one/bank.sqlite"),
     stats={
@@ -125,27 +128,27 @@ REPORT = ExperienceReport(
             1,
             "go east.",
             "room",
-            "g1",
-            (0, 1),
             "Room: the dusty hut.",
-            credited=12,
-            credit=8.0,
-            lift=Lift(3, 0.25, 0.125),
+            SOURCE,
+            Counters(credited=12, credit=8.0, lift=Lift(3, 0.25, 0.125)),
         ),
         Experience(
             "e2",
             1,
             "go on.",
             "room",
-            "g1",
-            (0, 1),
             "Room: the wet hut.",
-            credited=4,
-            credit=4.0,
-            lift=Lift(1, 0.0),
+            SOURCE,
+            Counters(credited=4, credit=4.0, lift=Lift(1, 0.0)),
         ),
         Experience(
-            "e3", 1, "go west.", "room", "g1", (0, 1), "Room: the red hut.", credited=4, credit=4.0
+            "e3",
+            1,
+            "go west.",
+            "room",
+            "Room: the red hut.",
+            SOURCE,
+            Counters(credited=4, credit=4.0),
         ),
     ],
     gaps=[
@@ -155,9 +158,14 @@ REPORT = ExperienceReport(
         GroupGap(("shop", "cell"), 0.25),
     ],
     probe_gains={"room": ((0.01, 0.05), (0.4, 0.06))},
-    lift={"room": Mean(0.125, 0.05, 64, 64)},
-    lessons={"room": SuccessRate(192, 256)},
-    untrained_lessons={"room": SuccessRate(32, 128)},
+    evaluation=Evaluation(
+        {},
+        {},
+        0,
+        lift={"room": Mean(0.125, 0.05, 64, 64)},
+        lessons={"room": SuccessRate(192, 256)},
+        untrained_lessons={"room": SuccessRate(32, 128)},
+    ),
     trained=12,
 )
 
@@ -168,15 +176,16 @@ def test_several_tasks_have_an_overall_row() -> None:
     after = Evaluation({UNSEEN: SuccessRate(192, 256), maze: SuccessRate(64, 256)}, {}, 0)
     # mean 1/4 [1/4 − 0.0493/√2, 1/4 + 0.0565/√2] and 1/2 ± √(0.0493² + 0.0565²)/2
     row = "  overall unseen without experience         512 episodes   0.250 [0.215, 0.290] → 0.500 [0.463, 0.537]   +0.250 [+0.195, +0.301]"
-    assert success_lines(1.0, before, after)[-1] == row
-    assert success_lines(1.0, before)[-1] == row[: row.index(" →")]
+    assert SuccessReport(1.0, before, after).lines()[-1] == row
+    assert SuccessReport(1.0, before).lines()[-1] == row[: row.index(" →")]
 
 
 def test_a_condition_without_an_earlier_rate_has_only_the_later_one() -> None:
+    before = Evaluation({UNSEEN: SuccessRate(64, 256)}, {}, 0)
     after = Evaluation(
         {UNSEEN: SuccessRate(192, 256), ("room", "unseen", "online"): SuccessRate(64, 256)}, {}, 0
     )
-    assert success_lines(1.0, Evaluation({UNSEEN: SuccessRate(64, 256)}, {}, 0), after)[1:] == [
+    assert SuccessReport(1.0, before, after).lines()[1:] == [
         "  room unseen without experience         256 episodes   0.250 [0.201, 0.306] → 0.750 [0.694, 0.799]   +0.500",
         "  room unseen with a bank built online   256 episodes   –                    → 0.250 [0.201, 0.306]",
     ]
@@ -189,7 +198,7 @@ def test_rows_are_grouped_by_task_and_aligned() -> None:
         maze: SuccessRate(1, 2),
         ("room", "unseen", "online"): SuccessRate(1, 2),
     }
-    rows = success_lines(1.0, Evaluation(rates, {}, 0))[1:]
+    rows = SuccessReport(1.0, Evaluation(rates, {}, 0)).lines()[1:]
     assert [row[:17] for row in rows] == [
         "  room    unseen ",
         "  room    unseen ",
@@ -239,7 +248,7 @@ def test_groups_of_one_place_are_one_cluster() -> None:
 def experiences(*tasks: str) -> list[Experience]:
     """The best first."""
     return [
-        Experience(f"e{i}", 1, "go east.", task, "g1", (0, 1), credited=9, credit=9.0 - i)
+        Experience(f"e{i}", 1, "go east.", task, "", SOURCE, Counters(credited=9, credit=9.0 - i))
         for i, task in enumerate(tasks)
     ]
 
@@ -278,18 +287,16 @@ def test_missing_values_are_left_out() -> None:
         best=[],
         gaps=[],
         probe_gains={},
-        lift={},
-        lessons={},
-        untrained_lessons={},
+        evaluation=None,
         trained=None,
     )
     assert bare.lines()[2:] == [
         "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, 0 refused; 0 episodes failed",
         "  bank: 0 experiences in bank.sqlite",
     ]
-    one = replace(
-        bare, gaps=[GroupGap(("room", "hut"), 0.5)], lessons={"room": SuccessRate(1, 2)}
-    ).lines()
+    evaluation = Evaluation({}, {}, 0, lessons={"room": SuccessRate(1, 2)})
+    gaps = [GroupGap(("room", "hut"), 0.5)]
+    one = replace(bare, gaps=gaps, evaluation=evaluation).lines()
     assert (
         one[2]
         == "  guided − free success in the same groups, second half of the run: +0.500 ± – over 1 group in 1 place"
@@ -299,13 +306,8 @@ def test_missing_values_are_left_out() -> None:
 
 def test_training_further_uses_both_models_and_the_bank(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "80" / "extractor").mkdir(parents=True)
-    text = replace(
-        SUMMARY,
-        run=tmp_path,
-        checkpoint=tmp_path / "checkpoints" / "80",
-        command="crl train",
-        experience=REPORT,
-    ).text()
+    next_steps = NextSteps(tmp_path, tmp_path / "checkpoints" / "80", "crl train", seed=4)
+    text = replace(SUMMARY, next_steps=next_steps, experience=REPORT).text()
     command = next(line for line in text.splitlines() if "train further:" in line)
     at = tmp_path / "checkpoints" / "80"
     assert command.split() == [
@@ -319,7 +321,8 @@ def test_training_further_replaces_earlier_models_and_banks() -> None:
     start = (
         "crl train --set bank.init=/old/bank.sqlite --set 'actor.model=an actor' --set run.seed=3"
     )
-    text = replace(SUMMARY, command=start, experience=REPORT).text()
+    next_steps = replace(SUMMARY.next_steps, command=start)
+    text = replace(SUMMARY, next_steps=next_steps, experience=REPORT).text()
     command = next(line for line in text.splitlines() if "train further:" in line)
     assert command.split()[2:6] == ["crl", "train", "--set", "run.seed=3"]
     assert (command.count("bank.init="), command.count("actor.model=")) == (1, 1)
@@ -328,7 +331,8 @@ def test_training_further_replaces_earlier_models_and_banks() -> None:
 
 def test_suggested_commands_can_be_pasted() -> None:
     odd = Path("my runs/one")
-    text = replace(SUMMARY, run=odd, checkpoint=odd / "checkpoints/80", command="crl train").text()
+    next_steps = NextSteps(odd, odd / "checkpoints/80", "crl train", seed=4)
+    text = replace(SUMMARY, next_steps=next_steps).text()
     assert "  repeat the eval:   crl eval 'my runs/one'\n" in text
     assert (
         "  train further:     crl train --set 'actor.model=my runs/one/checkpoints/80/actor'\n"
@@ -337,7 +341,7 @@ def test_suggested_commands_can_be_pasted() -> None:
 
 
 def test_a_static_extractor_is_trained_further_with_its_bank() -> None:
-    text = replace(SUMMARY, command="crl train", experience=replace(REPORT, trained=None)).text()
+    text = replace(SUMMARY, experience=replace(REPORT, trained=None)).text()
     assert (
         "--set actor.model=runs/one/checkpoints/80/actor --set bank.init=runs/one/bank.sqlite\n"
         in text
@@ -389,7 +393,7 @@ def test_every_condition_has_a_label() -> None:
     with_bank = replace(
         AFTER, rates={**AFTER.rates, GUIDED: SuccessRate(1, 2), ONLINE: SuccessRate(0, 1)}
     )
-    assert [line[:40].rstrip() for line in success_lines(1.0, with_bank)[1:]] == [
+    assert [line[:40].rstrip() for line in SuccessReport(1.0, with_bank).lines()[1:]] == [
         "  room seen   without experience", "  room unseen without experience",
         "  room seen   with the run's bank", "  room unseen with a bank built online",
     ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.trajectories import build_trajectory
+
 from crl.run.totals import Totals
 from crl.types import Task, Trajectory
 
@@ -9,7 +11,7 @@ TASK = Task("room", 0, "train", "goal")
 
 
 def played(turns: int, overtime: int, tokens: int, error: str | None = None) -> Trajectory:
-    return Trajectory(
+    return build_trajectory(
         TASK,
         0,
         0,

@@ -17,9 +17,13 @@ from scipy.special import erf
 from crl.types import (
     SPLIT_DRAW_NAMES,
     Completion,
+    EpisodeAddress,
     Experience,
     ExperienceUse,
+    Guidance,
     Lift,
+    Outcome,
+    Provenance,
     RolloutPlan,
     Sampling,
     Segment,
@@ -34,9 +38,8 @@ from crl.types import (
 
 TASK = Task("room", seed=1, split="train", goal="leave")
 USE = ExperienceUse("e1", version=1, generation="g1", how="start")
-EXPERIENCE = Experience(
-    "e1", version=1, text="look first", task="room", generation="g1", span=(3, 9)
-)
+EXPERIENCE = Experience("e1", 1, "look first", "room", "leave", Provenance("g1", (3, 9)))
+ADDRESS = EpisodeAddress(step=0, group=0, member=0)
 TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), versions=(-1, 2, 2))
 
 
@@ -70,25 +73,25 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         (TRACE, {"mask": (0, -1, 1)}, "only 0 and 1"),
         (EXPERIENCE, {"status": "gone"}, "status must be one of"),
         (EXPERIENCE, {"version": 0}, "invalid version or span: 0"),
-        (EXPERIENCE, {"span": (9, 3)}, r"invalid version or span: 1, \(9, 3\)"),
+        (
+            EXPERIENCE,
+            {"provenance": Provenance("g1", (9, 3))},
+            r"invalid version or span: 1, \(9, 3\)",
+        ),
         (USE, {"how": "guess"}, "how must be one of"),
         (RolloutPlan("free"), {"condition": "both"}, "condition must be one of"),
         (TrainSample(TRACE, 1.0, 0.5), {"advantage": (1.0, 2.0)}, "one value per token"),
-        (Trajectory(TASK, 0, 0, 0, "guided"), {"condition": "half"}, "condition must be one of"),
-        (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("nan")}, "reward must be finite"),
-        (Trajectory(TASK, 0, 0, 0, "guided"), {"reward": float("-inf")}, "reward must be finite"),
+        (Outcome(), {"rewards": {"outcome": float("nan")}}, "reward must be finite"),
+        (Outcome(), {"rewards": {"outcome": float("-inf")}}, "reward must be finite"),
+        (Guidance(), {"used": (USE,)}, r"columns differ in length: .*'shown': 0"),
+        (Trajectory(TASK, ADDRESS, "guided"), {"condition": "half"}, "condition must be one of"),
         (
-            Trajectory(TASK, 0, 0, 0, "free"),
-            {"used": (USE,), "shown": ("look first",)},
+            Trajectory(TASK, ADDRESS, "free"),
+            {"guidance": Guidance((USE,), ("look first",))},
             "must contain neither an experience",
         ),
         (
-            Trajectory(TASK, 0, 0, 0, "guided"),
-            {"used": (USE,)},
-            r"columns differ in length: .*'shown': 0",
-        ),
-        (
-            Trajectory(TASK, 0, 0, 0, "free"),
+            Trajectory(TASK, ADDRESS, "free"),
             {"segments": (Segment("user", "x", "experience"),)},
             "must contain neither an experience",
         ),
@@ -109,13 +112,10 @@ def test_the_draw_names_of_splits_do_not_change() -> None:
 def test_a_guided_trajectory_may_contain_an_experience() -> None:
     seen = Trajectory(
         TASK,
-        0,
-        0,
-        0,
+        ADDRESS,
         "guided",
         segments=(Segment("user", "x", "experience"),),
-        used=(USE,),
-        shown=("x",),
+        guidance=Guidance((USE,), ("x",)),
     )
     assert seen.used == (USE,)
 
@@ -123,7 +123,7 @@ def test_a_guided_trajectory_may_contain_an_experience() -> None:
 def test_records_are_frozen_and_copy_mappings() -> None:
     params, rewards, metrics = {"lgen": 3}, {"outcome": 1.0}, {"loss": 0.5}
     task = replace(TASK, params=params)
-    trajectory = Trajectory(task, 0, 0, 0, "free", rewards=rewards)
+    trajectory = Trajectory(task, ADDRESS, "free", outcome=Outcome(rewards))
     stats = StepStats(1, 0, metrics)
     for mine in (params, rewards, metrics):
         mine.clear()
@@ -135,7 +135,7 @@ def test_records_are_frozen_and_copy_mappings() -> None:
 
 
 def test_a_trajectorys_reward_is_the_sum_of_its_channels() -> None:
-    shaped = Trajectory(TASK, 0, 0, 0, "free", reward=9.0).with_rewards(
+    shaped = Trajectory(TASK, ADDRESS, "free", outcome=Outcome({"outcome": 9.0})).with_rewards(
         {"outcome": 1.0, "format": -0.25}
     )
     assert shaped.reward == 0.75

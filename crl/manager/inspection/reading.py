@@ -541,12 +541,9 @@ class BankReader:
         * earlier: number of operations of other runs, if the bank started with their entries.
         * entries: by task, the number of entries of each status, and the number of goals that have
           an active entry.
-        * used: number of active entries (`active`), and how many of them were ever retrieved, were
-          credited, and have a nonzero sum of votes (`voted`).
-        * lift: number of active entries whose 95 % interval of the lift is above 0, is below 0 or
-          contains 0 (`around`), and number of active entries without a lift (`unknown`).
-        * won: number of credited active entries by success rate, in `WIN_RATE_BINS` equal bins of
-          [0, 1].
+        * used: number of active entries, and of those that were used; see `_use_counts`.
+        * lift: number of active entries by the sign of their lift; see `_lift_counts`.
+        * won: number of credited active entries by success rate; see `_win_rate_counts`.
         * ops: number of operations by kind.
         * dropped: number of dropped ops by reason.
         * queue: number of requests by state.
@@ -564,11 +561,6 @@ class BankReader:
             f"SELECT kind, COUNT(*) FROM log WHERE seq > {RESET_SEQ} GROUP BY kind ORDER BY kind"
         )
         ((earlier,),) = self._rows(f"SELECT COUNT(*) FROM log WHERE seq <= {RESET_SEQ}")
-        bins = Counter(
-            min(WIN_RATE_BINS - 1, int(WIN_RATE_BINS * counters.won / counters.credited))
-            for counters in (entry.counters for entry in active)
-            if counters.credited
-        )
         return {
             "bank": str(self.path),
             "bytes": self.path.stat().st_size + wal_bytes(self.path),
@@ -580,14 +572,9 @@ class BankReader:
                 task: _entry_counts([entry for entry in entries if entry.task == task])
                 for task in sorted({e.task for e in entries})
             },
-            "used": {
-                "active": len(active),
-                "retrieved": sum(entry.counters.retrieved > 0 for entry in active),
-                "credited": sum(entry.counters.credited > 0 for entry in active),
-                "voted": sum(entry.counters.votes != 0 for entry in active),
-            },
+            "used": _use_counts(active),
             "lift": _lift_counts(active),
-            "won": [bins[i] for i in range(WIN_RATE_BINS)],
+            "won": _win_rate_counts(active),
             "ops": ops,
             "dropped": self._counts(
                 "SELECT data ->> 'reason', SUM(data ->> 'count') FROM log "
@@ -659,9 +646,43 @@ def _difference_key(a: Lesson, b: Lesson) -> tuple[float, float]:
     return lift, abs(a.rate - b.rate) if a.credited and b.credited else -1.0
 
 
-def _lift_counts(entries: Sequence[EntryView]) -> dict[str, int]:
+def _use_counts(active: Sequence[EntryView]) -> dict[str, int]:
+    """Return the number of active entries, and how many of them were used.
+
+    * retrieved: entries that were ever retrieved.
+    * credited: entries that were ever credited.
+    * voted: entries with a nonzero sum of votes.
+    """
+    counters = [entry.counters for entry in active]
+    return {
+        "active": len(counters),
+        "retrieved": sum(c.retrieved > 0 for c in counters),
+        "credited": sum(c.credited > 0 for c in counters),
+        "voted": sum(c.votes != 0 for c in counters),
+    }
+
+
+def _win_rate_counts(active: Sequence[EntryView]) -> list[int]:
+    """Return the numbers of credited entries by success rate.
+
+    [0, 1] is divided into `WIN_RATE_BINS` equal bins.
+    """
+    bins = Counter(
+        min(WIN_RATE_BINS - 1, int(WIN_RATE_BINS * counters.won / counters.credited))
+        for counters in (entry.counters for entry in active)
+        if counters.credited
+    )
+    return [bins[i] for i in range(WIN_RATE_BINS)]
+
+
+def _lift_counts(active: Sequence[EntryView]) -> dict[str, int]:
+    """Return the number of entries whose lift is above 0, below 0, around 0 or unknown.
+
+    A lift is around 0 if its 95 % interval contains 0. Otherwise the whole interval is above or
+    below 0.
+    """
     counts: dict[str, int] = dict.fromkeys(("above", "below", "around", "unknown"), 0)
-    for lift in (entry.counters.lift for entry in entries):
+    for lift in (entry.counters.lift for entry in active):
         counts[("around", "above", "below")[lift.sign] if lift else "unknown"] += 1
     return counts
 

@@ -1,0 +1,44 @@
+"""Decoding of the actor: its completions in episodes and in critiques."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crl.modeling.tokens import ChatRenderer
+from crl.rollout.waves import Sampler
+from crl.seeds import derive_seed
+from crl.types import Completion, Sampling
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Decoding of one model: sampler, renderer, and the settings of every completion."""
+
+    sampler: Sampler
+    """Access to the engine."""
+    renderer: ChatRenderer
+    """Renderer of the model's prompts."""
+    max_context: int
+    """Maximal tokens of one sequence, prompt and completion together."""
+    temperature: float
+    """Sampling temperature; 0 is greedy decoding."""
+    seed: int
+    """Root of all sampling draws."""
+
+    async def complete(
+        self, prompt: Sequence[int], max_tokens: int, *, session: str,
+        draw: tuple[str, *tuple[str | int, ...]],
+    ) -> Completion | None:  # fmt: skip
+        """Sample a completion of `prompt` with at most `max_tokens` tokens.
+
+        Return None if the prompt fills the context. `draw` is the address of the random draw.
+        """
+        remaining_tokens = self.max_context - len(prompt)
+        if remaining_tokens < 1:
+            return None
+        sampling = Sampling(
+            min(max_tokens, remaining_tokens), self.renderer.stop_ids, self.temperature
+        )
+        seed = derive_seed(self.seed, *draw)
+        return await self.sampler.generate(prompt, sampling, session=session, rng=seed)
