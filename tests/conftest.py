@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-# A shell's background jobs ignore Ctrl-C, and their children inherit that; several tests send it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower on matrices this small
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -14,6 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# A shell's background jobs ignore Ctrl-C, and their children inherit that; several tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if find_spec("hypothesis"):  # tests/gpu run on machines without it
     from hypothesis import HealthCheck, settings
