@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # faster than two threads on matrices this small
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Background jobs of a shell ignore SIGINT, and child processes inherit this. Several tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if find_spec("hypothesis"):  # hypothesis is missing on machines that run only tests/gpu
     from hypothesis import HealthCheck, settings
