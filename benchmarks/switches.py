@@ -21,14 +21,14 @@ SHOWN = {name: METRICS[name] for name in ("online", "alone", "seen", "lessons", 
     "updates": lambda run, _task: run["extractor updates"]
 }
 
-PAPERS = (
+EQUATION_6 = (
     "retrieval.choice=diverse",
     "retrieval.per=group",
     "retrieval.trials=0.0",
     "bank.cap=1000000",
     "bank.evict=fifo",
 )
-"""The paper's retrieval: eq. 6 in a bank that is never full."""
+"""Eq. 6 in a bank that is never full, among lessons as similar as the preset asks."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     PRESET: (),
@@ -40,8 +40,8 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "record in the prompt": ("complementary.show_record=true",),
     "actor's learning rate halved": ("actor.optimizer.learning_rate=1e-4",),
     "no warm-up of the actor": ("actor.optimizer.warmup_steps=0",),
-    "eq. 6, one search for a group": PAPERS,
-    "eq. 6, one search for a group, eq. 5 alone": (*PAPERS, "complementary.listening=0.0"),
+    "eq. 6, one search for a group": EQUATION_6,
+    "eq. 6, one search for a group, eq. 5 alone": (*EQUATION_6, "complementary.listening=0.0"),
     "no trials": ("retrieval.trials=0.0",),
     "4 lessons a place": ("bank.cap=4",),
     "16 lessons a place": ("bank.cap=16",),
