@@ -22,14 +22,14 @@ TABLE_METRICS = {
     name: METRICS[name] for name in ("online", "alone", "seen", "lessons", "advice")
 } | {"updates": lambda run, _task: run["extractor updates"]}
 
-PAPER_RETRIEVAL = (
+EQUATION_6 = (
     "retrieval.choice=diverse",
     "retrieval.per=group",
     "retrieval.trial_share=0.0",
     "bank.max_per_goal=1000000",
     "bank.evict=fifo",
 )
-"""Settings of the paper's retrieval: eq. 6 in an unbounded bank."""
+"""Eq. 6 in an unbounded bank, among lessons as similar as the preset requires."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     PRESET: (),
@@ -41,8 +41,8 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "record in the prompt": ("complementary.show_record=true",),
     "actor's learning rate halved": ("actor.optimizer.learning_rate=1e-4",),
     "no warm-up of the actor": ("actor.optimizer.warmup_steps=0",),
-    "eq. 6, one search for a group": PAPER_RETRIEVAL,
-    "eq. 6, one search for a group, eq. 5 alone": (*PAPER_RETRIEVAL, "complementary.lift_coef=0.0"),
+    "eq. 6, one search for a group": EQUATION_6,
+    "eq. 6, one search for a group, eq. 5 alone": (*EQUATION_6, "complementary.lift_coef=0.0"),
     "no trials": ("retrieval.trial_share=0.0",),
     "4 lessons a place": ("bank.max_per_goal=4",),
     "16 lessons a place": ("bank.max_per_goal=16",),
