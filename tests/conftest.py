@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("support")
+
 # Background jobs of a shell ignore SIGINT, and child processes inherit this. Several tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

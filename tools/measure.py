@@ -3,7 +3,7 @@
     python tools/measure.py --list
 
 Every line has one measurement. `--list` adds the places in the code. The sources are only read:
-nothing of the package is imported. tests/unit/test_measure.py holds the limits.
+nothing of the package is imported. tests/unit/tools/test_measure.py holds the limits.
 """
 
 from __future__ import annotations

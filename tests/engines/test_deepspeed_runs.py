@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_runs import DEEPSPEED, command, metrics, train
 from safetensors import safe_open
+
+from support.engine_runs import DEEPSPEED, command, metrics, train
 
 pytest.importorskip(
     "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"

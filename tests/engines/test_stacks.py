@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import DEEPSPEED, VLLM, metrics, train, trained_in_agreement
-from vllm_models import logprobs
+
+from support.engine_runs import DEEPSPEED, VLLM, metrics, train, trained_in_agreement
+from support.vllm_models import logprobs
 
 pytest.importorskip(
     "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"

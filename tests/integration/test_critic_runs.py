@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_complementary import SIZES, address, episodes, log, manifest, rows, train
-from whole_runs import DETERMINISTIC, crl, lines, metrics, one_line, untimed
 
 from crl.config import load
 from crl.config.models import resolve_model
@@ -25,6 +23,8 @@ from crl.modeling.tokens import ChatRenderer
 from crl.planning import tasks
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import Completion, Outcome, RolloutPlan, Sampling, Task, Trajectory
+from support.complementary_runs import SIZES, address, episodes, log, manifest, rows, train
+from support.whole_runs import DETERMINISTIC, crl, lines, metrics, one_line, untimed
 
 CRITIC = ("critic.enabled=true", "critic.warmup=2")
 VERDICTS = ("accept", "refine from the start go east.", "reject", "north")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from whole_runs import DETERMINISTIC, SMALL, arguments, crl, metrics, one_line, untimed
+from support.whole_runs import DETERMINISTIC, SMALL, arguments, crl, metrics, one_line, untimed
 
 # These lessons claim nothing. The extractor may correct a lesson that names a direction.
 LESSONS = [

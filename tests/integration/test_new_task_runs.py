@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_runs import DETERMINISTIC, arguments, crl, lines, metrics
+
+from support.whole_runs import DETERMINISTIC, arguments, crl, lines, metrics
 
 SETS = (
     "rollout.groups=8",

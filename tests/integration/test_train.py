@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from whole_runs import (
+
+from crl.engines.torch import Decoder, TorchEngine
+from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Game
+from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
+from crl.evaluation.evaluate import SuccessRate
+from crl.methods.parts.training import SurrogateLoss
+from crl.run.checkpoint import latest_checkpoint
+from crl.types import StepResult, Task
+from support.whole_runs import (
     DETERMINISTIC,
     SMALL,
     WIDER,
@@ -34,14 +42,6 @@ from whole_runs import (
     untimed,
     weights,
 )
-
-from crl.engines.torch import Decoder, TorchEngine
-from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Game
-from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
-from crl.evaluation.evaluate import SuccessRate
-from crl.methods.parts.training import SurrogateLoss
-from crl.run.checkpoint import latest_checkpoint
-from crl.types import StepResult, Task
 
 # ── games of this file ────────────────────────────────────────────────────────────────────────────
 

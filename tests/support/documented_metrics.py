@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "metrics.md"
 
 PLACEHOLDERS = {
     "split": ("seen", "unseen"),

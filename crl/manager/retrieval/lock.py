@@ -4,7 +4,8 @@ The lock is granted strictly in order of arrival. Readers share it; a writer hol
 reader never passes a waiting writer that came before it, and a writer never passes a waiting
 reader.
 
-Of the libraries that were tested with tests/unit/test_manager_lock.py, only fifolock 0.0.20 passes:
+Several libraries were tested with tests/unit/manager/retrieval/test_lock.py. Only fifolock 0.0.20
+passes:
 
 * aiorwlock 1.5.1 is safe, but it starves readers under a stream of writers.
 * rwlocker 3.4.2 is safe, but its writer-preferring lock starves readers in the same way. Its fair

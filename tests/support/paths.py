@@ -1,0 +1,19 @@
+"""Paths of the tree, and the environment of processes that tests start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Root of the tree."""
+GOLDEN = ROOT / "tests" / "golden"
+"""Folder of the golden files."""
+WEBSHOP_DATA = ROOT / "tests" / "webshop_data"
+"""Folder of a small catalogue in the format of WebShop's own files."""
+
+
+def python_environment(**changes: str) -> dict[str, str]:
+    """Return environment variables for a Python process that imports crl and these helpers."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return {**os.environ, "PYTHONPATH": path, **changes}

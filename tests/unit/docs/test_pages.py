@@ -1,0 +1,221 @@
+"""Checks of the documentation: links, paths, commands, settings and widths.
+
+`make docs` also builds the pages of docs/ and fails on a warning.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path, PurePath
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from crl.cli.main import app
+from crl.config.reference import explained, sections, settings
+from crl.config.renamed import RENAMED_KEYS
+from crl.protocols import TrainSpec
+from support.paths import ROOT
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "tools"))
+    import measure  # pyright: ignore[reportMissingImports]
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FOLDERS = ("crl", "benchmarks", "tests", "tasks", "examples", "docs", "tools")
+NOT_IN_THE_TREE = frozenset({"crl/_tasks"})
+"""Paths of the pages that exist only elsewhere: the folder of the tasks in a wheel."""
+EXAMPLE_SECTION = "turn_cost."
+"""Settings of the method that docs/methods.md defines as an example."""
+SHELL = ("sh", "bash", "shell", "console")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+# ── links and paths ───────────────────────────────────────────────────────────────────────────────
+
+
+@pages
+def test_relative_links_and_their_anchors_exist(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pages
+def test_paths_of_the_repository_exist(page: Path) -> None:
+    words = [word for command in commands(page) for word in command]
+    spans = re.findall(r"`([^`\s]+)`", "\n".join(prose(page)))
+    missing = [
+        word
+        for word in [*words, *spans]
+        if re.match(rf"(?:{'|'.join(FOLDERS)})/[\w.]", word) and not exists(word)
+    ]
+    assert missing == []
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the relative links outside code."""
+    text = re.sub(r"`[^`\n]*`", "", "\n".join(prose(page)))
+    for target in re.findall(r"\]\(([^)\s]+)\)|\b(?:src|href)=\"([^\"]+)\"", text):
+        link = "".join(target)
+        if not re.match(r"[a-z]+:", link):
+            yield link
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Return the anchors of the headings of a page, as GitHub and mkdocs make them."""
+    headings = (line.lstrip("#").strip() for line in prose(page) if re.match("#+ ", line))
+    return frozenset(
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+    )
+
+
+def exists(path: str) -> bool:
+    """Return whether a path exists. Upper-case words such as NAME stand for any text."""
+    pattern = re.sub(r"(?<![a-zA-Z])[A-Z]+(?![a-z])", "*", path.rstrip("/:,."))
+    return path in NOT_IN_THE_TREE or any(ROOT.glob(pattern))
+
+
+# ── commands and settings ─────────────────────────────────────────────────────────────────────────
+
+
+@pages
+def test_commands_can_be_parsed(page: Path) -> None:
+    for words in commands(page):
+        if PurePath(words[0]).name == "crl":
+            parse(words[1:])
+
+
+@pages
+def test_settings_exist(page: Path) -> None:
+    keys = re.findall(r"--set[ =]['\"]?([\w.]+)=", page.read_text("utf-8"))
+    known = {setting.key for setting in settings()} | sections().keys()
+    known |= {f"actor.{field.name}" for field in fields(TrainSpec)}  # parts of a method
+    if page.name == "CHANGELOG.md":
+        known |= RENAMED_KEYS.keys()
+    first_parts = {key.partition(".")[0] for key in known}
+    for span in re.findall(r"`(\w+(?:\.\w+)+)(?:=[^`]*)?`", "\n".join(prose(page))):
+        is_file = re.search(r"\.(?:py|md|toml|jsonl?|sqlite|txt)$", span)
+        if span.partition(".")[0] in first_parts and not is_file:
+            keys.append(span)
+    for key in keys:
+        placeholder = re.search(r"\bNAME\b|^KEY$|^key$", key.removeprefix("tasks.NAME"))
+        if not (key in known or placeholder or key.startswith(EXAMPLE_SECTION)):
+            explained(key)  # raises an error with the nearest key
+
+
+def test_the_changelog_has_every_renamed_setting() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert [old for old, new in RENAMED_KEYS.items() if f"| `{old}` | `{new}` |" not in text] == []
+
+
+@pages
+def test_targets_of_make_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    spans = re.findall(r"`make ([a-z-]+)`", "\n".join(prose(page)))
+    words = [command[1] for command in commands(page) if command[0] == "make"]
+    assert [name for name in [*spans, *words] if f"\n{name}:" not in makefile] == []
+
+
+@pytest.mark.parametrize("command", ["--version", "tasks", "config explain actor.clip_low"])
+def test_cheap_commands_run(command: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("trian --tasks room", "trian"),
+        ("bank list RUN", "list"),
+        ("train --task room", "--task"),
+        ("bank ls RUN --status gone", "gone"),
+    ],
+)
+def test_a_wrong_command_is_found(words: str, error: str) -> None:
+    with pytest.raises(Exception, match=error):
+        parse(words.split())
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of every shell command. Pipes, redirections and comments are left out."""
+    for language, text in blocks(page):
+        lines = text.replace("\\\n", " ").splitlines()
+        if language not in SHELL:
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        for line in lines:
+            words = shlex.split(re.split(r"(?:^|\s)#\s", line)[0])
+            words = words[: next((i for i, w in enumerate(words) if w in "|><&&"), None)]
+            while words and re.match(r"\w+=", words[0]):
+                del words[0]  # an environment variable
+            if words:
+                yield words
+
+
+def parse(words: Sequence[str]) -> None:
+    """Parse a command of crl without running it. Raise an error if it is invalid."""
+    words = list(words)
+    command = get_command(app)
+    path = ["crl"]
+    while subcommands := getattr(command, "commands", None):
+        if words == ["--version"]:
+            return
+        name = words.pop(0) if words else ""
+        assert name in subcommands, f"{' '.join(path)} has no command {name!r}"
+        path.append(name)
+        command = subcommands[name]
+    with command.make_context(" ".join(path), words):
+        pass
+
+
+# ── width ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pages
+def test_lines_outside_tables_and_code_are_short(page: Path) -> None:
+    assert list(measure.wide_lines(page)) == []
+
+
+# ── Markdown ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def prose(page: Path) -> Iterator[str]:
+    """Yield the lines outside fenced code blocks."""
+    yield from (line for language, line in _lines(page) if language is None)
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield (language, text) of every fenced code block."""
+    language, lines = None, list[str]()
+    for current, line in [*_lines(page), (None, "")]:
+        if current is not None:
+            language = current
+            lines.append(line)
+        elif language is not None:
+            yield language, "\n".join(lines)
+            language, lines = None, []
+
+
+def _lines(page: Path) -> Iterator[tuple[str | None, str]]:
+    """Yield (language of the code block, line). The language is None outside code blocks."""
+    language = None
+    for line in page.read_text("utf-8").splitlines():
+        if fence := re.match(r"\s*```\s*(\w*)", line):
+            language = fence[1] if language is None else None
+            yield None, ""
+        else:
+            yield language, line.strip() if language is not None else line

@@ -1,0 +1,186 @@
+"""Own methods: the example of docs/methods.md, and errors of specs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crl.config import load, load_saved
+from crl.config.load import dump
+from crl.errors import ConfigError
+from support.paths import ROOT
+
+PAGE = ROOT / "docs" / "methods.md"
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """Return the file of the example of docs/methods.md."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), flags=re.DOTALL)
+    (code,) = [block for block in blocks if "turn_cost" in block]
+    (path := tmp_path / "turn_cost.py").write_text(code)
+    return path
+
+
+def error(method: str, *sets: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(["room"], options={"method": method}, sets=sets)
+    return str(caught.value)
+
+
+def test_the_page_shows_the_code_of_grpo():
+    assert (ROOT / "crl" / "methods" / "grpo.py").read_text("utf-8") in PAGE.read_text("utf-8")
+
+
+def test_an_own_method_has_its_own_section(example: Path, tmp_path: Path):
+    config = load(["room"], options={"method": f"{example}:SPEC"}, sets=["turn_cost.cost=0.02"])
+    assert config.method_settings.cost == 0.02
+    assert not config.with_experience
+    dump(config, tmp_path / "config.json")
+    assert load_saved(tmp_path).config == config
+
+
+def test_settings_of_an_own_method_are_checked(example: Path):
+    method = f"{example}:SPEC"
+    assert "turn_cost.cost = 'much': should be a valid number" in error(
+        method, "turn_cost.cost=much"
+    )
+    assert "turn_cost.costs = 1: is not a setting" in error(method, "turn_cost.costs=1")
+    assert "turn_cost = {'cost': 1}: is not a setting" in error("grpo", "turn_cost.cost=1")
+
+
+def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
+    share = "complementary.guided_share=0.25"
+    assert load(["room"], options={"method": f"{example}:SPEC"}, sets=[share])
+    assert "complementary.share = 1: is not a setting" in error("grpo", "complementary.share=1")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("", "'SPEC' of '{path}' is not a MethodSpec. See crl/methods/grpo.py for an example."),
+        ("1 / 0", "its module cannot be imported (ZeroDivisionError: division by zero)."),
+        (
+            "from crl.config.method import MethodSpec\n"
+            "from crl.config.section import Section\n"
+            "SPEC = MethodSpec('actor', print, Section)",
+            "its name 'actor' is the name of a section of the configuration. Rename the method.",
+        ),
+    ],
+)
+def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
+    (path := tmp_path / "own.py").write_text(code)
+    assert text.format(path=path) in error(f"{path}:SPEC")
+
+
+def test_references_that_do_not_exist(tmp_path: Path):
+    assert "there is no such file" in error(f"{tmp_path / 'none.py'}:SPEC")
+    assert "there is no module 'no.such.module'" in error("no.such.module:SPEC")
+    assert "is not a method. Did you mean grpo?" in error("gpro")
+
+
+STEPS_METHOD = """
+from dataclasses import dataclass
+
+from crl.config.method import MethodSpec
+from crl.protocols import PerTurn
+from crl.types import GUIDANCE_ORIGINS, STEP_START
+
+
+@dataclass(frozen=True)
+class StepAdvantage:
+    def __call__(self, trajectories):
+        from crl.algo import discounted_returns, step_advantages
+
+        returns = [discounted_returns(t.turn_rewards, 0.9).tolist() for t in trajectories]
+        flat = step_advantages(
+            [value for values in returns for value in values],
+            [t.group for t in trajectories for _ in range(t.turns)],
+            [text for t in trajectories for text in t.turn_observations],
+        ).tolist()
+        values = iter(flat)
+        return PerTurn([[next(values) for _ in range(t.turns)] for t in trajectories])
+
+
+@dataclass(frozen=True)
+class StrippedView:
+    def __call__(self, trajectory, rerender):
+        if trajectory.condition == "free":
+            return trajectory.traces
+        return rerender.without(trajectory, GUIDANCE_ORIGINS, version=STEP_START)
+
+
+def build(config, settings, context):
+    from dataclasses import replace
+
+    from crl.methods.parts.distilling import EveryEpisode
+    from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+    from crl.methods.parts.training import GroupAdvantage, actor_role
+    from crl.protocols import Method
+
+    actor = actor_role(config.actor, GroupAdvantage("std"), StepAdvantage())
+    return Method(
+        planner=GuidedShare(0.5),
+        context=context,
+        shaper=OutcomeReward(),
+        actor=replace(actor, view=StrippedView()),
+        distiller=EveryEpisode(),
+    )
+
+
+SPEC = MethodSpec(
+    "steps", build, experience=True, guided_members=lambda settings, members: members // 2
+)
+"""
+
+
+def test_step_advantages_and_views_without_guidance(tmp_path: Path):
+    """Train with the step term of GiGPO, and with guided episodes after unguided prompts."""
+    (method := tmp_path / "steps.py").write_text(STEPS_METHOD)
+    run = tmp_path / "run"
+    # The first step builds the bank, so the second step has guided episodes.
+    places = ("tasks.room.stream.places=1", "tasks.room.stream.permanent=1")
+    train(
+        run, f"{method}:SPEC", "run.deterministic=true", "rollout.max_staleness=0", *places, steps=3
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert sum(line["actor/updates"] for line in steps) >= 2
+    # Log-probs of the learner at the start of the step: the ratio of its first update is 1.
+    assert all(line["actor/grad_norm"] > 0 for line in steps if line["actor/updates"])
+    trajectories = (run / "trajectories.jsonl").read_text("utf-8").splitlines()
+    assert any(json.loads(line)["used"] for line in trajectories)
+
+
+def train(run: Path, method: str, *sets: str, steps: int) -> None:
+    sizes = ("seen", "unseen", "online_places")
+    sets = (
+        *("rollout.groups=2", "rollout.group_size=4", "eval.probe_every=0"),
+        *(f"tasks.room.eval.{name}=0" for name in sizes),
+        *sets,
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "crl", "train", "--tasks", "room", "--steps", str(steps)),
+            *("--plain", "--method", method, "--run-dir", str(run)),
+            *(word for text in sets for word in ("--set", text)),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_own_method_trains(example: Path, tmp_path: Path):
+    """Train one step with the example. Its reward channel must reach the training reward."""
+    run = tmp_path / "run"
+    train(run, f"{example}:SPEC", steps=1)
+    lines = (run / "trajectories.jsonl").read_text("utf-8").splitlines()
+    for trajectory in map(json.loads, lines):
+        outcome = 1.0 if trajectory["success"] else 0.0
+        assert trajectory["reward"] == pytest.approx(outcome - 0.01 * trajectory["turns"])

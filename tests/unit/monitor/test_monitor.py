@@ -1,0 +1,450 @@
+"""The run directory and the monitors: contents, times and wording of their output."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from crl.errors import ConfigError
+from crl.monitor.fan_out import FanOut
+from crl.monitor.files import FileMonitor
+from crl.monitor.plain import PlainMonitor, render_line
+from crl.monitor.run_dir import RunDir
+from crl.monitor.tensorboard import TensorBoardMonitor
+from crl.monitor.wandb import WandbMonitor
+from crl.protocols import Monitor
+from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
+from support.trajectories import build_trajectory
+
+TASK = Task("room", 7, "train", "find the exit")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def refuse(constant: str):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs" / "one")
+
+
+# ── the run directory ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_never_overwrites_another(tmp_path: Path):
+    run = RunDir.create(tmp_path / "a" / "b")
+    assert RunDir.create(run.path) == run, "an empty directory is free"
+    run.config.write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"run_dir = .*: exists and is not empty\. Choose another --run-dir"
+    ):
+        RunDir.create(run.path)
+    with pytest.raises(ConfigError, match="exists and is not a directory"):
+        RunDir.create(run.config)
+    with pytest.raises(ConfigError, match="cannot be created"):
+        RunDir.create(run.config / "below")
+
+
+def test_who_lives_where(run: RunDir):
+    paths = (run.config, run.metrics, run.trajectories, run.log, run.checkpoint(80))
+    assert [str(p.relative_to(run.path)) for p in paths] == [
+        "config.json",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "log.txt",
+        "checkpoints/80",
+    ]
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_metrics_are_flat_and_there_as_soon_as_logged(run: RunDir):
+    monitor = FileMonitor(run)
+    monitor.log(
+        3, "train", {"actor/loss": 0.25, "rollout/errors": 2, "note": "x", "actor/kl": None}
+    )
+    (line,) = lines(run.metrics)
+    assert list(line) == [
+        "step",
+        "kind",
+        "time",
+        "actor/loss",
+        "rollout/errors",
+        "note",
+        "actor/kl",
+    ]
+    assert line | {"time": 0} == {
+        "step": 3,
+        "kind": "train",
+        "time": 0,
+        "actor/loss": 0.25,
+        "rollout/errors": 2,
+        "note": "x",
+        "actor/kl": None,
+    }
+    assert 0 <= line["time"] < 60
+    monitor.log(4, "train", {})
+    assert [line["step"] for line in lines(run.metrics)] == [3, 4]
+    monitor.close()
+
+
+def test_what_json_does_not_have_becomes_null(run: RunDir):
+    monitor = FileMonitor(run)
+    metrics = {
+        "a": float("nan"),
+        "b": float("inf"),
+        "c": np.float32(0.5),
+        "d": np.int64(3),
+        "e": np.float64("nan"),
+    }
+    monitor.log(0, "train", metrics)  # pyright: ignore[reportArgumentType]
+    text = run.metrics.read_text()
+    line = json.loads(text, parse_constant=refuse)
+    assert (line["a"], line["b"], line["c"], line["d"], line["e"]) == (None, None, 0.5, 3, None)
+
+
+def test_a_deterministic_run_writes_no_time(run: RunDir):
+    FileMonitor(run, deterministic=True).log(0, "train", {"a": 1})
+    assert lines(run.metrics) == [{"step": 0, "kind": "train", "time": None, "a": 1}]
+
+
+def test_a_metric_may_not_hide_a_field(run: RunDir):
+    with pytest.raises(ValueError, match="step"):
+        FileMonitor(run).log(0, "train", {"step": 1})
+
+
+def trajectory(*traces: TokenTrace, **fields) -> Trajectory:
+    return build_trajectory(
+        TASK,
+        step=2,
+        group=5,
+        member=1,
+        condition=fields.pop("condition", "free"),
+        traces=traces,
+        **fields,
+    )
+
+
+def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
+    trace = TokenTrace((5, 6, 7), (0, 0, 1), (0.0, 0.0, -0.5), (-1, -1, 4))
+    use = ExperienceUse("e1", 2, "g9", "start")
+    record = trajectory(
+        trace,
+        condition="guided",
+        segments=(Segment("user", "at 2 3 é", "env"),),
+        used=(use,),
+        shown=("Go west.",),
+        reward=1.0,
+        success=True,
+        turns=3,
+        overtime_turns=2,
+    )
+    FileMonitor(run).trajectories([record])
+    assert lines(run.trajectories) == [
+        {
+            "step": 3,
+            "task": "room",
+            "seed": 7,
+            "split": "train",
+            "group": 5,
+            "member": 1,
+            "condition": "guided",
+            "reward": 1.0,
+            "success": True,
+            "score": None,
+            "turns": 3,
+            "overtime_turns": 2,
+            "segments": [{"role": "user", "origin": "env", "text": "at 2 3 é"}],
+            "ids": [5, 6, 7],
+            "mask": [0, 0, 1],
+            "logprobs": [0.0, 0.0, -0.5],
+            "versions": [-1, -1, 4],
+            "used": [
+                {"uid": "e1", "version": 2, "generation": "g9", "how": "start", "verdict": None}
+            ],
+            "rejected": [],
+            "truncated": False,
+            "error": None,
+        }
+    ]
+
+
+def test_several_samples_are_lists_of_lists_and_none_is_empty(run: RunDir):
+    first, second = (
+        TokenTrace((1, 2), (0, 1), (0.0, -1.0), (-1, 0)),
+        TokenTrace((3,), (1,), (-2.0,), (0,)),
+    )
+    FileMonitor(run).trajectories([trajectory(first, second), trajectory(error="env: it died")])
+    several, none = lines(run.trajectories)
+    assert [several[name] for name in ("ids", "mask", "logprobs", "versions")] == [
+        [[1, 2], [3]],
+        [[0, 1], [1]],
+        [[0.0, -1.0], [-2.0]],
+        [[-1, 0], [0]],
+    ]
+    assert (none["ids"], none["error"]) == ([], "env: it died")
+
+
+def test_notes_go_to_the_log_and_files_are_continued(run: RunDir):
+    for text in ("one", "two"):
+        monitor = FileMonitor(run)
+        monitor.note(text)
+        monitor.close()
+    assert [line.split(" ", 2)[2] for line in run.log.read_text().splitlines()] == ["one", "two"]
+
+
+# ── console lines ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_train_line():
+    metrics = {
+        "rollout/success": 0.4140625,
+        "actor/loss": -0.01234,
+        "actor/learning_rate": 2e-4,
+        "actor/approx_kl": 0.0011,
+        "actor/clip_fraction": None,
+        "staleness/mean": 0.875,
+        "time/wait": 1.0,
+        "time/submit": 0.125,
+        "time/train": 0.5,
+        "time/sync": 0.25,
+        "time/bank": 2.0,
+        "rollout/turns": 3.2,
+    }
+    line = render_line(7, "train", metrics, steps=80)
+    assert (
+        line == "train  7/80  success 0.414  loss -0.0123  lr 2.0e-04  kl 0.0011  clip –  "
+        "stale 0.88  3.9 s"
+    )
+    assert render_line(7, "train", {"rollout/success": 0.5}) == "train 7  success 0.500"
+
+
+def test_an_eval_line():
+    metrics = {
+        "eval/room/seen/success/free": 0.25,
+        "eval/room/seen/success/free/low": 0.2,
+        "eval/room/seen/success/free/high": 0.3,
+        "eval/room/seen/episodes": 256,
+        "eval/room/unseen/success/guided": 0.5,
+        "time/eval": 3.0,
+    }
+    line = render_line(0, "eval", metrics, steps=80)
+    assert line == "eval   0/80  room/seen 0.250 [0.200, 0.300]  room/unseen guided 0.500  3.0 s"
+
+
+SEVERAL = {
+    "eval/room/seen/success/free": 0.336, "eval/room/seen/success/free/low": 0.281,
+    "eval/room/seen/success/free/high": 0.396,
+    "eval/room/seen/episodes/free": 256,
+    "eval/room/unseen/success/free": 0.418,
+    "eval/shop/unseen/success/free": 0.07,
+    "eval/shop/unseen/success/online": None, "eval/shop/unseen/success/online/visit1": 0.1,
+    "eval/overall/unseen/success/free": 0.244, "eval/overall/unseen/success/free/low": 0.2,
+    "eval/overall/unseen/success/free/high": 0.3,
+    "eval/room/lessons/correct": 0.145, "eval/errors": 0, "time/eval": 173.125,
+}  # fmt: skip
+
+
+def test_an_eval_of_several_tasks_is_a_table():
+    assert render_line(0, "eval", SEVERAL, steps=100).splitlines() == [
+        "eval    0/100  seen                  unseen                unseen online  173.1 s",
+        "  room         0.336 [0.281, 0.396]  0.418                 –",
+        "  shop         –                     0.070                 –",
+        "  overall      –                     0.244 [0.200, 0.300]  –",
+    ]
+    long = {
+        name.replace("shop", "a-shop-of-1000-products"): value for name, value in SEVERAL.items()
+    }
+    head, *_, shop, _ = render_line(0, "eval", long).splitlines()
+    assert head.startswith("eval  0                    seen  ")
+    assert shop == "  a-shop-of-1000-products  –                     0.070                 –"
+
+
+def test_a_probe_line():
+    room = {
+        "none": 0.3125,
+        "right": 0.859375,
+        "wrong": None,
+        "right_minus_none": 0.5469,
+        "right_minus_none/half_width": 0.09441,
+    }
+    metrics = {**{f"probe/room/{name}": value for name, value in room.items()}, "time/probe": 4.242}
+    line = (
+        "probe   0/100  room/none 0.312  room/right 0.859  room/wrong –  "
+        "room/right − none +0.547 ± 0.094  4.2 s"
+    )
+    assert render_line(0, "probe", metrics, steps=100) == line
+    metrics |= {f"probe/maze/{name}": value for name, value in {**room, "wrong": 0.25}.items()}
+    assert render_line(20, "probe", metrics, steps=100).splitlines() == [
+        "probe  20/100  none   right  wrong  right − none    4.2 s",
+        "  room         0.312  0.859  –      +0.547 ± 0.094",
+        "  maze         0.312  0.859  0.250  +0.547 ± 0.094",
+    ]
+
+
+def test_a_train_line_tells_of_each_of_several_tasks():
+    rates = {
+        "rollout/success": 0.5, "rollout/success/guided": 0.75, "rollout/success/free": 0.25,
+        "rollout/maze/success": 0.125, "rollout/maze/success/guided": 0.0,
+        "rollout/room/success": 0.875, "actor/loss": 0.0,
+    }  # fmt: skip
+    line = "train 1  success 0.500 (maze 0.125, room 0.875)  guided 0.750  free 0.250  loss +0.0000"
+    assert render_line(1, "train", rates) == line
+
+
+def test_a_train_line_tells_guided_from_free_where_there_are_both():
+    rates = {"rollout/success": 0.5, "rollout/success/guided": 0.75, "rollout/success/free": 0.25}
+    assert render_line(1, "train", rates) == "train 1  success 0.500  guided 0.750  free 0.250"
+    del rates["rollout/success/guided"]
+    assert render_line(1, "train", rates) == "train 1  success 0.500"
+
+
+def test_a_train_line_tells_of_critiques_that_could_not_be_read():
+    shares = {
+        "critic/accept": 1.0,
+        "critic/refine": 0.0,
+        "critic/reject": 0.0,
+        "critic/malformed": 0.25,
+    }
+    accepted = "train 1  accepted 1.00  refined 0.00  rejected 0.00"
+    assert render_line(1, "train", shares) == f"{accepted}  malformed 0.25"
+    assert render_line(1, "train", {**shares, "critic/malformed": 0.0}) == accepted
+
+
+def test_lines_about_experience_are_short():
+    update = {
+        "extractor/reward": 0.25,
+        "extractor/loss": None,
+        "extractor/version": 4,
+        "extractor/updates": 4,
+        "time/train": 1,
+        "time/sync": 0.5,
+    }
+    assert (
+        render_line(7, "extractor", update, steps=80)
+        == "extractor  7/80  reward +0.250  loss –  updates 4  1.5 s"
+    )
+    bank = {
+        "bank/size": 12,
+        "bank/size/room": 12,
+        "ops/add": 3.0,
+        "queue/pending": 2,
+        "queue/dead": 0,
+        "perf/search_p95_ms": 1.234,
+    }
+    assert render_line(7, "bank", bank) == "bank  7  size 12  add 3  pending 2  dead 0  p95 ms 1.2"
+
+
+def test_any_other_line_shows_its_metrics():
+    assert render_line(3, "disk", {"disk/free": 12, "state": "ok"}) == "disk  3  free 12  state ok"
+
+
+def test_the_plain_monitor_prints_lines_and_notes():
+    stream = io.StringIO()
+    monitor = PlainMonitor(steps=9, stream=stream)
+    monitor.log(1, "train", {"rollout/success": 0.5})
+    monitor.note("hello")
+    assert stream.getvalue() == "train 1/9  success 0.500\nhello\n"
+
+
+# ── other monitors ────────────────────────────────────────────────────────────────────────────────
+
+
+class Recorder(Monitor):
+    def __init__(self, *, fails: bool = False) -> None:
+        self.calls: list[tuple] = []
+        self.fails = fails
+
+    def log(self, step, kind, metrics) -> None:
+        self.calls.append((step, kind, dict(metrics)))
+
+    def trajectories(self, trajectories) -> None:
+        self.calls.append(("trajectories", len(trajectories)))
+
+    def experiences(self, experiences) -> None:
+        self.calls.append(("experiences", len(experiences)))
+
+    def note(self, text) -> None:
+        self.calls.append(("note", text))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_the_fan_out_reaches_everybody_and_closes_all():
+    one, two = Recorder(fails=True), Recorder(fails=True)
+    both = FanOut([one, two])
+    both.log(1, "train", {"a": 1})
+    both.trajectories([trajectory()])
+    both.experiences([])
+    both.note("x")
+    with pytest.raises(OSError, match="disk full"):
+        both.close()
+    assert (
+        one.calls
+        == two.calls
+        == [
+            (1, "train", {"a": 1}),
+            ("trajectories", 1),
+            ("experiences", 0),
+            ("note", "x"),
+            ("close",),
+        ]
+    )
+
+
+def test_tensorboard_gets_the_metrics(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = TensorBoardMonitor(tmp_path)
+    monitor.log(1, "train", {"actor/loss": 0.5, "text": "x", "nothing": float("nan")})
+    monitor.log(2, "train", {"actor/loss": 0.25})
+    monitor.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["actor/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
+
+
+def test_wandb_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list = []
+    run = SimpleNamespace(
+        define_metric=lambda *a, **k: None, log=seen.append, finish=lambda: seen.append("finished")
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: seen.append(kwargs) or run)
+    )
+    monitor = WandbMonitor("mine", tmp_path / "one", {"seed": 0})
+    monitor.log(1, "train", {"a": 0.5})
+    monitor.close()
+    assert seen == [
+        {"project": "mine", "name": "one", "dir": str(tmp_path / "one"), "config": {"seed": 0}},
+        {"step": 1, "a": 0.5},
+        "finished",
+    ]
+
+
+def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'crl\[wandb\]'"):
+        WandbMonitor("mine", tmp_path, {})
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    with pytest.raises(ConfigError, match=r"pip install 'crl\[tensorboard\]'"):
+        TensorBoardMonitor(tmp_path)

@@ -1,0 +1,40 @@
+"""Cost of a run's training episodes, counted by hand."""
+
+from __future__ import annotations
+
+from crl.run.totals import Totals
+from crl.types import Task, Trajectory
+from support.trajectories import build_trajectory
+
+TASK = Task("room", 0, "train", "goal")
+
+
+def played(turns: int, overtime: int, tokens: int, error: str | None = None) -> Trajectory:
+    return build_trajectory(
+        TASK,
+        0,
+        0,
+        0,
+        "free",
+        turns=turns,
+        overtime_turns=overtime,
+        sampled_tokens=tokens,
+        error=error,
+    )
+
+
+def test_overtime_and_failed_episodes_count():
+    totals = Totals()
+    totals.add([played(4, 4, 20), played(2, 0, 7)])
+    totals.add([played(3, 1, 9, error="env: it died")])
+    assert totals.metrics() == {
+        "total/env_turns": 14,
+        "total/env_turns/overtime": 5,
+        "total/sampled_tokens/actor": 36,
+    }
+
+
+def test_the_summary_line():
+    assert Totals(1_234_567, 5, 36).line(9_000) == (
+        "environment turns: 1,234,567 (5 in overtime); sampled tokens: actor 36, extractor 9,000"
+    )
