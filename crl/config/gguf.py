@@ -2,7 +2,7 @@
 
 A converted model is in $XDG_CACHE_HOME/crl/gguf, under the name of its file and a hash of path,
 size and modification time. Everything else in crl reads this directory like any other model. Torch,
-transformers, gguf and accelerate are imported only for a conversion.
+transformers and gguf are imported only for a conversion.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from crl.errors import ConfigError
-
-PACKAGES = ("gguf", "accelerate")
-"""Packages that transformers needs to read GGUF files. The extra `gguf` installs them."""
 
 
 def gguf_file(path: Path, key: str) -> Path | None:
@@ -49,10 +46,9 @@ def converted(file: Path, key: str) -> Path:
     folder = cache_folder() / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if (folder / "config.json").is_file():
         return folder
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            reason = f"a GGUF file needs the package {package}, which is not installed"
-            raise ConfigError(key, str(file), reason, "Run pip install 'crl[gguf]'")
+    if importlib.util.find_spec("gguf") is None:
+        reason = "a GGUF file needs the package gguf, which is not installed"
+        raise ConfigError(key, str(file), reason, "Run pip install 'crl[gguf]'")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=folder.parent))

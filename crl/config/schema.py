@@ -877,7 +877,8 @@ class RunConfig(Section):
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
         if self.with_experience:
-            _check_experience(self)
+            _check_extractor(self)
+            _check_bank(self)
             _check_embedder(self)
         _check_critic(self)
         for name, task in self.tasks.items():
@@ -989,11 +990,9 @@ def _check_actor(actor: ActorSection) -> None:
         )
 
 
-def _check_experience(config: RunConfig) -> None:
-    """Raise `ConfigError` if extractor, bank, retrieval and group halves contradict each other."""
-    extractor, bank = config.extractor, config.bank
-    if config.retrieval.choice not in BUNDLED_POLICIES:
-        retrieval_policy(config.retrieval.choice)
+def _check_extractor(config: RunConfig) -> None:
+    """Raise `ConfigError` for token limits or a baseline that the extractor cannot have."""
+    extractor = config.extractor
     if extractor.max_response_tokens >= extractor.max_context_tokens:
         reason = (
             "leaves no tokens for the prompt: extractor.max_context_tokens is "
@@ -1005,24 +1004,11 @@ def _check_experience(config: RunConfig) -> None:
             reason,
             "Lower it, or raise extractor.max_context_tokens",
         )
-    trained = extractor.train and not bank.frozen
+    trained = extractor.train and not config.bank.frozen
     if trained and extractor.baseline == "group" and config.all_guided:
         reason = "is computed from the free members of a group, but all members are guided"
         raise ConfigError(
             "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
-        )
-    lowest_similarity = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
-    if bank.key_text_weight is not None and config.retrieval.min_similarity > lowest_similarity:
-        reason = (
-            "may exclude experiences of the very goal that is searched for: with "
-            f"bank.key_text_weight = {bank.key_text_weight}, their similarity can be as low as "
-            f"{lowest_similarity:.4f}"
-        )
-        raise ConfigError(
-            "retrieval.min_similarity",
-            config.retrieval.min_similarity,
-            reason,
-            f"Choose at most {lowest_similarity:.4f}",
         )
     prompt_budget = extractor.max_context_tokens - extractor.max_response_tokens
     if extractor.merge_every and extractor.merge_tokens >= prompt_budget:
@@ -1035,6 +1021,26 @@ def _check_experience(config: RunConfig) -> None:
             extractor.merge_tokens,
             reason,
             "Lower it, or raise extractor.max_context_tokens",
+        )
+
+
+def _check_bank(config: RunConfig) -> None:
+    """Raise `ConfigError` if settings of the bank and of retrieval contradict each other."""
+    bank, retrieval = config.bank, config.retrieval
+    if retrieval.choice not in BUNDLED_POLICIES:
+        retrieval_policy(retrieval.choice)
+    lowest_similarity = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
+    if bank.key_text_weight is not None and retrieval.min_similarity > lowest_similarity:
+        reason = (
+            "may exclude experiences of the very goal that is searched for: with "
+            f"bank.key_text_weight = {bank.key_text_weight}, their similarity can be as low as "
+            f"{lowest_similarity:.4f}"
+        )
+        raise ConfigError(
+            "retrieval.min_similarity",
+            retrieval.min_similarity,
+            reason,
+            f"Choose at most {lowest_similarity:.4f}",
         )
     if bank.evict != "fifo" and bank.max_per_goal is None and bank.max_entries is None:
         raise ConfigError(

@@ -109,7 +109,7 @@ class RankSettings:
     compute: ComputeSettings
     zero: ZeroSettings
     timeout: float
-    """Timeout in seconds without progress of any rank."""
+    """Seconds without progress of any rank after which a command fails."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,11 @@ class RankTraceback(Exception):
 class DeepSpeedLearner:
     """`crl.protocols.Learner` in separate processes."""
 
-    def __init__(
-        self, settings: RankSettings, ranks: int, *, timeout: float, receivers: int
-    ) -> None:
+    def __init__(self, settings: RankSettings, ranks: int, *, receivers: int) -> None:
         """Create a learner without processes; `start` creates and starts a learner."""
         self.version = 0
         """Number of steps that changed the weights."""
-        self._settings, self._timeout, self._receivers = settings, timeout, receivers
+        self._settings, self._receivers = settings, receivers
         self._progress_timeout = LOAD_TIMEOUT_S
         size = model_size(settings.model, settings.key)
         self._weight_bytes = (
@@ -162,13 +160,11 @@ class DeepSpeedLearner:
         settings: RankSettings,
         ranks: int,
         *,
-        timeout: float,
         gpus: Sequence[str] = (),
         receivers: int = 0,
     ) -> DeepSpeedLearner:
         """Start a learner with `ranks` processes. Return when all ranks have loaded the model.
 
-        * `timeout`: seconds without progress after which a command fails.
         * `gpus`: one GPU per rank, named as in CUDA_VISIBLE_DEVICES; empty on the CPU.
         * `receivers`: number of vLLM workers that receive the weights over NCCL. With 0, the
           weights are published in a file.
@@ -176,7 +172,7 @@ class DeepSpeedLearner:
         Raise `ConfigError` if the model cannot be loaded, and `LearnerError` if the ranks do not
         start.
         """
-        learner = cls(settings, ranks, timeout=timeout, receivers=receivers)
+        learner = cls(settings, ranks, receivers=receivers)
         try:
             await learner._start(gpus)
         except BaseException:
@@ -281,7 +277,7 @@ class DeepSpeedLearner:
         async with self._lock:
             if self._failure:
                 raise self._failure
-            self._progress_timeout = LOAD_TIMEOUT_S if name == "load" else self._timeout
+            self._progress_timeout = LOAD_TIMEOUT_S if name == "load" else self._settings.timeout
             calls = [
                 rank.call((name, rank_arguments))
                 for rank, rank_arguments in zip(self._ranks, arguments, strict=True)
@@ -390,8 +386,8 @@ class DeepSpeedLearner:
         late = [rank for rank in self._ranks if rank.busy and rank.progress == lowest]
         numbers = ", ".join(str(rank.number) for rank in late)
         limit = (
-            f"learner.timeout = {self._timeout:g}"
-            if self._progress_timeout == self._timeout
+            f"learner.timeout = {self._settings.timeout:g}"
+            if self._progress_timeout == self._settings.timeout
             else f"{self._progress_timeout:g}"
         )
         return f"rank {numbers} of {count} made no progress within {limit} s", [

@@ -17,17 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from crl.errors import ConfigError
+from crl.modeling import MAX_LOGITS
 from crl.modeling.packing import Gather, Packing, enable_packing, reads_packed
 from crl.protocols import WeightManifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-MAX_LOGITS = 1 << 26
-"""Maximum number of elements of one float32 tensor of logits in training.
-
-The tensor takes 256 MiB. With a vocabulary of 152 thousand, it holds the logits of 441 tokens.
-"""
 
 CHECKSUM_ROW_WORDS = 4096
 """Number of 32-bit words that a checksum sums together."""
@@ -157,12 +152,13 @@ def meta_model(path: Path, key: str = "actor.model", *, encoder: bool = False) -
     Only config.json is read. `encoder`: the model is a text encoder, not a causal LM. Raise
     `ConfigError` as `load_model` does if config.json does not describe such a model.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     silence_transformers()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=True):
             return (AutoModel if encoder else AutoModelForCausalLM).from_config(config)
     except Exception as error:  # a broken file raises many types of errors
         raise _not_loadable(path, key, error) from error

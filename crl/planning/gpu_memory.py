@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 from crl.config.schema import LearnerSection
 from crl.config.shapes import ModelShape
+from crl.modeling import MAX_LOGITS
 
 GIB = 2**30
 
@@ -27,9 +28,6 @@ They cover the forward pass of a full batch, CUDA graphs and the sampler's logit
 
 EMBEDDER_WORK_BYTES = 2.0 * GIB
 """Bytes of the forward pass of an embedder's batch."""
-
-MAX_LOGITS = 1 << 26
-"""Number of logits that the training step computes at a time."""
 
 OFFLOADED_PARAMETER_BYTES = 20
 """Bytes per parameter in the machine's memory if the optimizer is offloaded.

@@ -315,9 +315,7 @@ async def _deepspeed_learner(
     nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
     receivers = config.engine.replicas * config.engine.tensor_parallel if nccl else 0
     gpus = assigned.gpus if cuda else ()
-    return await DeepSpeedLearner.start(
-        ranks, learner.ranks, timeout=learner.timeout, gpus=gpus, receivers=receivers
-    )
+    return await DeepSpeedLearner.start(ranks, learner.ranks, gpus=gpus, receivers=receivers)
 
 
 def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:

@@ -143,7 +143,7 @@ async def ranks(
         zero=ZeroSettings(zero, offload),
         timeout=timeout,
     )
-    learner = await DeepSpeedLearner.start(rank_settings, count, timeout=timeout)
+    learner = await DeepSpeedLearner.start(rank_settings, count)
     try:
         yield learner
     finally:

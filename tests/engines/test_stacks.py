@@ -81,7 +81,7 @@ async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
         compute=ComputeSettings("cpu", "float32", threads=1, deterministic=False),
         zero=ZeroSettings(zero, offload=False), timeout=120.0,
     )  # fmt: skip
-    return await DeepSpeedLearner.start(settings, 2, timeout=120.0)
+    return await DeepSpeedLearner.start(settings, 2)
 
 
 async def sampled(engine: Any) -> list[TokenTrace]:

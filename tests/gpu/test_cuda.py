@@ -21,8 +21,8 @@ from crl.engines.torch import TorchEngine
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
+from crl.modeling import MAX_LOGITS
 from crl.modeling.loading import (
-    MAX_LOGITS,
     TokenStats,
     checkpoint_activations,
     checksum,

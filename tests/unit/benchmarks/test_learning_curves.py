@@ -43,7 +43,6 @@ def test_every_line_has_five_stored_runs_of_every_setting():
 
 
 def test_the_picture_of_the_stored_runs_is_small_and_always_the_same(tmp_path: Path):
-    pytest.importorskip("matplotlib")
     pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for path in pictures:
         learning_curves.draw(stored_runs(), path)

@@ -81,6 +81,5 @@ def test_the_table_of_loads_compares_them_with_the_idle_bank(benchmark, rows):
 
 
 def test_the_plot_is_drawn(benchmark, rows, tmp_path):
-    pytest.importorskip("matplotlib")
     benchmark.plot(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Models in GGUF files. Conversions are tested if the extra `gguf` is installed."""
+"""Models in GGUF files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -45,8 +46,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def write_gguf(source: Path, file: Path) -> None:
     """Write the bundled model in directory `source` as a GGUF file."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
     config = json.loads((source / "config.json").read_text("utf-8"))
     tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
     writer = gguf.GGUFWriter(file, "qwen2")
@@ -127,7 +126,6 @@ def test_a_file_is_converted_once_and_again_after_a_change(
         shutil.copy(tiny_actor / "config.json", folder)
 
     monkeypatch.setattr(module, "_convert", convert)
-    monkeypatch.setattr(module, "PACKAGES", ())
     file = tmp_path / "m.gguf"
     file.write_bytes(b"1")
     first = find_model(str(file))
@@ -148,12 +146,12 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "is neither a bundled model nor a directory" in error(tmp_path / "none.gguf")
     file = tmp_path / "a.gguf"
     file.write_bytes(b"no model")
-    monkeypatch.setattr(module, "PACKAGES", ("no_such_package",))
-    assert error(file) == (
-        f"extractor.model = '{file}': a GGUF file needs the package no_such_package, which is not "
-        "installed. Run pip install 'crl[gguf]'."
-    )
-    monkeypatch.setattr(module, "PACKAGES", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert error(file) == (
+            f"extractor.model = '{file}': a GGUF file needs the package gguf, which is not "
+            "installed. Run pip install 'crl[gguf]'."
+        )
     monkeypatch.setattr(module, "_convert", lambda file, folder: 1 / 0)
     assert "the GGUF file cannot be converted (division by zero)" in error(file)
     assert list((tmp_path / "cache" / "crl" / "gguf").iterdir()) == []
@@ -164,7 +162,6 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "Set XDG_CACHE_HOME to a writable folder" in error(file)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="the extra gguf is not installed")
 def test_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF, torn off")
     with pytest.raises(ConfigError, match="the GGUF file cannot be converted"):

@@ -14,10 +14,10 @@ from crl.config.models import model_shape
 from crl.config.schema import LearnerSection
 from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
 from crl.errors import ConfigError
+from crl.modeling import MAX_LOGITS
 from crl.planning.gpu_memory import (
     EMBEDDER_WORK_BYTES,
     GIB,
-    MAX_LOGITS,
     PREFILL_TOKENS,
     PROCESS_BYTES,
     VLLM_WORK_BYTES,
