@@ -57,11 +57,12 @@ from common import half_interval, mean_and_interval, write_plot, write_results
 from latency_model import MOVES, LatencyModel, Walks
 
 from crl.config import load, resolve_model
+from crl.embedders.cached import CachedEmbedder
+from crl.embedders.hash import HashEmbedder
 from crl.envs.base import StreamSettings
 from crl.envs.places import PlaceStream
 from crl.evaluation.diagnostics import Diagnostics
-from crl.manager import CachedEmbedder, ExperienceManager, ManagerSettings, Prompts
-from crl.manager.embed import HashEmbedder
+from crl.manager import ExperienceManager, ManagerSettings, Prompts
 from crl.manager.records import Entry, Stamp
 from crl.manager.storage.store import Store
 from crl.methods.parts.asking import FullRefinePrompt, full_tool

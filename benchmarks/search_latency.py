@@ -62,16 +62,16 @@ from common import write_plot, write_results
 from numpy.typing import NDArray
 
 from crl.config.schema import BankSection
+from crl.embedders.cached import CachedEmbedder
+from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import (
-    CachedEmbedder,
     DistilRequest,
     EpisodeId,
     ExperienceManager,
     ManagerSettings,
     Prompts,
 )
-from crl.manager.embed import HashEmbedder
 from crl.manager.records import Distilled, Entry, Generation, Stamp, Write
 from crl.manager.storage.store import Store
 from crl.protocols import Embedder, Hit, SearchRequest

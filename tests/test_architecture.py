@@ -40,7 +40,7 @@ SHARED = {
     "crl.engines": frozenset({"vllm_replica"}),
     "crl.learners": frozenset[str](),
     "crl.methods": frozenset[str](),
-    "crl.embedders": frozenset[str](),
+    "crl.embedders": frozenset({"cached"}),
     "crl.envs": frozenset(
         {"actions", "base", "curriculum", "hosting", "mixture", "registry", "seeded"}
     ),

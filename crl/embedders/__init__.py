@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crl.config.schema import EmbedderSection
+from crl.embedders.hash import HashEmbedder
 from crl.embedders.recipe import read_encoder_settings
 from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
-from crl.manager.embed import HashEmbedder
 from crl.protocols import Embedder
 
 if TYPE_CHECKING:

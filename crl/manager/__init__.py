@@ -8,7 +8,6 @@ from crl.manager.distillation.distil import PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter, MergeStats
 from crl.manager.distillation.ops import OpLimits
 from crl.manager.distillation.refine import RefinePromptWriter
-from crl.manager.embed import CachedEmbedder
 from crl.manager.manager import ExperienceManager
 from crl.manager.records import (
     Distilled,
@@ -21,7 +20,6 @@ from crl.manager.records import (
 from crl.manager.settings import ManagerSettings, Progress, Prompts, QueueSettings
 
 __all__ = [
-    "CachedEmbedder",
     "DistilRequest",
     "Distilled",
     "EpisodeId",

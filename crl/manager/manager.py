@@ -34,7 +34,7 @@ from crl.manager.distillation.extractor import Extractor
 from crl.manager.distillation.merge import Chunker, Merger, MergeStats
 from crl.manager.distillation.queue import DistilQueue, Outcome
 from crl.manager.distillation.refine import Refiner
-from crl.manager.embed import KeyEmbedder
+from crl.manager.keys import KeyEmbedder
 from crl.manager.records import (
     Applied,
     Credit,

@@ -24,6 +24,7 @@ from crl.config.models import model_profile
 from crl.config.schema import RATE_WINDOW, ActorSection, ExtractorSection
 from crl.config.shapes import require_context
 from crl.embedders import open_embedder
+from crl.embedders.cached import CachedEmbedder
 from crl.engines import prepare_vllm
 from crl.engines.torch import TorchEngine
 from crl.envs.base import EnvSpec
@@ -44,7 +45,6 @@ from crl.manager import (
     Prompts,
     QueueSettings,
 )
-from crl.manager.embed import CachedEmbedder
 from crl.manager.storage.database import copy_database
 from crl.methods.parts.asking import CompactRefinePrompt, FullRefinePrompt
 from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, turns_text

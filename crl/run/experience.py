@@ -15,9 +15,9 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from crl.embedders.cached import CachedEmbedder
 from crl.evaluation.diagnostics import Diagnostics
 from crl.manager import (
-    CachedEmbedder,
     ExperienceManager,
     ExtractorSample,
     Generation,

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from crl.cli.main import app
 from crl.config.load import dump, load
 from crl.config.schema import BankSection, RetrievalSection
+from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import RolloutError
 from crl.manager import EpisodeId, ExperienceManager, GroupSuccess, ManagerSettings, UnitKey
-from crl.manager.embed import HashEmbedder
 from crl.types import Completion, Sampling
 from support.doors import renderer
 from support.managers import RETURN, add, hit, open_manager, request, search, task, update

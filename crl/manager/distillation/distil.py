@@ -14,7 +14,7 @@ from functools import partial
 from crl.manager.distillation.departure import target_span
 from crl.manager.distillation.extractor import Answer, Extractor
 from crl.manager.distillation.ops import Op, ParsedOps, parse_ops
-from crl.manager.embed import KeyEmbedder
+from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Distilled, DistilRequest, UnitKey, Vote, Write
 from crl.types import ExperienceUse, Segment
 

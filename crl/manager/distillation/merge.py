@@ -18,7 +18,7 @@ from functools import cached_property
 
 from crl.manager.distillation.extractor import Extractor
 from crl.manager.distillation.ops import Op, ParsedOps, parse_merge
-from crl.manager.embed import KeyEmbedder
+from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Entry, Merged, UnitKey, Write
 from crl.types import Segment
 

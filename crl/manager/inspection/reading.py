@@ -194,7 +194,7 @@ class KeyVectors:
     """Embeddings of the keys of active entries."""
 
     name: str | None
-    """Name of the keys (`crl.manager.embed.KeyEmbedder.name`).
+    """Name of the keys (`crl.manager.keys.KeyEmbedder.name`).
 
     None if there are no vectors yet, as in an imported bank that no run has opened.
     """

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from crl.manager.embed import HashEmbedder
+from crl.embedders.hash import HashEmbedder
 from support.paths import ROOT
 
 

@@ -17,9 +17,9 @@ from rich.cells import cell_len
 
 from crl.cli.bank_text import history, table
 from crl.config.load import dump, load
+from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.manager import ExperienceManager, GroupSuccess
-from crl.manager.embed import HashEmbedder
 from crl.manager.inspection.reading import LiftView, UseView, open_reader, short_uids
 from crl.manager.records import UnitKey
 from crl.manager.storage.schema import SCHEMA_VERSION

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
+from crl.embedders.cached import CachedEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, StoreError, TransientError
 from crl.manager import (
-    CachedEmbedder,
     DistilRequest,
     ExperienceManager,
     ManagerSettings,

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from crl.config.schema import ExtractorSection, OptimizerSection, RetrievalSection
+from crl.embedders.cached import CachedEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import CrlError, EngineError, LearnerError
 from crl.evaluation.diagnostics import Diagnostics
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.manager import (
-    CachedEmbedder,
     ExperienceManager,
     ExtractorSample,
     GroupSuccess,

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.config.schema import BankSection
+from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import ConfigError
 from crl.manager import ExperienceManager
-from crl.manager.embed import HashEmbedder
 from crl.manager.inspection.reading import EntryView
 from crl.manager.inspection.upkeep import export_lines, parse_export
 from crl.manager.records import Entry

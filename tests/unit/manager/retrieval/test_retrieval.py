@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crl.config.schema import RetrievalSection, Scope
+from crl.embedders.hash import HashEmbedder
 from crl.envs.actions import COMPASS
 from crl.envs.places import FIXED_NAMES, PLACE_NAMES
 from crl.envs.room import GOAL
 from crl.envs.room.lessons import LESSONS, lesson
-from crl.manager import CachedEmbedder
-from crl.manager.embed import HashEmbedder, KeyEmbedder
+from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Entry
 from crl.manager.retrieval.choice import (
     SIMILARITY_TOLERANCE,
@@ -470,28 +470,6 @@ async def test_without_goals_a_key_is_the_embedding_of_the_text():
     )
     with pytest.raises(ValueError, match=r"text_weight must not be negative, not -0\.1"):
         KeyEmbedder(HashEmbedder(), -0.1)
-
-
-# ── the cache ─────────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_the_cache_embeds_only_new_texts_and_drops_the_least_recently_used():
-    inner = WordEmbedder()
-    cached = CachedEmbedder(inner, size=2)
-    assert (cached.name, cached.dim) == (inner.name, inner.dim)
-    for texts in (["a", "b", "a"], ["b"], ["c"], ["b", "a", "c"], ["x", "y", "z", "x"], []):
-        assert np.array_equal(await cached.embed(texts), await WordEmbedder().embed(texts))
-    assert inner.calls == [["a", "b"], ["c"], ["a"], ["x", "y", "z"]]
-    assert (cached.hits, cached.misses) == (5, 7)
-    assert (await cached.embed([])).shape == (0, cached.dim)
-    with pytest.raises(ValueError, match="at least one text, not 0"):
-        CachedEmbedder(inner, size=0)
-
-
-async def test_callers_cannot_change_cached_vectors():
-    cached = CachedEmbedder(WordEmbedder(), size=2)
-    (await cached.embed(["a"]))[:] = 0
-    assert np.array_equal(await cached.embed(["a"]), await WordEmbedder().embed(["a"]))
 
 
 # ── the bank ──────────────────────────────────────────────────────────────────────────────────────

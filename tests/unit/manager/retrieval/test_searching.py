@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crl.config.schema import RetrievalSection
-from crl.manager import CachedEmbedder
+from crl.embedders.cached import CachedEmbedder
 from crl.manager.records import Entry
 from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import Build, Neighbour

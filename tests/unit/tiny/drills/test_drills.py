@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from crl.config.schema import BankSection, ExtractorSection
+from crl.embedders.hash import HashEmbedder
 from crl.engines.torch import TorchEngine
 from crl.envs.actions import COMPASS
 from crl.envs.room import NAME, demonstration_tasks, probe_tasks
@@ -32,7 +33,6 @@ from crl.envs.room.lessons import (
 from crl.envs.webshop.lessons import read as read_shop
 from crl.manager import ExperienceManager, ManagerSettings, Prompts
 from crl.manager.distillation.ops import parse_merge
-from crl.manager.embed import HashEmbedder
 from crl.manager.inspection.upkeep import create_bank
 from crl.manager.records import Entry
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT, COMPACT_OFFER

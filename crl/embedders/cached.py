@@ -1,46 +1,15 @@
-"""Embedder without a model, cache for any embedder, and keys of entries."""
+"""Cache of any embedder's vectors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import EngineError
 from crl.protocols import Embedder
-
-
-class HashEmbedder:
-    """`crl.protocols.Embedder` of hashed character n-grams (length 2 to 4, within words).
-
-    It has no state and gives the same vectors on every machine. It compares the wording of texts,
-    not their meaning. This suits lessons from templates and named places; for other texts it is
-    only a substitute.
-    """
-
-    def __init__(self, dim: int = 384) -> None:
-        from sklearn.feature_extraction.text import (
-            HashingVectorizer,
-        )  # this import takes a second, and only this class needs it
-
-        self.name, self.dim = f"hash-char_wb-2-4-{dim}", dim
-        self._vectorizer: Any = HashingVectorizer(
-            analyzer="char_wb", ngram_range=(2, 4), n_features=dim, norm="l2"
-        )
-
-    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the embeddings: float32 [len(texts), dim], unit norm.
-
-        All texts without any n-gram have the same arbitrary vector.
-        """
-        if not texts:
-            return np.zeros((0, self.dim), np.float32)
-        vectors = self._vectorizer.transform(texts).toarray().astype(np.float32)
-        vectors[~vectors.any(axis=1), 0] = 1.0
-        return vectors
 
 
 class CachedEmbedder:
@@ -110,36 +79,3 @@ class CachedEmbedder:
             self._vectors[text] = vector
         while len(self._vectors) > self._size:
             del self._vectors[next(iter(self._vectors))]
-
-
-class KeyEmbedder:
-    """Keys of entries, which are compared with queries.
-
-    A key is unit(embed(goal) + text_weight·embed(text)); **ours**. If `text_weight` is None, the
-    key is embed(text), as in the paper. For a weight w < 1, the cosine of a key and its own goal is
-    at least √(1 − w²) for any text. Raise `ValueError` for a negative weight.
-    """
-
-    def __init__(self, embedder: Embedder, text_weight: float | None) -> None:
-        if text_weight is not None and not text_weight >= 0:
-            raise ValueError(f"text_weight must not be negative, not {text_weight}")
-        self._embedder, self._weight = embedder, text_weight
-
-    @property
-    def name(self) -> str:
-        """Name of the embedder and the formula. Only vectors with equal names are comparable."""
-        return (
-            self._embedder.name
-            if self._weight is None
-            else f"{self._embedder.name}: goal + {self._weight} text"
-        )
-
-    async def embed(self, entries: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
-        """Return the keys of (goal, text) pairs: float32 [len(entries), dim], unit norm."""
-        if not entries:
-            return np.zeros((0, self._embedder.dim), np.float32)
-        texts = await self._embedder.embed([text for _, text in entries])
-        if self._weight is None:
-            return texts
-        keys = await self._embedder.embed([goal for goal, _ in entries]) + self._weight * texts
-        return keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-12)
