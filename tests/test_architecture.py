@@ -18,7 +18,16 @@ from support.paths import ROOT
 
 RANKS = {
     **dict.fromkeys(
-        ["crl", "crl.types", "crl.errors", "crl.seeds", "crl.intervals", "crl.plugins"], 0
+        [
+            "crl",
+            "crl.types",
+            "crl.errors",
+            "crl.seeds",
+            "crl.intervals",
+            "crl.plugins",
+            "crl.wording",
+        ],
+        0,
     ),
     **dict.fromkeys(["crl.protocols", "crl.config", "crl.extras", "crl.scratch"], 1),
     **dict.fromkeys(["crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
@@ -37,8 +46,8 @@ each other. A new package must be added here.
 """
 
 SHARED = {
-    "crl.engines": frozenset({"vllm_replica"}),
-    "crl.learners": frozenset[str](),
+    "crl.engines": frozenset({"backends", "vllm_replica"}),
+    "crl.learners": frozenset({"backends"}),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset({"cached"}),
     "crl.envs": frozenset(

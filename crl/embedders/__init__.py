@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crl.config.schema import EmbedderSection
+from crl.config.shapes import ModelShape
 from crl.embedders.hash import HashEmbedder
 from crl.embedders.recipe import read_encoder_settings
 from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
+from crl.modeling.memory import GIB, PROCESS_BYTES, Memory
 from crl.protocols import Embedder
 
 if TYPE_CHECKING:
     from crl.embedders.endpoint import EndpointEmbedder
+
+
+EMBEDDER_WORK_BYTES = 2.0 * GIB
+"""Bytes of the forward pass of an embedder's batch."""
 
 
 @asynccontextmanager
@@ -98,6 +104,20 @@ def encoder_folder(path: Path) -> Path:
     Raise `ConfigError` if there is none.
     """
     return read_encoder_settings(path).folder
+
+
+def embedder_memory(shape: ModelShape, *, vllm: bool) -> Memory:
+    """Return the memory of an embedder, in the precision of its checkpoint.
+
+    With `vllm` a cache for the longest text that the model reads is included.
+    """
+    element_bytes = 2 if shape.half_precision else 4
+    cache = shape.max_context * shape.kv_bytes(element_bytes) if vllm else 0
+    return Memory(
+        weights=element_bytes * shape.parameters,
+        cache=cache,
+        other=PROCESS_BYTES + EMBEDDER_WORK_BYTES,
+    )
 
 
 def _api_key(section: EmbedderSection) -> str:

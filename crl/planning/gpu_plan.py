@@ -22,27 +22,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from crl.config.layers import put
 from crl.config.schema import RunConfig
-from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context, require_divisible
+from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context
 from crl.config.validate import run_config
-from crl.embedders import encoder_folder
+from crl.embedders import embedder_memory, encoder_folder
+from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
-from crl.planning.gpu_memory import (
+from crl.learners.backends import LEARNERS
+from crl.modeling.memory import (
     GIB,
+    GpuAssignment,
+    GpuRequest,
+    GpuUser,
     Memory,
+    VllmCache,
     dtype_bytes,
-    embedder_memory,
-    host_memory,
-    learner_memory,
-    state_memory,
-    torch_engine_memory,
-    vllm_memory,
+    gib_text,
+    size_text,
 )
 from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_size import planned_shape
+from crl.wording import counted
 
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. The allocator loses the rest between its blocks."""
@@ -50,59 +53,11 @@ USABLE_SHARE = 0.95
 MAX_ENGINE_SHARE = 0.9
 """Largest share of a GPU's memory that a vLLM engine gets."""
 
-ALTERNATIVE_FRACTIONS = (0.8, 0.5, 0.3)
-"""Alternatives that are tried for an engine.memory_fraction that does not fit."""
-
 MAX_GPUS = 64
 """Largest number of GPUs that is tried as an alternative."""
 
-GpuUser = Literal[
-    "actor engine",
-    "actor learner",
-    "extractor engine",
-    "extractor learner",
-    "untrained extractor",
-    "embedder",
-]
-
 SHARING_ROLES: tuple[GpuUser, ...] = ("untrained extractor", "embedder")
 """Roles that always share a GPU: they do not reduce the number of GPUs of other roles."""
-
-
-@dataclass(frozen=True)
-class VllmCache:
-    """Key-value cache of a vLLM engine."""
-
-    takes_free_memory: bool = False
-    """True if the cache also takes the free memory of its GPUs."""
-    token_bytes: float = 0.0
-    """Bytes of one token on each GPU; 0 for an embedder."""
-
-
-@dataclass(frozen=True)
-class GpuRequest:
-    """GPUs and memory that a role requests."""
-
-    role: GpuUser
-    gpus: int
-    """Number of GPUs."""
-    memory: Memory
-    """Memory on each of these GPUs; for a vLLM engine the minimum."""
-    description: str
-    """Description for people."""
-    key: str = "gpus"
-    """Config key that sets the number of GPUs."""
-    vllm_cache: VllmCache | None = None
-    """Cache of a vLLM engine; None for other roles."""
-    first_gpu: bool = False
-    """True if the role must be on the first GPU."""
-    host_bytes: float = 0.0
-    """Bytes of the machine's memory."""
-
-    @property
-    def takes_free_memory(self) -> bool:
-        """True if the role also takes the free memory of its GPUs."""
-        return self.vllm_cache is not None and self.vllm_cache.takes_free_memory
 
 
 @dataclass(frozen=True)
@@ -194,8 +149,8 @@ def gpu_plan(
         return None
     unchecked = (
         config.gpus is None
-        and config.engine.kind == "torch"
-        and config.learner.kind == "local"
+        and ENGINES[config.engine.kind].in_process
+        and LEARNERS[config.learner.kind].in_process
         and config.embedder.kind == "local"
     )
     try:
@@ -218,16 +173,6 @@ def gpu_plan(
     )
 
 
-@dataclass(frozen=True)
-class GpuAssignment:
-    """GPUs of this machine that are assigned to a role."""
-
-    gpus: tuple[str, ...] = ()
-    """UUIDs, usable in CUDA_VISIBLE_DEVICES. GPUs of one replica are adjacent."""
-    fraction: float | None = None
-    """As in `Placement`."""
-
-
 def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuAssignment]:
     """Return the assigned GPUs by role, for the roles that are on a GPU.
 
@@ -243,7 +188,7 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuA
             raise ConfigError(
                 "gpus",
                 config.gpus,
-                f"this machine has {_count(len(visible), 'visible GPU')}",
+                f"this machine has {counted(len(visible), 'visible GPU')}",
                 remedy,
             )
         config = config.model_copy(update={"gpus": len(visible)})
@@ -275,7 +220,7 @@ def _sizes(
         names = ", ".join(sorted({gpu.name for gpu in visible[:count]}))
         return tuple(float(gpu.memory) for gpu in visible[:count]), f"{names} of this machine"
     visible_text = (
-        f"this machine has {_count(len(visible), 'visible GPU') if visible else 'no visible GPU'}"
+        f"this machine has {counted(len(visible), 'visible GPU') if visible else 'no visible GPU'}"
     )
     if config.gpu_memory is None:
         return None, f"memory unknown (gpu_memory is not set); {visible_text}"
@@ -308,8 +253,7 @@ def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None
         require_context(
             model, _section(config, model).max_context_tokens, shapes[model].max_context
         )
-        if config.engine.kind == "vllm":
-            require_divisible(model, config.engine.tensor_parallel, shapes[model].attention.heads)
+        ENGINES[config.engine.kind].require_servable(config.engine, model, shapes[model])
 
 
 def _requests(
@@ -319,22 +263,21 @@ def _requests(
         "actor": learners,
         "extractor": learners and config.extractor.train and not config.bank.frozen,
     }
+    uses_gpu = ENGINES[config.engine.kind].uses_gpu(config.engine)
     requests = []
     for model in ("actor", "extractor") if config.with_experience else ("actor",):
-        if config.engine.kind == "vllm" or config.engine.device != "cpu":
+        if uses_gpu:
             requests.append(_engine(config, model, shapes[model]))
         if trained[model] and config.learner.device != "cpu":
             requests.append(_learner(config, model, shapes[model]))
-    if _compares_lessons(config) and (
-        config.engine.kind == "vllm" or config.engine.device != "cpu"
-    ):
+    if _compares_lessons(config) and uses_gpu:
         requests.append(
             _untrained_extractor(config, _engine(config, "extractor", shapes["extractor"]))
         )
     embedder = config.embedder
     if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
-        description = f"""{_size_text(shapes["embedder"])}, {
+        description = f"""{size_text(shapes["embedder"])}, {
             "in this process" if local else "vLLM pooling engine, on the GPU with most free memory"
         }"""
         requests.append(
@@ -351,32 +294,12 @@ def _requests(
 
 
 def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
-    engine, tokens = config.engine, _section(config, model).max_context_tokens
     role: GpuUser = "actor engine" if model == "actor" else "extractor engine"
-    if engine.kind == "torch":
-        memory = torch_engine_memory(
-            shape, engine.max_batch, tokens, dtype_bytes(shape, config.learner)
-        )
-        description = (
-            f"{_size_text(shape)}, torch, in this process: "
-            f"rows for {engine.max_batch} sequences of {tokens:,} tokens"
-        )
-        return GpuRequest(role, 1, memory, description, first_gpu=True)
-    tensor_parallel = engine.tensor_parallel
-    element_bytes = dtype_bytes(shape, config.learner)
-    token_bytes = shape.kv_bytes(element_bytes) / min(tensor_parallel, shape.attention.kv_heads)
-    description = (
-        f"{_size_text(shape)}, vLLM, {_count(engine.replicas, 'replica')} "
-        f"of {_count(tensor_parallel, 'GPU')}"
+    tokens, element_bytes = (
+        _section(config, model).max_context_tokens,
+        dtype_bytes(shape, config.learner),
     )
-    return GpuRequest(
-        role,
-        engine.replicas * tensor_parallel,
-        vllm_memory(shape, tensor_parallel, tokens, element_bytes),
-        description,
-        key="engine.replicas",
-        vllm_cache=VllmCache(takes_free_memory=True, token_bytes=token_bytes),
-    )
+    return ENGINES[config.engine.kind].request(role, config.engine, shape, tokens, element_bytes)
 
 
 def _compares_lessons(config: RunConfig) -> bool:
@@ -398,7 +321,7 @@ def _untrained_extractor(config: RunConfig, engine: GpuRequest) -> GpuRequest:
     return replace(
         engine,
         role="untrained extractor",
-        gpus=config.engine.tensor_parallel if cache else 1,
+        gpus=ENGINES[config.engine.kind].gpus_per_replica(config.engine),
         description=description,
         key="engine.tensor_parallel",
         vllm_cache=replace(cache, takes_free_memory=False) if cache else None,
@@ -409,27 +332,8 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
     learner, section = config.learner, _section(config, model)
     role: GpuUser = "actor learner" if model == "actor" else "extractor learner"
     tokens = max(learner.micro_batch_tokens, section.max_context_tokens)
-    memory = learner_memory(shape, learner, tokens, reference=bool(section.kl_coef))
-    states = f"{_gib(state_memory(shape, learner))} GiB of states"
-    if learner.kind == "local":
-        return GpuRequest(
-            role,
-            1,
-            memory,
-            f"{_size_text(shape)}, in this process: {states}; {tokens:,} tokens at a time",
-            first_gpu=True,
-        )
-    offloaded = (
-        f", {_gib(host_bytes)} of them in host memory"
-        if (host_bytes := host_memory(shape, learner))
-        else ""
-    )
-    description = (
-        f"{_size_text(shape)}, DeepSpeed ZeRO-{learner.zero}, "
-        f"{_count(learner.ranks, 'rank')}: {states}{offloaded}; {tokens:,} tokens at a time"
-    )
-    return GpuRequest(
-        role, learner.ranks, memory, description, key="learner.ranks", host_bytes=host_bytes
+    return LEARNERS[learner.kind].request(
+        role, learner, shape, tokens, reference=bool(section.kl_coef)
     )
 
 
@@ -498,8 +402,8 @@ def _requested(requests: Sequence[GpuRequest]) -> int:
 def _too_many_gpus(config: RunConfig, request: GpuRequest, count: int) -> Problem:
     section, _, name = request.key.partition(".")
     reason = (
-        f"the {request.role} needs {_count(request.gpus, 'GPU')}, "
-        f"but the run has {_count(count, 'GPU')}"
+        f"the {request.role} needs {counted(request.gpus, 'GPU')}, "
+        f"but the run has {counted(count, 'GPU')}"
     )
     return Problem(request.key, getattr(getattr(config, section), name), reason)
 
@@ -517,12 +421,12 @@ def _with_free_memory(
         needed = sum(_min_bytes(config, placement, size) for placement in on_gpu)
         if needed > USABLE_SHARE * size:
             parts = ", ".join(
-                f"{placement.request.role} {_gib(_min_bytes(config, placement, size))}"
+                f"{placement.request.role} {gib_text(_min_bytes(config, placement, size))}"
                 for placement in on_gpu
             )
             reason = (
-                f"GPU {gpu} needs {_gib(needed)} GiB, "
-                f"but {_gib(USABLE_SHARE * size)} GiB are usable ({parts})"
+                f"GPU {gpu} needs {gib_text(needed)} GiB, "
+                f"but {gib_text(USABLE_SHARE * size)} GiB are usable ({parts})"
             )
             problems.append(Problem("gpus", len(sizes), reason))
             break  # other GPUs usually have the same problem
@@ -548,8 +452,9 @@ def _with_free_memory(
         extra = fraction * size - placement.memory.total
         if extra < 0:
             reason = (
-                f"the {placement.request.role} needs at least {_gib(placement.memory.total)} of "
-                f"{_gib(size)} GiB to cache one full sequence"
+                f"the {placement.request.role} needs at least "
+                f"{gib_text(placement.memory.total)} of {gib_text(size)} GiB "
+                "to cache one full sequence"
             )
             problems.append(Problem("engine.memory_fraction", fraction, reason))
         sized.append(
@@ -587,7 +492,7 @@ def _transfer_problems(
     )
     for engine, learner in pairs:
         shared = set(gpus_by_role.get(engine, ())) & set(gpus_by_role.get(learner, ()))
-        if shared and config.engine.kind == "vllm" and config.engine.transfer == "nccl":
+        if shared and ENGINES[config.engine.kind].nccl_receivers(config.engine):
             reason = (
                 f"NCCL sends between different GPUs, but {engine} and {learner} "
                 f"share GPU {min(shared)}"
@@ -640,25 +545,9 @@ def _alternatives(
 
 def _memory_settings(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of settings that save memory, the least harmful to learning first."""
-    engine, learner = config.engine, config.learner
-    deepspeed, vllm = learner.kind == "deepspeed", engine.kind == "vllm"
-    if vllm and engine.transfer == "nccl":
-        yield "engine.transfer", "file"
-    if not learner.activation_checkpointing:
-        yield "learner.activation_checkpointing", True
-    if deepspeed and learner.zero < 3:
-        yield "learner.zero", 3
-    if deepspeed and not learner.offload:
-        yield "learner.offload", True
-    if deepspeed and learner.ranks != count:
-        yield "learner.ranks", count
-    if vllm and engine.replicas > 1:
-        yield "engine.replicas", 1
-    if vllm and engine.memory_fraction:
-        yield from (("engine.memory_fraction", fraction) for fraction in ALTERNATIVE_FRACTIONS)
-    if not vllm and engine.max_batch > 8:
-        yield "engine.max_batch", 8
-    if learner.micro_batch_tokens > 4096:
+    yield from LEARNERS[config.learner.kind].memory_settings(config.learner, count)
+    yield from ENGINES[config.engine.kind].memory_settings(config.engine)
+    if config.learner.micro_batch_tokens > 4096:
         yield "learner.micro_batch_tokens", 4096
     yield "actor.max_context_tokens", config.actor.max_context_tokens // 2
     if config.with_experience:
@@ -698,8 +587,8 @@ def _option(key: str, value: Any) -> str:
 
 def describe(plan: GpuPlan) -> str:
     """Return the plan as text: each role with its GPUs, then a table of the memory of each GPU."""
-    size = f" of {_gib(min(plan.sizes))} GiB" if plan.sizes else ""
-    lines = [f"{_count(plan.count, 'GPU')}{size}, {plan.source}", _placement_rule(plan)]
+    size = f" of {gib_text(min(plan.sizes))} GiB" if plan.sizes else ""
+    lines = [f"{counted(plan.count, 'GPU')}{size}, {plan.source}", _placement_rule(plan)]
     used = {gpu for placement in plan.placements for gpu in placement.gpus}
     for placement in plan.placements:
         lines.append(
@@ -712,7 +601,7 @@ def describe(plan: GpuPlan) -> str:
             "increase engine.replicas or learner.ranks to use them"
         )
     if host_bytes := sum(placement.request.host_bytes for placement in plan.placements):
-        lines.append(f"{'host memory':<18} {'':<8} {_gib(host_bytes)} GiB for offloaded states")
+        lines.append(f"{'host memory':<18} {'':<8} {gib_text(host_bytes)} GiB for offloaded states")
     lines += ["", *_table(plan)]
     lines += [
         f"does not fit: {problem.key} = {problem.value}: {problem.reason}"
@@ -725,7 +614,7 @@ def describe(plan: GpuPlan) -> str:
 def _placement_rule(plan: GpuPlan) -> str:
     if all(placement.request.first_gpu for placement in plan.placements):
         return "all parts run in this process, on the first GPU"
-    requested = f"engines and learners need {_count(plan.requested, 'GPU')}"
+    requested = f"engines and learners need {counted(plan.requested, 'GPU')}"
     if plan.requested <= plan.count:
         return f"{requested}: each has separate GPUs"
     return (
@@ -759,15 +648,14 @@ def _table(plan: GpuPlan) -> list[str]:
                 [
                     label,
                     placement.request.role,
-                    *(_gib(part) if part else "–" for part in parts),
-                    _gib(placement.memory.total),
+                    *(gib_text(part) if part else "–" for part in parts),
+                    gib_text(placement.memory.total),
                 ]
             )
         if on_gpu:
-            most = f" of {_gib(plan.sizes[gpu])}" if plan.sizes else ""
-            rows[-1][-1] += (
-                f"   GPU {gpu}: {_gib(sum(placement.memory.total for placement in on_gpu))}{most}"
-            )
+            most = f" of {gib_text(plan.sizes[gpu])}" if plan.sizes else ""
+            used = gib_text(sum(placement.memory.total for placement in on_gpu))
+            rows[-1][-1] += f"   GPU {gpu}: {used}{most}"
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) + 2)]
     return ["  ".join([f"{a:<{widths[0]}}", f"{b:<{widths[1]}}",
                        *(f"{c:>{w}}" for c, w in zip(rest, widths[2:], strict=True)), f"{last}"])
@@ -777,19 +665,3 @@ def _table(plan: GpuPlan) -> list[str]:
 def _numbers(gpus: Sequence[int]) -> str:
     run = len(gpus) > 1 and gpus[-1] - gpus[0] == len(gpus) - 1
     return f"GPU {gpus[0]}–{gpus[-1]}" if run else f"GPU {', '.join(map(str, gpus))}"
-
-
-def _size_text(shape: ModelShape) -> str:
-    return (
-        f"{shape.parameters / 1e9:.1f} B"
-        if shape.parameters >= 5e7
-        else f"{shape.parameters / 1e6:.1f} M"
-    )
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
-
-
-def _count(n: int, one: str) -> str:
-    return f"{n} {one}{'' if n == 1 else 's'}"

@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from crl.config.models import find_model
 from crl.config.schema import RunConfig
 from crl.engines import require_vllm
+from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.extras import require_package
+from crl.learners.backends import LEARNERS
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.gpus import visible_gpus
 
 
 def require_learner(config: RunConfig) -> None:
     """Raise `ConfigError` if the run's learner needs an extra that is not installed."""
-    if config.learner.kind == "deepspeed":
-        require_package("deepspeed", "learner.kind", config.learner.kind)
+    LEARNERS[config.learner.kind].require_installed()
 
 
 def require_engine(config: RunConfig) -> None:
     """Raise `ConfigError` if the engine of the models or of the embedder is not installed."""
-    if config.engine.kind == "vllm":
-        require_vllm("engine.kind", "vllm")
+    ENGINES[config.engine.kind].require_installed()
     if config.with_experience and config.embedder.kind == "vllm":
         require_vllm("embedder.kind", "vllm")
 
@@ -52,7 +52,7 @@ def require_gpus_to_evaluate(config: RunConfig) -> None:
 def require_devices(config: RunConfig) -> None:
     """Raise `ConfigError` if a part of the run is to use a GPU that torch does not find."""
     devices = {"learner.device": config.learner.device}
-    if config.engine.kind == "torch":
+    if ENGINES[config.engine.kind].in_process:
         devices["engine.device"] = config.engine.device
     embedder = config.embedder
     if config.with_experience and embedder.kind == "local" and embedder.model != "hash":
@@ -72,9 +72,9 @@ def require_engine_devices(config: RunConfig) -> None:
 
 
 def require_ranks(config: RunConfig) -> None:
-    """Raise `ConfigError` if DeepSpeed cannot train the run's models on this machine's devices."""
+    """Raise `ConfigError` if ranks cannot train the run's models on this machine's devices."""
     learner = config.learner
-    if learner.kind != "deepspeed":
+    if LEARNERS[learner.kind].in_process:
         return
     from crl.modeling.loading import precision, resolve_device
 
@@ -85,17 +85,22 @@ def require_ranks(config: RunConfig) -> None:
     for role, name in trained.items():
         if path := find_model(name, f"{role}.model"):
             bfloat16 = str(precision(learner.precision, path, device)) == "torch.bfloat16"
-            require_rank_settings(config, cuda=device.type == "cuda", bfloat16=bfloat16)
+            LEARNERS[learner.kind].require_trainable(
+                learner,
+                cuda=device.type == "cuda",
+                bfloat16=bfloat16,
+                receivers=ENGINES[config.engine.kind].nccl_receivers(config.engine),
+            )
 
 
 def require_assigned_gpus(config: RunConfig) -> None:
     """Raise `ConfigError` if another process of the run needs a GPU that crl cannot assign."""
     if visible_gpus():
         return
-    if config.learner.kind == "deepspeed" and config.learner.device != "cpu":
+    if not LEARNERS[config.learner.kind].in_process and config.learner.device != "cpu":
         require_assigned("learner.device", config.learner.device, (), "learner.device=cpu")
-    if config.engine.kind == "vllm":
-        require_assigned("engine.kind", "vllm", (), "engine.kind=torch")
+    if not ENGINES[config.engine.kind].in_process:
+        require_assigned("engine.kind", config.engine.kind, (), "engine.kind=torch")
     if config.with_experience and config.embedder.kind == "vllm":
         require_assigned("embedder.kind", "vllm", (), "embedder.kind=local")
 
@@ -116,22 +121,3 @@ def require_assigned(key: str, value: str, gpus: Sequence[str], remedy: str) -> 
             "so crl cannot assign GPUs to engines and learners"
         )
         raise ConfigError(key, value, reason, f"Fix nvidia-smi (see crl doctor), or use {remedy}")
-
-
-def require_rank_settings(config: RunConfig, *, cuda: bool, bfloat16: bool) -> None:
-    """Raise `ConfigError` if a model cannot be trained in ranks with the run's settings.
-
-    `cuda`: the ranks are on GPUs. `bfloat16`: the model is trained in bfloat16.
-    """
-    if bfloat16 and not config.learner.zero:
-        reason = "keeps no float32 weights, but training in bfloat16 needs them"
-        raise ConfigError(
-            "learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32"
-        )
-    if config.engine.kind == "vllm" and config.engine.transfer == "nccl" and not cuda:
-        raise ConfigError(
-            "engine.transfer",
-            "nccl",
-            "NCCL sends from GPU to GPU, but the learner runs on the CPU",
-            "Use engine.transfer=file",
-        )

@@ -14,6 +14,7 @@ from crl.config.models import find_model, model_profile, model_size, resolve_mod
 from crl.config.schema import ActorSection, ExtractorSection, RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES, require_context
 from crl.embedders import encoder_folder
+from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
@@ -112,11 +113,12 @@ def _positions(path: Path) -> int | None:
 def require_architectures(config: RunConfig) -> None:
     """Raise `ConfigError` if crl does not support the architecture of a model that it loads.
 
-    vLLM alone loads an extractor that is not trained, and supports more architectures.
+    The processes of another engine alone load an extractor that is not trained. vLLM supports more
+    architectures.
     """
     for role, section in model_sections(config).items():
         trained = role == "actor" or (config.extractor.train and not config.bank.frozen)
-        loaded = trained or config.engine.kind == "torch"
+        loaded = trained or ENGINES[config.engine.kind].in_process
         path = find_model(section.model, f"{role}.model")
         if not loaded or path is None or _is_plain(path):
             continue

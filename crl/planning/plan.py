@@ -13,15 +13,15 @@ from crl.config.models import bundled_models, find_model, model_size, profile_of
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
     EmbedderSection,
-    EngineSection,
-    LearnerSection,
     RetrievalSection,
     RunConfig,
     TaskConfig,
 )
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape
+from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.evaluation.online import MEMBERS, UNCOUNTED_VISITS, VISITS
+from crl.learners.backends import LEARNERS
 from crl.planning import preflight, tasks
 from crl.planning.gpu_plan import (
     GpuPlan,
@@ -35,6 +35,7 @@ from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import model_sections
 from crl.planning.model_size import dense_shape, parse_size
 from crl.planning.step_time import estimate
+from crl.wording import counted, device_text
 
 
 def dry_run(config: RunConfig, show: Callable[[str], object], *, size: str | None = None) -> None:
@@ -150,37 +151,11 @@ def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _devices(config: RunConfig) -> str:
     lines = [
-        f"{'engine':<12} {_engine(config.engine)}",
-        f"{'learner':<12} {_learner(config.learner)}",
+        f"{'engine':<12} {ENGINES[config.engine.kind].describe(config.engine)}",
+        f"{'learner':<12} {LEARNERS[config.learner.kind].describe(config.learner)}",
     ]
     lines.append(f"{'environments':<12} {_hosts(config)}")
     return "\n".join(lines)
-
-
-def _engine(engine: EngineSection) -> str:
-    if engine.kind == "torch":
-        return f"torch on {_device(engine.device)}, {_count(engine.threads, 'CPU thread')}"
-    gpus = (
-        f", each on {_count(engine.tensor_parallel, 'GPU')}" if engine.tensor_parallel > 1 else ""
-    )
-    initial = ", random initial weights" if engine.load_format == "dummy" else ""
-    return (
-        f"vllm, {_count(engine.replicas, 'replica')} of each model{gpus}; "
-        f"weight transfer by {engine.transfer}{initial}"
-    )
-
-
-def _learner(learner: LearnerSection) -> str:
-    device = f"on {_device(learner.device)}, {_count(learner.threads, 'CPU thread')}"
-    options = f", {learner.precision}" if learner.precision != "auto" else ""
-    options += ", activation checkpointing" if learner.activation_checkpointing else ""
-    if learner.kind == "local":
-        return f"local {device}{options}"
-    offload = ", optimizer offloaded" if learner.offload else ""
-    return (
-        f"deepspeed {device} each; {_count(learner.ranks, 'rank')} of each model, "
-        f"ZeRO-{learner.zero}{offload}{options}"
-    )
 
 
 def _hosts(config: RunConfig) -> str:
@@ -189,11 +164,7 @@ def _hosts(config: RunConfig) -> str:
         "threads": (config.rollout.env_threads, "thread"),
         "processes": (config.rollout.env_processes, "process", "processes"),
     }
-    return ", ".join(_count(*counts[hosting]) for hosting in counts if hosting in hostings)
-
-
-def _device(device: str) -> str:
-    return "cuda if available, else cpu" if device == "auto" else device
+    return ", ".join(counted(*counts[hosting]) for hosting in counts if hosting in hostings)
 
 
 def _models(config: RunConfig) -> str:
@@ -224,7 +195,7 @@ def _model(role: str, name: str) -> str:
 def _experience(config: RunConfig) -> str:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     training = (
-        f"one training step per {_count(extractor.batch, 'credit unit')}"
+        f"one training step per {counted(extractor.batch, 'credit unit')}"
         if extractor.train and not bank.frozen
         else "not trained"
     )
@@ -277,7 +248,7 @@ def _choice(retrieval: RetrievalSection) -> str:
 def _warmup(config: RunConfig) -> str:
     batches = config.critic.warmup
     return (
-        f"; warm-up of {_count(batches, 'batch', 'batches')} without experience" if batches else ""
+        f"; warm-up of {counted(batches, 'batch', 'batches')} without experience" if batches else ""
     )
 
 
@@ -286,9 +257,9 @@ def _embedder(section: EmbedderSection) -> str:
         return f"{section.name} at {section.model}"
     if section.model == "hash":
         return section.model
-    return f"""{section.model} {
-        "in a vLLM pooling engine" if section.kind == "vllm" else "on " + _device(section.device)
-    }"""
+    vllm = section.kind == "vllm"
+    place = "in a vLLM pooling engine" if vllm else f"on {device_text(section.device)}"
+    return f"{section.model} {place}"
 
 
 def _tasks(config: RunConfig) -> str:
@@ -302,21 +273,21 @@ def _tasks(config: RunConfig) -> str:
             if task.rendering == profile
             else "set in the config"
         )
-        stream, visits = task.stream, _count(task.stream.visits, "visit")
+        stream, visits = task.stream, counted(task.stream.visits, "visit")
         extra_turns = task.extra_turns if config.distils else 0
         lines += [
             f"{name}  {task.rendering} rendering: {reason}",
-            f"  {_count(task.max_turns, 'turn')} of at most "
-            f"{_count(task.max_response_tokens, 'token')}, context {task.context}"
+            f"  {counted(task.max_turns, 'turn')} of at most "
+            f"{counted(task.max_response_tokens, 'token')}, context {task.context}"
             + (
-                f"; unfinished episodes continue for at most {_count(extra_turns, 'turn')}, "
+                f"; unfinished episodes continue for at most {counted(extra_turns, 'turn')}, "
                 "only for distillation"
                 if extra_turns
                 else ""
             ),
             *(
                 [
-                    f"  {_count(stream.places, 'place')}, {stream.permanent} permanent, "
+                    f"  {counted(stream.places, 'place')}, {stream.permanent} permanent, "
                     f"the others for {visits}"
                 ]
                 if name in tasks_with_places
@@ -331,18 +302,18 @@ def _batch(config: RunConfig) -> str:
     rollout, steps = config.rollout, config.run.steps
     rollouts = rollout.groups * rollout.group_size
     staleness = (
-        f"at most {_count(rollout.max_staleness, 'step')} ahead"
+        f"at most {counted(rollout.max_staleness, 'step')} ahead"
         if rollout.max_staleness
         else "synchronous"
     )
-    groups = _count(rollout.groups, "group")
+    groups = counted(rollout.groups, "group")
     return "\n".join(
         [
             f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, "
             f"{staleness}{_shares(config)}",
-            f"          {_count(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
+            f"          {counted(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
             f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each",
-            f"training  {_count(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
+            f"training  {counted(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
             f"{steps * config.actor.minibatches:,} updates",
             f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
         ]
@@ -352,7 +323,7 @@ def _batch(config: RunConfig) -> str:
 def _shares(config: RunConfig) -> str:
     """Return the text for each task's share of a batch; empty with one task."""
     share, remainder = divmod(config.rollout.groups, len(config.tasks))
-    shares = f"{share} or {_count(share + 1, 'group')}" if remainder else _count(share, "group")
+    shares = f"{share} or {counted(share + 1, 'group')}" if remainder else counted(share, "group")
     return f"; {shares} of each task" if len(config.tasks) > 1 else ""
 
 
@@ -368,12 +339,12 @@ def _evaluations(config: RunConfig) -> str:
     online = sum(_online_episodes(task, config) for task in config.tasks.values())
     if not online or evals == 1:
         return (
-            f"{_count(evals, 'time')} × {_count(sets + online, 'episode')} = "
+            f"{counted(evals, 'time')} × {counted(sets + online, 'episode')} = "
             f"{evals * (sets + online):,} episodes"
         )
     total = evals * (sets + online) - online
     return (
-        f"{_count(evals, 'time')}, {_count(sets, 'episode')} at the start "
+        f"{counted(evals, 'time')}, {counted(sets, 'episode')} at the start "
         f"and {sets + online:,} later = at most {total:,} episodes"
     )
 
@@ -398,7 +369,3 @@ def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
         if has_online
         else 0
     )
-
-
-def _count(n: int, singular: str, plural: str | None = None) -> str:
-    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"

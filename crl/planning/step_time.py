@@ -29,8 +29,9 @@ from dataclasses import dataclass
 
 from crl.config.schema import RunConfig
 from crl.config.shapes import ModelShape
-from crl.planning.gpu_memory import dtype_bytes
-from crl.planning.gpu_plan import GpuPlan, GpuUser
+from crl.engines.backends import ENGINES
+from crl.modeling.memory import GpuUser, dtype_bytes
+from crl.planning.gpu_plan import GpuPlan
 from crl.planning.model_checks import model_sections
 
 FLOPS_SHARE = 0.4
@@ -191,9 +192,8 @@ def role_seconds(
                 shape, work, extra_passes=extra, gpus=gpus, flops=flops
             )
             continue
-        gpus, replicas = 1, 1
-        if config.engine.kind == "vllm":
-            gpus, replicas = config.engine.tensor_parallel, config.engine.replicas
+        engine = ENGINES[config.engine.kind]
+        gpus, replicas = engine.gpus_per_replica(config.engine), engine.replicas(config.engine)
         kv_bytes = shape.kv_bytes(element_bytes) / min(gpus, shape.attention.kv_heads)
         fitting = int(placement.memory.cache / (kv_bytes * work.tokens / 2))
         replica = Replica(gpus, max(1, min(config.engine.max_batch, fitting)), element_bytes)

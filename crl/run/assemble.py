@@ -7,7 +7,6 @@ actor's prompts, and `tasks.py` builds the environments and the task streams.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -22,11 +21,9 @@ import torch
 from crl.config import RunConfig, resolve_model
 from crl.config.models import model_profile
 from crl.config.schema import RATE_WINDOW, ActorSection, ExtractorSection
-from crl.config.shapes import require_context
 from crl.embedders import open_embedder
 from crl.embedders.cached import CachedEmbedder
-from crl.engines import prepare_vllm
-from crl.engines.torch import TorchEngine
+from crl.engines.backends import ENGINES, ServedModel, open_engine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.evaluation.diagnostics import Diagnostics
@@ -34,8 +31,7 @@ from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.learners.deepspeed import ComputeSettings, DeepSpeedLearner, RankSettings, ZeroSettings
-from crl.learners.local import LocalLearner
+from crl.learners.backends import LEARNERS, TrainedModel, open_learner
 from crl.learners.step import TrainSettings
 from crl.manager import (
     Distilled,
@@ -51,19 +47,18 @@ from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, 
 from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.modeling.loading import (
-    load_model,
     load_tokenizer,
     precision,
-    require_packing,
     resolve_device,
     stop_ids,
 )
+from crl.modeling.memory import GpuAssignment
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.planning.context import chat_context
-from crl.planning.gpu_plan import GpuAssignment, assigned_gpus
-from crl.planning.machine_checks import require_assigned, require_rank_settings
+from crl.planning.gpu_plan import assigned_gpus
+from crl.planning.machine_checks import require_assigned
 from crl.planning.preflight import require_compatible_extractor
 from crl.prompts import prompt
 from crl.protocols import (
@@ -272,50 +267,27 @@ async def _learner(
     loss: Loss,
     stack: AsyncExitStack,
 ) -> Learner:
-    section, settings = role.section, _train_settings(config, role.section)
-    if config.learner.kind == "deepspeed":
-        learner = await _deepspeed_learner(
-            config, gpus.get(f"{role.name} learner", NO_GPU), role, loss, settings
-        )
-    else:
-        model = load_model(
-            role.path, _learner_device(config), _precision(config, role), key=role.key
-        )
-        require_packing(model, role.path, role.key)
-        learner = LocalLearner(
-            model, loss, section.optimizer, settings, threads=config.learner.threads
-        )
+    section = config.learner
+    assigned = gpus.get(f"{role.name} learner", NO_GPU)
+    if not LEARNERS[section.kind].in_process and _learner_device(config).type == "cuda":
+        require_assigned("learner.device", section.device, assigned.gpus, "learner.device=cpu")
+    model = TrainedModel(
+        role.name,
+        role.path,
+        _precision(config, role),
+        role.section.optimizer,
+        loss,
+        _train_settings(config, role.section),
+    )
+    learner = await open_learner(
+        section,
+        model,
+        assigned,
+        receivers=ENGINES[config.engine.kind].nccl_receivers(config.engine),
+        deterministic=config.run.deterministic,
+    )
     stack.push_async_callback(learner.aclose)
     return learner
-
-
-async def _deepspeed_learner(
-    config: RunConfig, assigned: GpuAssignment, role: ModelRole, loss: Loss, settings: TrainSettings
-) -> DeepSpeedLearner:  # fmt: skip
-    learner, cuda = config.learner, _learner_device(config).type == "cuda"
-    bfloat16 = _precision(config, role) == torch.bfloat16
-    require_rank_settings(config, cuda=cuda, bfloat16=bfloat16)
-    if cuda:
-        require_assigned("learner.device", learner.device, assigned.gpus, "learner.device=cpu")
-    ranks = RankSettings(
-        model=role.path,
-        key=role.key,
-        loss=loss,
-        optimizer=role.section.optimizer,
-        train=settings,
-        compute=ComputeSettings(
-            device="cuda" if cuda else "cpu",
-            precision="bfloat16" if bfloat16 else "float32",
-            threads=learner.threads,
-            deterministic=config.run.deterministic,
-        ),
-        zero=ZeroSettings(learner.zero, learner.offload),
-        timeout=learner.timeout,
-    )
-    nccl = config.engine.kind == "vllm" and config.engine.transfer == "nccl"
-    receivers = config.engine.replicas * config.engine.tensor_parallel if nccl else 0
-    gpus = assigned.gpus if cuda else ()
-    return await DeepSpeedLearner.start(ranks, learner.ranks, gpus=gpus, receivers=receivers)
 
 
 def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:
@@ -357,71 +329,34 @@ async def _open_engine(
     replicas: int,
     stack: AsyncExitStack,
 ) -> Engine:
-    engine = (
-        await _vllm_engine(config, assigned, role, replicas)
-        if config.engine.kind == "vllm"
-        else _torch_engine(config, role)
+    section = config.engine
+    if not ENGINES[section.kind].in_process:
+        require_assigned("engine.kind", section.kind, assigned.gpus, "engine.kind=torch")
+    engine = await open_engine(
+        section,
+        ServedModel(
+            role.name, role.path, _precision(config, role), role.section.max_context_tokens
+        ),
+        assigned,
+        replicas=replicas,
+        deterministic=config.run.deterministic,
     )
     stack.push_async_callback(engine.aclose)
     return engine
-
-
-async def _vllm_engine(
-    config: RunConfig, assigned: GpuAssignment, role: ModelRole, replicas: int
-) -> Engine:
-    prepare_vllm("engine.kind", "vllm")
-    require_assigned("engine.kind", "vllm", assigned.gpus, "engine.kind=torch")
-    from crl.engines.vllm import VllmEngine, VllmSettings, WeightSettings
-
-    section = config.engine
-    tensor_parallel = section.tensor_parallel
-    settings = VllmSettings(
-        placements=tuple(
-            assigned.gpus[tensor_parallel * i : tensor_parallel * (i + 1)] for i in range(replicas)
-        ),
-        weights=WeightSettings(
-            dtype="bfloat16" if _precision(config, role) == torch.bfloat16 else "float32",
-            load_format=section.load_format,
-            transfer=section.transfer,
-        ),
-        tensor_parallel=tensor_parallel,
-        memory_fraction=assigned.fraction,
-        max_batch=section.max_batch,
-        max_context=role.section.max_context_tokens,
-        threads=section.threads,
-    )
-    return await VllmEngine.start(role.path, settings, role.key)
-
-
-def _torch_engine(config: RunConfig, role: ModelRole) -> Engine:
-    if config.run.deterministic:
-        # Without this variable CUDA's matrix products refuse to be deterministic.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    model = load_model(
-        role.path,
-        resolve_device(config.engine.device, "engine.device"),
-        _precision(config, role),
-        key=role.key,
-    )
-    context = role.section.max_context_tokens
-    require_context(role.name, context, getattr(model.config, "max_position_embeddings", None))
-    return TorchEngine(
-        model, max_batch=config.engine.max_batch, max_context=context, threads=config.engine.threads
-    )
 
 
 def _learner_device(config: RunConfig) -> torch.device:
     return resolve_device(config.learner.device, "learner.device")
 
 
-def _precision(config: RunConfig, role: ModelRole) -> torch.dtype:
-    """Return the dtype of learner and engine.
+def _precision(config: RunConfig, role: ModelRole) -> Literal["float32", "bfloat16"]:
+    """Return the precision of learner and engine.
 
     Both use the same one, so the engine samples with exactly the weights that the learner
     publishes.
     """
-    return precision(config.learner.precision, role.path, _learner_device(config))
+    dtype = precision(config.learner.precision, role.path, _learner_device(config))
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def _runner(

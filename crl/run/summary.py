@@ -20,6 +20,7 @@ from crl.evaluation.metrics import GroupGap, mean_gap
 from crl.intervals import plus_minus
 from crl.run.totals import Totals
 from crl.types import Experience
+from crl.wording import counted
 
 if TYPE_CHECKING:
     from crl.run.loop import TrainingLoop
@@ -136,7 +137,7 @@ class ExperienceReport:
         lines = ["", "experience [± half a 95 % interval, by Student's t over places]:"]
         if self.gaps:
             gap = mean_gap(self.gaps)
-            sample = f"{_count(gap.n, 'group')} in {_count(gap.clusters, 'place')}"
+            sample = f"{counted(gap.n, 'group')} in {counted(gap.clusters, 'place')}"
             lines.append(
                 "  guided − free success in the same groups, second half of the run: "
                 f"{gap} over {sample}"
@@ -152,7 +153,7 @@ class ExperienceReport:
             f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: "
             f"{stats.get('ops/add', 0)} added, {stats.get('ops/update', 0)} updated, "
             f"{stats.get('ops/return', 0)} returned, {stats.get('ops/drop', 0)} refused; "
-            f"{_count(stats.get('queue/dead', 0), 'episode')} failed"
+            f"{counted(stats.get('queue/dead', 0), 'episode')} failed"
         )
         lines.append(f"  bank: {stats['bank/size']} experiences in {self.bank}")
         if self.best:
@@ -188,7 +189,7 @@ def _online_bank_lines(evaluation: Evaluation) -> list[str]:
 def _lift(experience: Experience) -> str:
     lift = experience.counters.lift
     return (
-        f"lift {plus_minus(lift.mean, lift.half_width)} over {_count(lift.groups, 'group')}"
+        f"lift {plus_minus(lift.mean, lift.half_width)} over {counted(lift.groups, 'group')}"
         if lift
         else "lift unknown"
     )
@@ -196,10 +197,6 @@ def _lift(experience: Experience) -> str:
 
 def _wins(experience: Experience) -> str:
     return f"{experience.counters.won:>3} of {experience.counters.credited:>3}"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:

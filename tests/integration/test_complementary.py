@@ -104,7 +104,9 @@ def fixed_outcomes(*, all_members: bool = False) -> Iterator[None]:
     ) -> Trajectory:
         played = await play(runner, key, task, plan)
         succeeds = key.group % 2 == 0 and (all_members or plan.condition == "guided")
-        return replace(played, success=succeeds) if key.purpose == "train" else played
+        if key.purpose != "train":
+            return played
+        return replace(played, outcome=replace(played.outcome, success=succeeds))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(EpisodeRunner, "play", judged)

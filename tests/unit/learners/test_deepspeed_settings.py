@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from crl.algo import micro_batches, rank_shares
 from crl.config.load import load
 from crl.errors import ConfigError
-from crl.learners.deepspeed import RankSettings, split_minibatches
-from crl.planning.gpu_plan import GpuAssignment
+from crl.learners.deepspeed import DeepSpeedLearner, RankSettings, split_minibatches
+from crl.modeling.memory import GpuAssignment
 from crl.planning.machine_checks import require_learner
 from crl.planning.plan import plan
 from crl.run import assemble
@@ -158,23 +159,24 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankSettings, int, di
     """Return the arguments that learners are started with. No ranks are started."""
     calls: list[tuple[RankSettings, int, dict[str, Any]]] = []
 
-    async def start(settings: RankSettings, ranks: int, **options: Any) -> None:
-        calls.append((settings, ranks, options))
+    class Learner:
+        async def aclose(self) -> None:
+            pass
 
-    monkeypatch.setattr(assemble.DeepSpeedLearner, "start", start)
+    async def start(settings: RankSettings, ranks: int, **options: Any) -> Learner:
+        calls.append((settings, ranks, options))
+        return Learner()
+
+    monkeypatch.setattr(DeepSpeedLearner, "start", start)
     return calls
 
 
 async def start_learner(*sets: str, assigned: GpuAssignment = NO_GPU) -> None:
     config = load(["room"], sets=["learner.kind=deepspeed", "learner.ranks=2", *sets])
     role = assemble._actor(config)
-    await assemble._deepspeed_learner(
-        config,
-        assigned,
-        role,
-        None,  # pyright: ignore
-        assemble._train_settings(config, role.section),
-    )
+    gpus, loss = {"actor learner": assigned}, None
+    async with AsyncExitStack() as stack:
+        await assemble._learner(config, gpus, role, loss, stack)  # pyright: ignore
 
 
 async def test_ranks_on_the_cpu(started: list[Any]) -> None:

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.config.load import load
+from crl.modeling.memory import GIB
 from crl.planning import doctor
 from crl.planning.doctor import Check, environment, failed
-from crl.planning.gpu_memory import GIB
 from crl.planning.gpus import Gpu
 
 Usage = namedtuple("Usage", "total used free")

@@ -14,12 +14,11 @@ from crl.config.load import load
 from crl.config.models import find_model, resolve_model
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
+from crl.modeling.memory import GIB, GpuAssignment
 from crl.planning import gpu_plan as module
 from crl.planning import gpus
-from crl.planning.gpu_memory import GIB
 from crl.planning.gpu_plan import (
     USABLE_SHARE,
-    GpuAssignment,
     GpuPlan,
     assigned_gpus,
     describe,

@@ -19,13 +19,13 @@ from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 from crl.manager.storage.database import Database
 from crl.modeling.loading import load_tokenizer
+from crl.modeling.memory import GIB
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.planning import doctor, gpu_plan, machine_checks, model_checks, preflight
 from crl.planning import plan as plan_module
-from crl.planning.gpu_memory import GIB
 from crl.planning.gpus import Gpu
 from crl.planning.plan import dry_run
 from crl.run import main

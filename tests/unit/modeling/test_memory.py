@@ -11,23 +11,14 @@ from typing import Any
 import pytest
 
 from crl.config.models import model_shape
-from crl.config.schema import LearnerSection
+from crl.config.schema import EngineSection, LearnerSection
 from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
+from crl.embedders import EMBEDDER_WORK_BYTES, embedder_memory
+from crl.engines.backends import ENGINES, PREFILL_TOKENS, VLLM_WORK_BYTES
 from crl.errors import ConfigError
+from crl.learners.backends import LEARNERS
 from crl.modeling import MAX_LOGITS
-from crl.planning.gpu_memory import (
-    EMBEDDER_WORK_BYTES,
-    GIB,
-    PREFILL_TOKENS,
-    PROCESS_BYTES,
-    VLLM_WORK_BYTES,
-    embedder_memory,
-    host_memory,
-    learner_memory,
-    state_memory,
-    torch_engine_memory,
-    vllm_memory,
-)  # fmt: skip
+from crl.modeling.memory import GIB, PROCESS_BYTES, Memory
 
 SMALL = ModelShape(
     1_000_000_000, layers=2, hidden=8, intermediate=32,
@@ -38,6 +29,26 @@ SMALL = ModelShape(
 
 def deepspeed(**settings) -> LearnerSection:
     return LearnerSection(**{"kind": "deepspeed", "ranks": 4, "zero": 3, **settings})
+
+
+def learner_memory(
+    shape: ModelShape, section: LearnerSection, tokens: int, *, reference: bool = False
+) -> Memory:
+    return LEARNERS[section.kind].memory(section, shape, tokens, reference=reference)
+
+
+def host_bytes(shape: ModelShape, section: LearnerSection) -> float:
+    return LEARNERS[section.kind].host_bytes(section, shape)
+
+
+def state_bytes(shape: ModelShape, section: LearnerSection) -> float:
+    return LEARNERS[section.kind].state_bytes(section, shape)
+
+
+def engine_memory(shape: ModelShape, tokens: int, element_bytes: int, **settings) -> Memory:
+    section = EngineSection(**settings)
+    request = ENGINES[section.kind].request("actor engine", section, shape, tokens, element_bytes)
+    return request.memory
 
 
 # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────
@@ -154,12 +165,12 @@ def test_precision_follows_the_checkpoint():
     )
 
 
-def test_offloaded_states_are_in_host_memory():
-    assert host_memory(SMALL, deepspeed(offload=True)) == 20e9
-    assert state_memory(SMALL, deepspeed(offload=True)) == 22e9  # the 16-bit weights stay there
-    assert host_memory(SMALL, deepspeed()) == 0
-    assert state_memory(SMALL, deepspeed()) == 18e9
-    assert state_memory(SMALL, LearnerSection(precision="float32")) == 16e9
+def test_offloaded_states_are_in_host_bytes():
+    assert host_bytes(SMALL, deepspeed(offload=True)) == 20e9
+    assert state_bytes(SMALL, deepspeed(offload=True)) == 22e9  # the 16-bit weights stay there
+    assert host_bytes(SMALL, deepspeed()) == 0
+    assert state_bytes(SMALL, deepspeed()) == 18e9
+    assert state_bytes(SMALL, LearnerSection(precision="float32")) == 16e9
 
 
 def test_buckets_and_copies():
@@ -215,26 +226,28 @@ def test_a_long_sequence_needs_activation_checkpointing():
 
 
 def test_a_vllm_engine():
-    memory = vllm_memory(PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"], 1, 32_768, 2)
+    shape = PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"]
+    memory = engine_memory(shape, 32_768, 2, kind="vllm")
     assert (memory.weights, memory.cache, memory.other) == (
         2 * 7_615_616_512,
         1.75 * GIB,
         PROCESS_BYTES + VLLM_WORK_BYTES,
     )
-    two_gpus = vllm_memory(PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"], 2, 32_768, 2)
+    two_gpus = engine_memory(shape, 32_768, 2, kind="vllm", tensor_parallel=2)
     assert (two_gpus.weights, two_gpus.cache) == (7_615_616_512, 0.875 * GIB)
     # Two heads cannot be split into four parts.
-    assert vllm_memory(SMALL, 4, 1000, 2).cache == vllm_memory(SMALL, 2, 1000, 2).cache
+    two, four = (engine_memory(SMALL, 1000, 2, kind="vllm", tensor_parallel=n) for n in (2, 4))
+    assert four.cache == two.cache
 
 
 def test_the_torch_engine_caches_a_full_batch_and_prefixes():
-    memory = torch_engine_memory(SMALL, 16, 5000, 4)
+    memory = engine_memory(SMALL, 5000, 4, max_batch=16)
     # 64 = 2 · 2 layers · 2 heads · 2 · 4 bytes. The rows grow by doubling.
     assert memory.cache == 2 * 16 * 8192 * 64
     assert memory.weights == 4e9
     # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
     assert memory.activations == PREFILL_TOKENS * 800 + 3 * 4 * 16 * 100
-    assert torch_engine_memory(SMALL, 16, 5000, 2).cache == memory.cache / 2
+    assert engine_memory(SMALL, 5000, 2, max_batch=16).cache == memory.cache / 2
 
 
 def test_an_embedder():

@@ -1,0 +1,298 @@
+"""Kinds of inference engines: what each needs, how much memory it takes, and how it is opened.
+
+This module is the only place that tells the kinds apart; their settings are in `EngineSection`. A
+new kind is a subclass of `EngineBackend` in `ENGINES`, and a value of `EngineSection.kind`. Torch
+is imported only to open an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from crl.config.schema import EngineSection
+from crl.config.shapes import ModelShape, require_context, require_divisible
+from crl.engines import prepare_vllm, require_vllm
+from crl.modeling.memory import (
+    GIB,
+    PROCESS_BYTES,
+    GpuAssignment,
+    GpuRequest,
+    GpuUser,
+    Memory,
+    VllmCache,
+    layer_bytes,
+    size_text,
+)
+from crl.protocols import Engine
+from crl.wording import counted, device_text
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens of one forward pass of the torch engine."""
+
+VLLM_WORK_BYTES = 3.0 * GIB
+"""Bytes of vLLM apart from weights and cache.
+
+They cover the forward pass of a full batch, CUDA graphs and the sampler's logits.
+"""
+
+ALTERNATIVE_FRACTIONS = (0.8, 0.5, 0.3)
+"""Alternatives that are tried for an engine.memory_fraction that does not fit."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Model that an engine serves."""
+
+    role: Literal["actor", "extractor"]
+    path: Path
+    """Directory of the model."""
+    dtype: Literal["float32", "bfloat16"]
+    """Precision of the weights."""
+    max_context: int
+    """Maximum number of tokens of prompt and answer."""
+
+    @property
+    def key(self) -> str:
+        """Setting that names the model; used in error messages."""
+        return f"{self.role}.model"
+
+
+class EngineBackend(ABC):
+    """One kind of engine."""
+
+    in_process: ClassVar[bool]
+    """True if the engine is part of this process. Other engines use the GPUs assigned to them."""
+    extra: ClassVar[str] = ""
+    """Extra that installs the engine; empty if the base install does."""
+
+    @abstractmethod
+    def require_installed(self) -> None:
+        """Raise `ConfigError` if the engine is not installed."""
+
+    @abstractmethod
+    def require_servable(self, section: EngineSection, role: str, shape: ModelShape) -> None:
+        """Raise `ConfigError` for a model that the engine cannot serve on any machine."""
+
+    @abstractmethod
+    def uses_gpu(self, section: EngineSection) -> bool:
+        """Return whether the engine uses a GPU of a machine that has GPUs."""
+
+    def replicas(self, section: EngineSection) -> int:
+        """Return the number of engines per model."""
+        return 1
+
+    def gpus_per_replica(self, section: EngineSection) -> int:
+        return 1
+
+    def nccl_receivers(self, section: EngineSection) -> int:
+        """Return the number of processes per model that receive weights over NCCL."""
+        return 0
+
+    @abstractmethod
+    def request(
+        self, role: GpuUser, section: EngineSection, shape: ModelShape, tokens: int,
+        element_bytes: int,
+    ) -> GpuRequest:  # fmt: skip
+        """Return the GPUs and the memory of one model's engine.
+
+        `tokens` is the maximum context, `element_bytes` the size of one weight.
+        """
+
+    @abstractmethod
+    def describe(self, section: EngineSection) -> str:
+        """Return the engine's line in the plan of a run."""
+
+    def memory_settings(self, section: EngineSection) -> Iterator[tuple[str, Any]]:
+        """Yield (key, value) of settings that save memory, the least harmful to learning first."""
+        yield from ()
+
+    @abstractmethod
+    async def open(
+        self, section: EngineSection, model: ServedModel, assigned: GpuAssignment, *,
+        replicas: int, deterministic: bool,
+    ) -> Engine:  # fmt: skip
+        """Start an engine that serves `model`. Raise `ConfigError` or `EngineError` if it fails."""
+
+
+class TorchBackend(EngineBackend):
+    """`crl.engines.torch.TorchEngine`, in a thread of this process."""
+
+    in_process = True
+
+    def require_installed(self) -> None:
+        """Do nothing: torch is part of the base install."""
+
+    def require_servable(self, section: EngineSection, role: str, shape: ModelShape) -> None:
+        """Do nothing: sizes do not limit this engine."""
+
+    def uses_gpu(self, section: EngineSection) -> bool:
+        return section.device != "cpu"
+
+    def request(
+        self, role: GpuUser, section: EngineSection, shape: ModelShape, tokens: int,
+        element_bytes: int,
+    ) -> GpuRequest:  # fmt: skip
+        """See `EngineBackend.request`.
+
+        The cache has rows for a full batch, and as much again for stored prefixes. Row lengths are
+        powers of two, at least 128, because a row doubles when it is full.
+        """
+        batch, row_tokens = section.max_batch, max(128, 1 << (tokens - 1).bit_length())
+        memory = Memory(
+            weights=element_bytes * shape.parameters,
+            cache=2 * batch * row_tokens * shape.kv_bytes(element_bytes),
+            activations=PREFILL_TOKENS * layer_bytes(shape, element_bytes)
+            + 3 * 4 * batch * shape.vocabulary,
+            other=PROCESS_BYTES,
+        )
+        description = (
+            f"{size_text(shape)}, torch, in this process: "
+            f"rows for {batch} sequences of {tokens:,} tokens"
+        )
+        return GpuRequest(role, 1, memory, description, first_gpu=True)
+
+    def describe(self, section: EngineSection) -> str:
+        return f"torch on {device_text(section.device)}, {counted(section.threads, 'CPU thread')}"
+
+    def memory_settings(self, section: EngineSection) -> Iterator[tuple[str, Any]]:
+        if section.max_batch > 8:
+            yield "engine.max_batch", 8
+
+    async def open(
+        self, section: EngineSection, model: ServedModel, assigned: GpuAssignment, *,
+        replicas: int, deterministic: bool,
+    ) -> Engine:  # fmt: skip
+        import torch
+
+        from crl.engines.torch import TorchEngine
+        from crl.modeling.loading import load_model, resolve_device
+
+        if deterministic:
+            # Without this variable CUDA's matrix products refuse to be deterministic.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        device, dtype = resolve_device(section.device, "engine.device"), getattr(torch, model.dtype)
+        loaded = load_model(model.path, device, dtype, key=model.key)
+        positions = getattr(loaded.config, "max_position_embeddings", None)
+        require_context(model.role, model.max_context, positions)
+        return TorchEngine(
+            loaded,
+            max_batch=section.max_batch,
+            max_context=model.max_context,
+            threads=section.threads,
+        )
+
+
+class VllmBackend(EngineBackend):
+    """`crl.engines.vllm.VllmEngine`, in processes of its own."""
+
+    in_process = False
+    extra = "vllm"
+
+    def require_installed(self) -> None:
+        require_vllm("engine.kind", "vllm")
+
+    def require_servable(self, section: EngineSection, role: str, shape: ModelShape) -> None:
+        require_divisible(role, section.tensor_parallel, shape.attention.heads)
+
+    def uses_gpu(self, section: EngineSection) -> bool:
+        return True
+
+    def replicas(self, section: EngineSection) -> int:
+        return section.replicas
+
+    def gpus_per_replica(self, section: EngineSection) -> int:
+        return section.tensor_parallel
+
+    def nccl_receivers(self, section: EngineSection) -> int:
+        return section.replicas * section.tensor_parallel if section.transfer == "nccl" else 0
+
+    def request(
+        self, role: GpuUser, section: EngineSection, shape: ModelShape, tokens: int,
+        element_bytes: int,
+    ) -> GpuRequest:  # fmt: skip
+        """See `EngineBackend.request`.
+
+        The memory is the minimum, with a cache for one sequence of `tokens`. All memory above it
+        becomes cache.
+        """
+        parallel, kv_heads = section.tensor_parallel, shape.attention.kv_heads
+        # With fewer KV heads than GPUs, each head is replicated on several GPUs.
+        share = max(1, kv_heads // parallel) / kv_heads
+        memory = Memory(
+            weights=element_bytes * shape.parameters / parallel,
+            cache=tokens * shape.kv_bytes(element_bytes) * share,
+            other=PROCESS_BYTES + VLLM_WORK_BYTES,
+        )
+        token_bytes = shape.kv_bytes(element_bytes) / min(parallel, kv_heads)
+        description = (
+            f"{size_text(shape)}, vLLM, {counted(section.replicas, 'replica')} "
+            f"of {counted(parallel, 'GPU')}"
+        )
+        return GpuRequest(
+            role,
+            section.replicas * parallel,
+            memory,
+            description,
+            key="engine.replicas",
+            vllm_cache=VllmCache(takes_free_memory=True, token_bytes=token_bytes),
+        )
+
+    def describe(self, section: EngineSection) -> str:
+        parallel = section.tensor_parallel
+        gpus = f", each on {counted(parallel, 'GPU')}" if parallel > 1 else ""
+        initial = ", random initial weights" if section.load_format == "dummy" else ""
+        return (
+            f"vllm, {counted(section.replicas, 'replica')} of each model{gpus}; "
+            f"weight transfer by {section.transfer}{initial}"
+        )
+
+    def memory_settings(self, section: EngineSection) -> Iterator[tuple[str, Any]]:
+        if section.transfer == "nccl":
+            yield "engine.transfer", "file"
+        if section.replicas > 1:
+            yield "engine.replicas", 1
+        if section.memory_fraction:
+            yield from (("engine.memory_fraction", share) for share in ALTERNATIVE_FRACTIONS)
+
+    async def open(
+        self, section: EngineSection, model: ServedModel, assigned: GpuAssignment, *,
+        replicas: int, deterministic: bool,
+    ) -> Engine:  # fmt: skip
+        prepare_vllm("engine.kind", "vllm")
+        from crl.engines.vllm import VllmEngine, VllmSettings, WeightSettings
+
+        parallel = section.tensor_parallel
+        settings = VllmSettings(
+            placements=tuple(
+                assigned.gpus[parallel * i : parallel * (i + 1)] for i in range(replicas)
+            ),
+            weights=WeightSettings(
+                dtype=model.dtype, load_format=section.load_format, transfer=section.transfer
+            ),
+            tensor_parallel=parallel,
+            memory_fraction=assigned.fraction,
+            max_batch=section.max_batch,
+            max_context=model.max_context,
+            threads=section.threads,
+        )
+        return await VllmEngine.start(model.path, settings, model.key)
+
+
+ENGINES: dict[str, EngineBackend] = {"torch": TorchBackend(), "vllm": VllmBackend()}
+"""Kinds of engines by `EngineSection.kind`."""
+
+
+async def open_engine(
+    section: EngineSection, model: ServedModel, assigned: GpuAssignment, *,
+    replicas: int, deterministic: bool,
+) -> Engine:  # fmt: skip
+    """Start the configured engine; see `EngineBackend.open`."""
+    return await ENGINES[section.kind].open(
+        section, model, assigned, replicas=replicas, deterministic=deterministic
+    )

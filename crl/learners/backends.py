@@ -1,0 +1,379 @@
+"""Kinds of learners: what each needs, how much memory it takes, and how it is opened.
+
+This module is the only place that tells the kinds apart; their settings are in `LearnerSection`. A
+new kind is a subclass of `LearnerBackend` in `LEARNERS`, and a value of `LearnerSection.kind`.
+Torch is imported only to open a learner.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from crl.config.schema import LearnerSection, OptimizerSection
+from crl.config.shapes import ModelShape
+from crl.errors import ConfigError
+from crl.extras import require_package
+from crl.modeling.memory import (
+    PROCESS_BYTES,
+    GpuAssignment,
+    GpuRequest,
+    GpuUser,
+    Memory,
+    dtype_bytes,
+    gib_text,
+    size_text,
+    training_bytes,
+)
+from crl.protocols import Learner, Loss
+from crl.wording import counted, device_text
+
+if TYPE_CHECKING:
+    from crl.learners.step import TrainSettings
+
+OFFLOADED_PARAMETER_BYTES = 20
+"""Bytes per parameter in the machine's memory if the optimizer is offloaded.
+
+They are: fp32 weights 4, the optimizer's two moments 8, gradients 4, DeepSpeed's buffer at most 4.
+"""
+
+REDUCE_BUCKET = 500_000_000
+"""Elements of DeepSpeed's bucket for reducing gradients.
+
+The bucket for gathering updated parameters has the same size.
+"""
+
+MAX_LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 holds gathered at a time (stage3_max_live_parameters)."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Model that a learner trains."""
+
+    role: Literal["actor", "extractor"]
+    path: Path
+    """Directory of the model."""
+    dtype: Literal["float32", "bfloat16"]
+    """Precision of the weights in forward and backward passes."""
+    optimizer: OptimizerSection
+    loss: Loss
+    settings: TrainSettings
+
+    @property
+    def key(self) -> str:
+        """Setting that names the model; used in error messages."""
+        return f"{self.role}.model"
+
+
+class LearnerBackend(ABC):
+    """One kind of learner."""
+
+    in_process: ClassVar[bool]
+    """True if the learner is part of this process. Other learners use the GPUs assigned to them."""
+    extra: ClassVar[str] = ""
+    """Extra that installs the learner; empty if the base install does."""
+
+    @abstractmethod
+    def require_installed(self) -> None:
+        """Raise `ConfigError` if the learner is not installed."""
+
+    @abstractmethod
+    def require_trainable(
+        self, section: LearnerSection, *, cuda: bool, bfloat16: bool, receivers: int
+    ) -> None:
+        """Raise `ConfigError` if a model cannot be trained with these settings.
+
+        `cuda`: the learner is on GPUs. `bfloat16`: the model is trained in bfloat16. `receivers` is
+        as in `open`.
+        """
+
+    @abstractmethod
+    def memory(
+        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False
+    ) -> Memory:
+        """Return the memory of one rank.
+
+        `tokens` is the size of a micro-batch; it must cover the longest sequence. With `reference`
+        a whole frozen copy of the model is included, for the KL term.
+        """
+
+    def host_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+        """Return the bytes of the machine's memory that all ranks take together."""
+        return 0.0
+
+    @abstractmethod
+    def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+        """Return the bytes of weights, gradients and optimizer of all ranks together.
+
+        GPU memory and the machine's memory are included. Each state is counted once.
+        """
+
+    @abstractmethod
+    def request(
+        self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
+        reference: bool,
+    ) -> GpuRequest:  # fmt: skip
+        """Return the GPUs and the memory of one model's learner; see `memory`."""
+
+    @abstractmethod
+    def describe(self, section: LearnerSection) -> str:
+        """Return the learner's line in the plan of a run."""
+
+    def memory_settings(self, section: LearnerSection, gpus: int) -> Iterator[tuple[str, Any]]:
+        """Yield (key, value) of settings that save memory, the least harmful to learning first.
+
+        `gpus` is the number of GPUs of the run.
+        """
+        if not section.activation_checkpointing:
+            yield "learner.activation_checkpointing", True
+
+    @abstractmethod
+    async def open(
+        self, section: LearnerSection, model: TrainedModel, assigned: GpuAssignment, *,
+        receivers: int, deterministic: bool,
+    ) -> Learner:  # fmt: skip
+        """Start a learner of `model`.
+
+        `receivers` is the number of engine processes that receive the weights over NCCL. Raise
+        `ConfigError` or `LearnerError` if the start fails.
+        """
+
+
+class LocalBackend(LearnerBackend):
+    """`crl.learners.local.LocalLearner`, in a thread of this process."""
+
+    in_process = True
+
+    def require_installed(self) -> None:
+        """Do nothing: torch is part of the base install."""
+
+    def require_trainable(
+        self, section: LearnerSection, *, cuda: bool, bfloat16: bool, receivers: int
+    ) -> None:
+        """Do nothing: the learner trains on every device and in every precision."""
+
+    def memory(
+        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False
+    ) -> Memory:
+        """See `LearnerBackend.memory`. The learner publishes a copy of the weights."""
+        n, element_bytes = shape.parameters, dtype_bytes(shape, section)
+        return Memory(
+            weights=n * element_bytes * (1 + reference),
+            gradients=n * 4.0,
+            optimizer=float(n * _optimizer_bytes(0, element_bytes)),
+            activations=training_bytes(
+                shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
+            ),
+            other=PROCESS_BYTES + n * element_bytes,
+        )
+
+    def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+        element_bytes = dtype_bytes(shape, section)
+        return float(shape.parameters * (element_bytes + 4 + _optimizer_bytes(0, element_bytes)))
+
+    def request(
+        self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
+        reference: bool,
+    ) -> GpuRequest:  # fmt: skip
+        description = (
+            f"{size_text(shape)}, in this process: {gib_text(self.state_bytes(section, shape))} "
+            f"GiB of states; {tokens:,} tokens at a time"
+        )
+        memory = self.memory(section, shape, tokens, reference=reference)
+        return GpuRequest(role, 1, memory, description, first_gpu=True)
+
+    def describe(self, section: LearnerSection) -> str:
+        return f"local {_device_and_threads(section)}{_options(section)}"
+
+    async def open(
+        self, section: LearnerSection, model: TrainedModel, assigned: GpuAssignment, *,
+        receivers: int, deterministic: bool,
+    ) -> Learner:  # fmt: skip
+        import torch
+
+        from crl.learners.local import LocalLearner
+        from crl.modeling.loading import load_model, require_packing, resolve_device
+
+        device = resolve_device(section.device, "learner.device")
+        loaded = load_model(model.path, device, getattr(torch, model.dtype), key=model.key)
+        require_packing(loaded, model.path, model.key)
+        return LocalLearner(
+            loaded, model.loss, model.optimizer, model.settings, threads=section.threads
+        )
+
+
+class DeepSpeedBackend(LearnerBackend):
+    """`crl.learners.deepspeed.DeepSpeedLearner`, with one process per rank."""
+
+    in_process = False
+    extra = "deepspeed"
+
+    def require_installed(self) -> None:
+        require_package("deepspeed", "learner.kind", "deepspeed")
+
+    def require_trainable(
+        self, section: LearnerSection, *, cuda: bool, bfloat16: bool, receivers: int
+    ) -> None:
+        if bfloat16 and not section.zero:
+            reason = "keeps no float32 weights, but training in bfloat16 needs them"
+            raise ConfigError(
+                "learner.zero", 0, reason, "Choose 1, 2 or 3, or learner.precision=float32"
+            )
+        if receivers and not cuda:
+            raise ConfigError(
+                "engine.transfer",
+                "nccl",
+                "NCCL sends from GPU to GPU, but the learner runs on the CPU",
+                "Use engine.transfer=file",
+            )
+
+    def memory(
+        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False
+    ) -> Memory:
+        """See `LearnerBackend.memory`.
+
+        An offloaded optimizer takes no GPU memory. At ZeRO stage 2 or 3 its gradients take none
+        either. A reference model is whole on every rank.
+        """
+        n, element_bytes, zero = shape.parameters, dtype_bytes(shape, section), section.zero
+
+        def shards(stage: int) -> int:
+            return section.ranks if zero >= stage else 1
+
+        return Memory(
+            weights=n * element_bytes / shards(3) + n * element_bytes * reference,
+            gradients=0.0 if section.offload and zero >= 2 else n * 4 / shards(2),
+            optimizer=0.0
+            if section.offload
+            else n * _optimizer_bytes(zero, element_bytes) / shards(1),
+            activations=training_bytes(
+                shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
+            ),
+            other=PROCESS_BYTES + _bucket_bytes(n, zero, element_bytes),
+        )
+
+    def host_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+        """See `LearnerBackend.host_bytes`. Return 0 without offload.
+
+        The bytes are the offloaded states, the gradients, and a buffer of DeepSpeed. The buffer is
+        a second copy of the fp32 gradients at stage 3, and a copy of the weights at lower stages.
+        """
+        return OFFLOADED_PARAMETER_BYTES * float(shape.parameters) if section.offload else 0.0
+
+    def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+        element_bytes = dtype_bytes(shape, section)
+        on_gpus = shape.parameters * (4.0 + _optimizer_bytes(section.zero, element_bytes))
+        return element_bytes * shape.parameters + (self.host_bytes(section, shape) or on_gpus)
+
+    def request(
+        self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
+        reference: bool,
+    ) -> GpuRequest:  # fmt: skip
+        host_bytes = self.host_bytes(section, shape)
+        offloaded = f", {gib_text(host_bytes)} of them in host memory" if host_bytes else ""
+        description = (
+            f"{size_text(shape)}, DeepSpeed ZeRO-{section.zero}, "
+            f"{counted(section.ranks, 'rank')}: {gib_text(self.state_bytes(section, shape))} "
+            f"GiB of states{offloaded}; {tokens:,} tokens at a time"
+        )
+        return GpuRequest(
+            role,
+            section.ranks,
+            self.memory(section, shape, tokens, reference=reference),
+            description,
+            key="learner.ranks",
+            host_bytes=host_bytes,
+        )
+
+    def describe(self, section: LearnerSection) -> str:
+        offload = ", optimizer offloaded" if section.offload else ""
+        return (
+            f"deepspeed {_device_and_threads(section)} each; "
+            f"{counted(section.ranks, 'rank')} of each model, ZeRO-{section.zero}{offload}"
+            f"{_options(section)}"
+        )
+
+    def memory_settings(self, section: LearnerSection, gpus: int) -> Iterator[tuple[str, Any]]:
+        yield from super().memory_settings(section, gpus)
+        if section.zero < 3:
+            yield "learner.zero", 3
+        if not section.offload:
+            yield "learner.offload", True
+        if section.ranks != gpus:
+            yield "learner.ranks", gpus
+
+    async def open(
+        self, section: LearnerSection, model: TrainedModel, assigned: GpuAssignment, *,
+        receivers: int, deterministic: bool,
+    ) -> Learner:  # fmt: skip
+        from crl.learners.deepspeed import (
+            ComputeSettings,
+            DeepSpeedLearner,
+            RankSettings,
+            ZeroSettings,
+        )
+        from crl.modeling.loading import resolve_device
+
+        cuda = resolve_device(section.device, "learner.device").type == "cuda"
+        self.require_trainable(
+            section, cuda=cuda, bfloat16=model.dtype == "bfloat16", receivers=receivers
+        )
+        ranks = RankSettings(
+            model=model.path,
+            key=model.key,
+            loss=model.loss,
+            optimizer=model.optimizer,
+            train=model.settings,
+            compute=ComputeSettings(
+                device="cuda" if cuda else "cpu",
+                precision=model.dtype,
+                threads=section.threads,
+                deterministic=deterministic,
+            ),
+            zero=ZeroSettings(section.zero, section.offload),
+            timeout=section.timeout,
+        )
+        gpus = assigned.gpus if cuda else ()
+        return await DeepSpeedLearner.start(ranks, section.ranks, gpus=gpus, receivers=receivers)
+
+
+LEARNERS: dict[str, LearnerBackend] = {"local": LocalBackend(), "deepspeed": DeepSpeedBackend()}
+"""Kinds of learners by `LearnerSection.kind`."""
+
+
+async def open_learner(
+    section: LearnerSection, model: TrainedModel, assigned: GpuAssignment, *,
+    receivers: int, deterministic: bool,
+) -> Learner:  # fmt: skip
+    """Start the configured learner; see `LearnerBackend.open`."""
+    return await LEARNERS[section.kind].open(
+        section, model, assigned, receivers=receivers, deterministic=deterministic
+    )
+
+
+def _device_and_threads(section: LearnerSection) -> str:
+    return f"on {device_text(section.device)}, {counted(section.threads, 'CPU thread')}"
+
+
+def _options(section: LearnerSection) -> str:
+    options = f", {section.precision}" if section.precision != "auto" else ""
+    return options + (", activation checkpointing" if section.activation_checkpointing else "")
+
+
+def _optimizer_bytes(zero: int, element_bytes: int) -> int:
+    """Return the bytes per parameter of the optimizer.
+
+    They are the two moments (8), plus fp32 weights (4) if the model is in 16 bits or DeepSpeed
+    makes a flat copy of the weights (ZeRO stage 1 and 2).
+    """
+    return 12 if element_bytes == 2 or zero in (1, 2) else 8
+
+
+def _bucket_bytes(parameters: int, zero: int, element_bytes: int) -> float:
+    reduced = min(REDUCE_BUCKET, parameters)
+    gathered = min(MAX_LIVE_PARAMETERS if zero == 3 else REDUCE_BUCKET, parameters)
+    return float(element_bytes * (reduced + gathered)) if zero else 0.0

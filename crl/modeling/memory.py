@@ -1,0 +1,154 @@
+"""Bytes that models take on GPUs, and the GPUs that parts of a run request.
+
+The numbers are computed from model sizes alone, so a plan can be made on any machine. Model states
+are counted as by Rajbhandari et al. (ZeRO, 2020, §3.1), but gradients are accumulated in fp32.
+Activations are the tensors stored for the backward pass of a transformer. They are counted as by
+Korthikanti et al. (2022, §4), for gated MLPs and an attention that stores no scores. The constants
+are upper estimates; they were not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from crl.config.schema import LearnerSection
+from crl.config.shapes import ModelShape
+from crl.modeling import MAX_LOGITS
+
+GIB = 2**30
+
+PROCESS_BYTES = 1.0 * GIB
+"""Bytes of a process on a GPU: CUDA context, NCCL buffers, work space of libraries."""
+
+GpuUser = Literal[
+    "actor engine",
+    "actor learner",
+    "extractor engine",
+    "extractor learner",
+    "untrained extractor",
+    "embedder",
+]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU, by use."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    cache: float = 0.0
+    """Keys and values."""
+    activations: float = 0.0
+    other: float = 0.0
+    """Buffers, a published copy of the weights, and the process itself."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class VllmCache:
+    """Key-value cache of a vLLM engine."""
+
+    takes_free_memory: bool = False
+    """True if the cache also takes the free memory of its GPUs."""
+    token_bytes: float = 0.0
+    """Bytes of one token on each GPU; 0 for an embedder."""
+
+
+@dataclass(frozen=True)
+class GpuRequest:
+    """GPUs and memory that a role requests."""
+
+    role: GpuUser
+    gpus: int
+    """Number of GPUs."""
+    memory: Memory
+    """Memory on each of these GPUs; for a vLLM engine the minimum."""
+    description: str
+    """Description for people."""
+    key: str = "gpus"
+    """Config key that sets the number of GPUs."""
+    vllm_cache: VllmCache | None = None
+    """Cache of a vLLM engine; None for other roles."""
+    first_gpu: bool = False
+    """True if the role must be on the first GPU."""
+    host_bytes: float = 0.0
+    """Bytes of the machine's memory."""
+
+    @property
+    def takes_free_memory(self) -> bool:
+        """True if the role also takes the free memory of its GPUs."""
+        return self.vllm_cache is not None and self.vllm_cache.takes_free_memory
+
+
+@dataclass(frozen=True)
+class GpuAssignment:
+    """GPUs of this machine that are assigned to a role."""
+
+    gpus: tuple[str, ...] = ()
+    """UUIDs, usable in CUDA_VISIBLE_DEVICES. GPUs of one replica are adjacent."""
+    fraction: float | None = None
+    """Share of a GPU's memory for a vLLM engine; None for other roles and unknown GPU sizes."""
+
+
+# ── parts of the memory ───────────────────────────────────────────────────────────────────────────
+
+
+def dtype_bytes(shape: ModelShape, learner: LearnerSection) -> int:
+    """Return the bytes, 2 or 4, of one of a learner's weights on a GPU.
+
+    The engine that receives these weights uses the same precision.
+    """
+    half = shape.half_precision if learner.precision == "auto" else learner.precision == "bfloat16"
+    return 2 if half else 4
+
+
+def layer_bytes(shape: ModelShape, element_bytes: int) -> int:
+    """Return the bytes that one layer stores for one token, for the backward pass.
+
+    Norms: the fp32 input and two results of each of the two. Attention: queries, keys, values and
+    the output. MLP: gate, activation of the gate, up projection and product.
+    """
+    norms = 2 * (4 + 2 * element_bytes) * shape.hidden
+    heads = shape.attention.heads + shape.attention.kv_heads
+    attention = 2 * element_bytes * heads * shape.attention.head_dim
+    return norms + attention + 4 * element_bytes * shape.intermediate
+
+
+def training_bytes(
+    shape: ModelShape, tokens: int, element_bytes: int, *, checkpointing: bool
+) -> float:
+    """Return the bytes of a micro-batch of `tokens`: activations for the backward pass, and logits.
+
+    The gradients of one MLP's hidden layer are included. With `checkpointing` the input of every
+    layer and all activations of one layer are stored. Logits, log-probs and the logits' gradient
+    are in fp32.
+    """
+    layers = (
+        shape.layers * element_bytes * shape.hidden + layer_bytes(shape, element_bytes)
+        if checkpointing
+        else shape.layers * layer_bytes(shape, element_bytes)
+    )
+    activations = tokens * float(layers + 3 * element_bytes * shape.intermediate)
+    return activations + 3.0 * 4 * min(MAX_LOGITS, tokens * shape.vocabulary)
+
+
+# ── wording ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def size_text(shape: ModelShape) -> str:
+    """Return the number of parameters for people. Example: 7.6 B."""
+    return (
+        f"{shape.parameters / 1e9:.1f} B"
+        if shape.parameters >= 5e7
+        else f"{shape.parameters / 1e6:.1f} M"
+    )
+
+
+def gib_text(size: float) -> str:
+    """Return bytes as a number of GiB with one decimal."""
+    return f"{size / GIB:.1f}"
