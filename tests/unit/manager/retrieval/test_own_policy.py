@@ -64,6 +64,7 @@ def test_a_run_retrieves_by_an_own_policy(policy: Path, tmp_path: Path):
         *("rollout.groups=2", "rollout.group_size=4", "eval.probe_every=0"),
         *(f"tasks.room.eval.{name}=0" for name in ("seen", "unseen", "online_places")),
         *("tasks.room.stream.places=1", "tasks.room.stream.permanent=1"),
+        *("run.deterministic=true", "rollout.max_staleness=0"),
         f"retrieval.choice={reference}",
     )
     command = [sys.executable, "-m", "crl", "train", "--tasks", "room", "--steps", "3", "--plain"]
