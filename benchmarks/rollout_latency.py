@@ -127,9 +127,9 @@ class Arm:
     share: float
     """Guided share of a group. With 0 the bank is not used or updated."""
     asks: bool = False
-    """Whether guided episodes may ask."""
+    """True if guided episodes may ask."""
     critic: bool = False
-    """Whether the actor judges retrieved experience."""
+    """True if the actor judges retrieved experience."""
 
     def runner(self, setup: EngineSetup, retriever: Retriever) -> EpisodeRunner:
         """Return the stage's runner with this use of experience."""

@@ -131,7 +131,7 @@ class EpisodeOutcome:
 
     @property
     def asked(self) -> bool:
-        """Whether the actor asked a question."""
+        """True if the actor asked a question."""
         return COMPACT_CALL in self.answers
 
 

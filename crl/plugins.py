@@ -21,6 +21,9 @@ from crl.errors import ConfigError
 
 T = TypeVar("T")
 
+_FILE_MODULE = "crl_plugin_"
+"""Beginning of the names of modules that are loaded from files."""
+
 
 def absolute_reference(reference: str) -> str:
     """Return the reference with the absolute path of its file; other texts are unchanged.
@@ -88,12 +91,18 @@ def _module(source: str, reference: str, key: str, base: str) -> ModuleType:
         ) from error
 
 
+def is_from_file(value: object) -> bool:
+    """Return whether `value` is from a file, so that other processes cannot import its module."""
+    return str(getattr(value, "__module__", "")).startswith(_FILE_MODULE)
+
+
 def _from_file(path: Path) -> ModuleType:
     """Return the module in a file.
 
     A process imports the file only once. The module's name is unique to the file.
     """
-    name = f"crl_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)

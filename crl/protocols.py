@@ -21,6 +21,7 @@ from crl.types import (
     ExperienceUse,
     Minibatch,
     Observation,
+    OldPolicy,
     Origin,
     RolloutPlan,
     Sampling,
@@ -143,7 +144,10 @@ class Learner(Protocol):
 
 
 class Environment(Protocol):
-    """One text game at a time. The host converts errors to `RolloutError`s of kind `env`."""
+    """Text game of one episode at a time.
+
+    The host converts errors to `RolloutError`s of kind `env`.
+    """
 
     async def reset(self, task: Task) -> Observation: ...
     async def step(self, text: str) -> StepResult: ...
@@ -252,8 +256,6 @@ class Response:
 
     action: str
     """Text for the environment, parsed as if the tool did not exist even if `query` is set."""
-    extras: Mapping[str, str]
-    """Other parts of the completion by name, such as the thinking."""
     query: str | None = None
     """Question of a search_and_ask call; None if the agent does not ask."""
 
@@ -322,9 +324,10 @@ class PerTurn:
     """Advantages by trajectory and turn."""
 
     values: Sequence[Sequence[float]]
-    """One value for each of the `turns` of each trajectory.
+    """Values of the `turns` of each trajectory.
 
-    It applies to all tokens that the policy sampled for the turn, those of questions included.
+    The value of a turn applies to all tokens that the policy sampled for it, those of questions
+    included.
     """
 
 
@@ -333,7 +336,7 @@ class PerToken:
     """Advantages by trajectory and sampled token."""
 
     values: Sequence[Sequence[float]]
-    """One value for each sampled token of each trajectory, in the order of its traces."""
+    """Values of the sampled tokens of each trajectory, in the order of its traces."""
 
 
 class AdvantageTerm(Protocol):
@@ -347,12 +350,12 @@ class AdvantageTerm(Protocol):
 
 class Rerender(Protocol):
     def without(
-        self, trajectory: Trajectory, origins: Set[Origin], *, version: int = CURRENT_POLICY
+        self, trajectory: Trajectory, origins: Set[Origin], *, version: OldPolicy = CURRENT_POLICY
     ) -> Sequence[TokenTrace]:
         """Return the trajectory's sampled answers after prompts without segments of `origins`.
 
-        The ids of sampled tokens are unchanged. `version` says which old log-probs they have:
-        `CURRENT_POLICY` or `STEP_START`.
+        The ids of sampled tokens are unchanged. `version` says which old log-probs they have. Raise
+        `ValueError` for another version, or if no message remains before an answer.
         """
         ...
 
@@ -361,7 +364,8 @@ class TrainView(Protocol):
     def __call__(self, trajectory: Trajectory, rerender: Rerender) -> Sequence[TokenTrace]:
         """Return the training samples of a trajectory; empty if it is not trained on.
 
-        With advantages per turn or per token, a view must keep all sampled tokens or none.
+        With advantages per turn or per token, a view must keep all answers of an origin (actions,
+        questions) or none.
         """
         ...
 
@@ -426,9 +430,9 @@ class Method:
     shaper: RewardShaper
     actor: TrainSpec
     distiller: DistillationFilter | None = None
-    """None for a run without experiences: no extractor is loaded and there is no bank."""
+    """Filter of the episodes to distil; None for a run without a bank and an extractor."""
     extractor: ExtractorRole | None = None
-    """None if the extractor is not trained."""
+    """Role of the extractor; None if the extractor is not trained."""
 
 
 class Monitor:

@@ -36,7 +36,7 @@ every run.
 Finish = Literal["stop", "length"]
 ExperienceStatus = Literal["active", "evicted", "merged"]
 UseKind = Literal["start", "ask", "ask_unrefined"]
-"""How an experience reached an episode.
+"""Path on which an experience reached an episode.
 
 * start: retrieved at the start of the episode.
 * ask: retrieved for a question of the agent and rewritten by the extractor.
@@ -145,6 +145,15 @@ STEP_START = -2
 The learner computes them before its first update.
 """
 
+BEHAVIOUR = -3
+"""Version in a `TokenTrace`: the old log-probs are those of the policy that sampled the tokens.
+
+It sampled them after another prompt, so the importance ratio also corrects for the prompt.
+"""
+
+OldPolicy = Literal[-1, -2, -3]
+"""`CURRENT_POLICY`, `STEP_START` or `BEHAVIOUR`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
@@ -162,7 +171,7 @@ class TokenTrace:
     """Policy version that sampled each token; −1 where the mask is 0.
 
     Sampled tokens after another prompt than the one they were sampled for have
-    `CURRENT_POLICY` or `STEP_START` instead.
+    `CURRENT_POLICY`, `STEP_START` or `BEHAVIOUR` instead.
     """
 
     def __post_init__(self) -> None:
@@ -310,7 +319,7 @@ class Counters:
     votes: int = 0
     """Up votes of the extractor minus its down votes."""
     lift: Lift | None = None
-    """None before the first group that also has free members."""
+    """Lift; None before the first group that also has free members."""
 
     @property
     def won(self) -> int:
@@ -387,7 +396,7 @@ class ExperienceUse:
 
     @property
     def reworded(self) -> bool:
-        """Whether the agent read a text that differs from the entry's.
+        """True if the agent read a text that differs from the entry's.
 
         The text is then the extractor's answer to a question or the actor's own refinement.
         """
@@ -445,11 +454,11 @@ class Outcome:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward channels by name."""
     success: bool = False
-    """Whether the environment reported a success; not part of the reward."""
+    """True if the environment reported a success; not part of the reward."""
     score: float | None = None
     """Environment's grade in [0, 1], None if it gives none; not part of the reward."""
     truncated: bool = False
-    """Whether the episode reached its turn limit, a generation limit or the context limit."""
+    """True if the episode reached its turn limit, a generation limit or the context limit."""
     error: str | None = None
     """Reason why the episode failed, else None. A failed trajectory is never trained on."""
 
@@ -517,7 +526,7 @@ class Trajectory:
     address: EpisodeAddress
     """Address in the run."""
     condition: Condition
-    """Whether the episode was allowed to use experience."""
+    """Condition of the episode: guided if it was allowed to use experience, otherwise free."""
     segments: tuple[Segment, ...] = ()
     """Conversation as the agent saw it."""
     traces: tuple[TokenTrace, ...] = ()
@@ -558,12 +567,12 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """Whether the environment reported a success."""
+        """True if the environment reported a success."""
         return self.outcome.success
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode reached its turn limit, a generation limit or the context limit."""
+        """True if the episode reached its turn limit, a generation limit or the context limit."""
         return self.outcome.truncated
 
     @property

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from crl.algo.advantages import (
-        batch_advantages,
         discounted_returns,
         group_advantages,
         sequence_weights,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from crl.algo.terms import sum_terms
 
 __all__ = [
-    "batch_advantages",
     "build_minibatches",
     "cispo",
     "clipped_surrogate",
@@ -57,7 +55,6 @@ __all__ = [
 
 _NAMES = {
     "advantages": (
-        "batch_advantages",
         "discounted_returns",
         "group_advantages",
         "sequence_weights",

@@ -55,12 +55,6 @@ def split_group_advantages(
     return _normalise(values, _cells(values, groups=groups, guided=guided), scale=scale, eps=eps)
 
 
-def batch_advantages(rewards: Values) -> Tensor:
-    """Return Â_i = r_i − mean of the batch: CRL eq. 3. `rewards` and the result: [n], finite."""
-    values = _vector("rewards", rewards)
-    return _normalise(values, torch.zeros_like(values, dtype=torch.long), scale="none", eps=0.0)
-
-
 def step_advantages(
     returns: Values,
     groups: Labels,

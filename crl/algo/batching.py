@@ -111,8 +111,9 @@ def build_minibatches(
     samples without signal are dropped: samples whose advantage is exactly 0 or whose mask is all 0.
     A minibatch without remaining samples is omitted.
 
-    Raise `ValueError` if the lengths differ, an advantage is not finite, or the number of a
-    trajectory's advantages is not the number of sampled tokens in its view.
+    Raise `ValueError` if the lengths differ, an advantage is not finite, the number of a
+    trajectory's advantages is not that of its sampled tokens, or its view keeps a part of the
+    actions or of the questions.
     """
     if not len(trajectories) == len(advantages) == len(views):
         raise ValueError(
@@ -139,21 +140,50 @@ def _values(advantage: Advantage) -> tuple[float, ...]:
 
 
 def _with_advantages(
-    view: Sequence[TokenTrace], advantage: Advantage
+    view: Sequence[TokenTrace], trajectory: Trajectory, advantage: Advantage
 ) -> Iterator[tuple[TokenTrace, Advantage]]:
     """Yield the traces of a view, each with its advantage. Context tokens have advantage 0."""
     if not isinstance(advantage, tuple) or not view:
         yield from ((trace, advantage) for trace in view)
         return
-    sampled = sum(sum(trace.mask) for trace in view)
-    if sampled != len(advantage):
-        raise ValueError(
-            f"a view has {sampled} sampled tokens, but its trajectory has {len(advantage)} "
-            "advantages: with advantages per turn or token, a view must keep all sampled tokens"
-        )
-    remaining = iter(advantage)
+    remaining = iter(_kept_values(view, trajectory, advantage))
     for trace in view:
         yield trace, tuple(next(remaining) if trained else 0.0 for trained in trace.mask)
+
+
+def _kept_values(
+    view: Sequence[TokenTrace], trajectory: Trajectory, values: tuple[float, ...]
+) -> list[float]:
+    """Return those of the values of a trajectory's sampled tokens whose answers the view keeps.
+
+    Raise `ValueError` if the view keeps a part of the actions or of the questions.
+    """
+    kept, answers, start = _answers(view), [], 0
+    origins = [s.origin for s in trajectory.segments if s.origin in ("policy", "tool_call")]
+    # Overtime answers at the end have segments, but no trained tokens.
+    for origin, ids in zip(origins, _answers(trajectory.traces), strict=False):
+        answers.append((origin, ids, values[start : start + len(ids)]))
+        start += len(ids)
+    if start != len(values):
+        raise ValueError(
+            f"a trajectory has {start} sampled tokens, but {len(values)} advantages of tokens"
+        )
+    for chosen in ({"policy", "tool_call"}, {"policy"}, {"tool_call"}):
+        if [ids for origin, ids, _ in answers if origin in chosen] == kept:
+            return [v for origin, _, own in answers if origin in chosen for v in own]
+    raise ValueError(
+        "with advantages per turn or token, a view must keep all actions of a trajectory or none, "
+        "and all questions or none"
+    )
+
+
+def _answers(traces: Sequence[TokenTrace]) -> list[tuple[int, ...]]:
+    """Return the token ids of every sampled answer, in order."""
+    return [
+        trace.ids[positions.start : positions.stop]
+        for trace in traces
+        for positions in trace.completions()
+    ]
 
 
 def _minibatch(
@@ -167,7 +197,9 @@ def _minibatch(
     rows = [
         (index, trace, advantage)
         for index in members
-        for trace, advantage in _with_advantages(views[index], advantages[index])
+        for trace, advantage in _with_advantages(
+            views[index], trajectories[index], advantages[index]
+        )
     ]
     owners = [index for index, _, _ in rows]
     lengths = [sum(trace.mask) for _, trace, _ in rows]

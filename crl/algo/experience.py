@@ -21,8 +21,8 @@ def diversity_score(rank_score: float, count: int, recent: bool, *, count_penalt
     """Return s(m) = s_rank(m) − λ·log(1 + c(m)) − 1[recent(m)]: CRL eq. 6.
 
     The experience with the highest score is retrieved. `rank_score`: relevance rank score of the
-    candidate; **ours**: −rank, where rank 0 is the most similar candidate. `count`: c(m) ≥ 0, how
-    often the experience has been retrieved so far. `recent`: whether it was retrieved within the
+    candidate; **ours**: −rank, where rank 0 is the most similar candidate. `count`: c(m) ≥ 0,
+    number of earlier retrievals of the experience. `recent`: True if it was retrieved within the
     recency window. `count_penalty`: λ ≥ 0, ranks lost per unit of log count.
 
     Raise `ValueError` if count or lam is negative.

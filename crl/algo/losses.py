@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Metrics = dict[str, Tensor]
+LossMetrics = dict[str, Tensor]
 Ratio = Literal["token", "sequence"]
 
 LOG_RATIO_BOUND = 20.0
@@ -42,7 +42,7 @@ def clipped_surrogate(
     clip_high: float,
     ratio: Ratio = "token",
     weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, LossMetrics]:
     """Return the clipped surrogate loss of CRL eq. 4 and 5, and its metrics.
 
         loss = −Σ_i w_i · mean over i's unmasked tokens t of
@@ -86,7 +86,7 @@ def cispo(
     eps_low: float,
     eps_high: float,
     total_tokens: int | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, LossMetrics]:
     """Return the CISPO loss of CRL eq. 3, and its metrics.
 
         loss = −Σ_it sg(clip(ρ_it, 1 − eps_low, 1 + eps_high)) Â_it logp_it / total_tokens
@@ -114,7 +114,7 @@ def cispo(
     return loss, _ratio_metrics(log_ratio, ratios, clipped != ratios, unmasked)
 
 
-def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Metrics]:
+def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tensor, LossMetrics]:
     """Return the negative log-likelihood −Σ_i w_i · mean over i's unmasked tokens of logp.
 
     `logp`, `mask`: [b, t]. `weights`: [b], default 1/b. The metrics are `nll`, the mean over all
@@ -229,11 +229,13 @@ def _masked_fraction(unmasked: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _ratio_metrics(log_ratio: Tensor, ratios: Tensor, clipped: Tensor, unmasked: Tensor) -> Metrics:
+def _ratio_metrics(
+    log_ratio: Tensor, ratios: Tensor, clipped: Tensor, unmasked: Tensor
+) -> LossMetrics:
     """Return the metrics that the module's docstring lists.
 
-    `log_ratio`: token log-ratios. `ratios`: importance ratios that the loss used. `clipped`:
-    whether the loss clipped each token. `unmasked`: unmasked tokens.
+    `log_ratio`: token log-ratios. `ratios`: importance ratios that the loss used. `clipped`: True
+    for each token that the loss clipped. `unmasked`: unmasked tokens.
     """
     bounded = _bounded(log_ratio)
     return {

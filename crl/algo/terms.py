@@ -20,15 +20,25 @@ def sum_terms(
 
     The result is one number per trajectory if all terms have one, otherwise one per sampled token.
 
-    Raise `ValueError` if a term has another number of values than trajectories, turns or tokens.
+    Raise `ValueError` if a term has another type, or another number of values than trajectories,
+    turns or tokens.
     """
     import torch
 
-    whole = [term for term in terms if isinstance(term, torch.Tensor)]
-    if any(len(term) != len(trajectories) for term in whole):
-        raise ValueError(f"a term must have one advantage per trajectory ({len(trajectories)})")
+    whole, fine = [], []
+    for term in terms:
+        values = term.values if isinstance(term, PerTurn | PerToken) else term
+        if not isinstance(term, torch.Tensor | PerTurn | PerToken):
+            raise ValueError(
+                f"a term must return a tensor, PerTurn or PerToken, not a {type(term).__name__}"
+            )
+        if len(values) != len(trajectories):
+            raise ValueError(
+                f"a term must have advantages of all {len(trajectories)} trajectories, "
+                f"not of {len(values)}"
+            )
+        (whole if isinstance(term, torch.Tensor) else fine).append(term)
     sums: list[float] = torch.stack(whole).sum(0).tolist() if whole else [0.0] * len(trajectories)
-    fine = [term for term in terms if isinstance(term, PerTurn | PerToken)]
     if not fine:
         return list(sums)
     by_term = [
@@ -43,8 +53,6 @@ def sum_terms(
 
 def _per_token(term: PerTurn | PerToken, index: int, trajectory: Trajectory) -> list[float]:
     """Return the term's advantage of each sampled token of the trajectory `index`."""
-    if len(term.values) <= index:
-        raise ValueError(f"a term has advantages of {len(term.values)} trajectories only")
     values, turns = term.values[index], _token_turns(trajectory)
     expected = trajectory.turns if isinstance(term, PerTurn) else len(turns)
     if len(values) != expected:
@@ -52,7 +60,10 @@ def _per_token(term: PerTurn | PerToken, index: int, trajectory: Trajectory) -> 
         raise ValueError(
             f"a trajectory needs one advantage per {unit} ({expected}), not {len(values)}"
         )
-    return [values[turn] for turn in turns] if isinstance(term, PerTurn) else list(values)
+    if not isinstance(term, PerTurn):
+        return list(values)
+    # An episode that ends after a question has sampled tokens, but no turn.
+    return [values[turn] for turn in turns] if values else [0.0] * len(turns)
 
 
 def _token_turns(trajectory: Trajectory) -> list[int]:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from crl.cli.command import command
+from crl.cli.command import Command, chosen, command, metavar
 from crl.errors import ConfigError
-from crl.types import Lift, lift_order
+from crl.types import Counters, Lift, lift_order
+from crl.wording import counted
 
 if TYPE_CHECKING:
     from crl.cli.bank_text import EntryReport, RefinementReport, ShortUids
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 app = typer.Typer(
-    help="Inspect and edit the experience bank of a run, also while the run is in progress.",
+    help="Inspect or edit an experience bank.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -65,7 +66,7 @@ PREVIEW_ROWS = 10
 class Sort(StrEnum):
     """Sort orders of `ls`."""
 
-    lift, credit, uses, age = "lift", "credit", "uses", "age"
+    lift, credit, retrieved, age = "lift", "credit", "retrieved", "age"
 
 
 class Status(StrEnum):
@@ -74,20 +75,30 @@ class Status(StrEnum):
     active, evicted, merged, all = "active", "evicted", "merged", "all"
 
 
+SORT_KEYS: dict[Sort, Callable[[Counters], Any]] = {
+    Sort.lift: lambda counters: (lift_order(counters.lift), -counters.credit),
+    Sort.credit: lambda counters: -counters.credit,
+    Sort.retrieved: lambda counters: -counters.retrieved,
+    Sort.age: lambda counters: 0,
+}
+"""Sort key of an experience in each order of `ls`, by its counters."""
+
+
 # ── inspection ──────────────────────────────────────────────────────────────────────────────────
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 @command
 def list_entries(
     run: Run,
     sort: Annotated[
-        Sort,
+        str,
         typer.Option(
+            metavar=metavar(Sort),
             help=(
                 "Best lift (the lower end of its 95 % interval), best credit (won − lost "
-                "episodes), most uses, or newest first."
-            )
+                "episodes), most often retrieved, or newest first."
+            ),
         ),
     ] = Sort.lift,
     reverse: Annotated[
@@ -105,7 +116,7 @@ def list_entries(
         ),
     ] = None,
     status: Annotated[
-        Status, typer.Option(help="Only experiences with this status.")
+        str, typer.Option(metavar=metavar(Status), help="Only experiences with this status.")
     ] = Status.active,
     limit: Limit = 20,
     as_json: AsJson = False,
@@ -114,31 +125,26 @@ def list_entries(
     from crl.cli.bank_text import entry_table
     from crl.manager.inspection.reading import open_reader, short_uids
 
+    order, shown = chosen(Sort, "--sort", sort), chosen(Status, "--status", status)
     with open_reader(_bank_file(run)) as bank:
         entries, short = bank.entries(None), short_uids(bank.uids())
     matching = [
         entry
         for entry in reversed(entries)
-        if status in (Status.all, entry.status)
+        if shown in (Status.all, entry.status)
         and task in (None, entry.task)
         and (goal or "").lower() in entry.goal.lower()
     ]
-    keys = {
-        Sort.lift: lambda counters: (lift_order(counters.lift), -counters.credit),
-        Sort.credit: lambda counters: -counters.credit,
-        Sort.uses: lambda counters: -counters.retrieved,
-        Sort.age: lambda counters: 0,
-    }
-    matching.sort(key=lambda entry: keys[sort](entry.counters))
+    matching.sort(key=lambda entry: SORT_KEYS[order](entry.counters))
     if reverse:
         matching.reverse()
-        if sort is Sort.lift:  # by the upper end of the interval; unknown lifts stay last
+        if order is Sort.lift:  # by the upper end of the interval; unknown lifts stay last
             lifts = {entry.uid: entry.counters.lift for entry in matching}
             matching.sort(key=lambda entry: lift_order((lift := lifts[entry.uid]) and -lift))
     _print_rows(matching, limit, as_json, lambda rows: entry_table(rows, short, _width()))
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def show(
     run: Run,
@@ -177,7 +183,7 @@ def show(
         _print(report.lines(short))
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def search(
     run: Run,
@@ -216,10 +222,10 @@ def search(
     _report_count(len(rows), len(found))
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def stats(run: Run, as_json: AsJson = False) -> None:
-    """Print sizes, uses, lift, credit and the queue."""
+    """Print sizes, retrievals, lift, credit and the queue."""
     from crl.cli.bank_text import stats_lines
     from crl.manager.inspection.reading import open_reader
 
@@ -231,7 +237,7 @@ def stats(run: Run, as_json: AsJson = False) -> None:
         _print(stats_lines(metrics))
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the episodes in the distillation queue.
@@ -241,7 +247,7 @@ def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     _print_requests(run, ("leased", "pending"), limit, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def dead(
     run: Run,
@@ -289,7 +295,7 @@ def dead(
         )
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def diff(
     run: Annotated[
@@ -323,7 +329,7 @@ def diff(
 # ── changes ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@app.command("export")
+@app.command("export", cls=Command)
 @command
 def export_entries(run: Run) -> None:
     """Print active experiences as JSON lines."""
@@ -336,7 +342,7 @@ def export_entries(run: Run) -> None:
         _print_json(line)
 
 
-@app.command("import")
+@app.command("import", cls=Command)
 @command
 def import_entries(
     bank: Annotated[Path, typer.Argument(metavar="BANK", help="Path of the new bank.sqlite.")],
@@ -356,10 +362,10 @@ def import_entries(
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
     else:
-        _print([f"imported {len(entries):,} experiences into {bank}"])
+        _print([f"imported {counted(len(entries), 'experience')} into {bank}"])
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def prune(
     run: Run,
@@ -389,9 +395,10 @@ def prune(
     from crl.manager.inspection.upkeep import evict, lowest_credit, not_used_since, require_closed
 
     if (max_entries is None) == (unused_since is None):
+        given = None if max_entries is None else f"{max_entries}, {unused_since}"
         raise ConfigError(
-            "prune",
-            None,
+            "--max-entries, --unused-since",
+            given,
             "exactly one criterion is required",
             "Give --max-entries or --unused-since",
         )
@@ -623,8 +630,10 @@ def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
 
     from crl.config.load import load_saved
     from crl.config.models import resolve_model
+    from crl.modeling.gguf import described
 
-    model = resolve_model(load_saved(file.parent).config.extractor.model, "extractor.model")
+    name, key = load_saved(file.parent).config.extractor.model, "extractor.model"
+    model = described(resolve_model(name, key), key)
     path = model / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(

@@ -30,6 +30,7 @@ from crl.manager.inspection.reading import (
     pooled_lift,
 )
 from crl.types import Lift
+from crl.wording import counted
 
 MAX_LISTED = 10
 """Number of episodes, questions and versions that `show` lists."""
@@ -127,7 +128,7 @@ def entry_table(
         "uid": [short[entry.uid] for entry in entries],
         "lift": [lift_text(c.lift) for c in counters],
         "won": [won_of(c.won, c.credited) for c in counters],
-        "uses": [str(c.retrieved) for c in counters],
+        "retrieved": [str(c.retrieved) for c in counters],
         "step": [_step(entry.step) for entry in entries],
     }
     if any(c.votes for c in counters):
@@ -239,7 +240,8 @@ class EntryReport(GenerationReport):
         last = f", last {_when(counters.last_returned_step)}" if counters.retrieved else ""
         yield f"{_count_in_words('retrieved', counters.retrieved)}{last}"
         yield (
-            f"won {counters.won} of {counters.credited} credited episodes (of this version)"
+            f"won {counters.won} of {counted(counters.credited, 'credited episode')} "
+            "(of this version)"
             if counters.credited
             else "never credited"
         )
@@ -290,13 +292,13 @@ class EntryReport(GenerationReport):
         """Return the status, and for an evicted entry the step and the reason."""
         if self.eviction is None:
             return self.entry.status
-        if self.eviction.why == "room" and self.eviction.by is None:
+        if self.eviction.why == "bounds" and self.eviction.by is None:
             return (
-                f"evicted {_when(self.eviction.step)} to meet the size limits of "
+                f"evicted {_when(self.eviction.step)} to meet the bounds of "
                 "the run that opened the bank"
             )
         cause = {
-            "room": "to free space for",
+            "bounds": "to free space for",
             "votes": "by votes, the last from",
             "discarded": "by",
             "pruned": "by",

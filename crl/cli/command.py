@@ -1,4 +1,4 @@
-"""Exit of a command: exit codes and error messages."""
+"""Parts that all commands share: help, choices, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,35 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
-from crl.errors import CrlError
+from crl.errors import ConfigError, CrlError
+
+Choices = TypeVar("Choices", bound=StrEnum)
+
+
+class Command(TyperCommand):
+    """Command whose help shows an argument by its name, without braces and without its type."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        records = [(p.param_type_name, p.get_help_record(ctx)) for p in self.get_params(ctx)]
+        arguments = [
+            (record[0].partition(" <")[0], record[1])
+            for kind, record in records
+            if kind == "argument" and record
+        ]
+        options = [record for kind, record in records if kind == "option" and record]
+        for title, rows in (("Arguments", arguments), ("Options", options)):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def command(run: Callable[..., int | None]) -> Callable[..., None]:
@@ -44,6 +68,25 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
         raise typer.Exit(code or 0)
 
     return with_exit_code
+
+
+def chosen(choices: type[Choices], option: str, text: str) -> Choices:
+    """Return the member of `choices` that `text` names.
+
+    Raise `ConfigError` under `option` if there is none.
+    """
+    from crl.config.catalog import did_you_mean
+
+    try:
+        return choices(text)
+    except ValueError:
+        remedy = did_you_mean(text, list(choices))
+        raise ConfigError(option, text, "is not one of the choices", remedy) from None
+
+
+def metavar(choices: type[StrEnum]) -> str:
+    """Return the names of all choices, for a help text."""
+    return "|".join(choices)
 
 
 def _print_error(error: Exception) -> None:

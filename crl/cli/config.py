@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from crl.cli.command import command
+from crl.cli.command import Command, command
 
 app = typer.Typer(help="Show and explain settings.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def show(
     tasks: Annotated[
@@ -27,7 +27,10 @@ def show(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. Repeatable."),
     ] = None,
 ) -> None:
-    """Print the resolved settings of a run, with the origin of each value."""
+    """Print the resolved settings of a run.
+
+    Each line ends with the origin of the value.
+    """
     from crl.config.layers import leaves
     from crl.config.load import resolve
 
@@ -45,27 +48,33 @@ def _short(origin: str) -> str:
     return Path(origin).name if origin.endswith(".toml") else origin
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Example: actor.clip_low")],
 ) -> None:
-    """Explain one setting: type, default, meaning, and the shipped files that change it."""
+    """Explain one setting.
+
+    The output contains its type, default and meaning, and the shipped files that change it.
+    """
     from crl.config.reference import explained
 
     setting, changes = explained(key)
     typer.echo(f"{setting.key}\n  type     {setting.type}\n  default  {setting.default}\n")
     typer.echo(setting.description)
     if changes:
-        typer.echo("\nchanged by")
+        typer.echo("\nset by")
         for change in changes:
             typer.echo(f"  {change.origin:<34} {change.value}")
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def reference() -> None:
-    """Print the reference of all settings as Markdown (docs/configuration.md)."""
+    """Print all settings as Markdown.
+
+    The output is docs/configuration.md.
+    """
     from crl.config.reference import markdown
 
     typer.echo(markdown(), nl=False)

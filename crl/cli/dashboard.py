@@ -80,7 +80,7 @@ class ModelRow(NamedTuple):
     spec: str
     """Format of the value."""
     trend: bool = True
-    """Whether the history is drawn if the window is wide enough."""
+    """True if a window that is wide enough shows the history."""
 
 
 MODEL_ROWS = (
@@ -169,7 +169,7 @@ def render(snapshot: Snapshot, width: int, height: int) -> Group:
         "time": LineGroup(list(_time(snapshot, width)), min_lines=2),
         "probe": LineGroup(list(_probes(snapshot, width))),
         "experiences": LineGroup(
-            _experiences(snapshot, width), title="experiences: uses, lift, task, text"
+            _experiences(snapshot, width), title="experiences: retrieved, lift, task, text"
         ),
         "notes": _notes(snapshot, height),
     }
@@ -233,7 +233,7 @@ def _success(s: Snapshot, width: int) -> Iterator[Text]:
 
 
 def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
-    """Yield one line per task, if there are several: success rate, actions per episode, and the
+    """Yield one line per task, if there are several: success rate, turns per episode, and the
     share of guided episodes that received an experience.
     """
     for name, task in s.rollout.tasks.items():
@@ -245,7 +245,7 @@ def _tasks(s: Snapshot, width: int) -> Iterator[Text]:
             task.success,
             width,
             FREE,
-            "actions",
+            "turns",
             f"{format_number(task.turns.last, ',.1f')}{used}",
         )
 
@@ -390,7 +390,7 @@ def _stat_groups(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
         yield (
             "queue",
             [
-                cell("waiting", format_number(b.queue.waiting, ",.0f"), GOOD),
+                cell("size", format_number(b.queue.size, ",.0f"), GOOD),
                 *_cells(("ready", b.ready, ",.0f")),
                 *_undistilled(b.queue),
             ],
@@ -435,20 +435,14 @@ def _cells(*items: tuple[str, Series, str]) -> list[Text]:
 
 
 def _undistilled(queue: QueueMetrics) -> list[Text]:
-    """Return cells with the number of dead requests and the number of episodes that a full queue
-    refused.
+    """Return a cell with the number of dead requests, whose episodes are not distilled.
 
-    These episodes are not distilled.
+    Return no cell if the number is unknown.
     """
-    dead, refused = (series.last or 0 for series in (queue.dead, queue.refused))
-    return [
-        *(
-            [cell("dead", format_number(dead, ",.0f"), BAD if dead else GOOD)]
-            if queue.dead.values
-            else []
-        ),
-        *([cell("refused", format_number(refused, ",.0f"), BAD)] if refused else []),
-    ]
+    dead = queue.dead.last
+    return (
+        [] if dead is None else [cell("dead", format_number(dead, ",.0f"), BAD if dead else GOOD)]
+    )
 
 
 def _time(s: Snapshot, width: int) -> Iterator[Text]:
@@ -510,7 +504,7 @@ def _experiences(s: Snapshot, width: int) -> list[Text]:
 
 
 def _experience(e: Experience, width: int) -> Text:
-    """Return a line with uses, lift, task and text of an experience."""
+    """Return a line with retrievals, lift, task and text of an experience."""
     lift = e.counters.lift
     style = ("", GUIDED, "red")[lift.sign] if lift else ""
     task = Text(one_line(e.task, width), DIM)

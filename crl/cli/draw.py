@@ -132,7 +132,7 @@ class LineGroup:
     title: str = ""
     """Title of the rule above the lines. Empty = no rule."""
     tail: bool = False
-    """If true, the last lines are shown instead of the first ones."""
+    """True if the last lines are shown instead of the first ones."""
 
     def screen_lines(self, lines: int) -> int:
         """Return the number of screen lines for `lines` lines of the section and its rule."""

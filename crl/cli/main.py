@@ -17,7 +17,7 @@ import typer
 
 import crl
 from crl.cli import bank, config, tasks
-from crl.cli.command import command
+from crl.cli.command import Command, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
 from crl.errors import ConfigError
@@ -75,7 +75,10 @@ Method = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="complementary (default), grpo, or an own method as package.module:SPEC.",
+        help=(
+            "complementary (default), grpo, or your own method: path/to/file.py:SPEC or "
+            "package.module:SPEC."
+        ),
     ),
 ]
 Preset = Annotated[
@@ -119,7 +122,7 @@ Size = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")]
 
 
-@app.command()
+@app.command(cls=Command)
 @command
 def train(
     tasks: Tasks,
@@ -202,7 +205,7 @@ def _is_terminal() -> bool:
     )
 
 
-@app.command("eval")
+@app.command("eval", cls=Command)
 @command
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished run.")],
@@ -216,18 +219,18 @@ def evaluate(
     return evaluate_run(run)
 
 
-app.command("tasks")(tasks.list_tasks)
-app.command("play")(tasks.play)
-app.command("new-task")(new_task)
-app.command("doctor")(doctor)
+app.command("tasks", cls=Command)(tasks.list_tasks)
+app.command("play", cls=Command)(tasks.play)
+app.command("new-task", cls=Command)(new_task)
+app.command("doctor", cls=Command)(doctor)
 
 
-@app.command("make-models")
+@app.command("make-models", cls=Command)
 @command
 def make_models(
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="Directory in which the models' directories are created."),
+        typer.Option(metavar="DIR", help="New or empty directory for the models' directories."),
     ] = Path("models"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0,
 ) -> None:

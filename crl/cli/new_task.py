@@ -32,10 +32,17 @@ def new_task(
     ],
     folder: Annotated[
         Path,
-        typer.Option("--dir", metavar="DIR", help="Directory in which the folder NAME is created."),
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Directory in which the folder NAME is created. It may be new.",
+        ),
     ] = Path(),
 ) -> None:
-    """Create a task of your own: a task file, an environment and tests."""
+    """Create the files of a task of your own.
+
+    The files are a task file, an environment and tests.
+    """
     from crl.cli.draw import printable
 
     if "," in str(folder):
@@ -45,7 +52,10 @@ def new_task(
             "contains a comma, which separates the tasks of crl train --tasks A,B",
             "Give another directory, or run the command in this one without --dir",
         )
+    new_folder = not folder.exists()
     files = write_task(name, folder)
+    if new_folder:
+        typer.echo(f"created {printable(str(folder))}")
     for path in files:
         typer.echo(f"wrote {printable(str(path))}")
     task = shlex.quote(str(folder / name / f"{name}.toml"))

@@ -131,10 +131,10 @@ class PlayableTask:
 
         Raise `ConfigError` if the task cannot be played.
         """
-        path = task_file(name)
+        path = task_file(name, "TASK")
         if mixed := mixture(path):
             raise ConfigError(
-                "task", name, "is a mixture", f"Play one of its tasks: {', '.join(mixed.tasks)}"
+                "TASK", name, "is a mixture", f"Play one of its tasks: {', '.join(mixed.tasks)}"
             )
         config = TaskConfig.model_validate(task_settings(path, rendering))
         if rendering == "compact" and config.rendering == "full":
@@ -152,7 +152,7 @@ class PlayableTask:
         make_player = self.spec.curriculum.scripted_player
         if make_player is None:
             raise ConfigError(
-                "task",
+                "TASK",
                 self.config.name,
                 "has no scripted player",
                 "Play it yourself, without --scripted",

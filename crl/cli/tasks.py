@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from crl.cli.command import command
+from crl.cli.command import chosen, command, metavar
+from crl.wording import counted
 
 if TYPE_CHECKING:
     from crl.envs.base import PlayedEpisode, Rendering
@@ -83,14 +84,20 @@ def play(
         str, typer.Argument(metavar="TASK", help="A task's name, or the path of its TOML file.")
     ],
     rendering: Annotated[
-        RenderingName,
-        typer.Option(help="Rendering for language models (full) or for the bundled tiny models."),
+        str,
+        typer.Option(
+            metavar=metavar(RenderingName),
+            help="Rendering for language models (full) or for the bundled tiny models.",
+        ),
     ] = RenderingName.full,
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="Seed of the run whose tasks are played.")
     ] = 0,
     split: Annotated[
-        SplitName, typer.Option(help="Training tasks, or the tasks of an eval set.")
+        str,
+        typer.Option(
+            metavar=metavar(SplitName), help="Training tasks, or the tasks of an eval set."
+        ),
     ] = SplitName.train,
     episodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of tasks to play.")] = 1,
     scripted: Annotated[
@@ -100,11 +107,14 @@ def play(
     """Play a task yourself with the actor's view. One line of input is one action."""
     from crl.cli.play import HumanPlayer, PlayableTask
 
-    playable = PlayableTask.load(task, cast("Rendering", rendering.value))
+    rendering_name = chosen(RenderingName, "--rendering", rendering)
+    split_name = chosen(SplitName, "--split", split)
+    playable = PlayableTask.load(task, cast("Rendering", rendering_name.value))
     player = playable.scripted_player(seed) if scripted else HumanPlayer(_read)
     won: list[bool] = []
     try:
-        for played in playable.episodes(cast("Split", split.value), episodes, seed, player, _show):
+        tasks_of = cast("Split", split_name.value)
+        for played in playable.episodes(tasks_of, episodes, seed, player, _show):
             won.append(played.success)
             typer.echo(_outcome(played))
     except EOFError:
@@ -114,7 +124,7 @@ def play(
         raise
     finally:
         if episodes > 1:
-            typer.echo(f"won {sum(won)} of {len(won)} episodes")
+            typer.echo(f"won {sum(won)} of {counted(len(won), 'episode')}")
 
 
 def _read() -> str:
@@ -135,6 +145,6 @@ def _show(text: str) -> None:
 
 def _outcome(played: PlayedEpisode) -> str:
     """Return the result of an episode in words."""
-    turns = len(played.actions)
+    turns = counted(len(played.actions), "turn")
     outcome = "won" if played.success else "lost" if played.done else "turn limit reached: lost"
-    return f"{outcome} in {turns} turn{'' if turns == 1 else 's'}, reward {played.reward:g}"
+    return f"{outcome} in {turns}, reward {played.reward:g}"

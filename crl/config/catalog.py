@@ -101,12 +101,12 @@ def presets() -> list[str]:
     return sorted(path.stem for path in (tasks_dir() / "presets").glob("*.toml"))
 
 
-def task_file(name: str) -> Path:
+def task_file(name: str, key: str = "tasks") -> Path:
     """Return the file of a shipped task, or `name` itself if it is the path of a TOML file.
 
-    Raise `ConfigError` if there is no such task or file.
+    Raise `ConfigError` under `key` if there is no such task or file.
     """
-    return _find_file("tasks", name, tasks_dir(), tasks())
+    return _find_file(key, "task", name, tasks_dir(), tasks())
 
 
 def preset_file(name: str) -> Path:
@@ -114,29 +114,33 @@ def preset_file(name: str) -> Path:
 
     Raise `ConfigError` if there is no such preset or file.
     """
-    return _find_file("preset", name, tasks_dir() / "presets", presets())
+    return _find_file("preset", "preset", name, tasks_dir() / "presets", presets())
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, unlisted: Iterable[str] = ()) -> str:
     """Return a remedy for a misspelt word.
 
-    It lists the most similar known word, if any, and all known words.
+    It lists the most similar known word, if any, and all known words. Words in `unlisted` are only
+    suggested if they are similar.
     """
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word, [*known, *unlisted], n=1)
     listing = f"Available: {', '.join(known) or 'none'}"
     return f"Did you mean {close[0]}? {listing}" if close else listing
 
 
-def _find_file(key: str, name: str, folder: Path, known: list[str]) -> Path:
-    """Return the file of a known name, or the path `name`. Raise `ConfigError` under `key`."""
+def _find_file(key: str, kind: str, name: str, folder: Path, known: list[str]) -> Path:
+    """Return the file of a known name, or the path `name`.
+
+    Raise `ConfigError` under `key` if there is none. `kind`: content of the file, for the error.
+    """
     if name in known:
         return folder / f"{name}.toml"
     if not name.endswith(".toml"):
         raise ConfigError(
             key,
             name,
-            f"is not a known {key.removesuffix('s')}",
+            f"is not a known {kind}",
             f"{did_you_mean(name, known)}; or give the path of a .toml file",
         )
     path = Path(os.path.expanduser(name))

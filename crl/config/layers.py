@@ -81,6 +81,11 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
+def first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    """Return the first dotted key below `key` with its value; `key` itself without keys below."""
+    return next(leaves({key: value}), (key, value))
+
+
 def read_toml(path: Path, key: str) -> Tree:
     """Return the tables of a TOML file.
 

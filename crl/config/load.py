@@ -24,7 +24,7 @@ from crl.config.catalog import (
     presets,
     task_file,
 )
-from crl.config.layers import Layer, Tree, merge, nested, parse_set, put, read_toml
+from crl.config.layers import Layer, Tree, first_leaf, merge, nested, parse_set, put, read_toml
 from crl.config.method import method_spec
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
 from crl.config.renamed import upgrade
@@ -107,8 +107,8 @@ def resolve(
     settings, _ = merge([preset_layer, *overrides])
     method = settings.get("method", RunConfig.model_fields["method"].default)
     # A method that is not a text is refused by the schema.
-    experience = not isinstance(method, str) or method_spec(method).experience
-    roles = ("actor", "extractor") if experience else ("actor",)
+    extractor = not isinstance(method, str) or "extractor" in method_spec(method).uses
+    roles = ("actor", "extractor") if extractor else ("actor",)
     models = {role: _model(settings, role) for role in roles}
     profile = models["actor"].profile
     task_layers = _task_layers(tasks, profile)
@@ -180,15 +180,20 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
         return None
     if reason := _kind_reason(config, key):
         return reason
+    if key == "eval.probe_every" and "probe" not in config.spec.uses and config.eval.probe_every:
+        return (
+            f"the method {config.spec.name} does not use the advice probe",
+            "Set it to 0, or leave it out",
+        )
     # A method without experience is compared with other methods under the same settings.
-    return _experience_reason(config, key, given) if config.with_experience else None
+    return _experience_reason(config, key, given) if config.with_bank else None
 
 
 def _switch_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tuple[str, str] | None:
     """Return reason and remedy for a setting of `ask` or `critic` whose switch is off."""
     section = key.partition(".")[0]
     switch = f"{section}.enabled"
-    if key == "ask.enabled" and config.ask.enabled and not config.with_experience:
+    if key == "ask.enabled" and config.ask.enabled and not config.with_bank:
         return (
             f"the method {config.spec.name} has no bank to ask",
             "Leave it out, or choose another method",
@@ -198,7 +203,7 @@ def _switch_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
         and switch not in given
         and not getattr(config, section).enabled
     ):
-        if not config.with_experience:
+        if not config.with_bank:
             return (
                 f"the method {config.spec.name} has no experience",
                 "Leave it out, or choose another method",
@@ -392,9 +397,9 @@ def _refuse_misplaced_keys(tree: Tree, names: Sequence[str]) -> None:
         raise ConfigError("tasks", tasks, "cannot be set by --set or in a file", "Use --tasks A,B")
     for name in tasks:
         if name not in names:
-            raise ConfigError(
-                f"tasks.{name}", tasks[name], "is not a task of this run", did_you_mean(name, names)
-            )
+            key, value = first_leaf(f"tasks.{name}", tasks[name])
+            reason = f"{name} is not a task of this run"
+            raise ConfigError(key, value, reason, did_you_mean(name, names))
         if isinstance(tasks[name], dict) and "compact" in tasks[name]:
             raise ConfigError(
                 f"tasks.{name}.compact",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from crl import plugins
 from crl.config.catalog import did_you_mean
@@ -22,6 +23,16 @@ BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Reference of each bundled method, by name."""
+
+
+Part = Literal["bank", "extractor", "probe"]
+"""Part of a run that not every method uses.
+
+bank = the experience bank, whose experiences guide episodes; extractor = the model that distils
+episodes into the bank; probe = the advice probe, which measures the actor.
+"""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def no_check(config: RunConfig, settings: Any) -> None:
@@ -54,10 +65,8 @@ class MethodSpec:
     """
     settings: type[Section] | None = None
     """Type of the method's section; None if the method has no settings."""
-    experience: bool = False
-    """Whether the method has a bank and an extractor."""
-    probe: bool = True
-    """Whether the advice probe measures the actor."""
+    uses: frozenset[Part] = frozenset({"probe"})
+    """Parts of a run that the method uses."""
     guided_members: Callable[[Any, int], int] = no_guided_members
     """Function `(settings, members)` that returns how many of a group's members are guided."""
     check: Callable[[RunConfig, Any], None] = no_check
@@ -67,6 +76,20 @@ class MethodSpec:
 
     It returns None if the setting has an effect. It is called for settings of the command line.
     """
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a spec that no run can have."""
+        reason = ""
+        if not _NAME.fullmatch(self.name):
+            reason = "its name must have lower-case letters, digits and underscores only"
+        elif unknown := self.uses - set(get_args(Part)):
+            reason = f"it uses {', '.join(sorted(unknown))}, which no run has"
+        elif ("bank" in self.uses) != ("extractor" in self.uses):
+            reason = "bank and extractor need each other: the extractor's experiences fill the bank"
+        elif self.settings and any(f.is_required() for f in self.settings.model_fields.values()):
+            reason = f"a setting of {self.settings.__name__} has no default"
+        if reason:
+            raise ConfigError("method", self.name, reason, "Correct the MethodSpec")
 
 
 def method_spec(name: str) -> MethodSpec:

@@ -1,7 +1,4 @@
-"""Lookup of models, and reading of their metadata without loading them.
-
-Torch is imported only to convert a GGUF file.
-"""
+"""Lookup of models, and reading of their metadata without loading them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crl.config.catalog import PACKAGE, did_you_mean
-from crl.config.gguf import converted, gguf_file
-from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, read_shape
+from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 
 Profile = Literal["full", "compact"]
@@ -31,8 +27,10 @@ def bundled_models() -> list[str]:
 
 
 def resolve_model(name: str, key: str = "actor.model") -> Path:
-    """Return the directory of a model: a bundled model, a model in the Hugging Face cache, `name`
-    itself if it is a directory, or the converted model of a GGUF file.
+    """Return the directory or the GGUF file of a model.
+
+    `name` is a bundled model, a model in the Hugging Face cache, a directory, or a GGUF file. A
+    directory with one GGUF file stands for this file.
 
     Raise `ConfigError` under `key` if there is no such model, or if it is not downloaded.
     """
@@ -42,10 +40,10 @@ def resolve_model(name: str, key: str = "actor.model") -> Path:
 
 
 def find_model(name: str, key: str = "actor.model") -> Path | None:
-    """Return the directory of a model like `resolve_model`, but None for a model of a preset that
-    is not downloaded.
+    """Return the directory or the GGUF file of a model.
 
-    A run can be planned with this model, but not started.
+    Return None for a model of a preset that is not downloaded. A run can be planned with this
+    model, but not started.
 
     Raise `ConfigError` under `key` if there is no such model.
     """
@@ -54,8 +52,8 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path.resolve()
-    if file := gguf_file(path, key):
-        return converted(file, key)
+    if file := _gguf_file(path, key):
+        return file.resolve()
     if path.is_dir():
         raise ConfigError(
             key,
@@ -65,12 +63,25 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
         )
     if (cached := cached_model(name)) or name in PUBLISHED_SHAPES:
         return cached
-    download_hint = "; or download it: hf download NAME" if _HUB_NAME.fullmatch(name) else ""
     remedy = (
-        f"{did_you_mean(name, [*bundled_models(), *PUBLISHED_SHAPES])}; or give a directory in "
-        f"Hugging Face format (crl does not download models){download_hint}"
+        f"{did_you_mean(name, bundled_models(), unlisted=PUBLISHED_SHAPES)}; or give a directory "
+        f"in Hugging Face format (crl does not download models){download_hint(name)}"
     )
     raise ConfigError(key, name, "is neither a bundled model nor a directory", remedy)
+
+
+def _gguf_file(path: Path, key: str) -> Path | None:
+    """Return the GGUF file that `path` names: the file, or the only GGUF file in a directory.
+
+    Return None if there is none. Raise `ConfigError` under `key` if there are several.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(files) > 1:
+        reason = f"the directory contains several GGUF files ({', '.join(f.name for f in files)})"
+        raise ConfigError(key, str(path), reason, "Give the path of one of them")
+    return files[0] if files else None
 
 
 def cached_model(name: str) -> Path | None:
@@ -84,6 +95,14 @@ def cached_model(name: str) -> Path | None:
 
     config = try_to_load_from_cache(name, "config.json")
     return Path(config).parent if isinstance(config, str) else None
+
+
+def download_hint(name: str) -> str:
+    """Return the command that downloads a hub model, as the end of a remedy.
+
+    Return an empty text if `name` is not the name of a hub model.
+    """
+    return f"; or download it: hf download {name}" if _HUB_NAME.fullmatch(name) else ""
 
 
 def not_downloaded(name: str, key: str) -> ConfigError:
@@ -103,25 +122,6 @@ def profile_of(name: str, key: str = "actor.model") -> Profile:
     """
     path = find_model(name, key)
     return model_profile(path, key) if path else "full"
-
-
-def model_shape(name: str, key: str = "actor.model") -> ModelShape:
-    """Return the sizes of a model: from its directory, or the published ones if it is not
-    downloaded.
-
-    Raise `ConfigError` under `key`, also for a directory without safetensors files.
-    """
-    path = find_model(name, key)
-    if path is None:
-        return PUBLISHED_SHAPES[name]
-    if (size := model_size(path, key)) is None:
-        raise ConfigError(
-            key,
-            name,
-            "the directory contains no safetensors files, so its memory use cannot be planned",
-            "Give a model in safetensors format",
-        )
-    return read_shape(path, size.parameters, key)
 
 
 def model_profile(path: Path, key: str = "actor.model") -> Profile:

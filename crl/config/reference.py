@@ -21,19 +21,25 @@ from crl.errors import ConfigError
 TASK = "tasks.NAME"
 """Key under which the settings of every task are listed."""
 
+NO_DEFAULT = "none, every task file sets it"
+"""Default of the settings that every task must have. No other setting is required."""
+
+TEXT_DEFAULTS = {f"{TASK}.name": "name of the task file"}
+"""Defaults that are not in the schema, by key."""
+
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the schema."""
+    """Setting of the schema."""
 
     key: str
     """Dotted key. Those of tasks begin with `tasks.NAME`."""
     type: str
     """Type and limits, in words."""
     default: str
-    """Default as JSON. "required" if there is none."""
+    """Default as JSON, `NO_DEFAULT`, or a text of `TEXT_DEFAULTS`."""
     description: str
     """Docstring under the field."""
 
@@ -136,9 +142,9 @@ def _settings(
             yield from _settings(model, definitions, f"{prefix}{name}{part}.", own)
             continue
         value = defaults.get(name, field.get("default"))
-        default = "required" if name in required else json.dumps(value)
-        description = field.get("description", "")
-        yield Setting(f"{prefix}{name}", _type_text(field), default, description)
+        key, description = f"{prefix}{name}", field.get("description", "")
+        default = NO_DEFAULT if name in required else json.dumps(value)
+        yield Setting(key, _type_text(field), TEXT_DEFAULTS.get(key, default), description)
 
 
 def _sections(
@@ -207,7 +213,9 @@ def markdown() -> str:
             if text := described.get(last, ""):
                 lines.append(f"{text}\n")
         lines.append(f"### `{setting.key}`\n")
-        lines.append(f"{setting.type}; default: `{setting.default}`\n")
+        default = setting.default
+        is_text = default in (NO_DEFAULT, *TEXT_DEFAULTS.values())
+        lines.append(f"{setting.type}; default: {default if is_text else f'`{default}`'}\n")
         lines.append(f"{setting.description}\n")
         lines += [f"- {change.origin}: `{change.value}`" for change in changed.get(setting.key, [])]
         if changed.get(setting.key):

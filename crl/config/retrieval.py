@@ -38,7 +38,7 @@ class RetrievalPolicy:
     description: str
     """Description for the plan of a run: "chosen by ..."."""
     trials: bool = True
-    """Whether `retrieval.trial_share` applies."""
+    """True if `retrieval.trial_share` applies."""
 
 
 @cache

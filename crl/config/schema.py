@@ -444,12 +444,11 @@ def _is_url(name: str) -> bool:
 
 
 def _embedder_name(name: str) -> str:
-    """Return the name of an embedder, with the path of a directory made absolute."""
-    return (
-        name
-        if name == "hash" or name in PUBLISHED_SHAPES or _is_url(name)
-        else _absolute_path(name)
-    )
+    """Return the name of an embedder, with the path of an existing directory made absolute."""
+    if name == "hash" or name in PUBLISHED_SHAPES or _is_url(name):
+        return name
+    path = _absolute_path(name)
+    return path if os.path.isdir(path) else name
 
 
 class EmbedderSection(Section):
@@ -860,14 +859,24 @@ class RunConfig(Section):
         return self.guided_members == self.rollout.group_size
 
     @property
-    def with_experience(self) -> bool:
-        """True if the method has an extractor and a bank."""
-        return self.spec.experience
+    def with_bank(self) -> bool:
+        """True if the method has an experience bank."""
+        return "bank" in self.spec.uses
+
+    @property
+    def with_extractor(self) -> bool:
+        """True if the method has an extractor."""
+        return "extractor" in self.spec.uses
 
     @property
     def distils(self) -> bool:
         """True if the extractor distils finished episodes."""
-        return self.with_experience and not self.bank.frozen
+        return self.with_extractor and not self.bank.frozen
+
+    @property
+    def trains_extractor(self) -> bool:
+        """True if the extractor is trained."""
+        return self.distils and self.extractor.train
 
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
@@ -876,8 +885,9 @@ class RunConfig(Section):
         _check_engine(self)
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
-        if self.with_experience:
+        if self.with_extractor:
             _check_extractor(self)
+        if self.with_bank:
             _check_bank(self)
             _check_embedder(self)
         _check_critic(self)
@@ -908,8 +918,8 @@ def run_config_type(*specs: MethodSpec) -> type[RunConfig]:
     """
     sections: dict[str, Any] = {}
     for spec in specs:
-        if spec.name in RunConfig.model_fields:
-            reason = f"its name {spec.name!r} is the name of a section of the configuration"
+        if hasattr(RunConfig, spec.name) or spec.name in RunConfig.model_fields:
+            reason = f"its name {spec.name!r} is the name of a part of the configuration"
             raise ConfigError("method", spec.name, reason, "Rename the method")
         if spec.settings:
             description = f"Settings of the method {spec.name}."
@@ -1004,8 +1014,7 @@ def _check_extractor(config: RunConfig) -> None:
             reason,
             "Lower it, or raise extractor.max_context_tokens",
         )
-    trained = extractor.train and not config.bank.frozen
-    if trained and extractor.baseline == "group" and config.all_guided:
+    if config.trains_extractor and extractor.baseline == "group" and config.all_guided:
         reason = "is computed from the free members of a group, but all members are guided"
         raise ConfigError(
             "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
@@ -1062,7 +1071,7 @@ def _check_bank(config: RunConfig) -> None:
 def _check_critic(config: RunConfig) -> None:
     """Raise `ConfigError` if method, warm-up or context do not allow the critic."""
     critic, context = config.critic, config.actor.max_context_tokens
-    if critic.enabled and not config.with_experience:
+    if critic.enabled and not config.with_bank:
         reason = f"the method {config.spec.name} has no experience for the actor to judge"
         raise ConfigError(
             "critic.enabled", True, reason, "Leave it out, or use --method complementary"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from crl.config.layers import first_leaf
 from crl.config.method import BUNDLED_METHODS, method_spec
 from crl.config.renamed import current_key
 from crl.config.schema import RunConfig, run_config_type
@@ -103,9 +104,11 @@ def _unknown_key(
     ]
     close = close or [known for known in dotted_keys() if known.rpartition(".")[2] == leaf]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
-    return ConfigError(
-        key, value, f"is not a setting{source}", f"{hint}Available: {', '.join(siblings)}"
+    inner, value = first_leaf(key, value)
+    reason = (
+        "is not a setting" if inner == key else f"is not a setting, because {key} is not a section"
     )
+    return ConfigError(inner, value, f"{reason}{source}", f"{hint}Available: {', '.join(siblings)}")
 
 
 def _bad_value(

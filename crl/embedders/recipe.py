@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from crl.config.models import not_downloaded
+from crl.config.models import download_hint, not_downloaded
 from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 
@@ -42,7 +42,7 @@ class EncoderSettings:
     prompt: str = ""
     """Prefix of every text."""
     lowercase: bool = False
-    """Whether texts are converted to lower case."""
+    """True if texts are converted to lower case."""
     max_tokens: int | None = None
     """Maximal tokens of a text; None for the model's limit."""
 
@@ -75,7 +75,7 @@ def read_encoder_settings(path: Path) -> EncoderSettings:
             raise not_downloaded(str(path), MODEL_KEY)
         remedy = (
             "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face "
-            "format (crl does not download models)"
+            f"format (crl does not download models){download_hint(str(path))}"
         )
         raise ConfigError(MODEL_KEY, str(path), "is not hash, a URL or a directory", remedy)
     modules = _read_json(path / "modules.json") or []

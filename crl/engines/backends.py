@@ -63,7 +63,7 @@ class ServedModel:
 
 
 class EngineBackend(ABC):
-    """One kind of engine."""
+    """Kind of engine."""
 
     in_process: ClassVar[bool]
     """True if the engine is part of this process. Other engines use the GPUs assigned to them."""

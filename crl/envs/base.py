@@ -20,17 +20,17 @@ from crl.protocols import TaskSource
 from crl.types import Split, StepResult, Task
 
 Rendering = Literal["full", "compact"]
-"""Style of a game's texts: `full` for real LLMs, `compact` for the bundled tiny models."""
+"""Style of a game's texts: `full` for language models, `compact` for tiny models."""
 
 Hosting = Literal["threads", "processes"]
-"""Where games run: `threads` in this process, `processes` in worker processes.
+"""Place where games run: `threads` of this process, or worker `processes`.
 
 `threads` requires that different instances can be stepped from several threads.
 """
 
 
 class Game(Protocol):
-    """One text game at a time, private to one episode.
+    """Text game of one episode at a time.
 
     Methods may block. They may also raise: the host converts the exception into a `RolloutError`.
     """
@@ -89,7 +89,7 @@ class Data:
     description: str
     """Description of the data."""
     official: bool
-    """Whether published results were measured on the same data."""
+    """True if published results were measured on the same data."""
     hint: str = ""
     """Instruction for users who want the official data."""
 
@@ -112,7 +112,7 @@ class EnvTasks:
     None if places do not persist.
     """
     query_with_observation: bool = False
-    """Whether the retrieval query includes the first observation.
+    """True if the retrieval query includes the first observation.
 
     Set it if the goals alone do not tell the tasks apart.
     """
@@ -152,16 +152,16 @@ class ActionSpace:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Where an environment's games run, and what they need there.
+    """Place where an environment's games run, and requirements of the games.
 
     Raise `ValueError` for invalid values.
     """
 
     hosting: Hosting = "threads"
     affinity: bool = False
-    """Whether a worker process plays a task faster if it has played the same task recently.
+    """True if a worker process plays a task faster after it has recently played the same task.
 
-    If True, the episodes of a task are sent to the same worker.
+    The episodes of a task are then sent to the same worker.
     """
     extra: str = ""
     """Extra of `crl` that the environment needs. Empty if it needs none.
@@ -240,7 +240,7 @@ class PlayedEpisode:
     reward: float
     success: bool
     done: bool
-    """Whether the game ended the episode."""
+    """True if the game ended the episode."""
 
 
 def play_episode(game: Game, task: Task, player: ScriptedPlayer, turns: int) -> PlayedEpisode:

@@ -41,7 +41,7 @@ class LessonVerdict:
     kind: str
     """Kind of the lesson. Every environment has its own kinds."""
     correct: bool
-    """Whether the lesson is right advice for the place."""
+    """True if the lesson is right advice for the place."""
 
 
 class Advisor(Protocol):

@@ -31,11 +31,11 @@ class Diagnostics:
         self._lessons: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by task
         self._retrieval: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.gaps: list[list[GroupGap]] = []
-        """Per step, the gap (guided minus free success) of each group."""
+        """Gap (guided minus free success) of each group, by step."""
         self.answers: deque[Generation] = deque(maxlen=MISMATCH_ANSWERS)
         """Latest answers of the extractor, at most `MISMATCH_ANSWERS`."""
         self.lesson_counts: list[tuple[int, int]] = []
-        """Per step, (correct answers, all answers) of the extractor."""
+        """Counts (correct answers, all answers) of the extractor, by step."""
 
     def record_search(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
         """Count the searches at the start of episodes.

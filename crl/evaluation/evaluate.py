@@ -133,11 +133,11 @@ class Evaluation:
     scores: Mapping[EvalKey, float] = field(default_factory=dict)
     """Mean score × 100 of the graded episodes. Keys without graded episodes are absent."""
     visits: Mapping[str, Sequence[SuccessRate]] = field(default_factory=dict)
-    """By task: the success rate of each visit of the online set, the first one first."""
+    """Success rate of each visit of the online set, by task. The first visit is first."""
     lift: Mapping[str, Mean] = field(default_factory=dict)
-    """By task: mean gain in success from the online bank, over places (one value per place)."""
+    """Mean gain in success from the online bank, by task, over places (one value per place)."""
     lessons: Mapping[str, SuccessRate] = field(default_factory=dict)
-    """By task: share of right lessons among the extractor's answers on the first visit."""
+    """Share of right lessons among the extractor's answers on the first visit, by task."""
     untrained_lessons: Mapping[str, SuccessRate] = field(default_factory=dict)
     """Same as `lessons`, for the extractor that the run started with, on the same episodes."""
 

@@ -70,7 +70,7 @@ class TrainedModel:
 
 
 class LearnerBackend(ABC):
-    """One kind of learner."""
+    """Kind of learner."""
 
     in_process: ClassVar[bool]
     """True if the learner is part of this process. Other learners use the GPUs assigned to them."""

@@ -82,7 +82,7 @@ class ComputeSettings:
     threads: int
     """CPU threads of a rank."""
     deterministic: bool
-    """Use deterministic algorithms only."""
+    """True if only deterministic algorithms are used."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ZeroSettings:
     stage: int
     """Stage of ZeRO, 0 to 3."""
     offload: bool
-    """Store the optimizer state in host memory."""
+    """True if the optimizer state is stored in host memory."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,15 @@ from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling.loading import TokenStats, checkpoint_activations, token_logprobs
 from crl.modeling.packing import enable_packing
 from crl.protocols import Loss
-from crl.types import CURRENT_POLICY, STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
+from crl.types import (
+    BEHAVIOUR,
+    CURRENT_POLICY,
+    STEP_START,
+    Minibatch,
+    StepStats,
+    TokenTrace,
+    TrainSample,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +55,7 @@ class TrainSettings:
     max_grad_norm: float
     """Norm to which gradients are clipped."""
     recompute: bool = False
-    """Use the trainer's log-probs at the start of the step as old log-probs, not the engine's."""
+    """True if old log-probs are the trainer's at the start of the step, not the engine's."""
     importance_cap: float | None = None
     """Cap of the trainer-to-engine importance weights, used only with `recompute`.
 
@@ -60,7 +68,7 @@ class TrainSettings:
     `Minibatch.total_tokens`. With 0 there is no reference model.
     """
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them."""
+    """True if activations are recomputed in the backward pass instead of stored."""
 
 
 def adamw(
@@ -92,7 +100,7 @@ class MicroBatch:
     old_logp: torch.Tensor
     """Log-probs of the behaviour policy, float32."""
     versions: torch.Tensor
-    """Policy version that sampled each token; negative where no policy sampled it."""
+    """Policy version that sampled each token; negative as in `TokenTrace`."""
     advantage: torch.Tensor
     weights: torch.Tensor
 
@@ -386,7 +394,8 @@ class Trainer:
     ) -> Minibatch:
         """Return the minibatch with the trainer's log-probs as old log-probs.
 
-        Without `recompute`, only samples that ask for them (`STEP_START`) change. If
+        Without `recompute`, only samples that ask for them (`STEP_START`) change. Samples that ask
+        for the log-probs of the policy that sampled them (`BEHAVIOUR`) never change. If
         `importance_cap` is set, the advantages are multiplied by truncated importance weights.
         """
         chosen = self._to_recompute(minibatch)
@@ -413,4 +422,5 @@ class Trainer:
         return replace(minibatch, samples=tuple(filter(self._recomputes, minibatch.samples)))
 
     def _recomputes(self, sample: TrainSample) -> bool:
-        return self.settings.recompute or STEP_START in sample.trace.versions
+        versions = sample.trace.versions
+        return STEP_START in versions or (self.settings.recompute and BEHAVIOUR not in versions)

@@ -5,7 +5,7 @@ The package imports neither torch nor transformers.
 
 from crl.manager.credit import ExtractorSample
 from crl.manager.distillation.distil import PromptWriter
-from crl.manager.distillation.merge import MergePromptWriter, MergeStats
+from crl.manager.distillation.merge import MergePromptWriter
 from crl.manager.distillation.ops import OpLimits
 from crl.manager.distillation.refine import RefinePromptWriter
 from crl.manager.manager import ExperienceManager
@@ -29,7 +29,6 @@ __all__ = [
     "GroupSuccess",
     "ManagerSettings",
     "MergePromptWriter",
-    "MergeStats",
     "OpLimits",
     "Progress",
     "PromptWriter",

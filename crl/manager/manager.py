@@ -31,7 +31,7 @@ from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.credit import ExtractorSample, ReadyUnit, batch_samples, choose_batch
 from crl.manager.distillation.distil import Distiller
 from crl.manager.distillation.extractor import Extractor
-from crl.manager.distillation.merge import Chunker, Merger, MergeStats
+from crl.manager.distillation.merge import Chunker, Merger
 from crl.manager.distillation.queue import DistilQueue, Outcome
 from crl.manager.distillation.refine import Refiner
 from crl.manager.keys import KeyEmbedder
@@ -317,15 +317,13 @@ class ExperienceManager:
 
     # ── distillation ──────────────────────────────────────────────────────────────────────────────
 
-    async def submit(self, request: DistilRequest) -> bool:
-        """Queue an episode for distillation. Return True when the request is durable.
+    async def submit(self, request: DistilRequest) -> None:
+        """Queue an episode for distillation. Return when the request is durable.
 
-        A repeated id changes nothing. If the queue is full, `QueueSettings.overflow` applies. With
-        "wait", this method waits for space. With "refuse", it returns False: nothing is stored, and
-        the refusal is counted. Raise `UnicodeEncodeError`, and store nothing, if a text of the
-        request holds lone surrogates.
+        A repeated id changes nothing. If the queue is full, wait for space. Raise
+        `UnicodeEncodeError`, and store nothing, if a text of the request holds lone surrogates.
         """
-        return await self._queue.submit(request)
+        await self._queue.submit(request)
 
     async def run(self) -> None:
         """Distil requests as they arrive, until cancelled.
@@ -460,7 +458,7 @@ class ExperienceManager:
 
     # ── merge ─────────────────────────────────────────────────────────────────────────────────────
 
-    async def merge(self) -> MergeStats | None:
+    async def merge(self) -> None:
         """Run one pass of the periodic merge over the entries that are active now.
 
         Searches and distillation continue during the pass. Entries are merged only with entries
@@ -468,15 +466,14 @@ class ExperienceManager:
         otherwise the entries of the same task. If goals are part of the keys, the goal must be the
         same too. A merged entry has the task and the goal of its first source.
 
-        Return None if another merge is in progress. Then nothing is done, and the skipped merge is
-        counted. Raise `EngineError` if the engine can no longer serve.
+        If another merge is in progress, nothing is done, and the skipped merge is counted. Raise
+        `EngineError` if the engine can no longer serve.
         """
         if self._merging:
             self._merges_skipped += 1
-            return None
+            return
         self._merging = True
         try:
-            stats = MergeStats()
             partitions: dict[tuple[str, str], list[Entry]] = {}
             for entry in self._bank.entries.values():
                 task = "" if self._settings.bank.scope == "shared" else entry.task
@@ -484,12 +481,11 @@ class ExperienceManager:
                 partitions.setdefault((task, goal), []).append(entry)
             for entries in partitions.values():
                 if len(entries) > 1:
-                    await self._merge_partition(entries, stats)
+                    await self._merge_partition(entries)
         finally:
             self._merging = False
-        return stats
 
-    async def _merge_partition(self, entries: Sequence[Entry], stats: MergeStats) -> None:
+    async def _merge_partition(self, entries: Sequence[Entry]) -> None:
         costs: dict[UnitKey, int] = {}
         for entry in entries:
             costs[entry.unit] = self._merger.cost(entry)
@@ -503,18 +499,17 @@ class ExperienceManager:
         while chunk := chunker.next(self._still_current(survivors)):
             survivors = self._still_current(chunk)
             if len(survivors) > 1:
-                survivors = await self._merge_chunk(survivors, stats)
+                survivors = await self._merge_chunk(survivors)
 
     def _still_current(self, entries: Sequence[Entry]) -> list[Entry]:
         return [entry for entry in entries if self._bank.entries.get(entry.uid) is entry]
 
-    async def _merge_chunk(self, chunk: Sequence[Entry], stats: MergeStats) -> list[Entry]:
+    async def _merge_chunk(self, chunk: Sequence[Entry]) -> list[Entry]:
         """Merge one chunk. Return the entries that may be carried into the next chunk.
 
         These are the entries made from this chunk, followed by the chunk itself. Return an empty
         list if the extractor fails. Carried entries could make the next chunk fail too.
         """
-        stats.chunks += 1
         try:
             # The name seeds the sampling: a chunk that was not written samples the same answer
             # again. The hash keeps the name distinct from names in an imported bank.
@@ -522,10 +517,8 @@ class ExperienceManager:
             name = f"merge/{await self._store.chunk_count()}-{units % 2**32:08x}"
             merged = await self._attempt(partial(self._merger.merge, name, chunk))
         except RolloutError:
-            stats.failed += 1
             return []
         self._sampled_tokens += len(merged.generation.completion.ids)
-        stats.failed += merged.malformed
         new_entries: list[Entry] = []
 
         async def change() -> None:
@@ -534,10 +527,8 @@ class ExperienceManager:
             )
             await self._update_index(applied)
             new_entries.extend(entry for entry, _ in applied.changed)
-            stats.removed += len(applied.evicted)
 
         await self._run_shielded(change())
-        stats.made += len(new_entries)
         return new_entries + list(chunk)
 
     # ── credit and training ───────────────────────────────────────────────────────────────────────
@@ -706,8 +697,8 @@ class ExperienceManager:
     async def stats(self) -> dict[str, int]:
         """Return metrics by name.
 
-        Examples are bank/size, bank/size/TASK, queue/STATE, queue/refused, queue/retried, ops/KIND
-        and dropped/REASON. See also `Store.counts`.
+        Examples are bank/size, bank/size/TASK, queue/STATE, queue/retried, ops/KIND and
+        dropped/REASON. See also `Store.counts`.
 
         * merge/skipped: merges that did not start because another merge was in progress.
         * refine/failed: questions that the extractor did not answer in time or at all.
@@ -718,7 +709,6 @@ class ExperienceManager:
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
         metrics = {
-            "queue/refused": self._queue.refused,
             "queue/retried": self._queue.retried,
             "merge/skipped": self._merges_skipped,
         }

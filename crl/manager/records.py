@@ -178,7 +178,7 @@ def _hit(fields: Mapping[str, Any]) -> Hit:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt of the extractor and the completion that it sampled, for training."""
+    """Prompt of the extractor and the completion that it sampled, for training."""
 
     id: str
     """Id of the request, of the merge or of the question."""
@@ -251,7 +251,7 @@ class Distilled:
 
     @property
     def malformed(self) -> bool:
-        """Whether the answer has no usable op."""
+        """True if the answer has no usable op."""
         return not (self.writes or self.returns or self.votes or self.duplicates)
 
 
@@ -266,7 +266,7 @@ class Merged:
     dropped: Mapping[str, int]
     """Number of refused ops, by reason."""
     malformed: bool
-    """Whether the answer has no usable op."""
+    """True if the answer has no usable op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ class Refined:
     dropped: Mapping[str, int]
     """Number of refused ops, by reason."""
     malformed: bool
-    """Whether the answer has no usable op."""
+    """True if the answer has no usable op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +416,7 @@ class PendingUnit:
 
     @property
     def malformed(self) -> bool:
-        """Whether the unit is a generation without a usable op (version 0)."""
+        """True if the unit is a generation without a usable op (version 0)."""
         return self.unit.version == 0
 
     @property

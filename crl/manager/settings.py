@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from crl.config.schema import AskSection, BankSection, ExtractorSection, RetrievalSection
 from crl.manager.distillation.distil import PromptWriter
@@ -45,13 +44,11 @@ class QueueSettings:
     """Settings of the queue of episodes that wait for distillation."""
 
     bounded: bool = False
-    """Whether `bank.queue_size` limits the queue.
+    """True if `bank.queue_size` limits the queue.
 
     Requests of a full queue wait for the background task `ExperienceManager.run`. Without it, they
     would wait forever.
     """
-    overflow: Literal["wait", "refuse"] = "wait"
-    """Behaviour of `submit` if the queue is full: wait for space, or refuse the request."""
     attempts: int = 5
     """Failed attempts at a distillation after which its request is dead."""
     backoff: float = 1.0
@@ -82,13 +79,12 @@ class ManagerSettings:
     The value must be at least the maximum staleness of an episode.
     """
     centred: bool = True
-    """Whether the mean reward of a batch is subtracted from the rewards.
+    """True if the mean reward of a batch is subtracted from the rewards.
 
-    This is not needed for rewards that are relative to the success of the same group without
-    experience.
+    Rewards that are relative to the success of the same group without experience need no centring.
     """
     deterministic: bool = False
-    """Whether results must not depend on timing.
+    """True if results must not depend on timing.
 
     All requests of `drain` then reach the engine at the same moment. They have no timeout. Large
     banks are searched exactly.
@@ -139,7 +135,7 @@ class ManagerSettings:
     def rules(self) -> ApplyRules:
         """Rules for applying answers of the extractor to the bank.
 
-        A frozen bank has no size limits. Without training, malformed answers are not stored for a
+        A frozen bank has no bounds. Without training, malformed answers are not stored for a
         training step that never happens.
         """
         bank, trained = self.bank, self.extractor.train and not self.bank.frozen

@@ -54,7 +54,7 @@ class ComplementarySection(Section):
     members, with the experience removed from the prompt. 0 = off, as in the paper's main runs.
     """
     show_record: bool = False
-    """Whether guided agents are shown the record of their experience.
+    """True if guided agents are shown the record of their experience.
 
     The record is the number of earlier episodes that the experience guided and how many of them
     succeeded; language models also see its lift. The bundled actor was not trained to read it.
@@ -83,7 +83,6 @@ def build(config: RunConfig, settings: ComplementarySection, context: ChatContex
     distillation = (
         SelfDistillation(settings.self_distillation) if settings.self_distillation else None
     )
-    train_extractor = extractor.train and not config.bank.frozen
     return Method(
         planner=GuidedShare(settings.guided_share),
         context=context if settings.show_record else context.without_records(),
@@ -91,7 +90,7 @@ def build(config: RunConfig, settings: ComplementarySection, context: ChatContex
         actor=actor_role(config.actor, *terms, distillation=distillation),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
         extractor=ExtractorRole(CispoLoss(extractor.clip_low, extractor.clip_high), extractor.batch)
-        if train_extractor
+        if config.trains_extractor
         else None,
     )
 
@@ -142,7 +141,7 @@ SPEC = MethodSpec(
     "complementary",
     build,
     ComplementarySection,
-    experience=True,
+    uses=frozenset({"bank", "extractor", "probe"}),
     guided_members=guided_members,
     check=check,
     unused_reason=unused_reason,

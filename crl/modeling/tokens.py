@@ -110,7 +110,7 @@ class Conversation:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """All segments so far."""
+        """Segments so far."""
         return tuple(segment for turn in self._turns for segment in turn)
 
     @property

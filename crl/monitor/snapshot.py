@@ -167,7 +167,7 @@ class Models:
 
     actor: Model = Model()
     extractor: Model | None = None
-    """None before the first line about the extractor."""
+    """Metrics of the extractor; None before the first line about it."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,9 @@ class QueueMetrics:
     pending: Annotated[Series, "queue/pending"] = EMPTY
     leased: Annotated[Series, "queue/leased"] = EMPTY
     dead: Annotated[Series, "queue/dead"] = EMPTY
-    refused: Annotated[Series, "queue/refused"] = EMPTY
-    """Number of episodes that a full queue refused."""
 
     @property
-    def waiting(self) -> float | None:
+    def size(self) -> float | None:
         """Number of episodes that wait for distillation or are being distilled. None if unknown."""
         known = [value for value in (self.pending.last, self.leased.last) if value is not None]
         return sum(known) if known else None
@@ -235,7 +233,7 @@ class RateView:
     low: float | None = None
     high: float | None = None
     first: float | None = None
-    """Value in the first evaluation of the run."""
+    """Value in the first evaluation of the run; None if there is no earlier evaluation."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +288,7 @@ class Snapshot:
     rollout: Rollout = Rollout()
     models: Models = Models()
     bank: BankMetrics | None = None
-    """None before the first line about the bank."""
+    """Metrics of the bank; None before the first line about it."""
     evaluations: Evaluations = Evaluations()
     experiences: tuple[Experience, ...] = ()
     """Bank entries, the most recently retrieved first."""
@@ -367,7 +365,8 @@ def _fold_eval(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
             value, low, high = (
                 to_float(metrics.get(f"{name}{end}")) for end in ("", "/low", "/high")
             )
-            first = previous.rates[condition].first if condition in previous.rates else value
+            last = previous.rates.get(condition, RateView(None))
+            first = last.value if last.first is None else last.first
             sets[f"{task}/{split}"] = EvalSet(
                 step, {**previous.rates, condition: RateView(value, low, high, first)}
             )

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from crl.config.models import Profile
-from crl.config.schema import TaskConfig
+from crl.config.models import Profile, profile_of
+from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec
-from crl.manager import MergePromptWriter
-from crl.methods.parts.asking import COMPACT_TOOL, full_tool
+from crl.manager import MergePromptWriter, Prompts
+from crl.methods.parts.asking import (
+    COMPACT_TOOL,
+    CompactRefinePrompt,
+    FullRefinePrompt,
+    full_tool,
+)
+from crl.methods.parts.distilling import CompactDistilPrompt, FullDistilPrompt, turns_text
+from crl.methods.parts.judging import CompactCriticPrompt, FullCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.tokens import ChatRenderer
 from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
+from crl.rollout.critic import CriticPromptWriter
 
 
 def chat_context(
@@ -51,6 +60,34 @@ def merge_prompt(profile: Profile, overrides: Overrides = NO_OVERRIDES) -> Merge
     if profile == "compact":
         return CompactMergePrompt()
     return FullMergePrompt(prompt("merge", overrides))
+
+
+def critic_prompt(profile: Profile, overrides: Overrides = NO_OVERRIDES) -> CriticPromptWriter:
+    """Return the writer of the prompts with which an actor of this profile judges experience."""
+    if profile == "compact":
+        return CompactCriticPrompt()
+    return FullCriticPrompt(prompt("critic", overrides))
+
+
+def extractor_prompts(
+    config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer
+) -> Prompts:
+    """Return the writers of the extractor's prompts, for its profile.
+
+    A compact extractor reads digests (whole texts if the environment has no digest). A full
+    extractor reads whole episodes.
+    """
+    extractor, overrides = config.extractor, config.prompts.files
+    profile = profile_of(extractor.model, "extractor.model")
+    if profile == "compact":
+        digests = {name: spec.curriculum.digest or turns_text for name, spec in specs.items()}
+        distil, refine = CompactDistilPrompt(digests), CompactRefinePrompt(digests)
+    else:
+        tokens = extractor.max_context_tokens - extractor.max_response_tokens
+        vote = prompt("vote", overrides) if config.bank.evict_votes is not None else None
+        distil = FullDistilPrompt(prompt("distil", overrides), renderer, tokens, vote)
+        refine = FullRefinePrompt(prompt("refine", overrides), renderer, tokens)
+    return Prompts(distil, merge_prompt(profile, overrides), refine if config.ask.enabled else None)
 
 
 def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:

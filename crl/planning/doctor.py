@@ -74,29 +74,34 @@ SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "A
 
 
 @dataclass(frozen=True)
-class Check:
+class Finding:
     """Result of one check."""
 
     name: str
     """Subject of the check."""
     status: CheckStatus
-    finding: str
+    text: str
     """Finding, as a text for the user."""
     remedy: str = ""
     """Advice for the user; empty if there is nothing to do."""
 
     def __str__(self) -> str:
-        return f"{self.status:<5} {self.name:<16} {self.finding}" + (
+        return f"{self.status:<5} {self.name:<16} {self.text}" + (
             f"\n{'':<22} → {self.remedy}" if self.remedy else ""
         )
 
 
-def diagnose(preset: str) -> list[Check]:
-    """Return all checks for a run with `preset`. Raise `ConfigError` if there is no such preset."""
+def diagnose(preset: str) -> list[Finding]:
+    """Return the findings for a run with `preset`.
+
+    Raise `ConfigError` if there is no such preset.
+    """
     config, gpus = _config(preset), visible_gpus()
-    checks = [*_packages(config), *_torch(config, gpus), *_gpus(config, gpus), *_models(config)]
     return [
-        *checks,
+        *_packages(config),
+        *_torch(config, gpus),
+        *_gpus(config, gpus),
+        *_models(config),
         *_run_checks(config),
         _memory(config),
         _disk(config, Path.cwd()),
@@ -105,8 +110,8 @@ def diagnose(preset: str) -> list[Check]:
     ]
 
 
-def failed(checks: list[Check]) -> bool:
-    return any(check.status == "fail" for check in checks)
+def failed(findings: list[Finding]) -> bool:
+    return any(finding.status == "fail" for finding in findings)
 
 
 def _config(preset: str) -> RunConfig:
@@ -117,7 +122,7 @@ def _config(preset: str) -> RunConfig:
     return load(["room"], preset=preset)
 
 
-def _run_checks(config: RunConfig) -> Iterator[Check]:
+def _run_checks(config: RunConfig) -> Iterator[Finding]:
     """Yield the checks that a run also makes, except those with lines of their own."""
     refused = [
         _failed(check.name, error)
@@ -127,22 +132,22 @@ def _run_checks(config: RunConfig) -> Iterator[Check]:
     yield from refused
     if not refused:
         made = sum(not check.detailed for check in preflight.CHECKS)
-        yield Check("run", "ok", f"the {made} other checks of a run pass")
+        yield Finding("run", "ok", f"the {made} other checks of a run pass")
 
 
-def _failed(name: str, error: ConfigError) -> Check:
-    return Check(name, "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy)
+def _failed(name: str, error: ConfigError) -> Finding:
+    return Finding(name, "fail", f"{error.key} = {error.value}: {error.reason}", error.remedy)
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _packages(config: RunConfig) -> Iterator[Check]:
-    yield Check("python", "ok", platform.python_version())  # pip refuses an older Python
+def _packages(config: RunConfig) -> Iterator[Finding]:
+    yield Finding("python", "ok", platform.python_version())  # pip refuses an older Python
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("crl") or ()]
     except importlib.metadata.PackageNotFoundError:
-        yield Check(
+        yield Finding(
             "packages",
             "warn",
             "crl is not installed, so the required versions are unknown",
@@ -183,7 +188,7 @@ def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
     )
 
 
-def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Check:
+def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Finding:
     wrong = [(requirement, _version(requirement.name)) for requirement in required]
     wrong = [
         (requirement, version)
@@ -198,8 +203,8 @@ def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Che
             if extra
             else f"all {len(required)}"
         )
-        return Check(name, "ok", f"{packages} as pinned")
-    finding = ", ".join(
+        return Finding(name, "ok", f"{packages} as pinned")
+    text = ", ".join(
         f"{requirement.name} {version or 'missing'}, needs {requirement.specifier or 'any'}"
         for requirement, version in wrong
     )
@@ -208,7 +213,7 @@ def _versions(name: str, required: list[Requirement], *, extra: str = "") -> Che
         if extra
         else " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
     )
-    return Check(name, "fail", finding, f"Run pip install {needed}")
+    return Finding(name, "fail", text, f"Run pip install {needed}")
 
 
 def _version(package: str) -> str | None:
@@ -221,7 +226,7 @@ def _version(package: str) -> str | None:
 # ── GPUs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
+def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Finding]:
     """Yield the checks of torch.
 
     Torch must see as many GPUs as nvidia-smi shows to this process. It must have NCCL if a
@@ -230,7 +235,7 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
     try:
         import torch
     except Exception as error:  # a broken install fails in many ways
-        yield Check(
+        yield Finding(
             "torch",
             "fail",
             f"cannot be imported ({type(error).__name__}: {error})",
@@ -246,27 +251,27 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
         remedy = (
             "Install a torch that is built for this driver's CUDA, or correct CUDA_VISIBLE_DEVICES"
         )
-        yield Check("torch", "fail", f"{build}: sees {visible} of {len(gpus)} GPUs", remedy)
+        yield Finding("torch", "fail", f"{build}: sees {visible} of {len(gpus)} GPUs", remedy)
         return
-    yield Check("torch", "ok", f"{build}, sees {f'{visible} GPUs' if visible else 'no GPU'}")
+    yield Finding("torch", "ok", f"{build}, sees {f'{visible} GPUs' if visible else 'no GPU'}")
     several_gpus = config.gpus is not None and config.gpus > 1
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         numbers = torch.cuda.nccl.version() if visible else ()  # pyright: ignore
         version = ".".join(map(str, numbers)) or "version unknown without a GPU"
-        yield Check("NCCL", "ok", version)
+        yield Finding("NCCL", "ok", version)
     else:
         status = "fail" if several_gpus and not LEARNERS[config.learner.kind].in_process else "ok"
-        yield Check("NCCL", status,
+        yield Finding("NCCL", status,
                     "not in this torch" + ("" if status == "fail" else ", and not needed"),
                     "Install a torch that is built for CUDA"
                     if status == "fail"
                     else "")  # fmt: skip
 
 
-def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
+def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Finding]:
     if not gpus:
         needed = config.gpus is not None
-        finding = (
+        text = (
             f"none, but the preset {config.preset} needs {config.gpus}"
             if needed
             else "none: models run on the CPU"
@@ -275,31 +280,29 @@ def _gpus(config: RunConfig, gpus: list[Gpu]) -> Iterator[Check]:
             "Install the NVIDIA driver (nvidia-smi must list GPUs), correct CUDA_VISIBLE_DEVICES, "
             "or use --preset cpu"
         )
-        yield Check("GPUs", "fail" if needed else "ok", finding, remedy if needed else "")
+        yield Finding("GPUs", "fail" if needed else "ok", text, remedy if needed else "")
         return
     for gpu in gpus:
-        finding = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
+        text = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, driver {gpu.driver}"
         if gpu.used > BUSY_SHARE * gpu.memory:
-            yield Check(
+            yield Finding(
                 f"GPU {gpu.index}",
                 "warn",
-                f"{finding}, {gpu.used / GIB:.1f} GiB in use",
+                f"{text}, {gpu.used / GIB:.1f} GiB in use",
                 "Stop other processes on this GPU (see nvidia-smi)",
             )
         else:
-            yield Check(f"GPU {gpu.index}", "ok", finding)
+            yield Finding(f"GPU {gpu.index}", "ok", text)
     yield _plan(config, gpus)
 
 
-def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
+def _plan(config: RunConfig, gpus: list[Gpu]) -> Finding:
     if config.gpus is not None and config.gpus > len(gpus):
-        finding = (
-            f"the preset {config.preset} needs {config.gpus} GPUs, but {len(gpus)} are visible"
-        )
-        return Check(
+        text = f"the preset {config.preset} needs {config.gpus} GPUs, but {len(gpus)} are visible"
+        return Finding(
             "GPU plan",
             "fail",
-            finding,
+            text,
             f"Add --set gpus={len(gpus)} --dry-run to crl train to see what fits",
         )
     try:
@@ -308,18 +311,18 @@ def _plan(config: RunConfig, gpus: list[Gpu]) -> Check:
             plan.require_fit()
     except ConfigError as error:
         return _failed("GPU plan", error)
-    return Check("GPU plan", "ok", f"the preset {config.preset} fits")
+    return Finding("GPU plan", "ok", f"the preset {config.preset} fits")
 
 
 # ── models and space ──────────────────────────────────────────────────────────────────────────────
 
 
-def _models(config: RunConfig) -> Iterator[Check]:
+def _models(config: RunConfig) -> Iterator[Finding]:
     for key, name in named_models(config).items():
         try:
-            yield Check(key, "ok", str(require_model(name, key)))
+            yield Finding(key, "ok", str(require_model(name, key)))
         except ConfigError as error:
-            yield Check(key, "fail", f"{name}: {error.reason}", error.remedy)
+            yield Finding(key, "fail", f"{name}: {error.reason}", error.remedy)
 
 
 def _shapes(config: RunConfig) -> dict[str, ModelShape]:
@@ -336,7 +339,7 @@ def _shapes(config: RunConfig) -> dict[str, ModelShape]:
     return shapes
 
 
-def _memory(config: RunConfig) -> Check:
+def _memory(config: RunConfig) -> Finding:
     """Check the machine's memory.
 
     It must hold offloaded optimizers, published weights, and models that starting ranks copy.
@@ -347,23 +350,23 @@ def _memory(config: RunConfig) -> Check:
         for shape in _shapes(config).values()
     )
     needed = offloaded + _published_bytes(config, _weight_bytes(config)) + _starting_bytes(config)
-    finding = (
+    text = (
         f"{total / GIB:.1f} GiB; offloaded optimizers, published weights and starting learners "
         f"need {needed / GIB:.1f} GiB"
     )
     if total >= max(2 * GIB, needed / MAX_MEMORY_SHARE):
-        return Check("memory", "ok", finding)
-    return Check(
+        return Finding("memory", "ok", text)
+    return Finding(
         "memory",
         "fail",
-        finding,
+        text,
         "Use --set learner.offload=false on more GPUs"
         if offloaded
         else "Use a machine with more memory",
     )
 
 
-def _disk(config: RunConfig, directory: Path) -> Check:
+def _disk(config: RunConfig, directory: Path) -> Finding:
     """Check the free disk space for a run that starts in `directory`.
 
     Fail if two checkpoints do not fit, warn if four do not. Two checkpoints count as 1 GiB at
@@ -371,43 +374,43 @@ def _disk(config: RunConfig, directory: Path) -> Check:
     """
     free = shutil.disk_usage(directory).free
     needed = max(GIB, 2 * CHECKPOINT_BYTES * sum(s.parameters for s in _shapes(config).values()))
-    finding = (
-        f"{free / GIB:.1f} GiB free in {directory}, two checkpoints need {needed / GIB:.1f} GiB"
-    )
+    text = f"{free / GIB:.1f} GiB free in {directory}, two checkpoints need {needed / GIB:.1f} GiB"
     status = "ok" if free >= 2 * needed else "warn" if free >= needed else "fail"
-    return Check(
+    return Finding(
         "disk",
         status,
-        finding,
+        text,
         "" if status == "ok" else "Free some space, or give a --run-dir on another disk",
     )
 
 
-def _shared_memory(config: RunConfig, directory: Path) -> Check:
+def _shared_memory(config: RunConfig, directory: Path) -> Finding:
     """Check the shared memory at `directory`.
 
     It must hold published weights and the segments of torch and NCCL. Weights that do not fit are
     published on disk, which is a warning.
     """
     if not directory.is_dir():
-        return Check("/dev/shm", "fail", "does not exist", "Mount it: mount -t tmpfs shm /dev/shm")
+        return Finding(
+            "/dev/shm", "fail", "does not exist", "Mount it: mount -t tmpfs shm /dev/shm"
+        )
     usage = shutil.disk_usage(directory)
     other_processes = _in_other_processes(config)
     minimum = GIB if other_processes else 64 << 20
     needed = _published_bytes(config, _weight_bytes(config)) + minimum
-    finding = (
+    text = (
         f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free, {needed / GIB:.1f} GiB needed"
     )
     if usage.free >= needed:
-        return Check("/dev/shm", "ok", finding)
+        return Finding("/dev/shm", "ok", text)
     remedy = (
         f"Enlarge it: docker run --shm-size={int(needed / GIB) + 1}g, "
         f"or mount -o remount,size={int(needed / GIB) + 1}G /dev/shm"
     )
     if usage.free < minimum:
-        return Check("/dev/shm", "fail", finding, remedy)
-    return Check(
-        "/dev/shm", "warn", f"{finding}; weights would be transferred through the disk", remedy
+        return Finding("/dev/shm", "fail", text, remedy)
+    return Finding(
+        "/dev/shm", "warn", f"{text}; weights would be transferred through the disk", remedy
     )
 
 
@@ -450,18 +453,16 @@ def _published_bytes(config: RunConfig, weight_bytes: Sequence[int]) -> int:
     return sum(weight_bytes) + 2 * max(weight_bytes) if by_file else 0
 
 
-def _open_files() -> Check:
+def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    finding = (
-        f"ulimit -n is {soft:,}" if soft != resource.RLIM_INFINITY else "ulimit -n is unlimited"
-    )
+    text = f"ulimit -n is {soft:,}" if soft != resource.RLIM_INFINITY else "ulimit -n is unlimited"
     if soft == resource.RLIM_INFINITY or soft >= RECOMMENDED_FILES:
-        return Check("open files", "ok", finding)
+        return Finding("open files", "ok", text)
     limit = hard if hard != resource.RLIM_INFINITY else 65536
-    return Check(
+    return Finding(
         "open files",
         "warn" if soft >= MIN_FILES else "fail",
-        finding,
+        text,
         f"Run ulimit -n {max(soft, min(limit, 65536))}",
     )
 
@@ -469,15 +470,15 @@ def _open_files() -> Check:
 # ── a bug report ──────────────────────────────────────────────────────────────────────────────────
 
 
-def report(checks: list[Check]) -> str:
-    """Return the text of a bug report: versions, machine, `checks` and environment variables.
+def report(findings: list[Finding]) -> str:
+    """Return the text of a bug report: versions, machine, findings and environment variables.
 
     "~" replaces the home directory.
     """
     sections: Mapping[str, Callable[[], str]] = {
         "versions": _package_versions,
         "machine": _machine,
-        "checks": lambda: "\n".join(map(str, checks)),
+        "checks": lambda: "\n".join(map(str, findings)),
         "environment": lambda: "\n".join(environment(os.environ)) or "no relevant variable is set",
     }
     return _without_home(

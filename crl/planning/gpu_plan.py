@@ -233,7 +233,7 @@ def model_shapes(config: RunConfig) -> dict[str, ModelShape]:
     Raise `ConfigError` if the size of a model is unknown.
     """
     shapes = {"actor": planned_shape(config.actor.model)}
-    if config.with_experience:
+    if config.with_extractor:
         shapes["extractor"] = planned_shape(config.extractor.model, "extractor.model")
     return shapes | embedder_shapes(config)
 
@@ -241,7 +241,7 @@ def model_shapes(config: RunConfig) -> dict[str, ModelShape]:
 def embedder_shapes(config: RunConfig) -> dict[str, ModelShape]:
     """Return the sizes of the embedder; empty if it needs no model on this machine."""
     model = config.embedder.model
-    if not config.with_experience or model == "hash" or config.embedder.is_url:
+    if not config.with_bank or model == "hash" or config.embedder.is_url:
         return {}
     folder = model if model in PUBLISHED_SHAPES else str(encoder_folder(Path(model)))
     return {"embedder": planned_shape(folder, "embedder.model", encoder=True)}
@@ -261,11 +261,11 @@ def _requests(
 ) -> list[GpuRequest]:
     trained = {
         "actor": learners,
-        "extractor": learners and config.extractor.train and not config.bank.frozen,
+        "extractor": learners and config.trains_extractor,
     }
     uses_gpu = ENGINES[config.engine.kind].uses_gpu(config.engine)
     requests = []
-    for model in ("actor", "extractor") if config.with_experience else ("actor",):
+    for model in ("actor", "extractor") if config.with_extractor else ("actor",):
         if uses_gpu:
             requests.append(_engine(config, model, shapes[model]))
         if trained[model] and config.learner.device != "cpu":
@@ -275,7 +275,7 @@ def _requests(
             _untrained_extractor(config, _engine(config, "extractor", shapes["extractor"]))
         )
     embedder = config.embedder
-    if config.with_experience and "embedder" in shapes and embedder.device != "cpu":
+    if config.with_bank and "embedder" in shapes and embedder.device != "cpu":
         local = embedder.kind == "local"
         description = f"""{size_text(shapes["embedder"])}, {
             "in this process" if local else "vLLM pooling engine, on the GPU with most free memory"
@@ -304,11 +304,7 @@ def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
 
 def _compares_lessons(config: RunConfig) -> bool:
     """Return whether the run uses its untrained extractor at the end; see `OnlineEvaluator`."""
-    return (
-        config.with_experience
-        and not config.bank.frozen
-        and any(task.eval.online_places for task in config.tasks.values())
-    )
+    return config.distils and any(task.eval.online_places for task in config.tasks.values())
 
 
 def _untrained_extractor(config: RunConfig, engine: GpuRequest) -> GpuRequest:
@@ -535,7 +531,7 @@ def _alternatives(
 
     found = list(itertools.islice(smallest_sets((), len(settings)), 2))
     found = [changes for changes in found if len(changes) == len(found[0])]
-    if config.with_experience:
+    if config.with_extractor:
         found += itertools.islice(
             smallest_sets((("method", "grpo"),), len(found[0]) - 1 if found else len(settings) + 1),
             1,
@@ -550,7 +546,7 @@ def _memory_settings(config: RunConfig, count: int) -> Iterator[tuple[str, Any]]
     if config.learner.micro_batch_tokens > 4096:
         yield "learner.micro_batch_tokens", 4096
     yield "actor.max_context_tokens", config.actor.max_context_tokens // 2
-    if config.with_experience:
+    if config.with_extractor:
         yield "extractor.max_context_tokens", config.extractor.max_context_tokens // 2
         if config.extractor.train:
             yield "extractor.train", False

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crl.config.models import find_model
 from crl.config.schema import RunConfig
 from crl.engines import require_vllm
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.extras import require_package
 from crl.learners.backends import LEARNERS
+from crl.modeling.gguf import find_folder
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.gpus import visible_gpus
 
@@ -27,7 +27,7 @@ def require_learner(config: RunConfig) -> None:
 def require_engine(config: RunConfig) -> None:
     """Raise `ConfigError` if the engine of the models or of the embedder is not installed."""
     ENGINES[config.engine.kind].require_installed()
-    if config.with_experience and config.embedder.kind == "vllm":
+    if config.with_bank and config.embedder.kind == "vllm":
         require_vllm("embedder.kind", "vllm")
 
 
@@ -55,7 +55,7 @@ def require_devices(config: RunConfig) -> None:
     if ENGINES[config.engine.kind].in_process:
         devices["engine.device"] = config.engine.device
     embedder = config.embedder
-    if config.with_experience and embedder.kind == "local" and embedder.model != "hash":
+    if config.with_bank and embedder.kind == "local" and embedder.model != "hash":
         devices |= {} if embedder.is_url else {"embedder.device": embedder.device}
     for key, device in devices.items():
         if device not in ("auto", "cpu"):
@@ -80,10 +80,10 @@ def require_ranks(config: RunConfig) -> None:
 
     device = resolve_device(learner.device, "learner.device")
     trained = {"actor": config.actor.model}
-    if config.with_experience and config.extractor.train and not config.bank.frozen:
+    if config.trains_extractor:
         trained["extractor"] = config.extractor.model
     for role, name in trained.items():
-        if path := find_model(name, f"{role}.model"):
+        if path := find_folder(name, f"{role}.model"):
             bfloat16 = str(precision(learner.precision, path, device)) == "torch.bfloat16"
             LEARNERS[learner.kind].require_trainable(
                 learner,
@@ -101,7 +101,7 @@ def require_assigned_gpus(config: RunConfig) -> None:
         require_assigned("learner.device", config.learner.device, (), "learner.device=cpu")
     if not ENGINES[config.engine.kind].in_process:
         require_assigned("engine.kind", config.engine.kind, (), "engine.kind=torch")
-    if config.with_experience and config.embedder.kind == "vllm":
+    if config.with_bank and config.embedder.kind == "vllm":
         require_assigned("embedder.kind", "vllm", (), "embedder.kind=local")
 
 

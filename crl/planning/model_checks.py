@@ -10,12 +10,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from crl.config.models import find_model, model_profile, model_size, resolve_model
+from crl.config.models import model_profile, model_size, resolve_model
 from crl.config.schema import ActorSection, ExtractorSection, RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES, require_context
 from crl.embedders import encoder_folder
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
+from crl.modeling.gguf import described, find_folder
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
 from crl.planning.context import merge_prompt
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """File that lists the files of a model whose weights are in several files."""
 
+
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+"""Patterns of the names of a tokenizer's files."""
 
 PLAIN_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -38,7 +42,7 @@ PLAIN_ARCHITECTURES = {
 def model_sections(config: RunConfig) -> dict[str, ActorSection | ExtractorSection]:
     """Return the sections of the actor and, with experience, of the extractor, by name."""
     sections: dict[str, ActorSection | ExtractorSection] = {"actor": config.actor}
-    return sections | ({"extractor": config.extractor} if config.with_experience else {})
+    return sections | ({"extractor": config.extractor} if config.with_extractor else {})
 
 
 def named_models(config: RunConfig) -> dict[str, str]:
@@ -48,19 +52,22 @@ def named_models(config: RunConfig) -> dict[str, str]:
     """
     named = {f"{role}.model": section.model for role, section in model_sections(config).items()}
     embedder = config.embedder
-    if config.with_experience and embedder.model != "hash" and not embedder.is_url:
+    if config.with_bank and embedder.model != "hash" and not embedder.is_url:
         named["embedder.model"] = embedder.model
     return named
 
 
 def require_model(name: str, key: str) -> Path:
-    """Return the directory of the model `name`.
+    """Return the directory or the GGUF file of the model `name`.
 
-    Raise `ConfigError` under `key` if it is not on this machine, or if its weights are missing,
-    incomplete or damaged.
+    Raise `ConfigError` under `key` if it is not on this machine, if its weights are missing,
+    incomplete or damaged, or if its tokenizer is missing.
     """
     embedder = key == "embedder.model"
     folder = encoder_folder(Path(name)) if embedder else resolve_model(name, key)
+    if folder.is_file():
+        described(folder, key)
+        return folder
     missing = _missing_files(folder, key)
     if missing or not (model_size(folder, key) or any(folder.glob("pytorch_model*.bin"))):
         reason = (
@@ -69,7 +76,15 @@ def require_model(name: str, key: str) -> Path:
             else "the directory contains no weights (model*.safetensors)"
         )
         raise ConfigError(key, str(folder), reason, "Download or create the model again")
+    if not _has_tokenizer(folder):
+        reason = "the directory contains no tokenizer"
+        raise ConfigError(key, str(folder), reason, "Put the tokenizer's files in this directory")
     return folder
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a file of a tokenizer is in the directory of a model."""
+    return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
 
 
 def _missing_files(folder: Path, key: str) -> list[str]:
@@ -97,7 +112,7 @@ def require_contexts(config: RunConfig) -> None:
     A model without max_position_embeddings in its config.json is not checked here.
     """
     for role, section in model_sections(config).items():
-        path = find_model(section.model, f"{role}.model")
+        path = find_folder(section.model, f"{role}.model")
         limit = _positions(path) if path else PUBLISHED_SHAPES[section.model].max_context
         require_context(role, section.max_context_tokens, limit)
 
@@ -117,9 +132,9 @@ def require_architectures(config: RunConfig) -> None:
     architectures.
     """
     for role, section in model_sections(config).items():
-        trained = role == "actor" or (config.extractor.train and not config.bank.frozen)
+        trained = role == "actor" or config.trains_extractor
         loaded = trained or ENGINES[config.engine.kind].in_process
-        path = find_model(section.model, f"{role}.model")
+        path = find_folder(section.model, f"{role}.model")
         if not loaded or path is None or _is_plain(path):
             continue
         from crl.modeling.loading import checkpoint_activations, meta_model, require_supported
@@ -151,10 +166,14 @@ def _is_plain(path: Path) -> bool:
 
 
 def require_tokenizers(config: RunConfig) -> None:
-    """Raise `ConfigError` if the tokenizer of actor or extractor cannot write and stop turns."""
+    """Raise `ConfigError` if the tokenizer of actor or extractor cannot write and stop turns.
+
+    A missing tokenizer, like missing weights, is reported by `require_model`.
+    """
     for role, section in model_sections(config).items():
         key = f"{role}.model"
-        if (path := find_model(section.model, key)) is None:
+        path = find_folder(section.model, key)
+        if path is None or not _has_tokenizer(path):
             continue
         _tokenizer(path, key)
         if not _plain_stop_ids(path):
@@ -166,12 +185,14 @@ def require_tokenizers(config: RunConfig) -> None:
 def require_merge_tokens(config: RunConfig) -> None:
     """Raise `ConfigError` if a full chunk of the bank does not fit into the merge prompt.
 
-    The tokens of the prompt without experiences are counted with the extractor's tokenizer.
+    The tokens of the prompt without experiences are counted with the extractor's tokenizer. Nothing
+    is checked without a tokenizer.
     """
     extractor, key = config.extractor, "extractor.model"
     if not config.distils or not extractor.merge_every:
         return
-    if (path := find_model(extractor.model, key)) is None:
+    path = find_folder(extractor.model, key)
+    if path is None or not _has_tokenizer(path):
         return
     renderer = ChatRenderer(_tokenizer(path, key), ())
     write_prompt = merge_prompt(model_profile(path, key), config.prompts.files)

@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crl.config.models import find_model, model_size
+from crl.config.models import model_size
 from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
 from crl.errors import ConfigError
+from crl.modeling.gguf import find_folder
 
 QWEN25_SHAPES = (
-    ModelShape(494_032_768, 24, 896, 4864, AttentionShape(14, 2, 64), 151_936, 32_768, True),
+    PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B-Instruct"],
     ModelShape(1_543_714_304, 28, 1536, 8960, AttentionShape(12, 2, 128), 151_936, 32_768, True),
     ModelShape(3_085_938_688, 36, 2048, 11_008, AttentionShape(16, 2, 128), 151_936, 32_768, True),
-    ModelShape(7_615_616_512, 28, 3584, 18_944, AttentionShape(28, 4, 128), 152_064, 32_768, True),
+    PUBLISHED_SHAPES["Qwen/Qwen2.5-7B-Instruct"],
     ModelShape(14_770_033_664, 48, 5120, 13_824, AttentionShape(40, 8, 128), 152_064, 32_768, True),
     ModelShape(32_763_876_352, 64, 5120, 27_648, AttentionShape(40, 8, 128), 152_064, 32_768, True),
     ModelShape(72_706_203_648, 80, 8192, 29_568, AttentionShape(64, 8, 128), 152_064, 32_768, True),
@@ -43,7 +44,7 @@ def planned_shape(name: str, key: str = "actor.model", *, encoder: bool = False)
 
     Raise `ConfigError` under `key` if the sizes cannot be determined.
     """
-    path = find_model(name, key)
+    path = find_folder(name, key)
     if path is None:
         return PUBLISHED_SHAPES[name]
     size = model_size(path, key)

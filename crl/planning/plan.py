@@ -15,6 +15,7 @@ from crl.config.schema import (
     EmbedderSection,
     RetrievalSection,
     RunConfig,
+    StreamSection,
     TaskConfig,
 )
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape
@@ -33,7 +34,7 @@ from crl.planning.gpu_plan import (
 )
 from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import model_sections
-from crl.planning.model_size import dense_shape, parse_size
+from crl.planning.model_size import dense_shape, parse_size, planned_shape
 from crl.planning.step_time import estimate
 from crl.wording import counted, device_text
 
@@ -57,30 +58,35 @@ def dry_run(config: RunConfig, show: Callable[[str], object], *, size: str | Non
         raise ConfigError(
             "size", size, reason, "Add --set gpus=1 --set gpu_memory=80, or use --preset gpu1"
         )
-    show(plan(config, gpus and _gpus(config, gpus, visible, size, shapes)))
+    show(plan(config, gpus and _gpus(config, gpus, visible, size, shapes), shapes))
     if not size and planned_elsewhere(config, visible):
         errors = [str(error) for _, error in preflight.problems(config, "machine")]
-        show("\n" + _section("this machine cannot run it", "\n".join(errors)))
+        show("\n" + _section("missing on this machine", "\n".join(errors)))
     elif not size:
         preflight.require(config, "machine")
     if gpus:
         gpus.require_fit()
 
 
-def plan(config: RunConfig, gpus: str | None = None) -> str:
+def plan(
+    config: RunConfig,
+    gpus: str | None = None,
+    hypothetical: Mapping[str, ModelShape] | None = None,
+) -> str:
     """Return the plan as text, in sections with a heading each.
 
-    `gpus` is the text of the GPU plan, None without GPUs. Raise `ConfigError` for environments that
-    are not installed.
+    `gpus` is the text of the GPU plan, None without GPUs. `hypothetical`: sizes of hypothetical
+    models by role; None for the run's models. Raise `ConfigError` for environments that are not
+    installed.
     """
     sections = {
         "resolved config": "\n".join(_toml(config.model_dump())),
         "devices": _devices(config),
         **({"GPUs": gpus} if gpus else {}),
-        "models": _models(config),
+        "models": _hypothetical(config, hypothetical) if hypothetical else _models(config),
         "tasks": _tasks(config),
         "batch": _batch(config),
-    } | ({"experience": _experience(config)} if config.with_experience else {})
+    } | ({"experience": _experience(config)} if config.with_bank else {})
     return "\n\n".join(_section(title, text) for title, text in sections.items())
 
 
@@ -167,9 +173,17 @@ def _hosts(config: RunConfig) -> str:
     return ", ".join(counted(*counts[hosting]) for hosting in counts if hosting in hostings)
 
 
+def _hypothetical(config: RunConfig, shapes: Mapping[str, ModelShape]) -> str:
+    """Return the sizes of the hypothetical models as text."""
+    return "\n".join(
+        f"{role:<10} hypothetical, {shapes[role].parameters:,} parameters (--size)"
+        for role in model_sections(config)
+    )
+
+
 def _models(config: RunConfig) -> str:
     models = {"actor": config.actor.model} | (
-        {"extractor": config.extractor.model} if config.with_experience else {}
+        {"extractor": config.extractor.model} if config.with_extractor else {}
     )
     return "\n".join(_model(role, name) for role, name in models.items())
 
@@ -182,21 +196,28 @@ def _model(role: str, name: str) -> str:
             f"{role:<10} {name} (not downloaded: hf download {name})\n"
             f"           {PUBLISHED_SHAPES[name].parameters:,} parameters; profile {profile}"
         )
-    size = model_size(path, key)
-    weights = (
-        f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB"
-        if size
-        else "no safetensors files, size unknown"
-    )
+    if size := model_size(path, key):
+        weights = f"{size.parameters:,} parameters, {size.bytes / 2**20:,.1f} MiB"
+    else:
+        weights = _counted_parameters(name, key)
     source = "bundled" if name in bundled_models() else "local directory"
+    source = "GGUF file, converted to float32" if path.is_file() else source
     return f"{role:<10} {path} ({source})\n           {weights}; profile {profile}"
+
+
+def _counted_parameters(name: str, key: str) -> str:
+    """Return the text for the size of a model without safetensors files."""
+    try:
+        return f"{planned_shape(name, key).parameters:,} parameters"
+    except ConfigError:  # the checks of the run or the GPU plan report it, if it is an error
+        return "size unknown"
 
 
 def _experience(config: RunConfig) -> str:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     training = (
         f"one training step per {counted(extractor.batch, 'credit unit')}"
-        if extractor.train and not bank.frozen
+        if config.trains_extractor
         else "not trained"
     )
     writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
@@ -273,7 +294,6 @@ def _tasks(config: RunConfig) -> str:
             if task.rendering == profile
             else "set in the config"
         )
-        stream, visits = task.stream, counted(task.stream.visits, "visit")
         extra_turns = task.extra_turns if config.distils else 0
         lines += [
             f"{name}  {task.rendering} rendering: {reason}",
@@ -285,17 +305,20 @@ def _tasks(config: RunConfig) -> str:
                 if extra_turns
                 else ""
             ),
-            *(
-                [
-                    f"  {counted(stream.places, 'place')}, {stream.permanent} permanent, "
-                    f"the others for {visits}"
-                ]
-                if name in tasks_with_places
-                else []
-            ),
+            *([f"  {_places(task.stream)}"] if name in tasks_with_places else []),
             *([f"  {data_notes[name]}"] if name in data_notes else []),
         ]
     return "\n".join(lines)
+
+
+def _places(stream: StreamSection) -> str:
+    """Return the text for the places of a train stream."""
+    if stream.permanent == 0 and stream.visits == 1:
+        return "a new place in every group"
+    return (
+        f"{counted(stream.places, 'place')}, {stream.permanent} permanent, "
+        f"the others for {counted(stream.visits, 'visit')}"
+    )
 
 
 def _batch(config: RunConfig) -> str:
@@ -355,7 +378,7 @@ def _set_episodes(task: TaskConfig, config: RunConfig) -> int:
     Seen and unseen tasks are played without experience. In a run with experience, seen tasks are
     also played with it.
     """
-    return task.eval.seen * (2 if config.with_experience else 1) + task.eval.unseen
+    return task.eval.seen * (2 if config.with_bank else 1) + task.eval.unseen
 
 
 def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
@@ -363,7 +386,7 @@ def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
 
     All visits are played with the online bank. The visits that count are also played without it.
     """
-    has_online = config.with_experience and not config.bank.frozen
+    has_online = config.distils
     return (
         task.eval.online_places * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS
         if has_online

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from crl import embedders
+from crl.config.catalog import tasks as shipped_tasks
 from crl.config.models import profile_of
 from crl.config.schema import RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES
@@ -24,6 +25,7 @@ from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.manager.storage.database import active_tasks, check_bank
 from crl.planning import machine_checks, model_checks, tasks
+from crl.planning.methods import require_method
 from crl.prompts import hashes
 
 Subject = Literal["settings", "models", "machine"]
@@ -83,11 +85,11 @@ def require_prompts_used(config: RunConfig) -> None:
     """
     used_prompts: set[str] = set()
     if any(task.rendering == "full" for task in config.tasks.values()):
-        used_prompts |= {"actor", "experience"} if config.with_experience else {"actor"}
-        used_prompts |= {"ask"} if config.ask.enabled and config.with_experience else set()
+        used_prompts |= {"actor", "experience"} if config.with_bank else {"actor"}
+        used_prompts |= {"ask"} if config.ask.enabled and config.with_extractor else set()
     if config.critic.enabled and profile_of(config.actor.model) == "full":
         used_prompts |= {"critic"}
-    if config.with_experience and profile_of(config.extractor.model, "extractor.model") == "full":
+    if config.with_extractor and profile_of(config.extractor.model, "extractor.model") == "full":
         used_prompts |= (
             {"distil"}
             | ({"merge"} if config.extractor.merge_every else set())
@@ -107,7 +109,7 @@ def _prompt_remedy(config: RunConfig, prompt: str) -> str:
 
     The advice is another method, else the switch that is off, else language models.
     """
-    if prompt != "actor" and not config.with_experience:
+    if prompt != "actor" and not config.with_bank:
         return f"choose another method than {config.spec.name}, which has no experience"
     ask, critic = (
         (config.ask.enabled, "ask.enabled=true"),
@@ -167,7 +169,7 @@ def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Non
 
 def require_extractor(config: RunConfig) -> None:
     """Raise `ConfigError` if the extractor of a run with experience cannot read the episodes."""
-    if config.with_experience:
+    if config.with_extractor:
         require_compatible_extractor(config)
 
 
@@ -189,16 +191,19 @@ def require_compatible_extractor(config: RunConfig) -> None:
             reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
             remedy = "Use a language model as extractor, or a tiny model as actor"
             if profile_of(config.actor.model) == "compact":
+                # The [compact] table of every shipped task has the compact rendering.
                 remedy = (
-                    f"Set tasks.{name}.rendering to compact: "
-                    'write rendering = "compact" in the table [compact] of the task\'s file'
+                    f"Remove --set tasks.{name}.rendering, or this setting in your preset"
+                    if name in shipped_tasks()
+                    else f"Set tasks.{name}.rendering to compact, with --set or in the table "
+                    "[compact] of the task's file"
                 )
             raise ConfigError("extractor.model", config.extractor.model, reason, remedy)
 
 
 def require_bank(config: RunConfig) -> None:
     """Raise `ConfigError` if the run cannot start from its `bank.init`, or cannot use it."""
-    if not config.with_experience or not config.bank.init:
+    if not config.with_bank or not config.bank.init:
         return
     path = Path(config.bank.init)
     remedy = "Use the bank.sqlite of another run, written by this version of crl"
@@ -230,7 +235,7 @@ def require_embedder(config: RunConfig) -> None:
     The check neither loads a model nor calls an endpoint. An encoder that a preset names may be
     missing: `model_checks.require_models` reports it.
     """
-    if config.with_experience and config.embedder.model not in PUBLISHED_SHAPES:
+    if config.with_bank and config.embedder.model not in PUBLISHED_SHAPES:
         embedders.require_embedder(config.embedder)
 
 
@@ -240,6 +245,7 @@ CHECKS: tuple[Check, ...] = (
     Check("prompts", "settings", require_prompts),
     Check("tasks", "settings", require_tasks),
     Check("extractor", "settings", require_extractor),
+    Check("method", "settings", require_method),
     Check("bank", "settings", require_bank),
     Check("embedder", "settings", require_embedder),
     Check("context", "models", model_checks.require_contexts),
@@ -258,7 +264,11 @@ CHECKS: tuple[Check, ...] = (
 """Checks of a run, in the order in which they are made."""
 
 EVALUATION_CHECKS: tuple[Check, ...] = (
-    *(check for check in CHECKS if check.name in ("prompts", "tasks", "extractor", "embedder")),
+    *(
+        check
+        for check in CHECKS
+        if check.name in ("prompts", "tasks", "extractor", "method", "embedder")
+    ),
     Check("engine", "machine", machine_checks.require_engine),
     Check("GPU plan", "machine", machine_checks.require_gpus_to_evaluate),
     Check("devices", "machine", machine_checks.require_engine_devices),

@@ -139,7 +139,7 @@ def training_seconds(
 
 
 @dataclass(frozen=True)
-class Replica:
+class SamplingReplica:
     """Copy of a model that samples."""
 
     gpus: int
@@ -151,7 +151,7 @@ class Replica:
 
 
 def sampling_seconds(
-    shape: ModelShape, work: Work, replica: Replica, *, flops: float, bandwidth: float
+    shape: ModelShape, work: Work, replica: SamplingReplica, *, flops: float, bandwidth: float
 ) -> float:
     """Return the time in which one replica samples `work`.
 
@@ -196,7 +196,9 @@ def role_seconds(
         gpus, replicas = engine.gpus_per_replica(config.engine), engine.replicas(config.engine)
         kv_bytes = shape.kv_bytes(element_bytes) / min(gpus, shape.attention.kv_heads)
         fitting = int(placement.memory.cache / (kv_bytes * work.tokens / 2))
-        replica = Replica(gpus, max(1, min(config.engine.max_batch, fitting)), element_bytes)
+        replica = SamplingReplica(
+            gpus, max(1, min(config.engine.max_batch, fitting)), element_bytes
+        )
         share = Work(math.ceil(work.sequences / replicas), work.tokens, work.sampled)
         seconds[role] = sampling_seconds(
             shape, share, replica, flops=flops, bandwidth=BANDWIDTH_SHARE * speed.bandwidth

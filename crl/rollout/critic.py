@@ -56,7 +56,7 @@ class Critique:
     text: str = ""
     """Text of a refinement."""
     malformed: bool = False
-    """Whether no verdict could be read; the verdict is then accept."""
+    """True if no verdict could be read; the verdict is then accept."""
 
     def apply_to(self, hit: Hit) -> Hit:
         """Return `hit` with this verdict and, after refine, with the refined text."""

@@ -375,18 +375,18 @@ class EpisodeRecord:
     sampled_tokens: int = 0
     """Tokens that the actor sampled, including overtime."""
     truncated: bool = False
-    """Whether the episode reached its turn limit, a generation limit or the context limit."""
+    """True if the episode reached its turn limit, a generation limit or the context limit."""
     error: str | None = None
     """Reason why the episode failed, else None."""
 
     @property
     def in_overtime(self) -> bool:
-        """Whether the next turn does not count."""
+        """True if the next turn does not count."""
         return len(self.results) >= self.max_turns
 
     @property
     def done(self) -> bool:
-        """Whether the environment has ended the episode."""
+        """True if the environment has ended the episode."""
         return bool(self.results) and self.results[-1].done
 
     @property

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 from crl.modeling.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
 from crl.rollout.episode import Limits
-from crl.types import CURRENT_POLICY, Completion, Origin, TokenTrace, Trajectory
+from crl.types import (
+    BEHAVIOUR,
+    CURRENT_POLICY,
+    Completion,
+    OldPolicy,
+    Origin,
+    TokenTrace,
+    Trajectory,
+)
+
+
+class _Answer(NamedTuple):
+    """Sampled answer of an episode."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -19,31 +35,38 @@ class Rerenderer:
     """Limits by task name; their context window is used."""
 
     def without(
-        self, trajectory: Trajectory, origins: Set[Origin], *, version: int = CURRENT_POLICY
+        self, trajectory: Trajectory, origins: Set[Origin], *, version: OldPolicy = CURRENT_POLICY
     ) -> tuple[TokenTrace, ...]:
+        if version not in get_args(OldPolicy):
+            raise ValueError(f"version must be one of {get_args(OldPolicy)}, not {version}")
         conversation = Conversation(self.renderer, self.limits[trajectory.task.name].window)
-        answers = _answers(trajectory)
+        answers, messages = _answers(trajectory), 0
         for segment in trajectory.segments:
-            answer = next(answers, ()) if segment.origin in SAMPLED_ORIGINS else ()
+            answer = next(answers, None) if segment.origin in SAMPLED_ORIGINS else None
             if segment.origin in origins:
                 continue
             if segment.origin not in SAMPLED_ORIGINS:
                 conversation.add([segment])
-            elif answer:
+                messages += 1
+            elif answer is None:  # an overtime answer, which is not trained
+                break
+            elif not messages:
+                raise ValueError(f"no message remains before an answer without {set(origins)}")
+            else:
                 conversation.prompt()
                 conversation.add_completion(self._completion(answer, version))
-            else:  # an overtime answer, which is not trained
-                break
         return conversation.traces
 
-    def _completion(self, ids: tuple[int, ...], version: int) -> Completion:
-        stopped = ids[-1] in self.renderer.stop_ids
-        finish = "stop" if stopped else "length"
-        return Completion(ids, (0.0,) * len(ids), (version,) * len(ids), finish)
+    def _completion(self, answer: _Answer, version: OldPolicy) -> Completion:
+        count = len(answer.ids)
+        finish = "stop" if answer.ids[-1] in self.renderer.stop_ids else "length"
+        logprobs = answer.logprobs if version == BEHAVIOUR else (0.0,) * count
+        return Completion(answer.ids, logprobs, (version,) * count, finish)
 
 
-def _answers(trajectory: Trajectory) -> Iterator[tuple[int, ...]]:
-    """Yield the token ids of every sampled answer, in order."""
+def _answers(trajectory: Trajectory) -> Iterator[_Answer]:
+    """Yield every sampled answer, in order."""
     for trace in trajectory.traces:
         for positions in trace.completions():
-            yield trace.ids[positions.start : positions.stop]
+            span = slice(positions.start, positions.stop)
+            yield _Answer(trace.ids[span], trace.logprobs[span])

@@ -200,11 +200,11 @@ class PipelineSettings:
     run_name: str
     """Name that marks this run's episodes in the bank."""
     background: bool
-    """Whether to distil and train in the background, instead of at step boundaries."""
+    """True if distillation and training run in the background, not at step boundaries."""
     merge_every: int = 0
     """Actor steps between two merges of the bank; 0 = no merges."""
     group_baseline: bool = False
-    """Whether to compare rewards with those of the group's free members: `credit_and_submit`."""
+    """True if `credit_and_submit` compares rewards with those of the group's free members."""
 
 
 class ExperiencePipeline:

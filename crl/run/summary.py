@@ -72,7 +72,8 @@ class SuccessReport:
         ]
         lines += [f"  {task} is {note}" for task, note in self.data_notes.items()]
         if errors := before.errors + (after.errors if after else 0):
-            lines.append(f"  {errors} eval episodes ended with an error and count as failures")
+            verb = "counts as a failure" if errors == 1 else "count as failures"
+            lines.append(f"  {counted(errors, 'eval episode')} ended with an error and {verb}")
         return lines
 
 
@@ -127,7 +128,7 @@ class ExperienceReport:
     gaps: Sequence[GroupGap]
     """Gaps (guided − free success) of the groups in the second half of the run."""
     probe_gains: Mapping[str, tuple[tuple[float, float], tuple[float, float]]]
-    """By task: the probe's right − none before and after the run, each as (value, half width)."""
+    """Right − none of the probe before and after the run, by task, as (value, half width)."""
     evaluation: Evaluation | None
     """Last evaluation; None if the run was stopped earlier."""
     trained: int | None
@@ -147,28 +148,28 @@ class ExperienceReport:
             lines.append(f"  {task}: gain from right advice on the probe: {change}")
         if self.evaluation:
             lines += _online_bank_lines(self.evaluation)
-        extractor = "not trained" if self.trained is None else f"{self.trained} updates"
+        extractor = "not trained" if self.trained is None else counted(self.trained, "update")
         stats = self.stats
+        distilled = counted(stats.get("queue/done", 0), "episode")
         lines.append(
-            f"  extractor: {extractor}; {stats.get('queue/done', 0)} episodes distilled: "
-            f"{stats.get('ops/add', 0)} added, {stats.get('ops/update', 0)} updated, "
-            f"{stats.get('ops/return', 0)} returned, {stats.get('ops/drop', 0)} refused; "
+            f"  extractor: {extractor}; {distilled} distilled: "
+            f"{stats.get('ops/add', 0):,} added, {stats.get('ops/update', 0):,} updated, "
+            f"{stats.get('ops/return', 0):,} returned, {stats.get('ops/drop', 0):,} refused; "
             f"{counted(stats.get('queue/dead', 0), 'episode')} failed"
         )
-        lines.append(f"  bank: {stats['bank/size']} experiences in {self.bank}")
+        lines.append(f"  bank: {counted(stats['bank/size'], 'experience')} in {self.bank}")
         if self.best:
             explanation = "guided − free success in the same groups ± half a 95 % credible interval"
             lines.append(f"  best experiences by the lower end of lift ({explanation}):")
-        lines += [
-            f"    {_lift(e):<34}   won {_wins(e)} episodes   {e.goal}  {e.text}" for e in self.best
-        ]
+        lines += [f"    {_lift(e):<34}   won {_wins(e)}   {e.goal}  {e.text}" for e in self.best]
         return lines
 
 
 def _online_bank_lines(evaluation: Evaluation) -> list[str]:
     """Return lines about the online evaluation: the banks' lift and the extractor's lessons."""
     lines = [
-        f"  {task}: gain from a bank built online in unseen places: {lift} over {lift.n} places"
+        f"  {task}: gain from a bank built online in unseen places: {lift} "
+        f"over {counted(lift.n, 'place')}"
         for task, lift in evaluation.lift.items()
     ]
     for task, rate in evaluation.lessons.items():
@@ -176,11 +177,11 @@ def _online_bank_lines(evaluation: Evaluation) -> list[str]:
         comparison = ""
         if untrained:
             comparison = (
-                f"; untrained extractor, {untrained.episodes} answers on the same episodes: "
-                f"{untrained}"
+                f"; untrained extractor, {counted(untrained.episodes, 'answer')} on the same "
+                f"episodes: {untrained}"
             )
         lines.append(
-            f"  {task}: right lessons in {rate.episodes} answers of the extractor: "
+            f"  {task}: right lessons in {counted(rate.episodes, 'answer')} of the extractor: "
             f"{rate}{comparison}"
         )
     return lines
@@ -196,7 +197,8 @@ def _lift(experience: Experience) -> str:
 
 
 def _wins(experience: Experience) -> str:
-    return f"{experience.counters.won:>3} of {experience.counters.credited:>3}"
+    counters = experience.counters
+    return f"{counters.won:>3} of {counted(counters.credited, 'episode'):>12}"
 
 
 def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
@@ -297,7 +299,7 @@ class Summary:
     """Skipped updates of actor and extractor."""
     next_steps: NextSteps
     experience: ExperienceReport | None = None
-    """None for a run without experience."""
+    """Report on the experience; None for a run without experience."""
 
     def text(self) -> str:
         extractor_tokens = (
@@ -305,7 +307,7 @@ class Summary:
         )
         lines = [
             "",
-            f"{self.steps} steps in {self.seconds:.0f} s",
+            f"{counted(self.steps, 'step')} in {self.seconds:.0f} s",
             self.totals.line(extractor_tokens),
             "",
             *self.success.lines(),
@@ -313,8 +315,9 @@ class Summary:
         if self.experience:
             lines += self.experience.lines()
         if self.skipped_updates:
+            verb = "was" if self.skipped_updates == 1 else "were"
             lines.append(
-                f"  {self.skipped_updates} updates were skipped because the loss "
+                f"  {counted(self.skipped_updates, 'update')} {verb} skipped because the loss "
                 "or its gradient was not finite"
             )
         lines += ["", *self.next_steps.lines(self.experience.bank if self.experience else None)]

@@ -69,23 +69,24 @@ RECIPES = {
 def make_all_models(out: Path, seed: int) -> None:
     """Make every bundled model in a subdirectory of `out`. This takes an hour on one core.
 
-    Raise `ConfigError` if one of the subdirectories exists or cannot be made.
+    Raise `ConfigError` if `out` is not empty or a subdirectory cannot be made.
     """
+    _require_empty(out)
     _make_directories([out / name for name in RECIPES])
     for name, recipe in RECIPES.items():
         make_model(out / name, recipe, seed)
 
 
+def _require_empty(out: Path) -> None:
+    """Raise `ConfigError` if `out` exists and is not an empty directory."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    reason = "exists and is not empty" if out.is_dir() else "exists and is not a directory"
+    raise ConfigError("--out", str(out), reason, "Choose another --out, or remove it first")
+
+
 def _make_directories(directories: Sequence[Path]) -> None:
     """Make the directories. This is done first, so that errors show before the training."""
-    for directory in directories:
-        if directory.exists():
-            raise ConfigError(
-                "--out",
-                str(directory),
-                "already exists",
-                "Give another directory, or remove this one first",
-            )
     for directory in directories:
         try:
             directory.mkdir(parents=True)

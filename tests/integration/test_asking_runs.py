@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from crl.config.models import resolve_model
+from crl.engines import torch as torch_engine
 from crl.engines.torch import TorchEngine
 from crl.errors import RolloutError
 from crl.methods.parts.asking import COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
-from crl.run import assemble
 from crl.types import Completion, Sampling, Segment
 from support.complementary_runs import dump, episodes, rows
 from support.documented_metrics import undocumented
@@ -107,7 +107,7 @@ def train(
     run: Path, *sets: str, engine: type[TorchEngine] = ScriptedQuestions, steps: int = STEPS
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "TorchEngine", engine)
+        patch.setattr(torch_engine, "TorchEngine", engine)
         result = crl(*arguments(run, "room", (*SIZES, *sets), steps, 0, "complementary"))
     assert result.exit_code == 0, result.output + str(result.exception)
     assert result.stderr == ""
@@ -282,7 +282,7 @@ def test_without_a_refinement_the_agent_gets_the_retrieved_experience(
 def test_eval_asks_and_changes_no_file(done: Path) -> None:
     before = contents(done)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "TorchEngine", ScriptedQuestions)
+        patch.setattr(torch_engine, "TorchEngine", ScriptedQuestions)
         result = crl("eval", done)
     assert (result.exit_code, result.stderr) == (0, "")
     assert contents(done) == before

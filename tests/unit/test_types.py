@@ -167,7 +167,7 @@ def test_a_per_token_advantage_of_the_right_length_is_accepted() -> None:
 
 
 def test_lift_by_hand() -> None:
-    """The values {1/2, −1/4, 1/2} have the mean 1/4 and m2 = 1/16 + 1/4 + 1/16 = 3/8.
+    """Use the values {1/2, −1/4, 1/2} with the mean 1/4 and m2 = 1/16 + 1/4 + 1/16 = 3/8.
 
     half = t_975(3) · √(1 + 3/8) / 3 = 3.182446 · 1.172604 / 3 = 1.243916.
     The lower end of the interval is −0.993916.
@@ -179,7 +179,7 @@ def test_lift_by_hand() -> None:
 
 
 def test_the_lift_of_one_group_has_a_wide_interval() -> None:
-    """half = t_975(1) · √1 / 1 = 12.706205."""
+    """Compare with half = t_975(1) · √1 / 1 = 12.706205."""
     assert Lift(1, 0.75).half_width == pytest.approx(12.706205, abs=1e-6)
     assert Lift(1, 0.75).low == -1.0, "−1 is the lowest possible lift"
 
@@ -188,7 +188,7 @@ def test_the_lift_of_one_group_has_a_wide_interval() -> None:
     "lift", [Lift(1, 0.75), Lift(2, 1.0), Lift(3, 0.25, 0.375), Lift(8, 0.0, 8.0)]
 )
 def test_the_posterior_of_the_mean_has_95_percent_of_its_mass_in_the_interval(lift: Lift) -> None:
-    """The test integrates over the variance v of a difference.
+    """Integrate over the variance v of a difference.
 
     The integrand is the prior v^(−3/2) · e^(−1 / 2v) times the likelihood. The likelihood
     integrated over the mean is v^(−n/2) · e^(−m2 / 2v) · √v. The grid is logarithmic, so
@@ -229,7 +229,7 @@ def test_the_sign_of_a_lift_is_nonzero_if_its_interval_excludes_zero() -> None:
 
 
 def test_the_order_of_lifts() -> None:
-    """The half widths are t_975(n) · √(1 + m2) / n, and no lower end is below −1.
+    """Compute the half widths t_975(n) · √(1 + m2) / n. No lower end is below −1.
 
     Lift(9, 0.25, 0.005): half = 2.262157 · √1.005 / 9 = 0.252, lower end −0.002.
     Lift(9, 0.25, 1.1): half = 2.262157 · √2.1 / 9 = 0.364, lower end −0.114.
@@ -249,7 +249,7 @@ def test_the_order_of_lifts() -> None:
 
 
 def test_few_equal_groups_rank_below_many_similar_ones() -> None:
-    """The values {1, 1} have half = 4.302653 / 2 = 2.151326 and the lower end −1.
+    """Compare the values {1, 1} with half = 4.302653 / 2 = 2.151326 and the lower end −1.
 
     20 values 1/2 and 20 values 7/10 have the mean 0.6, m2 = 40 · 0.1² = 0.4 and
     half = 2.021075 · √1.4 / 40 = 0.059784.

@@ -33,7 +33,7 @@ The members of a group play the same game. Evaluations play the same games sever
 
 _original_pddl2sas = fast_downward.pddl2sas
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
-"""The only part in which the games of one grammar differ."""
+"""Only part in which the games of one grammar differ."""
 
 _cached_parse: Any = lru_cache(maxsize=_CACHED_GAMES)(logic._parse_and_convert)
 

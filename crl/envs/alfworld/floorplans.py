@@ -54,7 +54,7 @@ _UNUSED_THINGS = {"Box", "Statue"}
 
 @dataclass(frozen=True)
 class FloorPlan:
-    """One of ALFRED's floor plans. All names are ALFRED's types."""
+    """Floor plan of ALFRED. All names are ALFRED's types."""
 
     number: int
     receptacles: tuple[str, ...]

@@ -204,7 +204,7 @@ class ProcessHost:
 
 
 class ProcessEnvironment:
-    """One acquired game, identified by its number in its worker.
+    """Acquired game, identified by its number in its worker.
 
     Its errors are raised as `RolloutError` of kind env; a `ConfigError` is re-raised. After an
     error the game cannot be used again.
@@ -288,7 +288,7 @@ class _Job:
 
 
 class _WorkerProcess:
-    """One worker process.
+    """Worker process that plays games.
 
     `acquired` counts its acquired games. `free` holds the numbers of its released games. `on_lost`
     is called with the reason when the process has died or is given up.

@@ -168,7 +168,7 @@ class Hosts:
 
 
 class ThreadEnvironment:
-    """One acquired game.
+    """Acquired game.
 
     Its errors are raised as `RolloutError` of kind env. Any other `CrlError` is re-raised. After an
     error the game cannot be used again.
@@ -259,9 +259,9 @@ class _Outcome:
 
 
 class _ThreadPool:
-    """At most `limit` threads that run one call at a time each. Hung threads are not counted.
+    """Pool of at most `limit` threads that run one call at a time each.
 
-    Bound to the event loop that first uses it.
+    Hung threads are not counted. The pool is bound to the event loop that first uses it.
     """
 
     def __init__(self, limit: int, timeout: float) -> None:
@@ -299,9 +299,9 @@ class _ThreadPool:
 
 
 class _WorkerThread:
-    """One daemon thread and its queue of jobs.
+    """Daemon thread with a queue of jobs.
 
-    A daemon, so that a hung call cannot keep the process alive.
+    The thread is a daemon, so that a hung call cannot keep the process alive.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One MiniHack level: create, seed and step it, and copy the visible part of the map.
+"""MiniHack level: create, seed and step it, and copy the visible part of the map.
 
 This module imports nle, minihack and gymnasium. The environments' own modules import it only in
 `make_game`.
@@ -75,12 +75,12 @@ class Turn:
     """Result of one action."""
 
     view: View | None
-    """None when the game is over, because NetHack has cleared its map."""
+    """View after the turn; None when the game is over, because NetHack has cleared its map."""
     success: bool
 
 
 class Level:
-    """One NetHack instance that plays one kind of MiniHack level repeatedly."""
+    """NetHack instance that plays one kind of MiniHack level repeatedly."""
 
     def __init__(self, creator: str | Callable[..., Any], window: Window, **settings: Any) -> None:
         """Create the instance. `creator` is a level's id or its class.
@@ -125,11 +125,6 @@ class Level:
         if over:
             return Turn(None, int(info["end_status"]) == _SUCCESS)
         return Turn(self._view(observation), False)
-
-    @property
-    def temporary_folder(self) -> Path:
-        """Folder with this instance's files, until the instance is closed."""
-        return Path(self._env.nethack._vardir)
 
     def close(self) -> None:
         self._env.close()

@@ -1,4 +1,4 @@
-"""Texts of a MiniHack level: the `full` rendering for LLMs, and helpers of the `compact` ones.
+"""Texts of a MiniHack level: the `full` rendering, and helpers of the `compact` renderings.
 
 All functions are pure functions of a `View`.
 """

@@ -13,7 +13,7 @@ UNSEEN = "~"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell as the player sees or remembers it."""
+    """Cell as the player sees or remembers it."""
 
     symbol: str
     name: str

@@ -64,7 +64,7 @@ class Product(TypedDict):
     options: dict[str, list[str]]
     """Name → values, in lower case."""
     pricing: list[float]
-    """One price, or the two ends of a price range."""
+    """Price, or the two ends of a price range."""
     price: float
     """Price of a purchase, drawn from `pricing`."""
     instruction_text: str | None
@@ -85,7 +85,7 @@ class DataFiles(TypedDict):
 
 
 _EmptyIsNone = BeforeValidator(lambda value: value or None)
-"""Treats an empty text, list or object like null, as the original does."""
+"""Validator that treats an empty text, list or object like null, as the original does."""
 
 
 def _prices(tag: object) -> list[float]:

@@ -56,7 +56,7 @@ class RewardInfo(TypedDict):
     r_option: float | None
     """Share of the goal's options that were chosen. None if the goal has none."""
     r_price: bool
-    """Whether the price is within the goal's limit."""
+    """True if the price is within the goal's limit."""
 
 
 def get_reward(

@@ -44,7 +44,7 @@ class Extractor:
     * settings: sampling parameters of the answers.
     * seed: root of the seeds of the draws. The seed of a draw also depends on the purpose and the
       name of the answer, so a repeated request has the same seed.
-    * threaded: whether prompts are rendered and answers are parsed on a thread, so that the event
+    * threaded: True if prompts are rendered and answers are parsed on a thread, so that the event
       loop is not blocked.
     """
 

@@ -13,7 +13,6 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from crl.manager.distillation.extractor import Extractor
@@ -24,20 +23,6 @@ from crl.types import Segment
 
 MergePromptWriter = Callable[[Sequence[Entry]], Sequence[Segment]]
 """Function that writes the prompt of a chunk. It numbers the entries from 1, in order."""
-
-
-@dataclass(slots=True)
-class MergeStats:
-    """Statistics of one merge."""
-
-    chunks: int = 0
-    """Chunks that the extractor was asked about."""
-    failed: int = 0
-    """Chunks without a usable answer."""
-    made: int = 0
-    """New entries that replace others."""
-    removed: int = 0
-    """Entries that were merged into new ones or discarded."""
 
 
 class Chunker:

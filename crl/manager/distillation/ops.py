@@ -69,7 +69,7 @@ class OpLimits:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation."""
+    """Operation in an answer of the extractor."""
 
     kind: OpKind
     span: Span
@@ -83,7 +83,7 @@ class Op:
 
     @property
     def is_vote(self) -> bool:
-        """Whether the op is an up vote or a down vote."""
+        """True if the op is an up vote or a down vote."""
         return self.kind in ("up", "down")
 
 
@@ -102,11 +102,11 @@ class ParsedOps:
     (`crl.manager.distillation.departure`). This is the whole length if the answer ended too early.
     """
     ends_cleanly: bool = True
-    """Whether no refused op follows the last usable op. The text after it then ends the answer."""
+    """True if no refused op follows the last usable op. The text after it then ends the answer."""
 
     @property
     def malformed(self) -> bool:
-        """Whether the completion has no usable op, not even a `return`."""
+        """True if the completion has no usable op, not even a `return`."""
         return not self.ops
 
 
@@ -139,7 +139,7 @@ def parse_ops(
     The kinds are add, update and return, and with `votes` also up and down.
 
     * num_shown: number of experiences in the prompt.
-    * thinking: whether the prompt opened the thinking. The answer then starts after its end.
+    * thinking: True if the prompt opened the thinking. The answer then starts after its end.
 
     Any text can be parsed: no error is raised and nothing is evaluated.
     """

@@ -25,8 +25,7 @@ class DistilQueue:
     * `settle`: writes an outcome to completion, even if its caller is cancelled, and then calls
       `count_settled`.
 
-    The attribute `refused` counts requests that were refused because the queue was full. `retried`
-    counts failed attempts that were followed by another attempt.
+    The attribute `retried` counts failed attempts that were followed by another attempt.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class DistilQueue:
             attempt,
             settle,
         )
-        self.refused = self.retried = 0
+        self.retried = 0
         self._settled = 0
         self._in_progress: set[str] = set()  # ids of the requests that `run` has leased
         self._leasing = False
@@ -58,16 +57,13 @@ class DistilQueue:
     def _running(self) -> bool:
         return self._leasing or bool(self._in_progress)
 
-    async def submit(self, request: DistilRequest) -> bool:
+    async def submit(self, request: DistilRequest) -> None:
         """Queue a request (see `ExperienceManager.submit`)."""
         while True:
             settled = self._settled
             if await self._store.submit(request, self._stamp(), self._settings.queue_size):
                 self._arrived.set()
-                return True
-            if self._settings.queue.overflow == "refuse":
-                self.refused += 1
-                return False
+                return
             async with self._changed:
                 await self._changed.wait_for(lambda seen=settled: self._settled != seen)
 

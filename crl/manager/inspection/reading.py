@@ -178,11 +178,11 @@ class Eviction:
     """Completed actor steps at the eviction; None if in another run."""
     by: str | None
     """Id of the request or of the merge that caused the eviction; None if neither did."""
-    why: Literal["room", "votes", "discarded", "pruned"]
+    why: Literal["bounds", "votes", "discarded", "pruned"]
     """Reason of the eviction.
 
-    * room: the bank exceeded its size limits. `by` is the request whose entries were written, or
-      None if a run opened the bank with lower limits.
+    * bounds: the bank exceeded its bounds. `by` is the request whose entries were written, or None
+      if a run opened the bank with lower bounds.
     * votes: the answer to the request `by` voted the entry out.
     * discarded: the extractor discarded the entry in the merge `by`.
     * pruned: a user pruned the bank.
@@ -237,7 +237,7 @@ class Lesson:
     credited: int
     """Number of credited episodes."""
     lift: Lift | None
-    """None before the first group that also has free members."""
+    """Lift; None before the first group that also has free members."""
 
     @property
     def rate(self) -> float:
@@ -454,9 +454,11 @@ class BankReader:
 
     def eviction(self, uid: str) -> Eviction | None:
         """Return the eviction of an entry; None if it was not evicted."""
+        # Banks of earlier versions have the reason "room" for bounds.
         columns = (
-            f"{STEP_SQL}, data ->> 'for', "
-            "IFNULL(data ->> 'reason', IIF(data ->> 'for' IS NULL, 'pruned', 'room'))"
+            f"{STEP_SQL}, data ->> 'for', CASE data ->> 'reason' WHEN 'votes' THEN 'votes' "
+            "WHEN 'bounds' THEN 'bounds' WHEN 'room' THEN 'bounds' "
+            "ELSE IIF(data ->> 'for' IS NULL, 'pruned', 'bounds') END"
         )
         for row in self._rows(
             f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid

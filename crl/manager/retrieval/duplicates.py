@@ -30,7 +30,7 @@ class DuplicateFilter:
     """Filter for near duplicates of active experiences.
 
     * min_cosine: cosine of two texts at or above which an add is dropped.
-    * with_goals: whether the goal is part of an experience's key. If so, only experiences with the
+    * with_goals: True if the goal is part of an experience's key. Then, only experiences with the
       same goal are compared, and their texts are embedded for it, because their keys are similar.
 
     An add is compared only with the entries that `Bank.nearest` returns for its task, so

@@ -35,7 +35,7 @@ class Bank:
 
     * dim: size of the vectors.
     * seed: seed of the draws that break ties and place trials.
-    * exact: whether large banks are searched exactly. Results then do not depend on when an index
+    * exact: True if large banks are searched exactly. Results then do not depend on when an index
       was built.
 
     No method awaits, so a search sees a change either completely or not at all. Only `nearest` may

@@ -129,10 +129,10 @@ class Index:
 
     @property
     def needs_rebuild(self) -> bool:
-        """Whether the next snapshot of a large index should be built now.
+        """True if the next snapshot of a large index should be built now.
 
-        This is so if searching the tail takes about as long as searching the graph and no build is
-        in progress.
+        The conditions are that searching the tail takes about as long as searching the graph, and
+        that no build is in progress.
         """
         tail_is_long = len(self._uids) - len(self._snapshot) >= max(
             MAX_EXACT_ROWS // 4, len(self._snapshot) // 16

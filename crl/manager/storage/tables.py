@@ -324,7 +324,7 @@ def evict_to_bounds(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str
         if rules.max_per_goal is None
         else [(task, goal) for task, goal in db.execute(over_bound, (rules.max_per_goal,))]
     )
-    return _evict_over_bounds(db, goals, rules, {"reason": "room"}, stamp)
+    return _evict_over_bounds(db, goals, rules, {"reason": "bounds"}, stamp)
 
 
 def _evict_over_bounds(

@@ -44,7 +44,7 @@ class ChatContext:
     observation_in_query: frozenset[str] = frozenset()
     """Tasks whose retrieval query includes the first observation."""
     retrieve_by_goal: bool = False
-    """Whether experience is retrieved by goal; the goal then also replaces a question's text."""
+    """True if experience is retrieved by goal; the goal then also replaces a question's text."""
     records: Mapping[str, RecordWriter] = field(default_factory=dict)
     """Writer of an experience's record, by task name; without one the record is not shown.
 
@@ -122,16 +122,12 @@ class ChatContext:
 
         Only the text after the thinking is read, if the completion contains thinking.
         """
-        thinking, think_end, answer = completion.rpartition("</think>")
+        _, think_end, answer = completion.rpartition("</think>")
         if not think_end and "<think>" in completion:
             # The completion ended during the thinking, so it contains no decision.
-            return Response("", {"thinking": completion})
+            return Response("")
         tool = self.tools.get(task.name)
-        return Response(
-            answer.strip(),
-            {"thinking": thinking} if think_end else {},
-            tool.parse_query(answer) if tool else None,
-        )
+        return Response(answer.strip(), tool.parse_query(answer) if tool else None)
 
 
 @dataclass(frozen=True)

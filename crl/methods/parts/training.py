@@ -115,7 +115,7 @@ class FullView:
     """`TrainView` of every sampled token, with unchanged token ids."""
 
     mask_truncated: bool
-    """Whether truncated trajectories are excluded."""
+    """True if truncated trajectories are excluded."""
 
     def __call__(self, trajectory: Trajectory, rerender: Rerender) -> Sequence[TokenTrace]:
         return () if self.mask_truncated and trajectory.truncated else trajectory.traces

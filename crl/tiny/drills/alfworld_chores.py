@@ -63,7 +63,7 @@ class Chores:
     slip: float = 0.03
     """Probability of a useless command."""
     offer: bool = False
-    """Whether the agent may ask; see `asking_turn` and `question_reply`."""
+    """True if the agent may ask; see `asking_turn` and `question_reply`."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))

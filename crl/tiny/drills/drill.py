@@ -80,7 +80,7 @@ class Episode:
     """Lesson at the start of the episode."""
     segments: tuple[Segment, ...]
     success: bool
-    """Whether the episode succeeded within the scored turns."""
+    """True if the episode succeeded within the scored turns."""
 
 
 def asking_turn(rng: random.Random, *, advised: bool) -> int | None:

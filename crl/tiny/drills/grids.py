@@ -51,7 +51,7 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridTask:
     """Task with its places and turn limits, as in tasks/*.toml."""
 
     spec: EnvSpec
@@ -83,7 +83,7 @@ class Grid:
 class GridWalks:
     """Episodes of a grid."""
 
-    grid: Grid
+    grid: GridTask
     advice: tuple[tuple[str, float], ...]
     """Shares of the advice at the start.
 
@@ -169,14 +169,14 @@ def random_places(rng: random.Random) -> str:
     return keyroom_lessons.lesson(key, door)
 
 
-MAZE = Grid(
+MAZE = GridTask(
     maze.SMALL_SPEC, maze.SMALL_PLACES, 14, 20, Lessons(random_way, way_in_episode, follow_way)
 )
-KEYROOM = Grid(
+KEYROOM = GridTask(
     keyroom.SPEC, keyroom.PLACES, 20, 20, Lessons(random_places, places_in_episode, follow_places)
 )
-RIVER = Grid(river.SMALL_SPEC, river.SMALL_PLACES, 20, 20)
-SOKOBAN = Grid(sokoban.SPEC, sokoban.PLACES, 20, 20)
+RIVER = GridTask(river.SMALL_SPEC, river.SMALL_PLACES, 20, 20)
+SOKOBAN = GridTask(sokoban.SPEC, sokoban.PLACES, 20, 20)
 
 # ── the extractor ─────────────────────────────────────────────────────────────────────────────────
 
@@ -218,7 +218,7 @@ def makes_claim(text: str) -> bool:
 class LessonDrills:
     """Demonstrations that need only a task's lessons: verdicts of actors, merges of extractors."""
 
-    grid: Grid
+    grid: GridTask
 
     def verdicts(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return drill.verdicts(

@@ -53,7 +53,7 @@ class RoomWalks:
     turns: int = 8
     """Maximal turns of an episode."""
     offer: bool = False
-    """Whether the agent may ask; see `asking_turn` and `question_reply`."""
+    """True if the agent may ask; see `asking_turn` and `question_reply`."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, demonstration_tasks(n)))

@@ -180,7 +180,7 @@ class ShopVisits:
     fidelity: float = 0.85
     """Probability that advice of kind "other" is followed; "right" and "random" always are."""
     offer: bool = False
-    """Whether the agent may ask; some agents do so."""
+    """True if the agent may ask; some agents do so."""
     turns: int = TURNS
     """Maximal turns of an episode."""
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.algo import (
-    batch_advantages,
     discounted_returns,
     group_advantages,
     sequence_weights,
@@ -116,15 +115,6 @@ def test_split_group_advantages_accept_scale_and_eps():
     # std √2 and 2√2; 1 / (√2 + 1) = 0.4142136 and 2 / (2√2 + 1) = 0.5224078
     scaled = split_group_advantages(rewards, groups, guided, eps=1.0)
     assert scaled.tolist() == pytest.approx([-0.4142136, -0.5224078, 0.4142136, 0.5224078])
-
-
-def test_batch_advantage_is_the_deviation_from_the_batch_mean():
-    # mean of (1, −1, −1, 1, 1) = 0.2
-    assert batch_advantages(torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0])).tolist() == pytest.approx(
-        [0.8, -1.2, -1.2, 0.8, 0.8]
-    )
-    assert batch_advantages(torch.tensor([1.0, 1.0, 1.0])).tolist() == [0.0] * 3
-    assert batch_advantages(torch.tensor([-1.0])).tolist() == [0.0]
 
 
 def test_steps_compare_within_group_and_anchor_only():
@@ -248,8 +238,8 @@ def test_empty_input_has_empty_weights():
         ),
         (lambda: group_advantages([1.0, 2.0], [0, 0], eps=-1e-6), "eps must not be negative"),
         (lambda: group_advantages([1.0, math.nan], [0, 0]), "rewards must be finite"),
+        (lambda: group_advantages([math.inf], [0]), "rewards must be finite"),
         (lambda: split_group_advantages([1.0, 2.0], [0, 0], [True]), "guided must have one entry"),
-        (lambda: batch_advantages([math.inf]), "rewards must be finite"),
         (lambda: step_advantages([1.0], [0], ["a", "b"]), "anchors must have one entry"),
         (lambda: discounted_returns([1.0], 1.5), "gamma must be in"),
         (lambda: sequence_weights([0, 0], [True]), "guided must have one entry"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from crl.algo import build_minibatches, micro_batches, optimizer_minibatches
 from crl.algo.batching import Advantage
-from crl.types import Condition, Minibatch, Task, TokenTrace, Trajectory
+from crl.types import Condition, Minibatch, Origin, Segment, Task, TokenTrace, Trajectory
 from support.trajectories import build_trajectory
 
 # ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
@@ -92,13 +92,17 @@ def test_the_order_depends_only_on_the_generator():
 # ── minibatches ───────────────────────────────────────────────────────────────────────────────────
 
 
-def trajectory(group: int, condition: Condition = "free") -> Trajectory:
+def trajectory(
+    group: int, condition: Condition = "free", *answers: tuple[Origin, TokenTrace]
+) -> Trajectory:
     return build_trajectory(
         Task("room", 0, "train", "find the stairs"),
         step=0,
         group=group,
         member=0,
         condition=condition,
+        segments=tuple(Segment("assistant", "x", origin) for origin, _ in answers),
+        traces=tuple(answer for _, answer in answers),
     )
 
 
@@ -178,19 +182,30 @@ def test_distillation_samples_share_the_weight_of_their_trajectory():
 def test_advantages_per_token_are_divided_among_the_samples():
     # The first trajectory has two samples, of 2 and 1 sampled tokens after 1 token of context. Its
     # last sample has no signal and is dropped.
+    answers = [trace(2), trace(1)]
+    first, last = answers
     (minibatch,) = build(
-        [trajectory(0, "guided"), trajectory(0)],
+        [trajectory(0, "guided", ("policy", first), ("policy", last)), trajectory(0)],
         [(0.5, -1.0, 0.0), 2.0],
-        [[trace(2), trace(1)], [trace(3)]],
+        [answers, [trace(3)]],
     )
     assert [advantage for advantage, _ in metrics(minibatch)] == [(0.0, 0.5, -1.0), 2.0]
     assert minibatch.total_tokens == 2 + 1 + 3
 
 
-def test_a_view_must_keep_the_tokens_of_advantages_per_token():
-    with pytest.raises(ValueError, match="a view has 2 sampled tokens, but its trajectory has 3"):
-        build([trajectory(0)], [(1.0, 1.0, 1.0)], [[trace(2)]])
-    assert build([trajectory(0)], [(1.0, 1.0, 1.0)], [[]]) == ()
+def test_a_view_without_questions_keeps_the_advantages_of_its_actions():
+    question, first, last = trace(2), trace(1), trace(3)
+    played = trajectory(0, "guided", ("policy", first), ("tool_call", question), ("policy", last))
+    values = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    (without,) = build([played], [values], [[first, last]])
+    assert [advantage for advantage, _ in metrics(without)] == [(0.0, 0.1), (0.0, 0.4, 0.5, 0.6)]
+    (only,) = build([played], [values], [[question]])
+    assert [advantage for advantage, _ in metrics(only)] == [(0.0, 0.2, 0.3)]
+    assert build([played], [values], [[]]) == ()
+    with pytest.raises(ValueError, match="keep all actions of a trajectory or none, and all quest"):
+        build([played], [values], [[last]])
+    with pytest.raises(ValueError, match="has 6 sampled tokens, but 2 advantages of tokens"):
+        build([played], [(1.0, 1.0)], [[first, question, last]])
 
 
 def test_weights_are_computed_per_minibatch():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,15 +70,28 @@ def test_terms_of_different_units_are_summed_per_token():
 @pytest.mark.parametrize(
     ("term", "text"),
     [
-        (torch.tensor([1.0, 2.0]), r"one advantage per trajectory \(1\)"),
+        (torch.tensor([1.0, 2.0]), "advantages of all 1 trajectories, not of 2"),
+        ([1.0], "a tensor, PerTurn or PerToken, not a list"),
         (PerTurn([(1.0,)]), r"one advantage per turn \(2\), not 1"),
         (PerToken([(1.0,)]), r"one advantage per sampled token \(6\), not 1"),
-        (PerTurn([]), "advantages of 0 trajectories only"),
+        (PerTurn([]), "of all 1 trajectories, not of 0"),
+        (PerTurn([(1.0, 2.0)] * 2), "of all 1 trajectories, not of 2"),
     ],
 )
-def test_another_number_of_values_is_refused(term, text: str):
+def test_terms_of_another_form_are_refused(term, text: str):
     with pytest.raises(ValueError, match=text):
         sum_terms([term], [episode()])
+
+
+def test_an_episode_that_ends_after_a_question_has_tokens_but_no_turn():
+    whole = episode()
+    asked = replace(
+        whole,
+        segments=whole.segments[:3],
+        traces=(TokenTrace((0, 1, 2), (0, 1, 1), (0.0,) * 3, (-1, 0, 0)),),
+        activity=replace(whole.activity, turn_rewards=()),
+    )
+    assert sum_terms([PerTurn([()])], [asked]) == [(0.0, 0.0)]
 
 
 def test_observations_before_the_turns():

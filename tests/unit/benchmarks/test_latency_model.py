@@ -1,4 +1,4 @@
-"""The engine of the rollout benchmark.
+"""Engine of the rollout benchmark.
 
 Equal requests take equal time, regardless of earlier requests.
 """

@@ -1,4 +1,4 @@
-"""The search benchmark runs and returns the documented rows. The times are not checked."""
+"""Search benchmark: it runs and returns the documented rows. Times are not checked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_there_is_a_row_for_every_load_and_embedder(benchmark, rows):
 async def test_updates_and_merges_are_applied_and_the_size_of_the_bank_stays_constant(
     benchmark, tmp_path
 ):
-    """This also holds in the second round, after all entries were updated, merged or added."""
+    """Check both rounds. Before the second one, all entries were updated, merged or added."""
     embeddings = benchmark.LookupEmbedder(HashEmbedder())
     keys, episodes = (
         await benchmark.write_bank(tmp_path / "bank.sqlite", 20, embeddings),

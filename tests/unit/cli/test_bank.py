@@ -53,12 +53,15 @@ from support.managers import (
 )
 
 LS = """\
-uid               lift  won  uses  step  task  goal                                text
-0/0/0#0  +0.50 ± 12.71  1/1     1     1  room  Find the exit of the azure cellar.  Go southwest.
-2/0/0#1              –    –     0     2  room  Find the exit of the azure cellar.  Mind the trap.
-2/0/0#0              –    –     0     2  room  Find the exit of the azure cellar.  Go west.
-1/0/1#0              –    –     0     1  room  Find the exit of the azure cellar.  Go southeast.
-0/1/0#0              –    –     0     0  maze  Leave the long hall.                \
+uid               lift  won  retrieved  step  task  goal                                text
+0/0/0#0  +0.50 ± 12.71  1/1          1     1  room  Find the exit of the azure cellar.  \
+Go southwest.
+2/0/0#1              –    –          0     2  room  Find the exit of the azure cellar.  \
+Mind the trap.
+2/0/0#0              –    –          0     2  room  Find the exit of the azure cellar.  Go west.
+1/0/1#0              –    –          0     1  room  Find the exit of the azure cellar.  \
+Go southeast.
+0/1/0#0              –    –          0     0  maze  Leave the long hall.                \
 Follow the left wall."""
 
 SHOW = """\
@@ -69,7 +72,7 @@ text
   Go southwest.
 
 retrieved once, last at step 2
-won 1 of 1 credited episodes (of this version)
+won 1 of 1 credited episode (of this version)
 lift +0.50 ± 12.71 over one group: success rate of guided minus free members (of this version)
 
 lineage, newest first
@@ -178,7 +181,7 @@ def test_ls_filters_sorts_and_limits(run: Path):
     newest = ["run/2/0/0#1", "run/2/0/0#0", "run/1/0/1#0", "run/0/0/0#0", "run/0/1/0#0"]
     assert uids(run, "--sort", "age") == newest
     assert uids(run, "--sort", "age", "--reverse") == newest[::-1]
-    assert uids(run, "--sort", "uses", "--limit", "1") == ["run/0/0/0#0"]
+    assert uids(run, "--sort", "retrieved", "--limit", "1") == ["run/0/0/0#0"]
     assert uids(run, "--task", "maze") == uids(run, "--goal", "LONG hall") == ["run/0/1/0#0"]
     assert uids(run, "--status", "evicted") == ["run/0/0/0#1"]
     assert len(uids(run, "--status", "all", "--limit", "0")) == 6
@@ -275,7 +278,7 @@ def test_a_lift_as_json_has_its_half_width(copy: Path):
 def test_credit_without_a_free_member_is_no_lift(copy: Path):
     asyncio.run(diverge(copy))
     shown = lines("show", copy, "0/1/0#0")
-    assert "won 0 of 1 credited episodes (of this version)" in shown
+    assert "won 0 of 1 credited episode (of this version)" in shown
     assert (
         "lift unknown: no group that it guided has free members to compare with (of this version)"
         in shown
@@ -286,7 +289,7 @@ def test_rows_that_are_left_out_are_reported_on_stderr(run: Path):
     result = bank("ls", run, "--limit", "2", "--task", "room")
     assert (
         result.stdout.splitlines()[0]
-        == "uid               lift  won  uses  step  goal                                text"
+        == "uid               lift  won  retrieved  step  goal                                text"
     ), "one task: no column"
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == "showing 2 of 4; use --limit 0 for all\n"
@@ -581,9 +584,9 @@ def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
         1 + 0.2 * s + 0.01
     )  # cosine of g and g + w·t, with w = 0.1 and s = g·t
     assert lines("search", run, HALL.goal, "--limit", "1") == [
-        "cosine  uid      lift  won  uses  step  goal                  text",
+        "cosine  uid      lift  won  retrieved  step  goal                  text",
         (
-            f" {cosine:.3f}  0/1/0#0     –    –     0     0  "
+            f" {cosine:.3f}  0/1/0#0     –    –          0     0  "
             "Leave the long hall.  Follow the left wall."
         ),
     ]
@@ -740,9 +743,9 @@ def test_steps_of_earlier_runs_are_not_shown_as_steps_of_this_run(run: Path, tmp
         uids(run)
     ) | {"again/1/0/0#0": 1}
     assert lines("ls", path, "--task", "maze") == [
-        "uid      lift  won  uses  step  goal                  text",
-        "1/0/0#0     –    –     0     1  Leave the long hall.  Follow the left wall.",
-        "0/1/0#0     –    –     0     –  Leave the long hall.  Follow the left wall.",
+        "uid      lift  won  retrieved  step  goal                  text",
+        "1/0/0#0     –    –          0     1  Leave the long hall.  Follow the left wall.",
+        "0/1/0#0     –    –          0     –  Leave the long hall.  Follow the left wall.",
     ]
     shown = lines("show", path, "0/0/0#0")
     assert shown[6] == "retrieved 2 times, last at step 1"

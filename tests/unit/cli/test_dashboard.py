@@ -152,7 +152,6 @@ def bank(step: int) -> dict[str, float | None]:
         "queue/leased": 3,
         "queue/done": 5 * step,
         "queue/dead": 1,
-        "queue/refused": 0,
         "buffer/ready": 4,
         "retrieval/hit_rate": 0.87,
         "retrieval/same_goal": 0.9,
@@ -260,6 +259,16 @@ def test_drawings_equal_the_golden_files(name, make, width, height):
     assert drawn == path.read_text("utf-8")
 
 
+def test_a_rate_with_one_evaluation_shows_no_change():
+    monitor = started("complementary", "room")
+    free, online = (f"eval/room/unseen/success/{name}" for name in ("free", "online"))
+    monitor.log(0, "eval", {free: 0.25})
+    assert "unseen  free 0.250  after step 0" in picture(monitor.snapshot(), 140, 40)
+    monitor.log(9, "eval", {free: 0.25, online: 0.5})
+    drawn = picture(monitor.snapshot(), 140, 40)
+    assert "unseen  free 0.250 +0.000  online 0.500  after step 9" in drawn
+
+
 def test_without_experience_the_dashboard_does_not_mention_it():
     text = picture(grpo(), 140, 40)
     for word in ("extractor", "bank", "guided", "experiences", "retrieval", "queue", "advice"):
@@ -293,7 +302,7 @@ def test_the_best_lift_is_shown_first():
     """
     rows = (
         picture(complementary(), 140, 60)
-        .split("experiences: uses, lift, task, text")[1]
+        .split("experiences: retrieved, lift, task, text")[1]
         .splitlines()[1:5]
     )
     assert [row.split("  room")[0].split("  maze")[0].strip() for row in rows] == [
@@ -358,9 +367,9 @@ def test_each_of_several_tasks_has_a_line():
     monitor.log(1, "train", {**guided(1), **shares, "rollout/a-task-of-a-long-name/success": 0.25})
     lines = picture(monitor.snapshot(), 80, 24).splitlines()
     (room,) = (line for line in lines if line.startswith("room "))
-    assert room.split() == ["room", "0.500", "▅", "actions", "3.2", "used", "75%"]
+    assert room.split() == ["room", "0.500", "▅", "turns", "3.2", "used", "75%"]
     (other,) = (line for line in lines if line.startswith("a-task-o…"))
-    assert other.split() == ["a-task-o…", "0.250", "▃", "actions", "–"]
+    assert other.split() == ["a-task-o…", "0.250", "▃", "turns", "–"]
 
 
 HOSTILE = [
@@ -483,7 +492,7 @@ def test_every_kind_of_line_is_folded():
     assert s.bank is not None
     updates = extractor.updates
     assert (updates.count.last, updates.seconds.last, actor.seconds.last) == (37, 3.4, 4.2)
-    assert (s.bank.size.last, s.bank.queue.waiting, s.bank.size_by_task) == (
+    assert (s.bank.size.last, s.bank.queue.size, s.bank.size_by_task) == (
         370,
         12,
         {"room": 222, "maze": 148},

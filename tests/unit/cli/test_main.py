@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from crl.cli.main import app
@@ -88,6 +91,25 @@ def test_help_texts():
         assert option in text
     assert "--dry-run" in text
     assert "--plain" in text
+    assert "path/to/file.py:SPEC" in " ".join(text.split())
+    usage, *lines = crl("bank", "dead", "--help").output.splitlines()
+    assert usage == "Usage: crl bank dead [OPTIONS] RUN [EPISODE]..."
+    assert any(re.match(r"  EPISODE  +Episodes for --retry", line) for line in lines)
+
+
+def test_arguments_are_shown_without_type():
+    root: Any = get_command(app)
+    names = [
+        [name, *inner]
+        for name, entry in root.commands.items()
+        for inner in ([[word] for word in entry.commands] if hasattr(entry, "commands") else [[]])
+    ]
+    assert len(names) > 15
+    for words in names:
+        assert not re.search("[{<]", crl(*words, "--help").output), words
+
+
+def test_the_version():
     assert crl("--version").output == "crl 0.1.0\n"
 
 
@@ -366,6 +388,7 @@ def test_the_plan_only_shows_places_that_persist(model: str, tmp_path: Path):
     assert own["room"][2] == PLACES
     assert own["alfworld"][1] == "  40 turns of at most 2,048 tokens, context full"
     assert "places" not in own["alfworld"][2], "1,466 games in turn"
+    assert "  a new place in every group" in plan(load(["webshop"], sets=sets)).splitlines()
 
 
 @pytest.mark.parametrize("command", ["train", "dry run"])

@@ -60,6 +60,7 @@ def test_the_printed_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     result = crl("new-task", "my_field", "--dir", "my tasks/new")
     assert (result.exit_code, result.stderr) == (0, "")
+    assert result.output.splitlines()[0] == "created my tasks/new"
     play, scripted, tests, train = printed_commands(result.output)
     assert (play[:2], tests[0], train[:2]) == (["crl", "play"], "pytest", ["crl", "train"])
 

@@ -153,7 +153,7 @@ def test_playing_through_a_pipe():
     ]
     assert lines[0].startswith("Doors: the ")
     assert lines[6] == "turn limit reached: lost in 2 turns, reward 0"
-    assert lines[-2:] == ["stopped", "won 0 of 1 episodes"]
+    assert lines[-2:] == ["stopped", "won 0 of 1 episode"]
 
 
 def test_the_scripted_player_is_shown_with_its_success_rate():
@@ -183,9 +183,17 @@ def test_seed_and_split_choose_the_tasks():
     [
         (
             ("three",),
-            "task = 'three': is a mixture. Play one of its tasks: room, webshop, alfworld.",
+            "TASK = 'three': is a mixture. Play one of its tasks: room, webshop, alfworld.",
         ),
-        (("rom",), "Did you mean room?"),
+        (("rom",), "TASK = 'rom': is not a known task. Did you mean room?"),
+        (
+            ("room", "--rendering", "small"),
+            "--rendering = 'small': is not one of the choices. Available: full, compact.",
+        ),
+        (
+            ("room", "--split", "sen"),
+            "--split = 'sen': is not one of the choices. Did you mean seen?",
+        ),
         (
             ("room", "--split", "unseen", "--episodes", "200000"),
             "episodes = 200000: 200,000 places were requested, but there are only 100,000.",
@@ -196,7 +204,7 @@ def test_seed_and_split_choose_the_tasks():
         ),
         (
             (DOORS, "--scripted"),
-            "task = 'doors': has no scripted player. Play it yourself, without --scripted.",
+            "TASK = 'doors': has no scripted player. Play it yourself, without --scripted.",
         ),
     ],
 )

@@ -39,6 +39,7 @@ def test_explain_a_setting() -> None:
         "  type     number > 0 and < 1",
         "  default  0.1",
     ]
+    assert printed.splitlines()[-2] == "set by"
     assert printed.splitlines()[-1].split() == ["preset", "cpu,", "tiny", "models", "0.99"]
 
 
@@ -46,6 +47,8 @@ def test_settings_of_a_task_can_be_named_by_any_task() -> None:
     setting, changes = explained("tasks.room.max_turns")
     assert isinstance(setting, Setting)
     assert setting.key == "tasks.NAME.max_turns"
+    assert setting.default == "none, every task file sets it"
+    assert explained("tasks.room.name")[0].default == "name of the task file"
     assert Change("task room, tiny models", "4") in changes
 
 

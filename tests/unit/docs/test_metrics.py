@@ -28,7 +28,7 @@ MODULES = sorted({row.module for row in ROWS})
 INTERNAL = frozenset({"f'{kind}/won'"})
 """Keys of dictionaries in these modules that are no metrics."""
 EXAMPLES = {name: values[0] for name, values in placeholder_values().items()} | {"task": "room"}
-"""One value of each placeholder."""
+"""Example value of each placeholder."""
 
 
 def test_the_tables_of_the_page_are_read() -> None:

@@ -1,4 +1,4 @@
-"""The in-process engine with real tiny models.
+"""In-process engine with real tiny models.
 
 The reference is the forward pass and `generate` of transformers.
 """
@@ -258,7 +258,7 @@ async def test_prompts_are_read_while_others_decode() -> None:
 async def test_arrivals_cancellations_and_swaps_are_noticed_within_a_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A slice has no time limit in this test, so the compute thread must check between passes."""
+    """Check that the compute thread looks for events between passes. Slices have no time limit."""
     monkeypatch.setattr("crl.engines.torch.SLICE_S", math.inf)
     model, new = qwen2(), qwen2(seed=1)
     (prompt,) = prompts(5)
@@ -508,7 +508,7 @@ async def test_a_swap_waits_for_all_running_requests_and_starves_none() -> None:
 
 
 async def test_a_swap_copies_the_weights() -> None:
-    """Later changes of the tensors by the learner must not change the engine's weights."""
+    """Check that later changes of the learner's tensors do not change the engine's weights."""
     model, source = qwen2(seed=0), qwen2(seed=1)
     (prompt,) = prompts(10)
     handle = InProcessWeights.snapshot(source, version=1)
@@ -716,7 +716,7 @@ async def test_nonfinite_logits_are_an_error() -> None:
 
 
 async def test_every_kind_of_failure_reaches_the_caller() -> None:
-    """A model whose forward pass does not accept the engine's arguments raises a TypeError."""
+    """Use a model that raises TypeError, because it does not accept the engine's arguments."""
 
     def fail() -> None:
         raise TypeError("forward() got an unexpected keyword argument")

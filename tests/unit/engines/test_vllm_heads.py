@@ -1,4 +1,4 @@
-"""A bundled model with widened heads computes the same function. vLLM is not needed."""
+"""Bundled models with widened heads: they compute the same function. vLLM is not needed."""
 
 from __future__ import annotations
 

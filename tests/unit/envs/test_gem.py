@@ -1,4 +1,4 @@
-"""The GEM adapter with a stand-in for the package, and with gem-llm if it is installed.
+"""GEM adapter with a stand-in for the package, and with gem-llm if it is installed.
 
 The stand-in copies the awkward behaviour of the package. It draws from global generators that its
 `reset` seeds, returns half of an observation in `info`, and configures logging.

@@ -1,4 +1,4 @@
-"""The MiniHack games and Sokoban.
+"""MiniHack games and Sokoban.
 
 A task fixes its episode, only valid actions advance the game, and its texts suffice to win.
 """

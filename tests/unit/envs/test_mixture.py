@@ -1,4 +1,4 @@
-"""A mixture of task streams: shares, names, and restoring its state."""
+"""Mixture of task streams: shares, names, and restoring its state."""
 
 from __future__ import annotations
 

@@ -318,8 +318,8 @@ def test_a_tiny_extractor_needs_the_compact_rendering(tmp_path: Path, table: str
         require_compatible_extractor(load([own]))
     assert str(caught.value) == (
         "extractor.model = 'tiny-extractor': reads only the compact rendering, but "
-        "tasks.own.rendering is full. Set tasks.own.rendering to compact: write rendering = "
-        '"compact" in the table [compact] of the task\'s file.'
+        "tasks.own.rendering is full. Set tasks.own.rendering to compact, with --set or in the "
+        "table [compact] of the task's file."
     )
 
 

@@ -1,4 +1,4 @@
-"""The advice probe and the bank built online, in the real room environment.
+"""Advice probe and bank built online, in the real room environment.
 
 The actors are scripts that read their prompts. Some follow the advice, others ignore it. No model
 is trained.
@@ -124,7 +124,7 @@ async def test_an_actor_that_ignores_advice_gains_nothing() -> None:
 
 
 async def test_all_kinds_of_advice_have_the_same_draws() -> None:
-    """Concurrent and ordered episodes give the same result.
+    """Check that concurrent and ordered episodes give the same result.
 
     The arms have different sessions but the same draws.
     """
@@ -281,7 +281,7 @@ async def test_a_bank_built_online_helps_an_actor_that_follows_advice(tmp_path: 
 
 
 def test_lift_by_hand() -> None:
-    """There are two places, one member and three counted visits.
+    """Use two places, one member and three counted visits.
 
     With the bank the places have 3 and 1 successes, without the bank 1 and 1: (2/3, 0).
     """
@@ -322,7 +322,7 @@ async def test_visits_have_different_dynamics_and_are_reproducible(
 async def test_concurrent_tasks_give_the_same_results_as_separate_ones(
     tmp_path: Path,
 ) -> None:
-    """Two tasks with the same places are evaluated together, and one after the other."""
+    """Evaluate two tasks with the same places together, and one after the other."""
 
     def of(result: OnlineResult) -> list[list[tuple]]:
         visits = [*result.visits, *result.free_visits]
@@ -409,9 +409,9 @@ async def test_episodes_with_errors_are_not_distilled(tmp_path: Path) -> None:
 async def test_an_evaluation_changes_neither_the_bank_nor_later_searches(
     tmp_path: Path,
 ) -> None:
-    """The run searches the bank twice, with and without an evaluation in between.
+    """Search the bank twice, with and without an evaluation in between.
 
-    The bank has several experiences of each place.
+    Use a bank with several experiences of each place.
     """
     picks_by_run: list[list[str | None]] = []
     seen = SPEC.tasks.eval_tasks("seen", 6, 0, StreamSettings())
@@ -469,7 +469,10 @@ def evaluator(
 
 
 async def test_guided_and_free_evaluations_are_paired(tmp_path: Path) -> None:
-    """With an empty bank both are the same episodes. Only an experience makes a difference."""
+    """Check that both play the same episodes with an empty bank.
+
+    Only an experience makes a difference.
+    """
     seen = SPEC.tasks.eval_tasks("seen", 6, 0, StreamSettings())
     async with online(tmp_path, follow_advice, good_extractor) as (_, banks, run):
         empty: Evaluation = await evaluator(run, banks.bank, seen, None).evaluate()

@@ -1,4 +1,4 @@
-"""The scheduler of evaluations: its bound, the order of episodes, and reuse of free episodes."""
+"""Scheduler of evaluations: its bound, the order of episodes, and reuse of free episodes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ async def test_in_order_parts_run_one_after_the_other() -> None:
 
 
 async def test_slots_are_released_when_a_part_fails() -> None:
-    """Playing and waiting episodes are cancelled. The next evaluation can use all slots."""
+    """Check that playing and waiting episodes are cancelled.
+
+    The next evaluation can use all slots.
+    """
     engine, scheduler = GatedEngine(), EpisodeScheduler(2)
 
     async def fail() -> list[Trajectory]:

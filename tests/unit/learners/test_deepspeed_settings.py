@@ -17,8 +17,7 @@ from crl.learners.deepspeed import DeepSpeedLearner, RankSettings, split_minibat
 from crl.modeling.memory import GpuAssignment
 from crl.planning.machine_checks import require_learner
 from crl.planning.plan import plan
-from crl.run import assemble
-from crl.run.assemble import NO_GPU
+from crl.run.models import NO_GPU, actor_model, open_role_learner
 from crl.types import Minibatch, TokenTrace, TrainSample
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────
@@ -173,10 +172,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankSettings, int, di
 
 async def start_learner(*sets: str, assigned: GpuAssignment = NO_GPU) -> None:
     config = load(["room"], sets=["learner.kind=deepspeed", "learner.ranks=2", *sets])
-    role = assemble._actor(config)
+    role = actor_model(config)
     gpus, loss = {"actor learner": assigned}, None
     async with AsyncExitStack() as stack:
-        await assemble._learner(config, gpus, role, loss, stack)  # pyright: ignore
+        await open_role_learner(config, gpus, role, loss, stack)  # pyright: ignore
 
 
 async def test_ranks_on_the_cpu(started: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The training step on real tiny models: its effect on the weights, and its metrics.
+"""Training step on real tiny models: its effect on the weights, and its metrics.
 
 Some numbers are worked by hand, for a model whose tokens are all equally likely (`uniform_model`).
 """
@@ -27,7 +27,7 @@ from crl.learners.step import Trainer, TrainSettings, mismatch, mismatch_moments
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling.loading import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
-from crl.types import STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
+from crl.types import BEHAVIOUR, STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
 
 V = 16
 SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
@@ -326,6 +326,14 @@ def test_other_samples_keep_the_logprobs_of_the_engine() -> None:
     stats = sgd_step(uniform_model(), [Minibatch((sampled, asks), 4)])
     assert stats.metrics["ratio_max"] == pytest.approx(2.0)
     assert stats.metrics["ratio_mean"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_sample_can_keep_the_logprobs_of_the_policy_that_sampled_it(recompute: bool) -> None:
+    """Check that the trainer does not replace stored log-probs, which belong to another prompt."""
+    sample = uniform_sample(1.0, shift=-LOG_2, version=BEHAVIOUR)
+    stats = sgd_step(uniform_model(), [minibatch_of(sample)], recompute=recompute)
+    assert stats.metrics["ratio_mean"] == pytest.approx(2.0)
 
 
 def test_losses_are_weighted_and_then_averaged_over_minibatches() -> None:

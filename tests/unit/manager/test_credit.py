@@ -142,7 +142,7 @@ def test_equal_rewards_give_zero_advantages():
 
 
 def test_relative_rewards_are_not_centred():
-    """Relative rewards are not centred.
+    """Check that relative rewards are not centred.
 
     Lesson "a" is right, but its place is also won without it, so its reward is 0. Centring would
     give "a" a negative advantage because of the reward of "b", which helps at another place.

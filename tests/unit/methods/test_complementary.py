@@ -127,7 +127,7 @@ def test_lift_advantage_is_the_lift_of_the_experience_in_its_group() -> None:
 
 
 def test_split_advantages_ignore_the_benefit_of_guidance() -> None:
-    """All guided episodes win and all free ones lose.
+    """Let all guided episodes win and all free ones lose.
 
     Advantages across the group differ from zero. Advantages within the conditions are zero.
     """
@@ -165,7 +165,7 @@ def cispo_loss(
 
 
 def test_cispo_by_hand() -> None:
-    """The loss is −Σ clip(ρ)·A·logp / tokens.
+    """Compare with the loss −Σ clip(ρ)·A·logp / tokens.
 
     The clipped ratio is a constant, so every unmasked token has a gradient.
 
@@ -218,7 +218,7 @@ RECORDS = (TrackRecord(), TrackRecord(4, 3), TrackRecord(20, 11, lift=-0.254))
 
 
 def test_text_of_records_by_hand() -> None:
-    """Tiny models see a long record scaled to ten: 11 of 20 is 5.5 of 10, rounded to even."""
+    """Check records scaled to ten for tiny models: 11 of 20 is 5.5 of 10, rounded to even."""
     assert [compact_record("Go west.", record) for record in RECORDS] == [
         "Go west.",
         "won 3 of 4 Go west.",

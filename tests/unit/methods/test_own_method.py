@@ -13,6 +13,7 @@ import pytest
 from crl.config import load, load_saved
 from crl.config.load import dump
 from crl.errors import ConfigError
+from crl.planning.methods import require_method
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "methods.md"
@@ -40,7 +41,7 @@ def test_the_page_shows_the_code_of_grpo():
 def test_an_own_method_has_its_own_section(example: Path, tmp_path: Path):
     config = load(["room"], options={"method": f"{example}:SPEC"}, sets=["turn_cost.cost=0.02"])
     assert config.method_settings.cost == 0.02
-    assert not config.with_experience
+    assert not config.with_extractor
     dump(config, tmp_path / "config.json")
     assert load_saved(tmp_path).config == config
 
@@ -51,7 +52,14 @@ def test_settings_of_an_own_method_are_checked(example: Path):
         method, "turn_cost.cost=much"
     )
     assert "turn_cost.costs = 1: is not a setting" in error(method, "turn_cost.costs=1")
-    assert "turn_cost = {'cost': 1}: is not a setting" in error("grpo", "turn_cost.cost=1")
+    assert "turn_cost.cost = 1: is not a setting" in error("grpo", "turn_cost.cost=1")
+
+
+def test_the_probe_of_a_method_that_does_not_use_it(tmp_path: Path):
+    (path := tmp_path / "own.py").write_text(STEPS_METHOD)
+    assert "the method steps does not use the advice probe" in error(
+        f"{path}:SPEC", "eval.probe_every=5"
+    )
 
 
 def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
@@ -69,13 +77,71 @@ def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
             "from crl.config.method import MethodSpec\n"
             "from crl.config.section import Section\n"
             "SPEC = MethodSpec('actor', print, Section)",
-            "its name 'actor' is the name of a section of the configuration. Rename the method.",
+            "its name 'actor' is the name of a part of the configuration. Rename the method.",
+        ),
+        *(
+            (f"from crl.config.method import MethodSpec\nSPEC = MethodSpec({arguments})", text)
+            for arguments, text in [
+                ("'guided_members', print", "'guided_members' is the name of a part of the conf"),
+                ("'My.method', print", "method = 'My.method': its name must have lower-case lett"),
+                ("'m', print, uses=frozenset({'gym'})", "it uses gym, which no run has"),
+                (
+                    "'m', print, uses=frozenset({'bank'})",
+                    "bank and extractor need each other",
+                ),
+            ]
+        ),
+        (
+            "from crl.config.method import MethodSpec\n"
+            "from crl.config.section import Section\n"
+            "class S(Section):\n    cost: float\n"
+            "SPEC = MethodSpec('m', print, S)",
+            "method = 'm': a setting of S has no default. Correct the MethodSpec.",
         ),
     ],
 )
 def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
     (path := tmp_path / "own.py").write_text(code)
     assert text.format(path=path) in error(f"{path}:SPEC")
+
+
+@pytest.mark.parametrize(
+    ("change", "sets", "text"),
+    [
+        ("return 3", (), "its build returned int, not a crl.protocols.Method"),
+        (
+            "return replace(method, distiller=None)",
+            (),
+            "uses an extractor, but the distiller of its",
+        ),
+        (
+            "return method",
+            (),
+            "the extractor is trained according to the config, but the extractor",
+        ),
+        (
+            "return replace(method, planner=GuidedShare(0.25))",
+            ("extractor.train=false",),
+            "its SPEC guides 4 of 8 members (guided_members), but its planner guides 2",
+        ),
+        (
+            "return replace(method, actor=replace(actor, loss=StepAdvantage()))",
+            ("extractor.train=false", "learner.kind=deepspeed"),
+            "other processes cannot import its loss from a file. Move it to a module on PYTHONPATH",
+        ),
+    ],
+)
+def test_methods_that_contradict_their_spec(
+    tmp_path: Path, change: str, sets: tuple[str, ...], text: str
+):
+    code = STEPS_METHOD.replace("return Method(", "method = Method(").replace(
+        "\n\n\nSPEC", f"\n    {change}\n\n\nSPEC"
+    )
+    (path := tmp_path / "own.py").write_text(code)
+    config = load(["room"], options={"method": f"{path}:SPEC"}, sets=sets)
+    with pytest.raises(ConfigError) as caught:
+        require_method(config)
+    assert text in str(caught.value)
 
 
 def test_references_that_do_not_exist(tmp_path: Path):
@@ -134,7 +200,10 @@ def build(config, settings, context):
 
 
 SPEC = MethodSpec(
-    "steps", build, experience=True, guided_members=lambda settings, members: members // 2
+    "steps",
+    build,
+    uses=frozenset({"bank", "extractor"}),
+    guided_members=lambda settings, members: members // 2,
 )
 """
 
@@ -146,7 +215,11 @@ def test_step_advantages_and_views_without_guidance(tmp_path: Path):
     # The first step builds the bank, so the second step has guided episodes.
     places = ("tasks.room.stream.places=1", "tasks.room.stream.permanent=1")
     train(
-        run, f"{method}:SPEC", "run.deterministic=true", "rollout.max_staleness=0", *places, steps=3
+        run,
+        f"{method}:SPEC",
+        *("run.deterministic=true", "rollout.max_staleness=0", "extractor.train=false"),
+        *places,
+        steps=3,
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]

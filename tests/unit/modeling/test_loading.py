@@ -340,7 +340,7 @@ def test_the_checksum_depends_on_bits_names_and_order() -> None:
 
 
 def test_the_checksum_by_hand() -> None:
-    """The checksum covers names, dtypes, shapes and two sums per row of 4,096 words.
+    """Compute a checksum of names, dtypes, shapes and two sums per row of 4,096 words.
 
     The sums are the plain sum and the sum weighted by the position, 16 bytes together.
     """
@@ -383,7 +383,7 @@ DTYPES = [
 
 @given(st.data())
 def test_every_change_changes_the_checksum(data: st.DataObject) -> None:
-    """A flipped bit, two swapped values and a new name change the checksum.
+    """Check that a flipped bit, two swapped values and a new name change the checksum.
 
     The tensor's location in memory does not change the checksum.
     """

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crl.config.models import model_shape
 from crl.config.schema import EngineSection, LearnerSection
-from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
+from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape
 from crl.embedders import EMBEDDER_WORK_BYTES, embedder_memory
 from crl.engines.backends import ENGINES, PREFILL_TOKENS, VLLM_WORK_BYTES
-from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS
 from crl.modeling import MAX_LOGITS
 from crl.modeling.memory import GIB, PROCESS_BYTES, Memory
@@ -76,35 +71,6 @@ def test_published_sizes_match_the_architecture(name: str):
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=shape.attention.head_dim))
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
-
-
-def test_sizes_are_read_from_a_directory(tiny_actor: Path):
-    shape = model_shape("tiny-actor")
-    config = json.loads((tiny_actor / "config.json").read_text())
-    assert (shape.parameters, shape.layers, shape.hidden) == (
-        197_440,
-        config["num_hidden_layers"],
-        config["hidden_size"],
-    )
-    assert shape.attention.head_dim == config.get(
-        "head_dim", config["hidden_size"] // config["num_attention_heads"]
-    )
-
-
-def test_unreadable_sizes_are_an_error(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match="contains no safetensors files, so its memory use cannot be planned"
-    ):
-        model_shape(str(tmp_path))
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(
-        struct.pack("<Q", len(header)) + header + b"\0" * 8
-    )
-    with pytest.raises(ConfigError, match="the sizes of the model cannot be read"):
-        model_shape(str(tmp_path))
-    with pytest.raises(ConfigError, match="Restore the config"):
-        read_shape(tmp_path / "nowhere", 1, "actor.model")
 
 
 def test_cache_bytes_per_token():

@@ -164,7 +164,7 @@ def test_sequences_do_not_influence_each_other() -> None:
 
 
 def test_a_batch_without_trained_tokens_is_no_error() -> None:
-    """A rank without samples still takes part in the step, with zero gradients."""
+    """Check that a rank without samples takes part in the step, with zero gradients."""
     model = tiny_model()
     enable_packing(model)
     ids = torch.tensor([[3, 4, 5]])
@@ -304,9 +304,9 @@ def test_a_head_with_a_bias_and_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_head_is_called_once_and_as_a_module() -> None:
-    """Sharded weights are gathered by hooks on the calls of a module.
+    """Check that the number of calls does not depend on the number of chunks.
 
-    Therefore the number of calls must not depend on the number of chunks, which differs by rank.
+    Hooks on the calls of a module gather sharded weights, and the number of chunks differs by rank.
     """
     model, calls = tiny_model(), []
     head = model.get_submodule("lm_head")
@@ -342,7 +342,7 @@ class Largest(TorchDispatchMode):
 def test_logits_of_a_large_vocabulary_never_exist_for_all_tokens(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """No tensor has more elements than `MAX_LOGITS` or than the weights.
+    """Check that no tensor has more elements than `MAX_LOGITS` or than the weights.
 
     The logits [b, t, V] would have 24 million elements, those of the selected tokens 18 million.
     """

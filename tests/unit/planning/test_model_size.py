@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from transformers import GPT2Config, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from crl.cli.main import app
-from crl.config.models import model_shape
-from crl.config.shapes import AttentionShape
+from crl.config.models import model_size
+from crl.config.shapes import AttentionShape, read_shape
 from crl.errors import ConfigError
 from crl.planning import gpu_plan, plan
 from crl.planning.model_size import QWEN25_SHAPES, dense_shape, parse_size, planned_shape
@@ -27,7 +29,9 @@ def test_a_model_built_without_weights_has_the_sizes_of_its_files(
 ) -> None:
     source = request.getfixturevalue(model)
     counted = planned_shape(str(source))
-    assert counted == model_shape(str(source)), "the headers of the safetensors files"
+    size = model_size(source)
+    assert size
+    assert counted == read_shape(source, size.parameters, "actor.model"), "the safetensors headers"
     shutil.copy(source / "config.json", tmp_path)
     assert planned_shape(str(tmp_path)) == counted, "config.json alone"
 
@@ -53,10 +57,31 @@ def test_an_architecture_with_other_names_in_its_config(tmp_path: Path) -> None:
     assert not shape.half_precision
 
 
+def test_sizes_of_a_bundled_model(tiny_actor: Path) -> None:
+    shape = planned_shape("tiny-actor")
+    config = json.loads((tiny_actor / "config.json").read_text())
+    assert (shape.parameters, shape.layers, shape.hidden) == (
+        197_440,
+        config["num_hidden_layers"],
+        config["hidden_size"],
+    )
+    assert shape.attention.head_dim == config.get(
+        "head_dim", config["hidden_size"] // config["num_attention_heads"]
+    )
+
+
 def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="so its memory use cannot be planned"):
         planned_shape(str(tmp_path))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + b"\0" * 8
+    )
+    with pytest.raises(ConfigError, match="the sizes of the model cannot be read"):
+        planned_shape(str(tmp_path))
+    with pytest.raises(ConfigError, match="Restore the config"):
+        read_shape(tmp_path / "nowhere", 1, "actor.model")
 
 
 # ── hypothetical models ───────────────────────────────────────────────────────────────────────────
@@ -90,7 +115,7 @@ def test_sizes_out_of_range(text: str) -> None:
 
 @pytest.mark.parametrize("shape", QWEN25_SHAPES, ids=lambda shape: f"{shape.parameters / 1e9:.1f}B")
 def test_the_shapes_of_the_family(shape) -> None:
-    """The table has the parameters of its shapes, and the rule returns the shapes of the table."""
+    """Check the parameters of the table's shapes, and that the rule returns the same shapes."""
     config = Qwen2Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
         num_attention_heads=shape.attention.heads, num_key_value_heads=shape.attention.kv_heads,
@@ -148,7 +173,12 @@ def test_a_dry_run_for_a_size() -> None:
         "48 layers of 5120, 40 heads, 8 key-value heads"
     ) in lines
     assert any(line.startswith("actor learner      GPU 2–3  14.0 B, DeepSpeed") for line in lines)
-    assert "this machine cannot run it" not in result.output
+    assert (
+        "── models ──\n"
+        "actor      hypothetical, 14,000,000,000 parameters (--size)\n"
+        "extractor  hypothetical, 14,000,000,000 parameters (--size)\n"
+    ) in result.output
+    assert "missing on this machine" not in result.output
     assert "time of a step     about" in result.output
 
 

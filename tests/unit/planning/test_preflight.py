@@ -89,7 +89,11 @@ def refused(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         (["prompts.distil={folder}/none"], "prompts.distil = '{folder}/none': cannot be read"),
         (["prompts.distil={prompt}"], "is not used by any model of this run"),
-        (["tasks.room.rendering=full"], "reads only the compact rendering"),
+        (
+            ["tasks.room.rendering=full"],
+            "reads only the compact rendering, but tasks.room.rendering is full. Remove --set "
+            "tasks.room.rendering, or this setting in your preset.",
+        ),
         (["bank.evict_votes=2"], "was not trained to vote"),
         (["bank.init={prompt}"], "bank.init = '{prompt}': it is not a bank of crl"),
         (
@@ -108,6 +112,12 @@ def refused(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             "most 975, or raise extractor.max_context_tokens.",
         ),
         (["embedder.model={folder}/none"], "is not hash, a URL or a directory"),
+        (
+            ["embedder.model=Qwen/X"],
+            "embedder.model = 'Qwen/X': is not hash, a URL or a directory. Use hash, the URL of an "
+            "endpoint, or a directory with an encoder in Hugging Face format (crl does not "
+            "download models); or download it: hf download Qwen/X.",
+        ),
         (
             ["embedder.model=http://localhost:9", "embedder.name=m", "embedder.key_env=NO_SUCH"],
             "embedder.key_env = 'NO_SUCH': this environment variable is not set",
@@ -194,6 +204,10 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no tokenizer": (
         remove("tokenizer.json", "tokenizer_config.json"),
+        "the directory contains no tokenizer. Put the tokenizer's files in this directory",
+    ),
+    "no vocabulary": (
+        remove("tokenizer.json"),
         "Put the tokenizer's files in this directory",
     ),
     "bad generation config": (
@@ -251,6 +265,22 @@ def test_models_that_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Monk
     name = "Qwen/Qwen2.5-0.5B-Instruct"
     config = load(["room"], sets=[f"actor.model={name}", "method=grpo"])
     assert f"'{name}': is not downloaded" in refused(config, tmp_path, monkeypatch)
+
+
+def test_a_plan_for_another_machine_needs_config_json_alone(
+    tiny_actor: Path, tiny_extractor: Path, tmp_path: Path
+) -> None:
+    sets = ["gpus=1", "gpu_memory=80", "extractor.merge_every=5"]
+    for role, source in {"actor": tiny_actor, "extractor": tiny_extractor}.items():
+        (tmp_path / role).mkdir()
+        for file in ("config.json", "crl.json"):
+            shutil.copy(source / file, tmp_path / role)
+        sets.append(f"{role}.model={tmp_path / role}")
+    texts: list[str] = []
+    dry_run(load(["room"], sets=sets), texts.append)
+    shown, missing = texts
+    assert f"actor      {tmp_path}/actor (local directory)\n           197,440 parameters" in shown
+    assert f"actor.model = '{tmp_path}/actor': the directory contains no weights" in missing
 
 
 def test_an_encoder_without_weights(
@@ -369,7 +399,7 @@ def test_a_plan_for_another_machine_lists_what_is_missing_here() -> None:
     dry_run(config, shown.append)
     plan, here = shown
     assert "actor learner      GPU 2–3" in plan
-    assert here.startswith("\n── this machine cannot run it ──\nactor.model = 'Qwen/Qwen2.5-7B")
+    assert here.startswith("\n── missing on this machine ──\nactor.model = 'Qwen/Qwen2.5-7B")
     for text in ("learner.kind = 'deepspeed'", "engine.kind = 'vllm'", "gpus = 8: this machine"):
         assert f"\n{text}" in here
     config = load(["room"], preset="node8", sets=["actor.max_context_tokens=40000"])

@@ -16,7 +16,7 @@ from crl.planning.step_time import (
     BANDWIDTH_SHARE,
     FLOPS_SHARE,
     REFERENCE_GPU,
-    Replica,
+    SamplingReplica,
     Work,
     actor_work,
     estimate,
@@ -68,14 +68,14 @@ def test_sampling_that_the_bandwidth_limits() -> None:
     # A decode pass of 2 sequences reads 2,000,000 bytes of weights, and 2 · 25 tokens of
     # 2 · 10 layers · 2 heads · 20 · 2 bytes = 1,600 bytes: 2,080,000 bytes at 1e9 = 2.08 ms.
     # 4 · 10 tokens in batches of 2 take 20 passes.
-    work, replica = Work(sequences=4, tokens=50, sampled=10), Replica(1, 2, 2)
+    work, replica = Work(sequences=4, tokens=50, sampled=10), SamplingReplica(1, 2, 2)
     seconds = sampling_seconds(SHAPE, work, replica, flops=1e12, bandwidth=1e9)
     assert seconds == pytest.approx(0.000_332_8 + 20 * 0.002_08)
 
 
 def test_sampling_that_the_flops_limit() -> None:
     # A decode pass of 2 sequences takes 2 · 2,080,000 FLOP at 1e9 FLOP/s: 4.16 ms.
-    work, replica = Work(4, 50, 10), Replica(1, 2, 2)
+    work, replica = Work(4, 50, 10), SamplingReplica(1, 2, 2)
     seconds = sampling_seconds(SHAPE, work, replica, flops=1e9, bandwidth=1e15)
     assert seconds == pytest.approx(4 * 40 * 0.002_08 + 20 * 0.004_16)
 
@@ -83,7 +83,7 @@ def test_sampling_that_the_flops_limit() -> None:
 def test_a_replica_of_several_gpus_and_a_batch_that_is_never_full() -> None:
     # 4 GPUs read a fourth of the weights each, but 2 key-value heads are split in two at most. The
     # batch has 3 sequences: (500,000 + 3 · 25 · 1,600 / 2) bytes, 10 passes.
-    work, replica = Work(3, 50, 10), Replica(4, 64, 2)
+    work, replica = Work(3, 50, 10), SamplingReplica(4, 64, 2)
     seconds = sampling_seconds(SHAPE, work, replica, flops=1e15, bandwidth=1e9)
     assert seconds == pytest.approx(10 * 560_000 / 1e9, rel=1e-3)
     nothing = Work(0, 50, 10)

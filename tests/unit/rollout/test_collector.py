@@ -1,4 +1,4 @@
-"""The collector: when groups start, the content and the end of a batch, and resuming."""
+"""Collector: the start of groups, the content and the end of a batch, and resuming."""
 
 from __future__ import annotations
 

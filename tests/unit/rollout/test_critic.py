@@ -1,4 +1,4 @@
-"""The actor as critic: its verdicts, their sharing in a group, episodes, and success rates."""
+"""Actor as critic: its verdicts, their sharing in a group, episodes, and success rates."""
 
 from __future__ import annotations
 

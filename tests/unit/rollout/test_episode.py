@@ -1,4 +1,4 @@
-"""One episode: its trajectory, its end, and the effect of a failure in any part."""
+"""Episode: its trajectory, its end, and the effect of a failure in any part."""
 
 from __future__ import annotations
 
@@ -533,12 +533,6 @@ async def test_thinking_is_not_played(response: str, action: str) -> None:
         "the thinking stays in the conversation"
     )
     assert sampled(trajectory.traces[0]) == f"{response}<|im_end|>", "the thinking is trained"
-
-
-def test_thinking_is_an_extra_of_the_response() -> None:
-    parse = ChatContext({}).parse
-    assert parse(TASK, "<think>x</think>y").extras == {"thinking": "<think>x"}
-    assert parse(TASK, "y").extras == {}
 
 
 # ── draws ─────────────────────────────────────────────────────────────────────────────────────────

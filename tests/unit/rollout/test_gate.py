@@ -1,4 +1,4 @@
-"""The staleness gate under random schedules with empty, failed and slow groups."""
+"""Staleness gate under random schedules with empty, failed and slow groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experience pipeline of a run: credit, distillation, and training of the extractor."""
+"""Experience pipeline of a run: credit, distillation, and training of the extractor."""
 
 from __future__ import annotations
 

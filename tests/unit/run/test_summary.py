@@ -1,4 +1,4 @@
-"""What a run says at its end, word for word."""
+"""Summary at the end of a run, word for word."""
 
 from __future__ import annotations
 
@@ -100,6 +100,27 @@ def test_errors_and_skipped_updates_are_reported() -> None:
     text = replace(SUMMARY, skipped_updates=2, success=success).text()
     assert "  5 eval episodes ended with an error and count as failures\n" in text
     assert "  2 updates were skipped because the loss or its gradient was not finite\n" in text
+
+
+def test_singular_nouns() -> None:
+    success = SuccessReport(1.0, BEFORE, replace(AFTER, errors=1))
+    report = replace(
+        REPORT,
+        stats={**REPORT.stats, "bank/size": 1, "queue/done": 1, "queue/dead": 1},
+        best=[replace(REPORT.best[1], counters=Counters(credited=1, credit=1.0))],
+        trained=1,
+    )
+    text = replace(SUMMARY, steps=1, success=success, skipped_updates=1, experience=report).text()
+    for line in (
+        "1 step in 172 s\n",
+        "  1 eval episode ended with an error and counts as a failure\n",
+        "  1 update was skipped because the loss or its gradient was not finite\n",
+        "  extractor: 1 update; 1 episode distilled: 40 added, 5 updated, 0 returned, 0 refused; "
+        "1 episode failed\n",
+        "  bank: 1 experience in runs/one/bank.sqlite\n",
+        "won   1 of    1 episode   Room: the wet hut.",
+    ):
+        assert line in text
 
 
 def test_an_evaluation_alone() -> None:
@@ -223,7 +244,7 @@ def test_rows_are_grouped_by_task_and_aligned() -> None:
 
 
 def test_experience_lines() -> None:
-    """Lift of e1: half = 3.182446 · √(1 + 0.125) / 3 = 1.125165; of e2: 12.706205 · √1 / 1.
+    """Compute lifts: half = 3.182446 · √(1 + 0.125) / 3 = 1.125165 (e1), 12.706205 · √1 / 1 (e2).
 
     The gaps of the three places have one mean.
     """
@@ -281,7 +302,7 @@ def test_groups_of_one_place_are_one_cluster() -> None:
 
 
 def experiences(*tasks: str) -> list[Experience]:
-    """The best first."""
+    """Return experiences, the best first."""
     return [
         Experience(f"e{i}", 1, "go east.", task, "", SOURCE, Counters(credited=9, credit=9.0 - i))
         for i, task in enumerate(tasks)

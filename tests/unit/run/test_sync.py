@@ -101,7 +101,7 @@ async def test_a_file_with_a_different_checksum_ends_the_engine(tmp_path: Path) 
 def test_shared_memory_is_used_if_the_weights_fit_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is in the scratch folder of this process.
+    """Check that the file is in the scratch folder of this process.
 
     If this process is killed, a later process removes the folder.
     """

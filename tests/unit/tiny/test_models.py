@@ -1,4 +1,4 @@
-"""The bundled models and the recipe that trains them."""
+"""Bundled models and the recipe that trains them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def episode(*texts: str, hint: str = "") -> Episode:
 
 @pytest.mark.parametrize("name", recipe.RECIPES)
 def test_a_shipped_model_has_the_settings_of_its_recipe(name: str) -> None:
-    """The shape, drills and training settings stored with the weights equal those in the code.
+    """Compare the shape, drills and training settings stored with the weights with the code.
 
     After a change of one of them the model must be trained again.
     """
@@ -163,7 +163,7 @@ async def test_the_shipped_actor_follows_right_advice(
     limits: Limits,
     free_bounds: tuple[float, float],
 ) -> None:
-    """The places were not used in training. Without advice the actor solves at most half."""
+    """Play places that were not used in training. Without advice the actor solves at most half."""
     advisor = spec.curriculum.advisor
     assert advisor is not None
     engine = TorchEngine(
@@ -243,7 +243,7 @@ async def test_the_shipped_extractor_writes_true_lessons(
     claim: Callable[[str, Episode], Claim],
     kinds_taught: Iterable[str],
 ) -> None:
-    """The places were not used in training.
+    """Play places that were not used in training.
 
     At least 95 % of the answers are well-formed, and at least 85 % of their claims agree with the
     episode.
@@ -286,7 +286,7 @@ async def test_the_shipped_extractor_writes_true_lessons(
 
 
 def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
-    """Every answer in the training data has at most 32 tokens, including the stop token."""
+    """Check that every answer in the training data has at most 32 tokens with the stop token."""
     chat = renderer(tiny_extractor)
     for direction in COMPASS:
         example = episode(
@@ -302,7 +302,7 @@ def test_the_extractors_answers_are_short(tiny_extractor: Path) -> None:
 
 
 def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> None:
-    """The expected text is the template's. The mask covers each action and its stop token."""
+    """Expect the template's text. The mask covers each action and its stop token."""
     chat = renderer(tiny_actor)
     segments = [
         Segment("user", "Room: the jade attic.", "task"),
@@ -320,7 +320,7 @@ def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> No
 
 
 def test_a_loaded_tokenizer_equals_the_trained_one(tmp_path: Path) -> None:
-    """transformers chooses the tokenizer class by the model's type.
+    """Check the tokenizer class, which transformers chooses by the model's type.
 
     A saved tokenizer of another class would split texts differently after loading.
     """
@@ -341,7 +341,7 @@ def test_a_loaded_tokenizer_equals_the_trained_one(tmp_path: Path) -> None:
 
 
 def test_every_action_is_short_enough_for_a_turn(tiny_actor: Path) -> None:
-    """tasks/room.toml allows compact models 4 tokens per turn, including the stop token."""
+    """Check the limit of tasks/room.toml for compact models: 4 tokens with the stop token."""
     chat = renderer(tiny_actor)
     assert max(len(chat.encode(action)) for action in COMPASS) + 1 <= 4
 
@@ -381,13 +381,15 @@ def test_make_models_makes_loadable_models_reproducibly(
         assert load_model(made, torch.device("cpu")).num_parameters() < 220_000
 
 
-def test_make_models_checks_every_directory_first(
+def test_make_models_needs_an_empty_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tiny-extractor").mkdir()
-    with pytest.raises(ConfigError, match=r"tiny-extractor.* already exists"):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"^--out = .*: exists and is not empty"):
         recipe.make_all_models(tmp_path, seed=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny-extractor"]
+    with pytest.raises(ConfigError, match=r"notes\.txt': exists and is not a directory"):
+        recipe.make_all_models(tmp_path / "notes.txt", seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert capsys.readouterr().out == ""
 
 
@@ -395,7 +397,7 @@ def test_make_models_checks_every_directory_first(
 
 
 def test_success_rates_of_personas() -> None:
-    """The explorer wins far more often than the walker, and the walker more often than the pacer.
+    """Check the order of success: explorer (by far the highest), walker, pacer.
 
     The explorer goes straight to visible stairs.
     """
@@ -485,7 +487,7 @@ def walks() -> list[Episode]:
 
 
 def test_shares_of_advice_in_walks(walks: list[Episode]) -> None:
-    """12 of 49 direction hints are random, and one in eight of these is right."""
+    """Check that 12 of 49 direction hints are random. One in eight of these is right."""
     counts = Counter[str]()
     for walk in walks:
         kind, direction = read(walk.hint.text) if walk.hint else ("none", None)
@@ -499,7 +501,7 @@ def test_shares_of_advice_in_walks(walks: list[Episode]) -> None:
 
 
 def test_walks_are_the_actors_conversations(walks: list[Episode]) -> None:
-    """A walk opens with the goal, the hint and the first observation, like an episode of a run.
+    """Check that a walk opens with the goal, the hint and the first observation, like an episode.
 
     Valid actions and their results follow.
     """
@@ -515,7 +517,7 @@ def test_walks_are_the_actors_conversations(walks: list[Episode]) -> None:
 
 
 def test_advised_directions_are_followed(walks: list[Episode]) -> None:
-    """The first step follows the hint, except for visible stairs, walls and slips.
+    """Check that the first step follows the hint, except for visible stairs, walls and slips.
 
     Right hints raise the success rate.
     """

@@ -302,7 +302,7 @@ async def test_the_timeout_does_not_include_the_start_of_a_worker() -> None:
 
 
 async def test_the_timeout_does_not_include_the_wait_for_the_worker() -> None:
-    """With many more episodes than workers, the last call waits longer than its timeout."""
+    """Play many more episodes than workers, so that the last call waits longer than its timeout."""
     async with hosting(processes=1) as host:
         environments = [await acquire_and_reset(host) for _ in range(20)]
         host.timeout = 1.0

@@ -1,4 +1,4 @@
-"""The thread host, the registry and the scratch folder, with small fake games.
+"""Thread host, registry and scratch folder, with small fake games.
 
 The tests of the host cover timeouts, failures and reuse.
 """

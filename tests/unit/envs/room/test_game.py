@@ -1,4 +1,4 @@
-"""The room environment: determinism, texts that contain only visible facts, and winning."""
+"""Room environment: determinism, texts that contain only visible facts, and winning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -284,10 +285,10 @@ class RandomPlayer:
 def test_players_that_know_the_stairs_win_within_the_compact_turn_limit(
     games: dict[Rendering, RoomGame], tasks: Sequence[Task]
 ) -> None:
-    """A player that knows the stairs wins at least 90 % of the episodes. Monsters cause the losses.
+    """Check that a player that knows the stairs wins at least 90 % of the episodes.
 
-    The explorer wins about half of the episodes, a random walker at most one in ten. The bounds
-    allow for two standard errors of 256 episodes.
+    Monsters cause the losses. The explorer wins about half of the episodes, a random walker at most
+    one in ten. The bounds allow for two standard errors of 256 episodes.
     """
     turns = task_settings(task_file("room"), "compact")["max_turns"]
 
@@ -305,7 +306,7 @@ def test_players_that_know_the_stairs_win_within_the_compact_turn_limit(
 
 def test_a_game_keeps_its_files_in_the_scratch_folder() -> None:
     game = RoomGame("compact")
-    folder = game.level.temporary_folder
+    folder = Path(game.level._env.nethack._vardir)
     assert folder.parent == scratch_folder()
     game.close()
     assert not folder.exists()

@@ -194,9 +194,9 @@ def test_judgements() -> None:
 @given(st.sampled_from(PROBE_LAYOUTS), st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_agents_that_reach_the_stairs_have_seen_them(game: RoomGame, lgen: int, seed: int) -> None:
-    """This holds for a scripted walk with random steps in between.
+    """Play a scripted walk with random steps in between.
 
-    Episodes in which a teleporter reached stairs that were not visible are excluded.
+    Exclude episodes in which a teleporter reached stairs that were not visible.
     """
     rng = random.Random(seed)
     task = replace(probe_tasks(1)[0], params={"lgen": lgen, "core": seed})

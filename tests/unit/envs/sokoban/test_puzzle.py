@@ -54,7 +54,7 @@ def test_steps_pushes_and_blocked_moves() -> None:
 
 
 def test_the_solver_on_a_grid_worked_by_hand() -> None:
-    """The puzzle is a row of four cells with the target at the east end.
+    """Use a row of four cells with the target at the east end.
 
     A box in the second cell needs two pushes from the west. A box in the third cell needs two moves
     if the player starts at the west end. A box at the west end cannot be solved.

@@ -123,7 +123,7 @@ def test_the_digest_of_opened_products() -> None:
 
 
 def test_a_twin_is_wrong_unless_it_scores_100() -> None:
-    """A twin has the right features, but costs too much or is offered with fewer options."""
+    """Check twins. They have the right features, but cost too much or have fewer options."""
     scores = []
     for task in probe_tasks(75):
         goal = open_shop().goal(int(task.params["lgen"]), int(task.params["core"]))

@@ -125,7 +125,8 @@ async def test_the_bank_survives_any_answers(tmp_path: Path, answers: int) -> No
             one: DistilRequest = request(
                 step, 8 * step + i % 8, i // 8, of=goal, shown=(hit,) if hit else ()
             )
-            submitted += await manager.submit(one)
+            await manager.submit(one)
+            submitted += 1
             if hit:
                 await manager.credit([hit.use], rng.random() < 0.5, episode=one.id)
         await manager.drain()

@@ -1,4 +1,4 @@
-"""The periodic merge: chunks of the bank, applying an answer, and changes during a merge."""
+"""Periodic merge: chunks of the bank, applying an answer, and changes during a merge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from crl.config.schema import BankSection, ExtractorSection, RetrievalSection, Scope
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError, TransientError
-from crl.manager import ExperienceManager, ManagerSettings, MergeStats
+from crl.manager import ExperienceManager, ManagerSettings
 from crl.manager.distillation.merge import Chunker
 from crl.manager.records import Applied, Entry
 from crl.types import Completion, Provenance, Sampling
@@ -136,7 +136,8 @@ async def test_entries_are_merged_discarded_and_kept(tmp_path):
     manager = await filled_manager(
         tmp_path, engine, "Go west.", "Be careful.", "Go south.", "Look around."
     )
-    assert await manager.merge() == MergeStats(chunks=1, failed=0, made=1, removed=3)
+    await manager.merge()
+    assert len(engine.chunks) == 1
     assert sorted(texts(manager)) == ["Go west or south.", "Look around."]
     made_entry = next(e for e in manager._bank.entries.values() if e.text == "Go west or south.")
     assert made_entry.provenance.parents == ("run/0/0/0#0@1", "run/0/0/2#0@1")
@@ -214,10 +215,10 @@ async def test_an_answer_that_cannot_be_used_changes_nothing(tmp_path):
     for number, answer in enumerate(["They are all fine.", [merge("x", 1)], [discard(7)]]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        manager = await filled_manager(
-            folder, MergeEngine(lambda _, answer=answer: answer), "Go west.", "Go south."
-        )
-        assert await manager.merge() == MergeStats(chunks=1, failed=1)
+        engine = MergeEngine(lambda _, answer=answer: answer)
+        manager = await filled_manager(folder, engine, "Go west.", "Go south.")
+        await manager.merge()
+        assert len(engine.chunks) == 1
         assert texts(manager) == ["Go west.", "Go south."]
         await manager.aclose()
 
@@ -253,14 +254,14 @@ async def test_a_chunk_that_the_engine_cannot_serve_is_skipped(tmp_path, error):
                 await asyncio.Event().wait()
             return await super().generate(ids, sampling, **options)
 
-    manager = await filled_manager(
-        tmp_path, Refusing(lambda _: [discard(1)]), "Go west.", "Go south.", "Go east.", "Go up."
-    )
+    engine = Refusing(lambda _: [discard(1)])
+    manager = await filled_manager(tmp_path, engine, "Go west.", "Go south.", "Go east.", "Go up.")
     manager._merger.cost = lambda entry: 1  # two entries fit into a chunk
     manager._settings = ManagerSettings(
         retrieval=ANY, extractor=ExtractorSection(merge_tokens=2, answer_timeout=0.2)
     )
-    assert await manager.merge() == MergeStats(chunks=2, failed=1, removed=1)
+    await manager.merge()
+    assert engine.chunks == [["Go east.", "Go up."]]
     assert texts(manager) == ["Go west.", "Go south.", "Go up."]
     await manager.aclose()
 
@@ -333,7 +334,7 @@ async def test_a_shared_bank_is_merged_across_tasks(tmp_path):
     for member, of in enumerate((task(), task("shop"))):
         await manager.submit(request(member=member, note=f"note {member}", of=of))
     await manager.drain()
-    assert await manager.merge() == MergeStats(chunks=1, made=1, removed=2)
+    await manager.merge()
     (merged,) = manager._bank.entries.values()
     assert (merged.text, merged.task, merged.goal) == ("Look before you go.", "room", GOAL), (
         "of the first source"
@@ -359,7 +360,7 @@ async def test_sampled_tokens_are_counted(tmp_path):
 async def test_a_single_entry_is_not_merged(tmp_path):
     manager = await filled_manager(tmp_path, MergeEngine(lambda _: []), "Go west.")
     manager._merger.cost = lambda entry: pytest.fail("nothing is to be merged")
-    assert await manager.merge() == MergeStats()
+    await manager.merge()
     await manager.aclose()
 
 
@@ -395,7 +396,7 @@ async def test_the_bank_stays_usable_during_a_merge_and_stale_ops_are_dropped(tm
     await manager.drain()
     assert not merging.done()
     engine.gate.set()
-    assert await merging == MergeStats(chunks=1, made=0, removed=1)
+    await merging
     assert sorted(texts(manager)) == ["Go south.", "Go west twice."]
     assert (await manager.stats())["dropped/stale target"] == 1
     await manager.aclose()
@@ -406,11 +407,14 @@ async def test_a_merge_during_another_merge_is_skipped_and_counted(tmp_path):
     manager = await filled_manager(tmp_path, engine, "Go west.", "Go south.")
     merging = asyncio.create_task(manager.merge())
     await engine.asked.wait()
-    assert await manager.merge() is None
+    await manager.merge()
+    assert not merging.done()
     engine.gate.set()
-    assert await merging == MergeStats(chunks=1, removed=1)
+    await merging
     assert (await manager.stats())["merge/skipped"] == 1
-    assert await manager.merge() == MergeStats(), "a single entry cannot be merged"
+    assert texts(manager) == ["Go south."]
+    await manager.merge()
+    assert len(engine.chunks) == 1, "a single entry cannot be merged"
     await manager.aclose()
 
 
@@ -424,7 +428,7 @@ async def test_a_cancelled_merge_writes_whole_chunks(tmp_path):
     await asyncio.gather(merging, return_exceptions=True)
     assert dump(tmp_path / "bank.sqlite") == before
     engine.gate.set()
-    assert await manager.merge() == MergeStats(chunks=1, removed=1), "the next merge starts again"
+    await manager.merge()  # starts again
     assert [data["targets"] for _, data in logged(tmp_path / "bank.sqlite", "discard")] == [
         ["run/0/0/0#0@1"]
     ]

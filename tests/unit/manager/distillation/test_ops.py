@@ -221,7 +221,7 @@ ANSWER = st.lists(
 @settings(max_examples=500)
 @given(ANSWER, st.booleans(), st.data())
 def test_the_head_covers_what_a_usable_answer_could_share(answer, ascii_only, data) -> None:
-    """`head_chars` counts the characters that a usable answer could share.
+    """Check `head_chars`, the number of characters that a usable answer could share.
 
     For a cut answer these are all characters. For a wrong character they include at least the
     characters before the wrong one.
@@ -364,7 +364,7 @@ def test_tokens_of_one_character_map_exactly():
 def test_the_number_of_tried_braces_is_bounded(
     opening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of tried braces is bounded by `MAX_ATTEMPTS`.
+    """Check that at most `MAX_ATTEMPTS` braces are tried.
 
     Each try may read the text to its end, so without the bound the time would be quadratic.
     """

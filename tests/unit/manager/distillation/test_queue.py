@@ -1,4 +1,4 @@
-"""The queue of episodes with `run` and `drain` at the same time.
+"""Queue of episodes with `run` and `drain` at the same time.
 
 Either of them may fail or be cancelled. Each processes only the requests that it has leased.
 """

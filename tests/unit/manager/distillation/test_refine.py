@@ -274,7 +274,10 @@ async def test_a_repeated_question_gets_the_same_answer_and_is_stored_once(tmp_p
 
 
 async def test_a_question_is_answered_for_its_member_only(tmp_path: Path) -> None:
-    """Diversity (eq. 6) counts every question as a retrieval. The group's entry does not change."""
+    """Check that diversity (eq. 6) counts every question as a retrieval.
+
+    The group's entry does not change.
+    """
     manager = await open_with_entry(tmp_path, AnsweringEngine())
     manager._engine._answer = (  # pyright: ignore[reportAttributeAccessIssue]
         lambda prompt: add("Go south.")

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,9 +137,12 @@ def test_votes_are_listed_and_exported(copy: Path, tmp_path: Path):
 
     asyncio.run(votes())
     assert lines("ls", copy, "--limit", "1") == [
-        "uid               lift  won  uses  step  votes  goal                                text",
         (
-            "0/0/0#0  +0.50 ± 12.71  1/1     1     1     +2  Find the exit of the azure "
+            "uid               lift  won  retrieved  step  votes  "
+            "goal                                text"
+        ),
+        (
+            "0/0/0#0  +0.50 ± 12.71  1/1          1     1     +2  Find the exit of the azure "
             "cellar.  Go southwest."
         ),
     ]
@@ -230,7 +234,8 @@ def test_an_imported_bank_starts_a_run(run: Path, tmp_path: Path):
     assert [use["episode"] for use in story["uses"]] == ["again/0/0/0"]
 
 
-def test_show_names_evictions_to_smaller_bounds(run: Path, tmp_path: Path):
+@pytest.mark.parametrize("reason", ["bounds", "room"], ids=["this version", "earlier versions"])
+def test_show_names_evictions_to_smaller_bounds(run: Path, tmp_path: Path, reason: str):
     new = export_and_import(run, tmp_path)
 
     async def start() -> None:
@@ -243,10 +248,14 @@ def test_show_names_evictions_to_smaller_bounds(run: Path, tmp_path: Path):
         ).aclose()
 
     asyncio.run(start())
+    with closing(sqlite3.connect(tmp_path / "bank.sqlite")) as db, db:
+        db.execute(
+            "UPDATE log SET data = json_set(data, '$.reason', ?) WHERE kind = 'evict'", (reason,)
+        )
     assert len(uids(tmp_path / "bank.sqlite")) == 1
     first, *_ = lines("show", tmp_path / "bank.sqlite", "run/0/1/0#0")
     assert first == (
-        "run/0/1/0#0, version 1, evicted at step 0 to meet the size limits of the run that "
+        "run/0/1/0#0, version 1, evicted at step 0 to meet the bounds of the run that "
         "opened the bank"
     )
 
@@ -546,6 +555,14 @@ def test_changes_can_be_printed_as_json(copy: Path, tmp_path: Path):
     assert parsed("import", new, tmp_path / "lessons.jsonl") == {"imported": 2, "bank": str(new)}
 
 
+def test_an_unknown_order_is_refused(copy: Path):
+    assert "--sort = 'age2': is not one of the choices. Did you mean age? Available: lift, " in (
+        error_line("ls", copy, "--sort", "age2")
+    )
+
+
 def test_prune_needs_one_criterion(copy: Path):
-    assert "one criterion" in error_line("prune", copy)
+    assert "--max-entries, --unused-since = None: exactly one criterion is required" in error_line(
+        "prune", copy
+    )
     assert "one criterion" in error_line("prune", copy, "--max-entries", "1", "--unused-since", "1")

@@ -30,7 +30,7 @@ class Plan:
     holds: int
     """Time for which the task holds the lock."""
     fails: bool
-    """Whether the task raises `Failed` while it holds the lock."""
+    """True if the task raises `Failed` while it holds the lock."""
     cancelled_after: int | None
     """Time from `comes` to the cancellation, or None if the task is not cancelled."""
 

@@ -287,7 +287,7 @@ CHANGES = st.lists(
 
 @given(CHANGES, st.integers(1, 8), st.integers(0, 99), st.booleans())
 def test_the_index_agrees_with_an_exhaustive_sort(small_index, changes, k, seed, exact):
-    """Graph snapshots are built and swapped in between, after any number of changes."""
+    """Build and swap in graph snapshots between searches, after any number of changes."""
     rng = np.random.default_rng(seed)
     index, truth, build = Index(8, exact=exact), {}, None
     for change, number in changes:
@@ -326,9 +326,9 @@ def small_index():
 
 @pytest.mark.parametrize("size", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
 async def test_the_graph_agrees_with_an_exhaustive_search(monkeypatch, size):
-    """The lessons are about named places, 16 lessons per place.
+    """Use lessons about named places, 16 lessons per place.
 
-    A tenth of the lessons is replaced and a tenth is removed after the graph was built.
+    Replace a tenth of the lessons and remove a tenth after the graph was built.
     """
     monkeypatch.setattr("crl.manager.retrieval.index.MAX_EXACT_ROWS", 1000)
     rng = random.Random(0)
@@ -446,7 +446,7 @@ async def test_with_goals_in_the_keys_lessons_are_nearest_to_their_own_place(
 
 
 async def test_settings_for_tiny_models_separate_the_lessons_of_places():
-    """The settings are w = 0.1, margin = 0.01 and min_similarity = 0.994.
+    """Check the settings w = 0.1, margin = 0.01 and min_similarity = 0.994.
 
     They work for any text. The cosine of two goals is at most 0.977, and w turns a key by at most
     asin 0.1, therefore cos(acos 0.977 − asin 0.1) < 0.994 < √(1 − 0.1²).

@@ -207,9 +207,10 @@ async def test_group_members_do_not_wait_once_the_first_has_its_pick():
 
 
 async def test_a_cancelled_search_does_not_block_later_ones():
-    """The second search receives its vector first and waits for the first search.
+    """Cancel the first search.
 
-    When the first search is cancelled, the second one is answered, then the third one.
+    The second search received its vector first and waits for the first search. Then the second one
+    is answered, then the third one.
     """
     embedder = GatedEmbedder()
     searcher, bank = await open_searcher("a", "a b", embedder=embedder, batch=1)
@@ -246,7 +247,7 @@ SEARCHES = st.lists(
 async def test_concurrent_searches_give_the_same_picks_as_sequential_ones(
     searches, batch, per, rng
 ):
-    """Each search is (query, group, counted, cancelled). The embeddings end in any order."""
+    """Draw each search as (query, group, counted, cancelled). The embeddings end in any order."""
     embedder, texts, picked, asked = (
         GatedEmbedder(),
         ("a", "a b", "b", "c b"),

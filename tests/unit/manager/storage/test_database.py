@@ -160,7 +160,7 @@ async def test_the_batch_after_a_failed_one_succeeds(database: Database) -> None
 
 
 async def test_works_of_cancelled_callers_are_committed(database: Database) -> None:
-    """The work of a cancelled caller is committed with its group, whether it had begun or not."""
+    """Check that the work of a cancelled caller is committed with its group, begun or not."""
     callers = [
         asyncio.create_task(database.transaction(work))
         for work in (
@@ -207,7 +207,7 @@ async def test_a_copy_contains_whole_commits(database: Database, tmp_path: Path)
 async def test_a_cancelled_caller_leaves_no_open_connection(
     turns: int, database: Database, tmp_path: Path
 ) -> None:
-    """This holds at every moment of cancellation.
+    """Cancel at every moment.
 
     The thread of a connection that is still open would call into a loop that may be closed.
     """
@@ -237,7 +237,7 @@ async def test_a_cancelled_caller_leaves_no_open_connection(
     ],
 )
 def test_ctrl_c_during_a_connect_raises_keyboard_interrupt(work: str, tmp_path: Path) -> None:
-    """Ctrl-C during a blocking call cancels the next await."""
+    """Check that Ctrl-C during a blocking call cancels the next await."""
     code = f"""
 import asyncio, os, signal, time
 from pathlib import Path

@@ -286,9 +286,9 @@ def test_the_bank_can_be_rolled_back_to_any_snapshot_and_continue(
 def test_deleting_snapshots_does_not_change_the_others(
     parts: list[list[Step]], kept: set[int], chosen: int
 ) -> None:
-    """After each part one new snapshot is taken, and older snapshots are deleted.
+    """Take one new snapshot after each part, and delete older snapshots.
 
-    An older snapshot is kept only if its position among all snapshots so far is in `kept`.
+    Keep an older snapshot only if its position among all snapshots so far is in `kept`.
     """
 
     async def play(folder: Path) -> None:
@@ -866,5 +866,5 @@ def test_thousands_of_kills_lose_and_repeat_nothing(seed: int) -> None:
 
 @pytest.mark.soak
 def test_kills_before_each_statement_lose_and_repeat_nothing() -> None:
-    """Each statement is reached under one of the three eviction rules."""
+    """Check that each statement is reached under one of the three eviction rules."""
     check_nothing_lost(run_kill_test("statements", len(EVICTED)))

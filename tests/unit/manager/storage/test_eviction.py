@@ -128,7 +128,7 @@ async def test_the_eviction_policy_chooses_the_entries_over_a_bound(
 
 
 async def test_credit_eviction_keeps_winners_and_untried_entries(tmp_path: Path) -> None:
-    """Eight new entries arrive at every visit after the first, and the place can hold eight.
+    """Add eight new entries at every visit after the first. The place can hold eight.
 
     A useless entry guides to success in three of four episodes.
     """
@@ -200,7 +200,7 @@ async def test_opening_a_bank_evicts_entries_over_the_bounds(
     )
     assert texts(manager) == left
     await manager.aclose()
-    assert [data for _, data in logged(path, "evict")] == [{"reason": "room"}] * 2, (
+    assert [data for _, data in logged(path, "evict")] == [{"reason": "bounds"}] * 2, (
         "evictions are logged"
     )
     manager = await open_manager(path, answering(echo_last_word), bank_settings())
@@ -225,7 +225,7 @@ async def test_opening_a_bank_evicts_entries_over_the_bound_of_each_goal(tmp_pat
 async def test_entries_of_another_run_count_as_older(
     tmp_path: Path,
 ) -> None:
-    """Step numbers of different runs cannot be compared."""
+    """Check that step numbers of different runs are not compared."""
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: add("old")), bank_settings()
     )
@@ -248,7 +248,7 @@ async def test_entries_of_another_run_count_as_older(
 async def test_a_large_bank_evicts_more_than_the_surplus(
     tmp_path: Path, evict: EvictionOrder
 ) -> None:
-    """A bank of more than a hundred entries evicts one percent more than the surplus.
+    """Check that a bank of more than a hundred entries evicts one percent more than the surplus.
 
     Then only some answers have to search for entries to evict.
     """
@@ -416,7 +416,7 @@ async def test_an_answer_changes_an_experience_at_most_once(
     left: dict[str, int],
     dropped: dict[str, int],
 ) -> None:
-    """An answer changes an experience at most once, even if the prompt gave it several numbers.
+    """Check an answer to a prompt that gave an experience several numbers.
 
     An update takes precedence over a vote. A vote on a reworded text, for example on a refinement,
     is dropped.
@@ -508,7 +508,7 @@ async def test_a_near_duplicate_add_is_dropped_and_counted(tmp_path: Path) -> No
 async def test_only_entries_that_one_query_can_find_are_compared(
     tmp_path: Path, weight: float | None, kept: int
 ) -> None:
-    """Entries of different tasks are never compared.
+    """Check that entries of different tasks are never compared.
 
     With goals in the keys, equal texts about different goals are not duplicates.
     """
@@ -554,7 +554,7 @@ class BusyEmbedder(WordEmbedder):
 async def test_texts_to_compare_are_embedded_within_the_attempt(
     tmp_path: Path, weight: float | None, times: int, refused: int
 ) -> None:
-    """A failure of the embedder costs an attempt, and the last attempt the episode, never the run.
+    """Check that a failed embedding costs an attempt, and the last one the episode, not the run.
 
     Keys that depend only on the text are compared without another embedding.
     """
@@ -597,7 +597,7 @@ def test_one_of_several_equal_concurrent_adds_is_stored(
     weight: float | None,
     background: bool,
 ) -> None:
-    """The answers arrive in any order. At step boundaries the first episode's add is stored."""
+    """Let the answers arrive in any order. At step boundaries the first episode's add is stored."""
 
     class ShuffledEngine(ScriptedEngine):
         async def generate(self, *args: Any, **options: Any) -> Any:

@@ -236,7 +236,7 @@ def test_vectors_of_another_dimension_are_computed_again(run: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("table", "exit_code"), [("units", 1), ("entries", 2), ("log", 1)])
 def test_a_missing_table_is_refused(run: Path, tmp_path: Path, table: str, exit_code: int) -> None:
-    """The checks before a run read only the entries. The other tables are read at its start."""
+    """Read only the entries in the checks before a run. The other tables are read at its start."""
     path = changed_copy(run, tmp_path, f"DROP TABLE {table}")
     code, stderr = train_from(path, tmp_path)
     assert (code, stderr.count("\n")) == (exit_code, 1), stderr

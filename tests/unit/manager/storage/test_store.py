@@ -1,4 +1,4 @@
-"""The bank on disk: opening and rejected files, transactions, requests, copies."""
+"""Bank on disk: opening and rejected files, transactions, requests, copies."""
 
 from __future__ import annotations
 
@@ -360,9 +360,9 @@ async def test_copying_a_closed_bank_leaves_no_files_beside_it(tmp_path):
 
 
 async def test_queries_of_every_answer_use_an_index(tmp_path):
-    """The log and the number of evicted entries only grow.
+    """Check that the statements that run for every answer use an index instead of a scan.
 
-    The statements that run for every answer must use an index instead of a scan.
+    The log and the number of evicted entries only grow.
     """
     store = await Store.open(tmp_path / "bank.sqlite")
     for statement in (

@@ -19,8 +19,8 @@ from crl.tiny.drills.grids import (
     MAZE,
     RIVER,
     SOKOBAN,
-    Grid,
     GridLessons,
+    GridTask,
     makes_claim,
 )
 
@@ -39,7 +39,7 @@ def success(episodes: list[Episode]) -> float:
     return sum(episode.success for episode in episodes) / len(episodes)
 
 
-def advice_kind(grid: Grid, episode: Episode) -> str:
+def advice_kind(grid: GridTask, episode: Episode) -> str:
     if episode.hint is None:
         return "nothing"
     if not makes_claim(episode.hint.text):
@@ -50,7 +50,7 @@ def advice_kind(grid: Grid, episode: Episode) -> str:
 
 
 @each_grid
-def test_walks_are_the_actors_conversations(grid: Grid) -> None:
+def test_walks_are_the_actors_conversations(grid: GridTask) -> None:
     """Check the structure of walks, which are conversations of the actor.
 
     As in a run, a walk begins with the goal, the advice if there is any, and the first observation.
@@ -70,7 +70,7 @@ def test_walks_are_the_actors_conversations(grid: Grid) -> None:
 
 
 @each_grid
-def test_success_without_advice(grid: Grid) -> None:
+def test_success_without_advice(grid: GridTask) -> None:
     free = [
         walk for walk in walks(grid.spec.name) if advice_kind(grid, walk) in ("nothing", "generic")
     ]
@@ -78,7 +78,7 @@ def test_success_without_advice(grid: Grid) -> None:
 
 
 @with_lessons
-def test_shares_and_effects_of_advice(grid: Grid) -> None:
+def test_shares_and_effects_of_advice(grid: GridTask) -> None:
     """Check that right advice is followed and helps. Wrong advice is followed and does not help."""
     by_advice: dict[str, list[Episode]] = {
         kind: [] for kind in ("nothing", "generic", "right", "wrong")
@@ -125,7 +125,7 @@ def test_advised_places_are_reached_sooner() -> None:
 
 
 @each_grid
-def test_success_rates_of_personas(grid: Grid) -> None:
+def test_success_rates_of_personas(grid: GridTask) -> None:
     game, tasks = grid.spec.make_game("compact"), grid.places.demonstration_tasks(40)
     kinds = grid.players
     skilled, late, forgetful, idle = (
@@ -143,7 +143,7 @@ def test_success_rates_of_personas(grid: Grid) -> None:
 
 
 @with_lessons
-def test_lessons_are_true_of_their_episodes(grid: Grid) -> None:
+def test_lessons_are_true_of_their_episodes(grid: GridTask) -> None:
     """Check that one answer in four is the task's lesson, if the prompt shows its facts.
 
     The lesson is an update if the prompt shows another lesson, else an add. Without the facts, the
@@ -186,7 +186,7 @@ def test_tasks_without_lessons_teach_only_generic_ones() -> None:
 
 
 @with_lessons
-def test_random_lessons_are_readable(grid: Grid) -> None:
+def test_random_lessons_are_readable(grid: GridTask) -> None:
     assert grid.lessons is not None
     read = maze_lessons.read if grid is MAZE else keyroom_lessons.read
     texts = [grid.lessons.random_lesson(random.Random(i)) for i in range(30)]

@@ -69,7 +69,7 @@ def win_rate(visits: list[Episode]) -> float:
 
 
 def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
-    """A visit opens with the goal, the hint and the first observation, like an episode of a run.
+    """Check that a visit opens with the goal, the hint and the first observation, like an episode.
 
     Valid actions and their results follow.
     """
@@ -85,7 +85,7 @@ def test_visits_are_the_actors_conversations(visits: list[Episode]) -> None:
 
 
 def test_success_of_visits_by_advice(visits: list[Episode]) -> None:
-    """Visits without advice win often enough, but leave something to learn for RL.
+    """Check that visits without advice win often enough, but leave something to learn for RL.
 
     Right advice wins and wrong advice loses.
     """
@@ -113,7 +113,7 @@ def test_an_advised_product_is_bought(visits: list[Episode]) -> None:
 
 
 def test_choices_are_the_beginnings_of_visits() -> None:
-    """A choice is a search, a product and, for a product of the right kind, an option.
+    """Check that a choice is a search, a product and, for a product of the right kind, an option.
 
     Most choices have a hint that names the product.
     """
@@ -231,7 +231,10 @@ def test_a_lesson_on_a_need_is_not_adapted() -> None:
 
 
 def test_demonstrations_fit_into_the_limits_of_a_run() -> None:
-    """A conversation has at most 300 tokens on average and 900 at most. No answer is truncated."""
+    """Check that a conversation has at most 300 tokens on average and 900 at most.
+
+    No answer is truncated.
+    """
     by_drill: dict[str, list[Demonstration]] = {
         drill.name: list(drill.make(random.Random(6), 150))
         for drill in (*ACTOR_DRILLS, *EXTRACTOR_DRILLS)

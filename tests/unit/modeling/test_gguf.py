@@ -13,12 +13,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from crl.config import gguf as module
-from crl.config.load import load
-from crl.config.models import find_model, profile_of
+from crl.config.load import load, load_saved
+from crl.config.models import model_size, profile_of, resolve_model
 from crl.errors import ConfigError
+from crl.modeling import gguf as module
+from crl.modeling.gguf import converted, described
 from crl.modeling.loading import load_model, load_tokenizer
-from crl.planning import preflight
+from crl.monitor.plain import PlainMonitor
+from crl.planning import plan, preflight
+from crl.planning.model_size import planned_shape
+from crl.run import main
 
 LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -91,10 +95,14 @@ def test_a_gguf_model_computes_what_its_source_computes(
     folder.mkdir()
     write_gguf(tiny_actor, folder / "tiny.gguf")
     name = str(folder / "tiny.gguf" if named == "file" else folder)
-    path = find_model(name)
-    assert path is not None
-    assert path.parent == tmp_path / "cache" / "crl" / "gguf"
+    file, lines = resolve_model(name), []
+    assert file == folder / "tiny.gguf"
     assert profile_of(name) == "full"
+    path = converted(file, "actor.model", lines.append)
+    assert path.parent == tmp_path / "cache" / "crl" / "gguf"
+    assert lines == [f"converting {file} to float32 in {path}"]
+    assert converted(file, "actor.model", lines.append) == path
+    assert len(lines) == 1
     tokenizer, source_tokenizer = load_tokenizer(path), load_tokenizer(tiny_actor)
     text = "<|im_start|>user\nat 2 1 dark east<|im_end|>\n<|im_start|>assistant\n"
     ids = source_tokenizer.encode(text)
@@ -107,13 +115,49 @@ def test_a_gguf_model_computes_what_its_source_computes(
     assert [item.name for item in path.parent.iterdir()] == [path.name], "no partial conversions"
 
 
-def test_a_gguf_model_in_a_run(tiny_actor: Path, tmp_path: Path) -> None:
-    write_gguf(tiny_actor, tmp_path / "tiny.gguf")
-    sets = [f"actor.model={tmp_path / 'tiny.gguf'}", "method=grpo",
-            "actor.max_context_tokens=1024", "tasks.room.max_response_tokens=64"]  # fmt: skip
-    config = load(["room"], sets=sets)
-    assert Path(config.actor.model).parent == tmp_path / "cache" / "crl" / "gguf"
+def test_the_description_of_a_file(tiny_actor: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_actor, file)
+    path = described(file, "actor.model")
+    assert model_size(path) is None
+    assert planned_shape(str(file)) == planned_shape("tiny-actor"), "sizes of the header"
+    description, source = load_tokenizer(path), load_tokenizer(tiny_actor)
+    assert description.encode("at 2 1 dark east") == source.encode("at 2 1 dark east")
+    model = converted(file, "actor.model", lambda line: None)
+    assert described(file, "actor.model") == model, "the description is not needed any more"
+    assert planned_shape(str(file)) == planned_shape("tiny-actor"), "sizes of the weights"
+    assert described(model, "actor.model") == model
+    assert converted(model, "actor.model", lambda line: None) == model
+
+
+def test_a_gguf_model_in_a_run(
+    tiny_actor: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, run = tmp_path / "tiny.gguf", tmp_path / "run"
+    write_gguf(tiny_actor, file)
+    config = load(["room"], sets=[
+        f"actor.model={file}", "method=grpo", "actor.max_context_tokens=1024",
+        "tasks.room.max_turns=2", "tasks.room.max_response_tokens=8", "run.steps=1",
+        "rollout.groups=2", "rollout.group_size=2",
+        "tasks.room.eval.seen=2", "tasks.room.eval.unseen=2",
+    ])  # fmt: skip
+    assert config.actor.model == str(file)
+    assert not (tmp_path / "cache").exists(), "the config does not read the file"
     preflight.require(config)
+    texts: list[str] = []
+    plan.dry_run(config, texts.append)
+    assert f"actor      {file} (GGUF file, converted to float32)" in texts[0]
+    assert "197,440 parameters; profile full" in texts[0]
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
+    main.train(config, run, command="", screen=PlainMonitor())
+    captured = capfd.readouterr()
+    assert captured.out.count(f"converting {file} to float32 in {tmp_path}/cache") == 1
+    assert captured.err == ""
+    assert load_saved(run).config.actor.model == str(file)
+    assert model_size(run / "checkpoints" / "1" / "actor") == model_size(tiny_actor)
+    shutil.rmtree(tmp_path / "cache")
+    main.evaluate_run(run)
+    assert not (tmp_path / "cache").exists(), "an evaluation loads the actor of the checkpoint"
 
 
 def test_a_file_is_converted_once_and_again_after_a_change(
@@ -128,18 +172,18 @@ def test_a_file_is_converted_once_and_again_after_a_change(
     monkeypatch.setattr(module, "_convert", convert)
     file = tmp_path / "m.gguf"
     file.write_bytes(b"1")
-    first = find_model(str(file))
-    assert find_model(str(file)) == first
+    first = converted(file, "actor.model", print)
+    assert converted(file, "actor.model", print) == first
     assert calls == [file]
     file.write_bytes(b"22")
-    assert find_model(str(file)) != first
+    assert converted(file, "actor.model", print) != first
     assert calls == [file, file]
 
 
 def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def error(path: Path) -> str:
         with pytest.raises(ConfigError) as caught:
-            find_model(str(path), "extractor.model")
+            converted(resolve_model(str(path), "extractor.model"), "extractor.model", print)
         assert caught.value.key == "extractor.model"
         return str(caught.value)
 
@@ -163,6 +207,9 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"GGUF, torn off")
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF, torn off")
     with pytest.raises(ConfigError, match="the GGUF file cannot be converted"):
-        find_model(str(tmp_path / "a.gguf"))
+        described(file, "actor.model")
+    with pytest.raises(ConfigError, match="the GGUF file cannot be converted"):
+        converted(file, "actor.model", print)

@@ -1,0 +1,143 @@
+"""Models in GGUF files, as directories in Hugging Face format.
+
+The config names the GGUF file. A file has two directories in $XDG_CACHE_HOME/crl/gguf. Their names
+contain the file's name and a hash of its path, size and modification time:
+
+* the description: config.json and the tokenizer. `described` reads them from the header of the
+  file. Checks and plans need nothing else.
+* the model: also the weights, in float32. `converted` makes this directory at the start of a run.
+
+Torch, transformers and gguf are imported only to make a directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from crl.config.models import find_model
+from crl.errors import ConfigError
+
+
+def find_folder(name: str, key: str) -> Path | None:
+    """Return the directory of the model `name`, which may lack weights, or None as `find_model`.
+
+    Raise `ConfigError` under `key` as `find_model` and `described` do.
+    """
+    path = find_model(name, key)
+    return path and described(path, key)
+
+
+def described(path: Path, key: str) -> Path:
+    """Return a directory with config.json and tokenizer of the model at `path`.
+
+    A directory is returned unchanged. A GGUF file is described by its header. The weights are not
+    read.
+
+    Raise `ConfigError` under `key` if the package gguf is missing, if the file cannot be read, or
+    if the directory cannot be written.
+    """
+    if not path.is_file():
+        return path
+    model = _cached_folder(path)
+    if (model / "config.json").is_file():
+        return model
+    return _made(path, model.with_name(f"{model.name}-header"), _describe, key)
+
+
+def converted(path: Path, key: str, note: Callable[[str], object]) -> Path:
+    """Return a directory with the whole model at `path`. Convert a GGUF file once.
+
+    A directory is returned unchanged. Quantized weights are converted to float32, which holds their
+    values exactly. `note` is called with a line of text before a conversion, which takes minutes.
+
+    Raise `ConfigError` under `key` as `described` does.
+    """
+    if not path.is_file():
+        return path
+    model = _cached_folder(path)
+    if not (model / "config.json").is_file():
+        note(f"converting {path} to float32 in {model}")
+    return _made(path, model, _convert, key)
+
+
+def _cached_folder(file: Path) -> Path:
+    """Return the directory of the converted model, whether or not it exists."""
+    status = file.stat()
+    identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return root / "crl" / "gguf" / f"{file.stem}-{digest}"
+
+
+def _made(file: Path, folder: Path, write: Callable[[Path, Path], None], key: str) -> Path:
+    """Return `folder`. If it does not exist, call `write(file, DIR)` and rename DIR to `folder`."""
+    if (folder / "config.json").is_file():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        reason = "a GGUF file needs the package gguf, which is not installed"
+        raise ConfigError(key, str(file), reason, "Run pip install 'crl[gguf]'")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    except OSError as error:
+        reason = f"its conversion cannot be written to {folder.parent} ({error.strerror})"
+        raise ConfigError(
+            key, str(file), reason, "Set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # transformers draws a progress bar
+            write(file, unfinished)
+        unfinished.rename(folder)
+    except Exception as error:  # a broken file raises many types of errors
+        if not (folder / "config.json").is_file():  # no other process has made it meanwhile
+            first_line = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                key,
+                str(file),
+                f"the GGUF file cannot be converted ({first_line})",
+                "Give a GGUF file of a language model that transformers supports, or a directory "
+                "in Hugging Face format",
+            ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _describe(file: Path, folder: Path) -> None:
+    """Write config.json and the tokenizer of a GGUF file to `folder`. Read only its header."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import set_verbosity_error
+
+    set_verbosity_error()
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(file.parent, **source)
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face format."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    source = {"gguf_file": file.name, "local_files_only": True}
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+    # The weights are not quantized any more, but transformers refuses to save them otherwise.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)

@@ -1,0 +1,237 @@
+"""Experience bank of a run, and the scratch banks of its evaluations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from crl.config import RunConfig
+from crl.embedders import open_embedder
+from crl.embedders.cached import CachedEmbedder
+from crl.envs.base import EnvSpec
+from crl.errors import ConfigError
+from crl.evaluation.diagnostics import Diagnostics
+from crl.manager import (
+    Distilled,
+    ExperienceManager,
+    ManagerSettings,
+    Progress,
+    Prompts,
+    QueueSettings,
+)
+from crl.manager.storage.database import copy_database
+from crl.modeling.memory import GpuAssignment
+from crl.modeling.tokens import ChatRenderer
+from crl.monitor.run_dir import RunDir
+from crl.planning.context import extractor_prompts
+from crl.planning.machine_checks import require_assigned
+from crl.planning.preflight import require_compatible_extractor
+from crl.protocols import (
+    Embedder,
+    Engine,
+    Method,
+    Monitor,
+)
+from crl.run.experience import (
+    ExperiencePipeline,
+    ExtractorTrainer,
+    PipelineSettings,
+)
+from crl.run.models import (
+    NO_GPU,
+    ModelRole,
+    extractor_model,
+    open_role_engine,
+    open_role_learner,
+    open_untrained_engine,
+    print_to_stderr,
+)
+from crl.run.progress import embedding_progress
+from crl.seeds import derive_seed
+
+EMBEDDING_CACHE_BYTES = 96 << 20
+"""Bytes of float32 vectors that the embedding cache holds: 65,536 texts at 384 dimensions."""
+
+
+@dataclass(frozen=True)
+class BankFactory:
+    """Factory of banks: everything that a bank needs except its file and its extractor's engine."""
+
+    embedder: CachedEmbedder
+    renderer: ChatRenderer
+    prompts: Prompts
+    settings: ManagerSettings
+    seed: int
+    progress: Progress
+
+    @property
+    def without_trials(self) -> BankFactory:
+        """Copy of this factory with `retrieval.trial_share` = 0: no search is a trial.
+
+        Evaluations use it, so that a rarely retrieved experience never replaces the best-known one.
+        """
+        retrieval = self.settings.retrieval.model_copy(update={"trial_share": 0.0})
+        return replace(self, settings=replace(self.settings, retrieval=retrieval))
+
+    async def open(
+        self, path: Path, engine: Engine, stack: AsyncExitStack,
+        on_distilled: Callable[[Distilled], None] | None = None, *, background: bool = False,
+    ) -> ExperienceManager:  # fmt: skip
+        """Open the bank at `path`. `stack` closes it.
+
+        `on_distilled` is called with each distilled answer. `background`: True if the bank distils
+        in the background, see `QueueSettings.bounded`.
+        """
+        settings = replace(self.settings, queue=QueueSettings(bounded=background))
+        manager = await ExperienceManager.open(
+            path, engine, self.embedder, self.renderer, self.prompts, settings,
+            seed=self.seed, on_distilled=on_distilled, progress=self.progress,
+        )  # fmt: skip
+        stack.push_async_callback(manager.aclose)
+        return manager
+
+
+@dataclass(frozen=True)
+class RunBank:
+    """Run's bank, and the scratch banks that evaluations make from it."""
+
+    manager: ExperienceManager
+    engine: Engine
+    factory: BankFactory
+    untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]]
+    """Function that opens an engine with the extractor that the run started with."""
+
+    @asynccontextmanager
+    async def open_scratch(
+        self, on_distilled: Callable[[Distilled], None]
+    ) -> AsyncIterator[ExperienceManager]:
+        """Yield a temporary copy of the bank, at the bank's step and without trials."""
+        async with AsyncExitStack() as stack:
+            path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+            await self.manager.export_copy(path)
+            manager = await self.factory.without_trials.open(path, self.engine, stack, on_distilled)
+            manager.advance(self.manager.step)
+            yield manager
+
+    @asynccontextmanager
+    async def open_untrained(
+        self, on_distilled: Callable[[Distilled], None]
+    ) -> AsyncIterator[ExperienceManager]:
+        """Yield an empty temporary bank with the extractor that the run started with."""
+        async with AsyncExitStack() as stack:
+            path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+            yield await self.factory.open(
+                path, await self.untrained_engine(stack), stack, on_distilled
+            )
+
+
+async def bank_factory(
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
+    progress: Progress, stack: AsyncExitStack,
+) -> BankFactory:  # fmt: skip
+    """Return the factory of the run's banks. `stack` closes its embedder.
+
+    Raise `ConfigError` if the extractor cannot read the run's episodes.
+    """
+    settings = ManagerSettings(
+        bank=config.bank,
+        retrieval=config.retrieval,
+        extractor=config.extractor,
+        ask=config.ask,
+        credit_window_steps=config.rollout.max_staleness + 8,
+        # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
+        # Subtracting the batch mean removes that score again.
+        centred=config.extractor.baseline == "batch" or config.critic.enabled,
+        deterministic=config.run.deterministic,
+    )
+    embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
+    cached = CachedEmbedder(embedder, max(1, EMBEDDING_CACHE_BYTES // (4 * embedder.dim)))
+    seed, renderer = derive_seed(config.run.seed, "bank"), extractor_model(config).renderer
+    require_compatible_extractor(config)
+    prompts = extractor_prompts(config, specs, renderer)
+    return BankFactory(cached, renderer, prompts, settings, seed, progress)
+
+
+def _embedder(config: RunConfig, assigned: GpuAssignment) -> AbstractAsyncContextManager[Embedder]:
+    if config.embedder.kind == "vllm":
+        require_assigned("embedder.kind", "vllm", assigned.gpus, "embedder.kind=local")
+    return open_embedder(
+        config.embedder,
+        deterministic=config.run.deterministic,
+        gpus=assigned.gpus,
+        fraction=assigned.fraction,
+    )
+
+
+async def open_experience(
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
+    method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, progress_bar: bool,
+) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
+    """Start the extractor and open the run's bank. Return Nones for a method without extractor."""
+    if method.distiller is None:
+        return None, None
+    role = extractor_model(config, monitor.note)
+    engine = await open_role_engine(config, gpus, role, stack)
+    factory = await bank_factory(
+        config, specs, gpus, embedding_progress(monitor.note, progress_bar=progress_bar), stack
+    )
+    advisors = {name: spec.curriculum.advisor for name, spec in specs.items()}
+    diagnostics = Diagnostics({name: advisor for name, advisor in advisors.items() if advisor})
+    run_name = "run"
+    if config.bank.init:
+        await ExperienceManager.start_from(Path(config.bank.init), run.bank)
+        # The ids of this run must differ from those already in the bank.
+        run_name += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
+    background = not config.run.deterministic
+    manager = await factory.open(
+        run.bank, engine, stack, diagnostics.record_distilled, background=background
+    )
+    trainer = None
+    if method.extractor:
+        learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
+        trainer = ExtractorTrainer(
+            manager, method.extractor, learner, engine, monitor, diagnostics.answers
+        )
+    experience = ExperiencePipeline(
+        manager, engine, method.distiller, trainer, diagnostics, factory.embedder, monitor,
+        PipelineSettings(
+            run_name,
+            background=background,
+            merge_every=0 if config.bank.frozen else config.extractor.merge_every,
+            group_baseline=config.extractor.baseline == "group",
+        ),
+    )  # fmt: skip
+    return experience, RunBank(
+        manager, engine, factory, partial(open_untrained_engine, config, gpus)
+    )
+
+
+async def open_bank_copy(
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
+    checkpoint: Path, run: RunDir, stack: AsyncExitStack,
+) -> RunBank:  # fmt: skip
+    """Open a temporary copy of a finished run's bank, with the extractor of `checkpoint`.
+
+    Raise `ConfigError` if the run's bank file is missing.
+    """
+    trained = checkpoint / "extractor"
+    role = (
+        ModelRole("extractor", trained, config.extractor)
+        if trained.is_dir()
+        else extractor_model(config)
+    )
+    factory = await bank_factory(config, specs, gpus, embedding_progress(print_to_stderr), stack)
+    if not run.bank.is_file():
+        reason = f"its bank file {run.bank.name} is missing"
+        raise ConfigError("run", str(run.path), reason, "Restore the file")
+    path = Path(stack.enter_context(TemporaryDirectory())) / run.bank.name
+    await copy_database(run.bank, path)
+    engine = await open_role_engine(config, gpus, role, stack)
+    manager = await factory.open(path, engine, stack)
+    manager.advance(int(checkpoint.name))
+    return RunBank(manager, engine, factory, partial(open_untrained_engine, config, gpus))

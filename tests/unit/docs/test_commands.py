@@ -1,0 +1,177 @@
+"""Commands of the documentation, run on a machine without a GPU and without downloaded models.
+
+`crl train` runs with `--dry-run`, and `crl bank` on the bank of a small finished run. `crl play`
+waits for no input.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from crl.cli.main import app
+from crl.cli.new_task import write_task
+from support.bank_commands import finished_run
+from support.pages import PAGES, blocks, code, commands
+from support.paths import ROOT
+
+NOT_RUN = {
+    "crl doctor --preset gpu1": "checks this machine; see tests/unit/planning/test_doctor.py",
+    "crl doctor --preset node8": "checks this machine; see tests/unit/planning/test_doctor.py",
+    "crl eval runs/first": "needs a trained run; see tests/integration/test_complementary.py",
+    "crl make-models --out models": "takes an hour",
+}
+"""Commands that these tests do not run, and the reason."""
+EXIT_CODES = {"crl train --preset node8 --tasks three --set gpus=2 --dry-run": 2}
+"""Exit codes of commands that end with an error. Those of all others are 0."""
+EXTRAS = {
+    "--tasks three": "alfworld",
+    "learner.kind=deepspeed": "deepspeed",
+    "engine.kind=vllm": "vllm",
+}
+"""Extra that a command needs if it contains a text."""
+SAMPLE_ENDS = {
+    "crl play room --scripted --rendering compact --split unseen --episodes 256": (
+        "won 149 of 256 episodes"
+    ),
+}
+"""Last lines of samples in docs/tasks.md."""
+PLACEHOLDERS = {
+    "RUN": "runs/mine",
+    "RUN_A": "runs/mine",
+    "RUN_B": "runs/first",
+    "4/67/2#0": "0/0/0#0",
+    "2/36/1#0": "0/0/0#0",
+    "actor.model=PATH": "actor.model=language_model",
+    "extractor.model=PATH": "extractor.model=language_model",
+    "embedder.model=PATH": "embedder.model=encoder",
+    "prompts.distil=FILE": "prompts.distil=distil.txt",
+    "retrieval.choice=package.module:POLICY": "retrieval.choice=lift:POLICY",
+}
+"""Words of commands that stand for others, and the words to run instead."""
+ANSWERS = {"prune": "y\n"}
+"""Input of commands that ask a question."""
+
+
+def documented(*names: str) -> list[str]:
+    """Return the commands of crl with these names in all pages, each once; without names all."""
+    found = (words for page in PAGES for words in commands(page))
+    texts = [
+        shlex.join(["crl", *words[1:]])
+        for words in found
+        if PurePath(words[0]).name == "crl" and words[1] in (names or words)
+    ]
+    return list(dict.fromkeys(texts))
+
+
+def run(command: str, *options: str) -> Result:
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)[1:]]
+    text = ANSWERS.get(words[1] if len(words) > 1 else "")
+    return CliRunner().invoke(app, [*words, *options], input=text)
+
+
+@pytest.fixture(scope="module")
+def material(
+    tmp_path_factory: pytest.TempPathFactory, random_qwen3: Path, random_bert: Path
+) -> Path:
+    """Return a folder with the files that the commands name."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "lift.py").write_text(code(ROOT / "docs" / "bank.md", '"""Retrieval by lift."""'))
+    turn_cost = code(ROOT / "docs" / "methods.md", '"""GRPO with a cost for each turn."""')
+    (folder / "turn_cost.py").write_text(turn_cost)
+    shutil.copy(ROOT / "crl" / "prompts" / "distil.txt", folder)
+    (folder / "encoder").symlink_to(random_bert)
+    shutil.copytree(random_qwen3, folder / "language_model")
+    config = folder / "language_model" / "config.json"
+    longer = json.loads(config.read_text()) | {"max_position_embeddings": 65536}
+    config.write_text(json.dumps(longer))
+    write_task("my_task", folder)
+    (folder / "runs").mkdir()
+    finished_run(folder / "runs" / "mine")
+    return folder
+
+
+@pytest.fixture
+def folder(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of `material`, as working directory of a machine without GPUs and models."""
+    shutil.copytree(material, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize("command", documented("train"))
+def test_dry_runs_of_training(command: str, folder: Path) -> None:
+    if "--run-dir" in command:
+        shutil.rmtree("runs")  # the directory of a new run must be empty
+    result = run(command, *([] if "--dry-run" in command else ["--dry-run"]))
+    if any(word in command and not find_spec(extra) for word, extra in EXTRAS.items()):
+        assert (result.exit_code, "it needs the extra" in result.stderr) == (2, True)
+    else:
+        assert result.exit_code == EXIT_CODES.get(command, 0), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("crl train --preset node8 --tasks three --dry-run", "── GPUs ──"),
+        ("crl train --preset node8 --tasks three --set gpus=2 --dry-run", "fits: --set gpus=3"),
+    ],
+)
+def test_samples_of_the_gpu_plan_are_printed(command: str, line: str, folder: Path) -> None:
+    pytest.importorskip("alfworld")
+    (sample,) = (text for _, text in blocks(ROOT / "docs" / "gpus.md") if f"\n{line}\n" in text)
+    plan = sample.partition("\n── missing on this machine ──\n")[0]  # depends on the machine
+    result = run(command)
+    printed = [*result.output.splitlines(), *result.stderr.splitlines(), "…"]
+    assert [text for text in plan.splitlines() if text not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "exit_code"),
+    [(43, "", 0), (42, "", 2), (22, " --method grpo", 0), (21, " --method grpo", 2)],
+)
+def test_gpu1_needs_the_documented_memory(
+    gib: int, options: str, exit_code: int, folder: Path
+) -> None:
+    assert "a GPU of 43 GiB (22 GiB)" in (ROOT / "docs" / "gpus.md").read_text("utf-8")
+    command = f"crl train --preset gpu1 --tasks room --dry-run --set gpu_memory={gib}{options}"
+    assert run(command).exit_code == exit_code
+
+
+@pytest.mark.parametrize("command", documented("bank"))
+def test_commands_of_banks(command: str, folder: Path) -> None:
+    shutil.copytree("runs/mine", "runs/first")
+    exported = run("crl bank export RUN").output
+    Path("lessons.jsonl").write_text(exported, "utf-8")
+    if " import " not in command:
+        assert run("crl bank import new.sqlite lessons.jsonl").exit_code == 0
+    result = run(command)
+    assert (result.exit_code, "error" in result.stderr) == (0, False)
+
+
+@pytest.mark.parametrize("command", documented("new-task", "play", "tasks"))
+def test_other_commands(command: str, folder: Path) -> None:
+    if "new-task" in command:
+        shutil.rmtree("my_task")
+    result = run(command)
+    assert (result.exit_code, result.stderr) == (0, "")
+    if "--scripted" in command:
+        assert "\nwon in" in result.output
+    if sample := SAMPLE_ENDS.get(command):
+        assert result.output.splitlines()[-1] == sample
+        assert f"\n{sample}\n" in (ROOT / "docs" / "tasks.md").read_text("utf-8")
+
+
+def test_a_command_that_is_not_run_has_a_reason() -> None:
+    tested = documented("train", "bank", "new-task", "play", "tasks")
+    assert set(documented()) - set(tested) == NOT_RUN.keys()
