@@ -63,6 +63,33 @@ def _check_same_length(**columns: tuple[Any, ...]) -> None:
         raise ValueError(f"columns differ in length: {lengths}")
 
 
+@dataclass(frozen=True)
+class StreamSettings:
+    """Settings of the train stream of an environment with persistent places.
+
+    Other environments ignore them.
+    """
+
+    places: int = 32
+    """Number of named places that exist at the same time."""
+    permanent: int = 8
+    """Number of places that stay for the whole run.
+
+    The seen split is evaluated in these places.
+    """
+    visits: int = 5
+    """Number of visits after which a place that is not permanent gets a new layout."""
+
+    def __post_init__(self) -> None:
+        if self.places < 1 or not 0 <= self.permanent <= self.places:
+            raise ValueError(
+                f"places must be at least 1, and permanent must be between 0 and places, "
+                f"not {self.places} and {self.permanent}"
+            )
+        if self.visits < 1:
+            raise ValueError(f"visits must be at least 1, not {self.visits}")
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Definition of one episode, including layout *and* dynamics.

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -16,6 +16,18 @@ from typer.core import TyperCommand
 from crl.errors import ConfigError, CrlError
 
 Choices = TypeVar("Choices", bound=StrEnum)
+
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=(
+            "complementary (default), grpo, or your own method: path/to/file.py:SPEC or "
+            "package.module:SPEC."
+        ),
+    ),
+]
+"""Option of the commands that read a run's settings."""
 
 
 class Command(TyperCommand):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from crl.cli.command import Command, command
+from crl.cli.command import Command, Method, command
 
 app = typer.Typer(help="Show and explain settings.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -22,6 +22,7 @@ def show(
     preset: Annotated[
         str, typer.Option(metavar="NAME", help="Preset: a name, or the path of a TOML file.")
     ] = "cpu",
+    method: Method = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. Repeatable."),
@@ -34,7 +35,8 @@ def show(
     from crl.config.layers import leaves
     from crl.config.load import resolve
 
-    config, origins = resolve(tasks.split(","), preset=preset, sets=sets or ())
+    options = {"method": method} if method else {}
+    config, origins = resolve(tasks.split(","), preset=preset, options=options, sets=sets or ())
     rows = [
         (f"{key} = {json.dumps(value, ensure_ascii=False)}", origins.get(key, "default"))
         for key, value in leaves(config.model_dump(mode="json"))
@@ -52,6 +54,7 @@ def _short(origin: str) -> str:
 @command
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Example: actor.clip_low")],
+    method: Method = None,
 ) -> None:
     """Explain one setting.
 
@@ -59,7 +62,7 @@ def explain(
     """
     from crl.config.reference import explained
 
-    setting, changes = explained(key)
+    setting, changes = explained(key, method)
     typer.echo(f"{setting.key}\n  type     {setting.type}\n  default  {setting.default}\n")
     typer.echo(setting.description)
     if changes:

@@ -17,7 +17,7 @@ import typer
 
 import crl
 from crl.cli import bank, config, tasks
-from crl.cli.command import Command, command
+from crl.cli.command import Command, Method, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
 from crl.errors import ConfigError
@@ -70,16 +70,6 @@ def _root(
 
 Tasks = Annotated[
     str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
-]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=(
-            "complementary (default), grpo, or your own method: path/to/file.py:SPEC or "
-            "package.module:SPEC."
-        ),
-    ),
 ]
 Preset = Annotated[
     str,

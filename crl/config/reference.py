@@ -14,7 +14,9 @@ from typing import Any
 
 from crl.config.catalog import mixture, preset_file, presets, task_file, tasks
 from crl.config.layers import leaves, read_toml
+from crl.config.method import method_spec
 from crl.config.renamed import current_key
+from crl.config.schema import run_config_type
 from crl.config.validate import bundled_config_type
 from crl.errors import ConfigError
 
@@ -59,9 +61,13 @@ class Change:
     """Value as JSON."""
 
 
-def settings() -> list[Setting]:
-    """Return all settings in the order of the schema."""
-    schema = bundled_config_type().model_json_schema()
+def settings(method: str | None = None) -> list[Setting]:
+    """Return all settings in the order of the schema.
+
+    The sections of methods are those of all bundled methods, or that of `method`.
+    """
+    config_type = run_config_type(method_spec(method)) if method else bundled_config_type()
+    schema = config_type.model_json_schema()
     return list(_settings(schema, schema["$defs"], ""))
 
 
@@ -71,16 +77,16 @@ def sections() -> dict[str, str]:
     return dict(_sections(schema, schema["$defs"], ""))
 
 
-def explained(key: str) -> tuple[Setting, list[Change]]:
+def explained(key: str, method: str | None = None) -> tuple[Setting, list[Change]]:
     """Return a setting and the shipped files that change it.
 
-    The settings of a task can be named by `tasks.NAME.…` with any name. Raise `ConfigError` if
-    there is no such setting.
+    The settings of a task can be named by `tasks.NAME.…` with any name. `method` is as in
+    `settings`. Raise `ConfigError` if there is no such setting.
     """
     parts = key.split(".")
     if parts[0] == "tasks" and len(parts) > 2:
         key = ".".join([TASK, *parts[2:]])
-    known = {setting.key: setting for setting in settings()}
+    known = {setting.key: setting for setting in settings(method)}
     if current := current_key(key):
         raise ConfigError("KEY", key, "was renamed", f"Use {current}")
     if key not in known:

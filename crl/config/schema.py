@@ -26,6 +26,7 @@ from crl.config.section import Count, Name, Natural, Section
 from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 from crl.plugins import absolute_reference
+from crl.types import StreamSettings
 
 SEQUENCE_CLIP = 3e-4
 """Default clip width of the length-normalised sequence ratio (the order of magnitude of GSPO)."""
@@ -704,14 +705,14 @@ class StreamSection(Section):
     Ignored by environments without persistent places.
     """
 
-    places: Count = 32
+    places: Count = StreamSettings.places
     """Number of places that are open at the same time."""
-    permanent: Natural = 8
+    permanent: Natural = StreamSettings.permanent
     """Number of these places that stay for the whole run.
 
     The eval set of the seen split uses them.
     """
-    visits: Count = 5
+    visits: Count = StreamSettings.visits
     """Number of groups that are played in a place before a new place replaces it."""
 
 

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 
 from crl.envs.curriculum import Curriculum, ScriptedPlayer
 from crl.protocols import TaskSource
-from crl.types import Split, StepResult, Task
+from crl.types import Split, StepResult, StreamSettings, Task
 
 Rendering = Literal["full", "compact"]
 """Style of a game's texts: `full` for language models, `compact` for tiny models."""
@@ -53,33 +53,6 @@ class Game(Protocol):
     def close(self) -> None:
         """Free the game's resources. Called once, in any state."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSettings:
-    """Settings of the train stream of an environment with persistent places.
-
-    Other environments ignore them.
-    """
-
-    places: int = 32
-    """Number of named places that exist at the same time."""
-    permanent: int = 8
-    """Number of places that stay for the whole run.
-
-    The seen split is evaluated in these places.
-    """
-    visits: int = 5
-    """Number of visits after which a place that is not permanent gets a new layout."""
-
-    def __post_init__(self) -> None:
-        if self.places < 1 or not 0 <= self.permanent <= self.places:
-            raise ValueError(
-                f"places must be at least 1, and permanent must be between 0 and places, "
-                f"not {self.places} and {self.permanent}"
-            )
-        if self.visits < 1:
-            raise ValueError(f"visits must be at least 1, not {self.visits}")
 
 
 @dataclass(frozen=True, slots=True)

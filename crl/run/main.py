@@ -34,6 +34,7 @@ from crl.run.checkpoint import latest_checkpoint
 from crl.run.loop import TrainingLoop
 from crl.run.signals import sigterm_as_interrupt
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
+from crl.wording import counted
 
 INTERRUPTED = 130
 """Exit code of a run that was interrupted."""
@@ -109,7 +110,7 @@ def evaluate_run(run_dir: Path) -> int:
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
     preflight.require(config, checks=preflight.EVALUATION_CHECKS)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
-    print(f"{checkpoint}, after {checkpoint.name} steps")
+    print(f"{checkpoint}, after {counted(int(checkpoint.name), 'step')}")
     success = SuccessReport(config.eval.temperature, result, data_notes=data_notes(specs(config)))
     print("\n".join(success.lines()))
     return 0

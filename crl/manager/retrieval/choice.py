@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import RetrievalSection
+from crl.errors import ConfigError
 from crl.manager.records import Entry
 
 SIMILARITY_TOLERANCE = 1e-6
@@ -37,6 +38,8 @@ def choose_entry(
     * rng: function that creates the random generator for breaking ties.
     * trial: return the least retrieved entry instead of the one that the policy prefers. Ignored if
       the policy has no trials.
+
+    Raise `ConfigError` if the scores of the policy cannot be used.
     """
     if not candidates or candidates[0].similarity < settings.min_similarity:
         return None
@@ -49,6 +52,12 @@ def choose_entry(
         scores = [-float(entry.counters.retrieved) for entry, _ in eligible]
     else:
         scores = list(policy.scores(eligible, step, settings))
+        if not 0 < len(scores) <= len(eligible) or not all(map(math.isfinite, scores)):
+            reason = (
+                f"its policy must return 1 to {len(eligible)} finite scores for {len(eligible)} "
+                f"candidates, not {scores}"
+            )
+            raise ConfigError("retrieval.choice", settings.choice, reason, "Correct the policy")
     best = max(scores)
     # A policy may omit the scores of candidates that cannot win.
     tied = [entry for (entry, _), score in zip(eligible, scores, strict=False) if score == best]

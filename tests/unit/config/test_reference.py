@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -74,3 +76,23 @@ def test_show_names_the_origin_of_every_value() -> None:
     assert origins["extractor.batch = 32"] == "cpu.toml"
     assert origins["tasks.room.max_turns = 4"] == "room.toml"
     assert origins["actor.temperature = 1.0"] == "default"
+
+
+def test_settings_of_an_own_method_are_shown_and_explained(tmp_path: Path) -> None:
+    (path := tmp_path / "own.py").write_text(
+        "from crl.config.method import MethodSpec\n"
+        "from crl.config.section import Section\n"
+        "class Own(Section):\n"
+        "    cost: float = 0.5\n"
+        '    """Cost of a turn."""\n'
+        "SPEC = MethodSpec('own', print, Own)\n"
+    )
+    method = ("--method", f"{path}:SPEC")
+    explanation = crl("explain", "own.cost", *method).stdout
+    assert "own.cost\n" in explanation
+    assert "default  0.5" in explanation
+    assert "Cost of a turn." in explanation
+    lines = crl("show", "--tasks", "room", "--set", "own.cost=0.25", *method).stdout.splitlines()
+    assert [line.split() for line in lines if line.startswith("own.")] == [
+        ["own.cost", "=", "0.25", "#", "--set", "own.cost"]
+    ]

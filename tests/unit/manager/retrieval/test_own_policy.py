@@ -58,6 +58,20 @@ def test_the_example_prefers_lift_and_trials_prefer_rare_entries(policy: Path):
     assert (chosen.uid, trial.uid) == ("e9", "e1")  # 0.4 · 3/4 = 0.3 > 0.5 · 1/2 = 0.25 > 0
 
 
+@pytest.mark.parametrize("scores", ["[]", "[1.0, 2.0, 3.0]", "[float('nan'), 1.0]"])
+def test_scores_that_cannot_be_used_are_refused(tmp_path: Path, scores: str):
+    (path := tmp_path / "own.py").write_text(
+        "from crl.config.retrieval import RetrievalPolicy\n"
+        f"POLICY = RetrievalPolicy(lambda found, step, settings: {scores}, 'by nothing')"
+    )
+    found, settings = (
+        [counted(9, None), counted(2, None)],
+        RetrievalSection(choice=f"{path}:POLICY"),
+    )
+    with pytest.raises(ConfigError, match="must return 1 to 2 finite scores for 2 candidates, not"):
+        choose_entry(found, 0, partial(random.Random, 0), settings)
+
+
 def test_a_run_retrieves_by_an_own_policy(policy: Path, tmp_path: Path):
     reference = f"{policy}:POLICY"
     sets = (
