@@ -69,7 +69,7 @@ $(VENV)/installed-docs: $(VENV)/installed
 
 ## docs: build the documentation into build/docs; a warning or a broken link is an error
 docs: setup-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## models: make the bundled models again (an hour on one core)
 models: setup

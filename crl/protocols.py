@@ -226,9 +226,6 @@ class Retriever(Protocol):
         ...
 
 
-# ── extension points that a method implements ─────────────────────────────────────────────────────
-
-
 class TaskSource(Protocol):
     """Source of the tasks of the next groups."""
 
@@ -242,6 +239,35 @@ class TaskSource(Protocol):
 
     def state(self) -> State: ...
     def load_state(self, state: State) -> None: ...
+
+
+class Monitor:
+    """Sink for metrics, notes and records. A subclass overrides the methods that it needs.
+
+    Files are flushed before a call returns. Calls come on the thread of the event loop, so a call
+    must not block for long. An exception of `log`, `trajectories` or `experiences` ends the run.
+    """
+
+    def log(self, step: int, kind: str, metrics: Metrics) -> None:
+        """Record metrics by name."""
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record finished trajectories."""
+
+    def experiences(self, experiences: Sequence[Experience]) -> None:
+        """Show bank entries with their counters, the most recently retrieved first.
+
+        Called once per step.
+        """
+
+    def note(self, text: str) -> None:
+        """Write a line for readers to the log and the screen."""
+
+    def close(self) -> None:
+        """Release files and threads."""
+
+
+# ── extension points that a method implements ─────────────────────────────────────────────────────
 
 
 class RolloutPlanner(Protocol):
@@ -433,28 +459,3 @@ class Method:
     """Filter of the episodes to distil; None for a run without a bank and an extractor."""
     extractor: ExtractorRole | None = None
     """Role of the extractor; None if the extractor is not trained."""
-
-
-class Monitor:
-    """Sink for metrics, notes and records. A subclass overrides the methods that it needs.
-
-    Files are flushed before a call returns.
-    """
-
-    def log(self, step: int, kind: str, metrics: Metrics) -> None:
-        """Record metrics by name."""
-
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record finished trajectories."""
-
-    def experiences(self, experiences: Sequence[Experience]) -> None:
-        """Show bank entries with their counters, the most recently retrieved first.
-
-        Called once per step.
-        """
-
-    def note(self, text: str) -> None:
-        """Write a line for readers to the log and the screen."""
-
-    def close(self) -> None:
-        """Release files and threads."""

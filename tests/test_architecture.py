@@ -301,6 +301,7 @@ HEAVY = ("torch", "transformers", "vllm", "deepspeed")
         "import crl.planning.context",
         "import crl.cli.play",
         "import crl.cli.tasks",
+        "import crl.monitor.sinks",
         "import crl.planning.gpu_plan",
         "import crl.planning.doctor",
         "import crl.planning.plan",

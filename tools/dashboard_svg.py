@@ -35,7 +35,7 @@ def final_snapshot(run: RunDir) -> Snapshot:
     config = load_saved(run.path).config
     seconds = 0.0
     monitor = SnapshotMonitor(
-        RunInfo(run.path.resolve().name, config.method, tuple(config.tasks), config.run.steps),
+        RunInfo(run.path.resolve().name, config.spec.name, tuple(config.tasks), config.run.steps),
         clock=lambda: seconds,
     )
     for line in run.metrics.read_text("utf-8").splitlines():

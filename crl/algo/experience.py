@@ -1,4 +1,4 @@
-"""Experience formulas: retrieval diversity (eq. 6), training weight (eq. 7), reward (eq. 8).
+"""Experience formulas: retrieval scores (eq. 6), training weight (eq. 7), reward (eq. 8).
 
 This module does not import torch.
 """
@@ -16,6 +16,9 @@ CRITIC_SCORES: Mapping[Verdict, float] = MappingProxyType(
 )
 """Scores s_c(m) of the verdicts, CRL appendix B.1."""
 
+PRIOR_SUCCESS_RATE = 0.3
+"""Prior success rate in `success_score`, with the weight of one episode."""
+
 
 def diversity_score(rank_score: float, count: int, recent: bool, *, count_penalty: float) -> float:
     """Return s(m) = s_rank(m) − λ·log(1 + c(m)) − 1[recent(m)]: CRL eq. 6.
@@ -29,6 +32,16 @@ def diversity_score(rank_score: float, count: int, recent: bool, *, count_penalt
     """
     _not_negative(count=count, count_penalty=count_penalty)
     return rank_score - count_penalty * math.log1p(count) - float(recent)
+
+
+def success_score(credited: int, credit: float) -> float:
+    """Return (won + 0.3) / (n + 1), the success record of an experience. **Ours**.
+
+    The retrieval policy `credit` and `bank.evict = "credit"` rank experiences by this score.
+    `credited`: n ≥ 0, number of credited episodes that the experience's version guided. `credit`:
+    Σ r over them, r = ±1.
+    """
+    return ((credit + credited) / 2 + PRIOR_SUCCESS_RATE) / (credited + 1)
 
 
 def training_weight(

@@ -17,7 +17,7 @@ from crl.errors import ConfigError, CrlError
 
 Choices = TypeVar("Choices", bound=StrEnum)
 
-Method = Annotated[
+MethodOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from crl.cli.command import Command, Method, command
+from crl.cli.command import Command, MethodOption, command
 
 app = typer.Typer(help="Show and explain settings.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -22,7 +22,7 @@ def show(
     preset: Annotated[
         str, typer.Option(metavar="NAME", help="Preset: a name, or the path of a TOML file.")
     ] = "cpu",
-    method: Method = None,
+    method: MethodOption = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. Repeatable."),
@@ -54,7 +54,7 @@ def _short(origin: str) -> str:
 @command
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Example: actor.clip_low")],
-    method: Method = None,
+    method: MethodOption = None,
 ) -> None:
     """Explain one setting.
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import crl
-from crl.cli import bank, config, tasks
-from crl.cli.command import Command, Method, command
+from crl.cli import bank, config
+from crl.cli.command import Command, MethodOption, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
+from crl.cli.play import play
+from crl.cli.tasks import list_tasks
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ Plain = Annotated[bool, typer.Option("--plain", help="Print log lines instead of
 @command
 def train(
     tasks: Tasks,
-    method: Method = None,
+    method: MethodOption = None,
     preset: Preset = "cpu",
     steps: Steps = None,
     seed: Seed = None,
@@ -209,8 +211,8 @@ def evaluate(
     return evaluate_run(run)
 
 
-app.command("tasks", cls=Command)(tasks.list_tasks)
-app.command("play", cls=Command)(tasks.play)
+app.command("tasks", cls=Command)(list_tasks)
+app.command("play", cls=Command)(play)
 app.command("new-task", cls=Command)(new_task)
 app.command("doctor", cls=Command)(doctor)
 

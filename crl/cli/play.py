@@ -1,29 +1,115 @@
-"""Games played by a person or by an environment's scripted player, as an actor would see them.
+"""Command `crl play`: games played by a person or by an environment's scripted player.
 
-Needs no model and no torch.
+The player sees and answers as an actor would. No model and no torch are needed. Modules that need
+more than typer are imported where they are used.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from crl.config import TaskConfig
-from crl.config.catalog import mixture, task_file
-from crl.config.load import task_settings
-from crl.envs.base import EnvSpec, PlayedEpisode, Rendering, play_episode
-from crl.envs.curriculum import ScriptedPlayer
-from crl.envs.hosting.threads import CheckedGame, describe_error
-from crl.envs.registry import get_spec, require_extra
+import typer
+
+from crl.cli.command import chosen, command, metavar
 from crl.errors import ConfigError, CrlError, RolloutError
-from crl.planning.context import chat_context
-from crl.planning.tasks import first_tasks
-from crl.protocols import ContextProvider
 from crl.seeds import generator
-from crl.types import Observation, Segment, Split, StepResult, Task
+from crl.types import Observation, Segment, StepResult, Task
+from crl.wording import counted
+
+if TYPE_CHECKING:
+    from crl.config import TaskConfig
+    from crl.envs.base import EnvSpec, PlayedEpisode, Rendering
+    from crl.envs.curriculum import ScriptedPlayer
+    from crl.protocols import ContextProvider
+    from crl.types import Split
 
 T = TypeVar("T")
+
+
+class RenderingName(StrEnum):
+    """Renderings of an environment."""
+
+    full, compact = "full", "compact"
+
+
+class SplitName(StrEnum):
+    """Splits of a task's episodes."""
+
+    train, seen, unseen = "train", "seen", "unseen"
+
+
+@command
+def play(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="A task's name, or the path of its TOML file.")
+    ],
+    rendering: Annotated[
+        str,
+        typer.Option(
+            metavar=metavar(RenderingName),
+            help="Rendering for language models (full) or for the bundled tiny models.",
+        ),
+    ] = RenderingName.full,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seed of the run whose tasks are played.")
+    ] = 0,
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar=metavar(SplitName), help="Training tasks, or the tasks of an eval set."
+        ),
+    ] = SplitName.train,
+    episodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of tasks to play.")] = 1,
+    scripted: Annotated[
+        bool, typer.Option("--scripted", help="Let the environment's scripted player play.")
+    ] = False,
+) -> None:
+    """Play a task yourself with the actor's view. One line of input is one action."""
+    rendering_name = chosen(RenderingName, "--rendering", rendering)
+    split_name = chosen(SplitName, "--split", split)
+    playable = PlayableTask.load(task, cast("Rendering", rendering_name.value))
+    player = playable.scripted_player(seed) if scripted else HumanPlayer(_read)
+    won: list[bool] = []
+    try:
+        tasks_of = cast("Split", split_name.value)
+        for played in playable.episodes(tasks_of, episodes, seed, player, _show):
+            won.append(played.success)
+            typer.echo(_outcome(played))
+    except EOFError:
+        typer.echo("\nstopped")
+    except KeyboardInterrupt:
+        typer.echo("\nstopped")
+        raise
+    finally:
+        if episodes > 1:
+            typer.echo(f"won {sum(won)} of {counted(len(won), 'episode')}")
+
+
+def _read() -> str:
+    """Read one action from stdin. Raise `EOFError` at its end."""
+    line = input("> ")
+    if not sys.stdin.isatty():
+        typer.echo(line)  # a terminal has already shown the input
+    typer.echo()
+    return line
+
+
+def _show(text: str) -> None:
+    """Print a text with escapes, followed by an empty line."""
+    from crl.cli.draw import printable
+
+    typer.echo("\n".join(printable(line.expandtabs()) for line in text.split("\n")) + "\n")
+
+
+def _outcome(played: PlayedEpisode) -> str:
+    """Return the result of an episode in words."""
+    turns = counted(len(played.actions), "turn")
+    outcome = "won" if played.success else "lost" if played.done else "turn limit reached: lost"
+    return f"{outcome} in {turns}, reward {played.reward:g}"
 
 
 class HumanPlayer:
@@ -92,6 +178,8 @@ class ReportingGame:
     """
 
     def __init__(self, spec: EnvSpec, rendering: Rendering, show: Callable[[str], None]) -> None:
+        from crl.envs.hosting.threads import CheckedGame
+
         self._name, self._show = spec.name, show
         self._game = CheckedGame(self._call("make", spec.make_game, rendering), spec.reward_range)
 
@@ -108,6 +196,8 @@ class ReportingGame:
             self._show(" ".join(str(error).split()))
 
     def _call(self, operation: str, function: Callable[..., T], *arguments: Any) -> T:
+        from crl.envs.hosting.threads import describe_error
+
         try:
             return function(*arguments)
         except CrlError:
@@ -131,6 +221,11 @@ class PlayableTask:
 
         Raise `ConfigError` if the task cannot be played.
         """
+        from crl.config import TaskConfig
+        from crl.config.catalog import mixture, task_file
+        from crl.config.load import task_settings
+        from crl.envs.registry import get_spec, require_extra
+
         path = task_file(name, "TASK")
         if mixed := mixture(path):
             raise ConfigError(
@@ -167,6 +262,10 @@ class PlayableTask:
         The split is "train" or an eval split. Raise `RolloutError` for an episode that would end
         with an error in a run.
         """
+        from crl.envs.base import play_episode
+        from crl.planning.context import chat_context
+        from crl.planning.tasks import first_tasks
+
         name, config = self.config.name, self.config
         context = chat_context({name: config}, {name: self.spec})
         tasks = first_tasks(name, config, self.spec, split, n, seed)

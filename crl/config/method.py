@@ -24,6 +24,8 @@ BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Reference of each bundled method, by name."""
 
+ACTOR_ALONE = "grpo"
+"""Bundled method that trains only the actor, without experience."""
 
 Part = Literal["bank", "extractor", "probe"]
 """Part of a run that not every method uses.

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model, model_validator
@@ -45,9 +46,6 @@ OVERALL = "overall"
 """Name of the aggregate over all tasks in metric names. No task may have this name."""
 
 _WINDOW = re.compile(r"window\(([1-9][0-9]*)\)")
-
-DEEPSPEED_ONLY = frozenset({"ranks", "zero", "offload", "timeout"})
-"""Settings of `learner` that only apply to `kind = "deepspeed"`."""
 
 
 def _absolute_path(path: str) -> str:
@@ -566,16 +564,6 @@ class EngineSection(Section):
     """
 
 
-VLLM_ONLY = frozenset({"tensor_parallel", "replicas", "memory_fraction", "load_format", "transfer"})
-"""Settings of `engine` that only apply to `kind = "vllm"`."""
-
-TORCH_ONLY = frozenset({"device"})
-"""Settings of `engine` that only apply to `kind = "torch"`.
-
-The device of vLLM is determined by the installed build.
-"""
-
-
 class LearnerSection(Section):
     """Learners of actor and extractor."""
 
@@ -626,6 +614,27 @@ class LearnerSection(Section):
     """
 
 
+SETTINGS_OF_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # The installed build determines the device of vLLM.
+        "engine.device": ("torch",),
+        "engine.tensor_parallel": ("vllm",),
+        "engine.replicas": ("vllm",),
+        "engine.memory_fraction": ("vllm",),
+        "engine.load_format": ("vllm",),
+        "engine.transfer": ("vllm",),
+        "learner.ranks": ("deepspeed",),
+        "learner.zero": ("deepspeed",),
+        "learner.offload": ("deepspeed",),
+        "learner.timeout": ("deepspeed",),
+    }
+)
+"""Kinds of engines or learners for which a setting has an effect, by key.
+
+Other settings of the two sections have an effect for every kind.
+"""
+
+
 class EvalSection(Section):
     """Sampling in evaluations, and the advice probe."""
 
@@ -636,7 +645,7 @@ class EvalSection(Section):
 
 
 class MonitorSection(Section):
-    """Destinations of metrics in addition to the run directory."""
+    """Destinations of metrics in addition to the run directory, see `crl.monitor.sinks`."""
 
     tensorboard: bool = False
     """Metrics for TensorBoard. true = they are also written to RUN/tensorboard."""
@@ -748,8 +757,8 @@ class TaskConfig(Section):
     env: Reference
     """Environment of the task.
 
-    Bundled environment: a name in crl.envs. Environment of GEM: gem:ID. Your own environment:
-    path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE.
+    Bundled environment: a name of crl/envs/registry.py. Environment of GEM: gem:ID. Your own
+    environment: path/to/file.py:ATTRIBUTE or package.module:ATTRIBUTE.
     """
     rendering: Literal["full", "compact"]
     """Rendering of observations: full = text for language models, compact = few tokens for tiny
@@ -1038,6 +1047,7 @@ def _check_bank(config: RunConfig) -> None:
     """Raise `ConfigError` if settings of the bank and of retrieval contradict each other."""
     bank, retrieval = config.bank, config.retrieval
     if retrieval.choice not in BUNDLED_POLICIES:
+        # Bundled policies are valid. Loading one would import crl.manager in every command.
         retrieval_policy(retrieval.choice)
     lowest_similarity = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and retrieval.min_similarity > lowest_similarity:
@@ -1075,7 +1085,7 @@ def _check_critic(config: RunConfig) -> None:
     if critic.enabled and not config.with_bank:
         reason = f"the method {config.spec.name} has no experience for the actor to judge"
         raise ConfigError(
-            "critic.enabled", True, reason, "Leave it out, or use --method complementary"
+            "critic.enabled", True, reason, "Leave it out, or choose a method with a bank"
         )
     if critic.enabled and not critic.warmup and config.all_guided:
         reason = (

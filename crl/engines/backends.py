@@ -1,8 +1,8 @@
 """Kinds of inference engines: what each needs, how much memory it takes, and how it is opened.
 
-This module is the only place that tells the kinds apart; their settings are in `EngineSection`. A
-new kind is a subclass of `EngineBackend` in `ENGINES`, and a value of `EngineSection.kind`. Torch
-is imported only to open an engine.
+A new kind is a subclass of `EngineBackend` in `ENGINES`, and a value of `EngineSection.kind`.
+`SETTINGS_OF_KINDS` in `crl/config/schema.py` lists the settings that only some kinds use. Checks of
+settings against each other are in `crl/config/schema.py`. Torch is imported only to open an engine.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Runtime:
     extra: str = ""
     """Extra of `crl` that the environment needs. Empty if it needs none.
 
-    The extra is named after the module that it installs.
+    The extra must have the name of the module that it installs: a check looks for this module.
     """
 
     def __post_init__(self) -> None:

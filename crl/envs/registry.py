@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from crl import plugins
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.extras import require_package
 
-_ENVIRONMENTS = {
-    "alfworld": "crl.envs.alfworld:SPEC",
-    "alfworld_small": "crl.envs.alfworld:SMALL_SPEC",
-    "keyroom": "crl.envs.keyroom:SPEC",
-    "maze": "crl.envs.maze:SPEC",
-    "maze_small": "crl.envs.maze:SMALL_SPEC",
-    "river": "crl.envs.river:SPEC",
-    "river_small": "crl.envs.river:SMALL_SPEC",
-    "room": "crl.envs.room:SPEC",
-    "sokoban": "crl.envs.sokoban:SPEC",
-    "webshop": "crl.envs.webshop:SPEC",
-}
+BUNDLED_ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "alfworld": "crl.envs.alfworld:SPEC",
+        "alfworld_small": "crl.envs.alfworld:SMALL_SPEC",
+        "keyroom": "crl.envs.keyroom:SPEC",
+        "maze": "crl.envs.maze:SPEC",
+        "maze_small": "crl.envs.maze:SMALL_SPEC",
+        "river": "crl.envs.river:SPEC",
+        "river_small": "crl.envs.river:SMALL_SPEC",
+        "room": "crl.envs.room:SPEC",
+        "sokoban": "crl.envs.sokoban:SPEC",
+        "webshop": "crl.envs.webshop:SPEC",
+    }
+)
+"""Reference of the `EnvSpec` of each bundled environment, by name."""
 
 GEM_PREFIX = "gem:"
 """Prefix of the names of environments from the package gem-llm."""
@@ -32,7 +37,7 @@ GEM_PREFIX = "gem:"
 
 def names() -> tuple[str, ...]:
     """Return the names of the environments that ship with `crl`, sorted."""
-    return tuple(sorted(_ENVIRONMENTS))
+    return tuple(sorted(BUNDLED_ENVIRONMENTS))
 
 
 def get_spec(name: str, key: str = "env") -> EnvSpec:
@@ -50,7 +55,7 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
     """
     if name.startswith(GEM_PREFIX):
         return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM_PREFIX), key)
-    target = _ENVIRONMENTS.get(name, name)
+    target = BUNDLED_ENVIRONMENTS.get(name, name)
     if not plugins.is_reference(target):
         raise ConfigError(
             key,

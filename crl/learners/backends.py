@@ -1,8 +1,8 @@
 """Kinds of learners: what each needs, how much memory it takes, and how it is opened.
 
-This module is the only place that tells the kinds apart; their settings are in `LearnerSection`. A
-new kind is a subclass of `LearnerBackend` in `LEARNERS`, and a value of `LearnerSection.kind`.
-Torch is imported only to open a learner.
+A new kind is a subclass of `LearnerBackend` in `LEARNERS`, and a value of `LearnerSection.kind`.
+`SETTINGS_OF_KINDS` in `crl/config/schema.py` lists the settings that only some kinds use. Checks of
+settings against each other are in `crl/config/schema.py`. Torch is imported only to open a learner.
 """
 
 from __future__ import annotations
@@ -103,6 +103,15 @@ class LearnerBackend(ABC):
 
     def host_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
         """Return the bytes of the machine's memory that all ranks take together."""
+        return 0.0
+
+    def starting_bytes(
+        self, section: LearnerSection, shape: ModelShape, *, reference: bool = False
+    ) -> float:
+        """Return the bytes of the machine's memory that all ranks take while they start.
+
+        `host_bytes` is not included. `reference` is as in `memory`.
+        """
         return 0.0
 
     @abstractmethod
@@ -263,6 +272,19 @@ class DeepSpeedBackend(LearnerBackend):
         a second copy of the fp32 gradients at stage 3, and a copy of the weights at lower stages.
         """
         return OFFLOADED_PARAMETER_BYTES * float(shape.parameters) if section.offload else 0.0
+
+    def starting_bytes(
+        self, section: LearnerSection, shape: ModelShape, *, reference: bool = False
+    ) -> float:
+        """See `LearnerBackend.starting_bytes`.
+
+        Ranks map the files of a model into memory and share their pages, so these need no memory of
+        their own. Two kinds of weights are copied by every rank: those that are converted to
+        another precision, and those of a reference model for the KL term.
+        """
+        element_bytes = dtype_bytes(shape, section)
+        copies = ((element_bytes == 2) != shape.half_precision) + reference
+        return float(copies * section.ranks * element_bytes * shape.parameters)
 
     def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
         element_bytes = dtype_bytes(shape, section)

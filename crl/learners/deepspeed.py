@@ -3,8 +3,8 @@
 ZeRO partitions the optimizer state, the gradients and the weights among the processes (ranks).
 
 * `DeepSpeedLearner` runs on the event loop. It starts one process per rank
-  (`crl.learners.worker`) and splits every minibatch among the ranks. It sends the same commands to
-  all ranks and waits for their answers as long as they make progress.
+  (`crl.learners.deepspeed_worker`) and splits every minibatch among the ranks. It sends the same
+  commands to all ranks and waits for their answers as long as they make progress.
 * `_RankProcess` represents one rank in this process.
 
 If a rank raises an error, dies or hangs, the learner fails within seconds. If ranks wait for each
@@ -431,7 +431,7 @@ class _RankProcess:
     async def start(self, environment: dict[str, str]) -> None:
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "crl.learners.worker",
+                sys.executable, "-P", "-m", "crl.learners.deepspeed_worker",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 env=environment, start_new_session=True,
             )  # fmt: skip

@@ -8,10 +8,11 @@ from crl.config.method import MethodSpec
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
-    from crl.protocols import ContextProvider, Method
+    from crl.methods.parts.rollouts import ChatContext
+    from crl.protocols import Method
 
 
-def build(config: RunConfig, settings: None, context: ContextProvider) -> Method:
+def build(config: RunConfig, settings: None, context: ChatContext) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
     from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
     from crl.methods.parts.training import GroupAdvantage, actor_role

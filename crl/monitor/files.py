@@ -82,6 +82,18 @@ def to_json_value(value: Any) -> MetricValue:
     return converted if math.isfinite(converted) else None
 
 
+def series(kind: str, metrics: Metrics) -> dict[str, MetricValue]:
+    """Return the metrics of a line for a sink that has one series per name.
+
+    Lines of several kinds have times and sizes of the same names. Except in lines of the kind
+    `train`, these names begin with the kind. Example: `extractor/time/train`.
+    """
+    return {
+        f"{kind}/{name}" if kind != "train" and name.startswith(("time/", "perf/")) else name: value
+        for name, value in ((name, to_json_value(value)) for name, value in metrics.items())
+    }
+
+
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     """Return a line of trajectories.jsonl.
 

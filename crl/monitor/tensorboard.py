@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from crl.errors import ConfigError
-from crl.monitor.files import to_json_value
+from crl.monitor.files import series
 from crl.protocols import Metrics, Monitor
 
 
@@ -38,10 +38,9 @@ class TensorBoardMonitor(Monitor):
         self._writer = EventFileWriter(str(folder))
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
-        numbers = {name: to_json_value(value) for name, value in metrics.items()}
         scalars = [
             self._summary.Value(tag=n, simple_value=v)
-            for n, v in numbers.items()
+            for n, v in series(kind, metrics).items()
             if isinstance(v, int | float)
         ]
         self._writer.add_event(

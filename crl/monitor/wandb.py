@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crl.errors import ConfigError
-from crl.monitor.files import to_json_value
+from crl.monitor.files import series
 from crl.protocols import Metrics, Monitor
 
 
@@ -34,9 +34,7 @@ class WandbMonitor(Monitor):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
-        self._run.log(
-            {"step": step} | {name: to_json_value(value) for name, value in metrics.items()}
-        )
+        self._run.log({"step": step} | series(kind, metrics))
 
     def close(self) -> None:
         self._run.finish()

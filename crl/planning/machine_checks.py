@@ -12,9 +12,9 @@ from crl.config.schema import RunConfig
 from crl.engines import require_vllm
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
-from crl.extras import require_package
 from crl.learners.backends import LEARNERS
 from crl.modeling.gguf import find_folder
+from crl.monitor.sinks import require_sinks
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.gpus import visible_gpus
 
@@ -32,11 +32,8 @@ def require_engine(config: RunConfig) -> None:
 
 
 def require_monitors(config: RunConfig) -> None:
-    """Raise `ConfigError` if a destination of metrics needs an extra that is not installed."""
-    monitor = config.monitor
-    for package, value in {"tensorboard": monitor.tensorboard, "wandb": monitor.wandb}.items():
-        if value:
-            require_package(package, f"monitor.{package}", value)
+    """Raise `ConfigError` if a sink of metrics needs an extra that is not installed."""
+    require_sinks(config.monitor)
 
 
 def require_gpus(config: RunConfig) -> None:

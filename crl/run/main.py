@@ -24,6 +24,7 @@ from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
+from crl.monitor.sinks import open_sinks
 from crl.planning import preflight
 from crl.planning.plan import overview
 from crl.planning.tasks import data_notes, specs
@@ -219,13 +220,5 @@ def _first_cause(group: BaseExceptionGroup) -> BaseException:
 
 
 def _monitor(config: RunConfig, run: RunDir, screen: Monitor) -> Monitor:
-    monitors: list[Monitor] = [FileMonitor(run, deterministic=config.run.deterministic), screen]
-    if config.monitor.tensorboard:
-        from crl.monitor.tensorboard import TensorBoardMonitor
-
-        monitors.append(TensorBoardMonitor(run.path / "tensorboard"))
-    if config.monitor.wandb:
-        from crl.monitor.wandb import WandbMonitor
-
-        monitors.append(WandbMonitor(config.monitor.wandb, run.path, config.model_dump()))
-    return FanOut(monitors)
+    files = FileMonitor(run, deterministic=config.run.deterministic)
+    return FanOut([files, screen, *open_sinks(config, run)])

@@ -80,7 +80,7 @@ def ranks_of(pid: int) -> list[int]:
     return [
         int(child)
         for child in children
-        if b"crl.learners.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"crl.learners.deepspeed_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 

@@ -339,5 +339,5 @@ def test_the_critic_needs_a_method_with_experience(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert one_line(result) == (
         "error: critic.enabled = True: the method grpo has no experience for the actor to judge. "
-        "Leave it out, or use --method complementary.\n"
+        "Leave it out, or choose a method with a bank.\n"
     )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from crl.envs.actions import COMPASS
-from crl.envs.search import shortest_path
+from crl.envs.shortest_path import shortest_path
 
 Point = tuple[int, int]
 

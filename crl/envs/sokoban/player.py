@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from crl.envs.search import shortest_path
+from crl.envs.shortest_path import shortest_path
 from crl.envs.sokoban.puzzle import SIZE, STEPS, Grid, Position, move
 
 _SYMBOLS = r"[W.CA@*+]"

@@ -8,8 +8,8 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
 
+from crl.algo.experience import success_score
 from crl.errors import StoreError
-from crl.manager.retrieval.policies.credit import success_score
 from crl.manager.storage.snapshots import create_image_tables
 
 SCHEMA_VERSION = 4

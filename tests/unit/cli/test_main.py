@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.config.load import load
+from crl.config.method import BUNDLED_METHODS
+from crl.config.schema import RunConfig
 from crl.errors import ConfigError, EngineError
 from crl.manager.storage.database import Database
 from crl.planning.plan import plan
@@ -95,6 +97,14 @@ def test_help_texts():
     usage, *lines = crl("bank", "dead", "--help").output.splitlines()
     assert usage == "Usage: crl bank dead [OPTIONS] RUN [EPISODE]..."
     assert any(re.match(r"  EPISODE  +Episodes for --retry", line) for line in lines)
+
+
+def test_the_help_names_the_bundled_methods():
+    """Compare texts: an import of the methods' table would make `crl --help` slower."""
+    text = " ".join(crl("train", "--help").output.split())
+    default = RunConfig.model_fields["method"].default
+    others = [name for name in BUNDLED_METHODS if name != default]
+    assert ", ".join([f"{default} (default)", *others, "or your own method:"]) in text
 
 
 def test_arguments_are_shown_without_type():
@@ -285,7 +295,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
         ),
         (
             "retrieval  4 of 8 members are guided, one experience per rollout, chosen by "
-            "credit; 50% of searches choose the least retrieved one"
+            "success record; 50% of searches choose the least retrieved one"
         ),
     ):
         assert line in result.output.splitlines()

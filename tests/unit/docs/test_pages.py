@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -153,6 +154,21 @@ def value_in(cell: str) -> object:
 def test_the_changelog_has_every_renamed_setting() -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert [old for old, new in RENAMED_KEYS.items() if f"| `{old}` | `{new}` |" not in text] == []
+
+
+def test_the_table_of_commands_is_complete() -> None:
+    table = "\n".join(prose(ROOT / "docs" / "quickstart.md"))
+    rows = re.findall(r"^\| `crl ((?:[a-z-]+ ?)+)\b[^`]*` \|", table, re.MULTILINE)
+    assert sorted(row.strip() for row in rows) == sorted(command_names(get_command(app)))
+
+
+def command_names(command: Any) -> Iterator[str]:
+    """Yield the names of all commands below a group, such as `bank ls`."""
+    for name, child in command.commands.items():
+        if hasattr(child, "commands"):
+            yield from (f"{name} {below}" for below in command_names(child))
+        else:
+            yield name
 
 
 @pages

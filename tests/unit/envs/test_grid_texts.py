@@ -16,7 +16,7 @@ from crl.envs.maze import lessons as maze_lessons
 from crl.envs.maze.game import MazeGame
 from crl.envs.maze.oracle import true_maze, true_way
 from crl.envs.river.game import RiverGame
-from crl.envs.search import shortest_path
+from crl.envs.shortest_path import shortest_path
 from crl.types import Segment, Task
 from support.shipped_tasks import scripted_player
 

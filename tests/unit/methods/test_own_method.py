@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from crl.config import load, load_saved
 from crl.config.load import dump
 from crl.errors import ConfigError
 from crl.planning.methods import require_method
+from support.pages import code
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "methods.md"
@@ -22,9 +22,8 @@ PAGE = ROOT / "docs" / "methods.md"
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """Return the file of the example of docs/methods.md."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), flags=re.DOTALL)
-    (code,) = [block for block in blocks if "turn_cost" in block]
-    (path := tmp_path / "turn_cost.py").write_text(code)
+    text = code(PAGE, '"""GRPO with a cost for each turn."""')
+    (path := tmp_path / "turn_cost.py").write_text(text)
     return path
 
 
@@ -59,6 +58,16 @@ def test_the_probe_of_a_method_that_does_not_use_it(tmp_path: Path):
     (path := tmp_path / "own.py").write_text(STEPS_METHOD)
     assert "the method steps does not use the advice probe" in error(
         f"{path}:SPEC", "eval.probe_every=5"
+    )
+
+
+def test_a_method_without_a_bank_names_settings_without_effect(example: Path):
+    text = example.read_text().replace(
+        "TurnCostSection)", "TurnCostSection, unused_reason=lambda s, name: (name, 'Leave it out'))"
+    )
+    example.write_text(text)
+    assert "turn_cost.cost = 1: has no effect because cost. Leave it out." in error(
+        f"{example}:SPEC", "turn_cost.cost=1"
     )
 
 

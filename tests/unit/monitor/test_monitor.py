@@ -5,21 +5,26 @@ from __future__ import annotations
 import io
 import json
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from crl.config.load import load
+from crl.config.schema import MonitorSection
 from crl.errors import ConfigError
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor, render_line
 from crl.monitor.run_dir import RunDir
+from crl.monitor.sinks import SINKS, open_sinks, require_sinks
 from crl.monitor.tensorboard import TensorBoardMonitor
 from crl.monitor.wandb import WandbMonitor
 from crl.protocols import Monitor
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
+from support.paths import ROOT
 from support.trajectories import build_trajectory
 
 TASK = Task("room", 7, "train", "find the exit")
@@ -412,11 +417,12 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path):
 
     monitor = TensorBoardMonitor(tmp_path)
     monitor.log(1, "train", {"actor/loss": 0.5, "text": "x", "nothing": float("nan")})
-    monitor.log(2, "train", {"actor/loss": 0.25})
+    monitor.log(2, "train", {"actor/loss": 0.25, "time/train": 3.0})
+    monitor.log(2, "extractor", {"time/train": 1.0})
     monitor.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert events.Tags()["scalars"] == ["actor/loss"]
+    assert events.Tags()["scalars"] == ["actor/loss", "time/train", "extractor/time/train"]
     assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [
         (1, 0.5),
         (2, 0.25),
@@ -433,10 +439,12 @@ def test_wandb_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     monitor = WandbMonitor("mine", tmp_path / "one", {"seed": 0})
     monitor.log(1, "train", {"a": 0.5})
+    monitor.log(1, "extractor", {"a": 1.5, "perf/sync_bytes": 8})
     monitor.close()
     assert seen == [
         {"project": "mine", "name": "one", "dir": str(tmp_path / "one"), "config": {"seed": 0}},
         {"step": 1, "a": 0.5},
+        {"step": 1, "a": 1.5, "extractor/perf/sync_bytes": 8},
         "finished",
     ]
 
@@ -448,3 +456,23 @@ def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     with pytest.raises(ConfigError, match=r"pip install 'crl\[tensorboard\]'"):
         TensorBoardMonitor(tmp_path)
+
+
+def test_every_sink_has_a_setting_and_an_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(SINKS) == set(MonitorSection.model_fields)
+    assert set(SINKS) <= set(extras["optional-dependencies"])
+
+
+def test_sinks_that_are_on_are_required_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, run = load(["room"]), RunDir(tmp_path)
+    require_sinks(config.monitor)
+    assert open_sinks(config, run) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    for setting in ("tensorboard=true", "wandb=mine"):
+        name = setting.partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"monitor\.{name} = .* needs the extra '{name}'"):
+            require_sinks(load(["room"], sets=[f"monitor.{setting}"]).monitor)
+    monkeypatch.setattr("crl.monitor.tensorboard.TensorBoardMonitor", lambda folder: folder)
+    config = load(["room"], sets=["monitor.tensorboard=true"])
+    assert open_sinks(config, run) == [tmp_path / "tensorboard"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.envs.base import StreamSettings, play_episode
-from crl.envs.search import shortest_path
+from crl.envs.shortest_path import shortest_path
 from crl.envs.sokoban import SPEC
 from crl.envs.sokoban.game import SokobanGame
 from crl.envs.sokoban.player import read_puzzle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import subprocess
 import sys
 from functools import partial
@@ -19,6 +18,7 @@ from crl.manager.records import Entry
 from crl.manager.retrieval.choice import Candidate, choose_entry
 from crl.planning.plan import plan
 from crl.types import Counters, Lift, Provenance
+from support.pages import code
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "bank.md"
@@ -27,9 +27,9 @@ PAGE = ROOT / "docs" / "bank.md"
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     """Return the file of the example of docs/bank.md."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), flags=re.DOTALL)
-    (code,) = [block for block in blocks if "RetrievalPolicy" in block]
-    (path := tmp_path / "lift.py").write_text(code + "\nNUMBER = 3\n")
+    (path := tmp_path / "lift.py").write_text(
+        code(PAGE, '"""Retrieval by lift."""') + "\nNUMBER = 3\n"
+    )
     return path
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crl.algo.experience import success_score
 from crl.config.schema import RetrievalSection, Scope
 from crl.embedders.hash import HashEmbedder
 from crl.envs.actions import COMPASS
@@ -32,7 +33,6 @@ from crl.manager.retrieval.choice import (
 )
 from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import MIN_TAIL_ROWS, Index
-from crl.manager.retrieval.policies.credit import success_score
 from crl.manager.retrieval.policies.diverse import diverse_scores
 from crl.types import Counters, Provenance
 from support.managers import WordEmbedder, search

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from crl.algo.experience import success_score
 from crl.config.schema import BankSection, EvictionOrder, ExtractorSection, RetrievalSection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
 from crl.manager import ExperienceManager, ManagerSettings, QueueSettings
 from crl.manager.records import Entry, Stamp
-from crl.manager.retrieval.policies.credit import success_score
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
 from crl.types import Counters, Provenance
