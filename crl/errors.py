@@ -6,6 +6,10 @@ Every other error ends the run. `crl play`, which has no run, ends with a `Rollo
 
 from __future__ import annotations
 
+import errno
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class CrlError(Exception):
     """Base class of the errors that are shown to the user as one line."""
@@ -58,3 +62,13 @@ class TransientError(RolloutError):
 
     Examples are a temporary refusal of an engine, a timeout and a broken connection.
     """
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error of a write means that the disk is full or over its quota.
+
+    safetensors raises an error of its own. Its text ends with the number of the system's error.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _DISK_FULL
+    return any(f"(os error {number})" in str(error) for number in _DISK_FULL)

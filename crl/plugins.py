@@ -91,9 +91,9 @@ def _module(source: str, reference: str, key: str, base: str) -> ModuleType:
         ) from error
 
 
-def is_from_file(value: object) -> bool:
-    """Return whether `value` is from a file, so that other processes cannot import its module."""
-    return str(getattr(value, "__module__", "")).startswith(_FILE_MODULE)
+def is_pickled_by_file(data: bytes) -> bool:
+    """Return whether a pickle names a module from a file, which other processes cannot import."""
+    return _FILE_MODULE.encode() in data
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -46,6 +46,9 @@ UseKind = Literal["start", "ask", "ask_unrefined"]
 Verdict = Literal["accept", "refine", "reject"]
 Param = int | float | str | bool
 
+SAMPLED_ORIGINS: frozenset[Origin] = frozenset({"policy", "tool_call"})
+"""Origins of the segments that the policy wrote."""
+
 GUIDANCE_ORIGINS: frozenset[Origin] = frozenset(
     {"experience", "tool_spec", "tool_call", "tool_result"}
 )

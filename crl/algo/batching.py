@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
+from crl.types import SAMPLED_ORIGINS, Minibatch, TokenTrace, TrainSample, Trajectory
 
 Advantage = float | tuple[float, ...]
 """Advantage of a whole trajectory or sample, or of each of its tokens."""
@@ -159,7 +159,7 @@ def _kept_values(
     Raise `ValueError` if the view keeps a part of the actions or of the questions.
     """
     kept, answers, start = _answers(view), [], 0
-    origins = [s.origin for s in trajectory.segments if s.origin in ("policy", "tool_call")]
+    origins = [s.origin for s in trajectory.segments if s.origin in SAMPLED_ORIGINS]
     # Overtime answers at the end have segments, but no trained tokens.
     for origin, ids in zip(origins, _answers(trajectory.traces), strict=False):
         answers.append((origin, ids, values[start : start + len(ids)]))
@@ -168,7 +168,7 @@ def _kept_values(
         raise ValueError(
             f"a trajectory has {start} sampled tokens, but {len(values)} advantages of tokens"
         )
-    for chosen in ({"policy", "tool_call"}, {"policy"}, {"tool_call"}):
+    for chosen in (SAMPLED_ORIGINS, {"policy"}, {"tool_call"}, frozenset()):
         if [ids for origin, ids, _ in answers if origin in chosen] == kept:
             return [v for origin, _, own in answers if origin in chosen for v in own]
     raise ValueError(

@@ -48,9 +48,9 @@ class CachedEmbedder:
         if to_fetch:
             # In a separate task: others may wait for these texts after this caller is cancelled.
             self._pending |= dict.fromkeys(to_fetch, asyncio.create_task(self._fetch(to_fetch)))
-        for pending in [self._pending[text] for text in missing]:
+        for pending in dict.fromkeys(self._pending[text] for text in missing):
             fetched = await asyncio.shield(pending)
-            found |= {text: fetched[text] for text in missing if text in fetched}
+            found |= {text: vector for text, vector in fetched.items() if text in missing}
         self._store(found)
         return (
             np.stack([found[text] for text in texts])

@@ -6,6 +6,13 @@ import os
 
 from crl.extras import require_package
 
+PREFILL_TOKENS = 2048
+"""Maximum number of prompt tokens per pass of the torch engine.
+
+It limits how long a prefill delays running requests. A single longer prompt is still read in one
+pass.
+"""
+
 
 def require_vllm(key: str, value: str) -> None:
     """Raise `ConfigError` if vLLM, which the setting `key` = `value` needs, is not installed."""

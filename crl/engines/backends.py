@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from crl.config.schema import EngineSection
 from crl.config.shapes import ModelShape, require_context, require_divisible
-from crl.engines import prepare_vllm, require_vllm
+from crl.engines import PREFILL_TOKENS, prepare_vllm, require_vllm
 from crl.modeling.memory import (
     GIB,
     PROCESS_BYTES,
@@ -30,9 +30,6 @@ from crl.modeling.memory import (
 )
 from crl.protocols import Engine
 from crl.wording import counted, device_text
-
-PREFILL_TOKENS = 2048
-"""Prompt tokens of one forward pass of the torch engine."""
 
 VLLM_WORK_BYTES = 3.0 * GIB
 """Bytes of vLLM apart from weights and cache.

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from crl.engines import PREFILL_TOKENS
 from crl.engines.kv_cache import PrefixCache, SlotCache
 from crl.engines.passes import CACHED_ATTENTION, Block, Pass
 from crl.errors import EngineError, RolloutError
@@ -48,12 +49,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SupportedHandle = InProcessWeights | FileWeights
-
-PREFILL_TOKENS = 2048
-"""Maximum number of prompt tokens per pass. It limits how long a prefill delays running requests.
-
-A single longer prompt is still read in one pass.
-"""
 
 SLICE_S = 0.05
 """Seconds of decoding after which the compute thread checks for other work, such as scoring."""

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from crl.config.models import find_model
-from crl.errors import ConfigError
+from crl.errors import ConfigError, is_disk_full
+from crl.scratch import scratch_folder
 
 
 def find_folder(name: str, key: str) -> Path | None:
@@ -79,15 +80,17 @@ def _cached_folder(file: Path) -> Path:
 
 
 def _made(file: Path, folder: Path, write: Callable[[Path, Path], None], key: str) -> Path:
-    """Return `folder`. If it does not exist, call `write(file, DIR)` and rename DIR to `folder`."""
+    """Return `folder`. If it does not exist, call `write(file, DIR)` and rename DIR to `folder`.
+
+    DIR is in a scratch folder, which another process removes after a crash.
+    """
     if (folder / "config.json").is_file():
         return folder
     if importlib.util.find_spec("gguf") is None:
         reason = "a GGUF file needs the package gguf, which is not installed"
         raise ConfigError(key, str(file), reason, "Run pip install 'crl[gguf]'")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+        unfinished = Path(tempfile.mkdtemp(dir=scratch_folder(folder.parent)))
     except OSError as error:
         reason = f"its conversion cannot be written to {folder.parent} ({error.strerror})"
         raise ConfigError(
@@ -100,13 +103,14 @@ def _made(file: Path, folder: Path, write: Callable[[Path, Path], None], key: st
     except Exception as error:  # a broken file raises many types of errors
         if not (folder / "config.json").is_file():  # no other process has made it meanwhile
             first_line = str(error).strip().split("\n")[0]
-            raise ConfigError(
-                key,
-                str(file),
-                f"the GGUF file cannot be converted ({first_line})",
+            remedy = (
                 "Give a GGUF file of a language model that transformers supports, or a directory "
-                "in Hugging Face format",
-            ) from error
+                "in Hugging Face format"
+            )
+            if is_disk_full(error):
+                remedy = f"Free some disk space in {folder.parent}, or set XDG_CACHE_HOME"
+            reason = f"the GGUF file cannot be converted ({first_line})"
+            raise ConfigError(key, str(file), reason, remedy) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder

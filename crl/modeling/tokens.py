@@ -14,16 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from crl.types import Completion, Segment, TokenTrace
+from crl.types import SAMPLED_ORIGINS, Completion, Segment, TokenTrace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PINNED_ORIGINS = frozenset({"task", "experience", "tool_spec"})
 """Origins of the opening segments that a window never drops."""
-
-SAMPLED_ORIGINS = frozenset({"policy", "tool_call"})
-"""Origins of the segments that the policy wrote."""
 
 
 class ChatRenderer:

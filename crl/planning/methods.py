@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from crl import plugins
 from crl.config.schema import RunConfig
@@ -11,20 +14,22 @@ from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS
 from crl.planning import tasks
 from crl.planning.context import chat_context
-from crl.protocols import Method
+from crl.protocols import Loss, Method
 from crl.types import Task
 
 
 def build_method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     """Return the method of a run.
 
-    Raise `ConfigError` if `build` returns no method, or one that contradicts its spec.
+    Raise `ConfigError` if an own method cannot be built, or if `build` returns no method, or one
+    that contradicts its spec.
     """
     context = chat_context(
         config.tasks, specs, config.prompts.files,
         can_ask=config.ask.enabled, retrieve_by_goal=config.bank.key_text_weight is not None,
     )  # fmt: skip
-    method = config.spec.build(config, config.method_settings, context)
+    with _errors_of(config, "its build"):
+        method = config.spec.build(config, config.method_settings, context)
     if reason := _contradiction(config, method):
         raise ConfigError("method", config.method, reason, "Correct its SPEC or its build")
     return method
@@ -47,7 +52,8 @@ def _contradiction(config: RunConfig, method: object) -> str:
         )
     members = config.rollout.group_size
     task = Task(next(iter(config.tasks)), seed=0, split="train", goal="")
-    plans = method.planner.plan(task, members, 0)
+    with _errors_of(config, "its planner"):
+        plans = method.planner.plan(task, members, 0)
     guided = sum(plan.condition == "guided" for plan in plans)
     if guided != config.guided_members:
         return (
@@ -55,6 +61,25 @@ def _contradiction(config: RunConfig, method: object) -> str:
             f"its planner guides {guided}"
         )
     return ""
+
+
+@contextmanager
+def _errors_of(config: RunConfig, part: str) -> Iterator[None]:
+    """Raise `ConfigError` for any error of an own method, with the line that raised it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's code can raise anything
+        if not plugins.is_reference(config.method):
+            raise
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            "method",
+            config.method,
+            f"{part} raised {type(error).__name__} at {line.filename}:{line.lineno}: {error}",
+            "Correct the method",
+        ) from error
 
 
 def require_method(config: RunConfig) -> None:
@@ -66,13 +91,24 @@ def require_method(config: RunConfig) -> None:
         return
     method = build_method(config, tasks.specs(config))
     roles = [method.actor, *([method.extractor] if method.extractor else [])]
-    if not LEARNERS[config.learner.kind].in_process and any(
-        plugins.is_from_file(role.loss) for role in roles
-    ):
-        raise ConfigError(
-            "method",
-            config.method,
-            f"learner.kind is {config.learner.kind}, but other processes cannot import its loss "
-            "from a file",
-            "Move it to a module on PYTHONPATH, and name it package.module:SPEC",
-        )
+    if LEARNERS[config.learner.kind].in_process:
+        return
+    for role in roles:
+        if problem := _transfer_problem(role.loss):
+            raise ConfigError(
+                "method",
+                config.method,
+                f"learner.kind is {config.learner.kind}, but {problem}",
+                "Move it to a module on PYTHONPATH, and name it package.module:SPEC",
+            )
+
+
+def _transfer_problem(loss: Loss) -> str:
+    """Return why a loss cannot be sent to another process, or "" if it can."""
+    try:
+        data = pickle.dumps(loss)
+    except Exception as error:  # pickle raises several types
+        return f"its loss cannot be sent to other processes ({error})"
+    if plugins.is_pickled_by_file(data):
+        return "other processes cannot import its loss from a file"
+    return ""

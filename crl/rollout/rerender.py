@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from crl.modeling.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
+from crl.modeling.tokens import ChatRenderer, Conversation
 from crl.rollout.episode import Limits
 from crl.types import (
     BEHAVIOUR,
     CURRENT_POLICY,
+    SAMPLED_ORIGINS,
     Completion,
     OldPolicy,
     Origin,

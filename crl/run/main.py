@@ -6,7 +6,6 @@ They cover a run from its directory to its summary, including interruptions and 
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import os
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from crl.config.load import dump, load_saved
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError, CrlError, LearnerError, StoreError
+from crl.errors import ConfigError, CrlError, LearnerError, StoreError, is_disk_full
 from crl.evaluation.evaluate import Evaluation
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
@@ -79,7 +78,7 @@ def _disk_errors(run: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if not is_disk_full(error):
             raise
         raise CrlError(
             f"{run.path}: {error.strerror}. "

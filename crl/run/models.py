@@ -122,7 +122,8 @@ async def open_role_engine(
 ) -> Engine:
     """Start the engine of a role. `stack` closes it."""
     assigned = gpus.get(f"{role.name} engine", NO_GPU)
-    return await _open_engine(config, assigned, role, config.engine.replicas, stack)
+    replicas = ENGINES[config.engine.kind].replicas(config.engine)
+    return await _open_engine(config, assigned, role, replicas, stack)
 
 
 async def open_untrained_engine(

@@ -18,8 +18,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from crl.algo import micro_batches, nll
 from crl.modeling.loading import token_logprobs
-from crl.modeling.tokens import SAMPLED_ORIGINS, ChatRenderer, Conversation
-from crl.types import Completion, Segment, TokenTrace
+from crl.modeling.tokens import ChatRenderer, Conversation
+from crl.types import SAMPLED_ORIGINS, Completion, Segment, TokenTrace
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 

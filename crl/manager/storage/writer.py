@@ -5,14 +5,13 @@ A second writer fails immediately, not after a timeout. Readers need no lock.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import platform
 from pathlib import Path
 from typing import TextIO
 
-from crl.errors import StoreError
+from crl.errors import StoreError, is_disk_full
 
 
 def sibling_path(bank: Path, suffix: str) -> Path:
@@ -55,8 +54,9 @@ class WriterLock:
         try:
             self._file = self._acquire(bank)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "Free some disk space" if full else "Its directory must exist and be writable"
+            remedy = "Its directory must exist and be writable"
+            if is_disk_full(error):
+                remedy = "Free some disk space"
             raise StoreError(f"{bank}: {error.strerror}. {remedy}.") from error
 
     def release(self) -> None:

@@ -202,6 +202,7 @@ def test_a_view_without_questions_keeps_the_advantages_of_its_actions():
     (only,) = build([played], [values], [[question]])
     assert [advantage for advantage, _ in metrics(only)] == [(0.0, 0.2, 0.3)]
     assert build([played], [values], [[]]) == ()
+    assert build([played], [values], [[trace(0)]]) == ()
     with pytest.raises(ValueError, match="keep all actions of a trajectory or none, and all quest"):
         build([played], [values], [[last]])
     with pytest.raises(ValueError, match="has 6 sampled tokens, but 2 advantages of tokens"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -26,3 +28,12 @@ async def test_callers_cannot_change_cached_vectors():
     cached = CachedEmbedder(WordEmbedder(), size=2)
     (await cached.embed(["a"]))[:] = 0
     assert np.array_equal(await cached.embed(["a"]), await WordEmbedder().embed(["a"]))
+
+
+async def test_calls_share_the_requests_in_progress():
+    inner = WordEmbedder()
+    cached = CachedEmbedder(inner, size=4)
+    calls = (["a", "b"], ["b", "c", "a"], ["c", "d", "b"])
+    for texts, vectors in zip(calls, await asyncio.gather(*map(cached.embed, calls)), strict=True):
+        assert np.array_equal(vectors, await WordEmbedder().embed(texts))
+    assert inner.calls == [["a", "b"], ["c"], ["d"]]

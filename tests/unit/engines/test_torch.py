@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
+from crl.engines import PREFILL_TOKENS
 from crl.engines.passes import MAX_STACKED_TOKENS, Pass
-from crl.engines.torch import PREFILL_TOKENS, Request, sample
+from crl.engines.torch import Request, sample
 from crl.errors import EngineError, RolloutError
 from crl.modeling.loading import InProcessWeights, load_model
 from crl.types import Completion, Sampling

@@ -118,6 +118,12 @@ def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
     ("change", "sets", "text"),
     [
         ("return 3", (), "its build returned int, not a crl.protocols.Method"),
+        ("1 / 0", (), "its build raised ZeroDivisionError at {path}:48: division by zero"),
+        (
+            "return replace(method, planner=None, distiller=EveryEpisode())",
+            ("extractor.train=false",),
+            "its planner raised AttributeError at",
+        ),
         (
             "return replace(method, distiller=None)",
             (),
@@ -138,6 +144,17 @@ def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
             ("extractor.train=false", "learner.kind=deepspeed"),
             "other processes cannot import its loss from a file. Move it to a module on PYTHONPATH",
         ),
+        (
+            "from functools import partial; "
+            "return replace(method, actor=replace(actor, loss=partial(StepAdvantage())))",
+            ("extractor.train=false", "learner.kind=deepspeed"),
+            "other processes cannot import its loss from a file",
+        ),
+        (
+            "return replace(method, actor=replace(actor, loss=lambda logprobs: None))",
+            ("extractor.train=false", "learner.kind=deepspeed"),
+            "its loss cannot be sent to other processes (",
+        ),
     ],
 )
 def test_methods_that_contradict_their_spec(
@@ -150,7 +167,7 @@ def test_methods_that_contradict_their_spec(
     config = load(["room"], options={"method": f"{path}:SPEC"}, sets=sets)
     with pytest.raises(ConfigError) as caught:
         require_method(config)
-    assert text in str(caught.value)
+    assert text.format(path=path) in str(caught.value)
 
 
 def test_references_that_do_not_exist(tmp_path: Path):

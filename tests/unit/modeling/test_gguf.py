@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -87,6 +91,36 @@ def write_gguf(source: Path, file: Path) -> None:
     writer.close()
 
 
+def is_scratch(path: Path) -> bool:
+    return path.name.startswith("crl-scratch-")
+
+
+class _DiskFullError(Exception):
+    """Error of safetensors for a full disk."""
+
+    def __str__(self) -> str:
+        return "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+def test_conversions_of_killed_processes_are_removed(tiny_actor: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_actor, file)
+    code = (
+        "import os, sys; from pathlib import Path; from crl.modeling import gguf\n"
+        "def killed(file, folder):\n"
+        "    (folder / 'model.safetensors').write_bytes(b'1')\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "gguf._convert = killed\n"
+        "gguf.converted(Path(sys.argv[1]), 'actor.model', print)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=False, capture_output=True)
+    cache = tmp_path / "cache" / "crl" / "gguf"
+    (partial,) = cache.rglob("model.safetensors")
+    path = converted(file, "actor.model", print)
+    assert not partial.exists()
+    assert list(cache.rglob("model.safetensors")) == [path / "model.safetensors"]
+
+
 @pytest.mark.parametrize("named", ["file", "directory"])
 def test_a_gguf_model_computes_what_its_source_computes(
     named: str, tiny_actor: Path, tmp_path: Path
@@ -112,7 +146,7 @@ def test_a_gguf_model_computes_what_its_source_computes(
     with torch.no_grad():
         logits = load_model(path, cpu)(batch).logits
         assert torch.equal(logits, load_model(tiny_actor, cpu)(batch).logits)
-    assert [item.name for item in path.parent.iterdir()] == [path.name], "no partial conversions"
+    assert [item.name for item in path.parent.iterdir() if not is_scratch(item)] == [path.name]
 
 
 def test_the_description_of_a_file(tiny_actor: Path, tmp_path: Path) -> None:
@@ -198,7 +232,13 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
     monkeypatch.setattr(module, "_convert", lambda file, folder: 1 / 0)
     assert "the GGUF file cannot be converted (division by zero)" in error(file)
-    assert list((tmp_path / "cache" / "crl" / "gguf").iterdir()) == []
+    folder = tmp_path / "cache" / "crl" / "gguf"
+    (scratch,) = folder.iterdir()
+    assert is_scratch(scratch)
+    assert [item.name for item in scratch.iterdir()] == ["lock"], "no partial conversion"
+    for full in (OSError(errno.ENOSPC, "No space left"), _DiskFullError()):
+        monkeypatch.setattr(module, "_convert", Mock(side_effect=full))
+        assert f"Free some disk space in {folder}, or set XDG_CACHE_HOME." in error(file)
     (tmp_path / "b.gguf").write_bytes(b"")
     assert "contains several GGUF files (a.gguf, b.gguf)" in error(tmp_path)
     (tmp_path / "file").write_text("")

@@ -10,7 +10,8 @@ import pytest
 from crl.config.schema import EngineSection, LearnerSection
 from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape
 from crl.embedders import EMBEDDER_WORK_BYTES, embedder_memory
-from crl.engines.backends import ENGINES, PREFILL_TOKENS, VLLM_WORK_BYTES
+from crl.engines import PREFILL_TOKENS
+from crl.engines.backends import ENGINES, VLLM_WORK_BYTES
 from crl.learners.backends import LEARNERS
 from crl.modeling import MAX_LOGITS
 from crl.modeling.memory import GIB, PROCESS_BYTES, Memory
