@@ -65,8 +65,9 @@ class TransientError(RolloutError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error of a write means that the disk is full or over its quota.
+    """Return whether an error of a write means that there is no space.
 
+    The disk is full or over its quota, or the file has the greatest size that the system allows.
     safetensors raises an error of its own. Its text ends with the number of the system's error.
     """
     if isinstance(error, OSError):

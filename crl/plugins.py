@@ -91,6 +91,13 @@ def _module(source: str, reference: str, key: str, base: str) -> ModuleType:
         ) from error
 
 
+def source_folder(reference: str) -> Path:
+    """Return the folder of the file or module that a loaded reference names."""
+    source = reference.rpartition(":")[0]
+    path = source if source.endswith(".py") else str(sys.modules[source].__file__)
+    return Path(path).resolve().parent
+
+
 def is_pickled_by_file(data: bytes) -> bool:
     """Return whether a pickle names a module from a file, which other processes cannot import."""
     return _FILE_MODULE.encode() in data

@@ -25,7 +25,7 @@ from typing import Any
 
 from crl.config.models import find_model
 from crl.errors import ConfigError, is_disk_full
-from crl.scratch import scratch_folder
+from crl.scratch import remove_stale_folders, scratch_folder
 
 
 def find_folder(name: str, key: str) -> Path | None:
@@ -82,8 +82,9 @@ def _cached_folder(file: Path) -> Path:
 def _made(file: Path, folder: Path, write: Callable[[Path, Path], None], key: str) -> Path:
     """Return `folder`. If it does not exist, call `write(file, DIR)` and rename DIR to `folder`.
 
-    DIR is in a scratch folder, which another process removes after a crash.
+    DIR is in a scratch folder. If this process is killed, the next call removes it.
     """
+    remove_stale_folders(folder.parent)
     if (folder / "config.json").is_file():
         return folder
     if importlib.util.find_spec("gguf") is None:
@@ -93,9 +94,8 @@ def _made(file: Path, folder: Path, write: Callable[[Path, Path], None], key: st
         unfinished = Path(tempfile.mkdtemp(dir=scratch_folder(folder.parent)))
     except OSError as error:
         reason = f"its conversion cannot be written to {folder.parent} ({error.strerror})"
-        raise ConfigError(
-            key, str(file), reason, "Set XDG_CACHE_HOME to a writable folder"
-        ) from error
+        remedy = "Set XDG_CACHE_HOME to a writable folder with space"
+        raise ConfigError(key, str(file), reason, remedy) from error
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # transformers draws a progress bar
             write(file, unfinished)

@@ -6,6 +6,7 @@ import pickle
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from crl import plugins
 from crl.config.schema import RunConfig
@@ -14,7 +15,7 @@ from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS
 from crl.planning import tasks
 from crl.planning.context import chat_context
-from crl.protocols import Loss, Method
+from crl.protocols import Loss, Method, TrainSpec
 from crl.types import Task
 
 
@@ -39,6 +40,11 @@ def _contradiction(config: RunConfig, method: object) -> str:
     """Return why a built method cannot be run, or "" if it can."""
     if not isinstance(method, Method):
         return f"its build returned {type(method).__name__}, not a crl.protocols.Method"
+    if not isinstance(method.actor, TrainSpec):
+        return (
+            f"the actor of its Method is of type {type(method.actor).__name__}, not a "
+            "crl.protocols.TrainSpec"
+        )
     if config.with_extractor != (method.distiller is not None):
         return (
             f"its SPEC uses {'an' if config.with_extractor else 'no'} extractor, but the distiller "
@@ -53,8 +59,10 @@ def _contradiction(config: RunConfig, method: object) -> str:
     members = config.rollout.group_size
     task = Task(next(iter(config.tasks)), seed=0, split="train", goal="")
     with _errors_of(config, "its planner"):
-        plans = method.planner.plan(task, members, 0)
-    guided = sum(plan.condition == "guided" for plan in plans)
+        plans = list(method.planner.plan(task, members, 0))
+        guided = sum(plan.condition == "guided" for plan in plans)
+    if len(plans) != members:
+        return f"its planner returned {len(plans)} plans for a group of {members} members"
     if guided != config.guided_members:
         return (
             f"its SPEC guides {config.guided_members} of {members} members (guided_members), but "
@@ -65,21 +73,24 @@ def _contradiction(config: RunConfig, method: object) -> str:
 
 @contextmanager
 def _errors_of(config: RunConfig, part: str) -> Iterator[None]:
-    """Raise `ConfigError` for any error of an own method, with the line that raised it."""
+    """Raise `ConfigError` for any error of an own method, with the line of its file."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # a user's code can raise anything
+    except (Exception, SystemExit) as error:  # a user's code can raise anything
         if not plugins.is_reference(config.method):
             raise
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            "method",
-            config.method,
-            f"{part} raised {type(error).__name__} at {line.filename}:{line.lineno}: {error}",
-            "Correct the method",
-        ) from error
+        reason = f"{part} raised {type(error).__name__}{_line(error, config.method)}: {error}"
+        raise ConfigError("method", config.method, reason, "Correct the method") from error
+
+
+def _line(error: BaseException, reference: str) -> str:
+    """Return the last line of the method's own files in a traceback, or "" if there is none."""
+    folder = plugins.source_folder(reference)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if folder in Path(frame.filename).parents]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def require_method(config: RunConfig) -> None:
@@ -94,21 +105,25 @@ def require_method(config: RunConfig) -> None:
     if LEARNERS[config.learner.kind].in_process:
         return
     for role in roles:
-        if problem := _transfer_problem(role.loss):
-            raise ConfigError(
-                "method",
-                config.method,
-                f"learner.kind is {config.learner.kind}, but {problem}",
-                "Move it to a module on PYTHONPATH, and name it package.module:SPEC",
-            )
+        _require_transferable(config, role.loss)
 
 
-def _transfer_problem(loss: Loss) -> str:
-    """Return why a loss cannot be sent to another process, or "" if it can."""
+def _require_transferable(config: RunConfig, loss: Loss) -> None:
+    """Raise `ConfigError` if a loss cannot be sent to another process."""
+    start = f"learner.kind is {config.learner.kind}, but"
     try:
         data = pickle.dumps(loss)
     except Exception as error:  # pickle raises several types
-        return f"its loss cannot be sent to other processes ({error})"
+        raise ConfigError(
+            "method",
+            config.method,
+            f"{start} its loss cannot be sent to other processes ({error})",
+            "Define the loss as a class at the top level of a module",
+        ) from error
     if plugins.is_pickled_by_file(data):
-        return "other processes cannot import its loss from a file"
-    return ""
+        raise ConfigError(
+            "method",
+            config.method,
+            f"{start} other processes cannot import its loss from a file",
+            "Move it to a module on PYTHONPATH, and name it package.module:SPEC",
+        )

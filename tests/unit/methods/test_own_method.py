@@ -120,9 +120,26 @@ def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
         ("return 3", (), "its build returned int, not a crl.protocols.Method"),
         ("1 / 0", (), "its build raised ZeroDivisionError at {path}:48: division by zero"),
         (
-            "return replace(method, planner=None, distiller=EveryEpisode())",
+            "return replace(method, planner=None)",
             ("extractor.train=false",),
-            "its planner raised AttributeError at",
+            "its planner raised AttributeError: 'NoneType' object has no attribute 'plan'",
+        ),
+        (
+            "return replace(method, planer=None)",
+            (),
+            "its build raised TypeError at {path}:48: ",
+        ),
+        ("raise SystemExit(3)", (), "its build raised SystemExit at {path}:48: 3."),
+        (
+            "return replace(method, actor=None)",
+            ("extractor.train=false",),
+            "the actor of its Method is of type NoneType, not a crl.protocols.TrainSpec",
+        ),
+        (
+            "planner = type('P', (), {'plan': lambda *a: method.planner.plan(*a[1:])[:5]}); "
+            "return replace(method, planner=planner())",
+            ("extractor.train=false",),
+            "its planner returned 5 plans for a group of 8 members",
         ),
         (
             "return replace(method, distiller=None)",
@@ -153,7 +170,7 @@ def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
         (
             "return replace(method, actor=replace(actor, loss=lambda logprobs: None))",
             ("extractor.train=false", "learner.kind=deepspeed"),
-            "its loss cannot be sent to other processes (",
+            "Define the loss as a class at the top level of a module.",
         ),
     ],
 )
