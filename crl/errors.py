@@ -44,6 +44,14 @@ class LearnerError(CrlError):
     """Failure of a learner. Its state may be damaged; the last checkpoint is still valid."""
 
 
+class CheckpointError(CrlError):
+    """Failure to write a checkpoint. All existing checkpoints are complete."""
+
+
+class StallError(CrlError):
+    """Nothing in a run has finished for a long time, and the run is to end then."""
+
+
 class StoreError(CrlError):
     """Failure to read or write the experience store."""
 

@@ -47,7 +47,7 @@ each other. A new package must be added here.
 
 SHARED = {
     "crl.engines": frozenset({"backends", "vllm_replica"}),
-    "crl.learners": frozenset({"backends", "step"}),
+    "crl.learners": frozenset({"backends", "optimizer_file", "step"}),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset({"cached"}),
     "crl.envs": frozenset(

@@ -354,7 +354,7 @@ def import_entries(
     A run can start from it with bank.init.
     """
     from crl.manager.inspection.upkeep import create_bank, parse_export
-    from crl.run.signals import sigterm_as_interrupt
+    from crl.run.supervision.signals import sigterm_as_interrupt
 
     entries = parse_export(file)
     with sigterm_as_interrupt():  # removes temporary files on SIGTERM

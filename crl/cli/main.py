@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ import typer
 
 import crl
 from crl.cli import bank, config
-from crl.cli.command import Command, MethodOption, command
+from crl.cli.command import Command, MethodOption, chosen, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
 from crl.cli.play import play
@@ -49,6 +50,13 @@ def main() -> None:
     app(prog_name="crl")
 
 
+class Role(StrEnum):
+    """Trained models of a run."""
+
+    actor = "actor"
+    extractor = "extractor"
+
+
 def _print_version(wanted: bool) -> None:
     """Print the version and exit, if wanted."""
     if wanted:
@@ -68,7 +76,7 @@ def _root(
     pass
 
 
-# ── options of `train` ──────────────────────────────────────────────────────────────────────────
+# ── options of `train`, `resume` and `fork` ───────────────────────────────────────────────────────
 
 Tasks = Annotated[
     str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
@@ -109,6 +117,12 @@ Size = Annotated[
     typer.Option(
         metavar="SIZE",
         help="With --dry-run: plan the GPUs for models of this size, e.g. 1.5B or 350M.",
+    ),
+]
+FromStep = Annotated[
+    int | None,
+    typer.Option(
+        "--from", metavar="STEP", help="Checkpoint to start from (default: the last one)."
     ),
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")]
@@ -162,6 +176,82 @@ def train(
         command=_train_command(repeated, sets or ()),
         screen=_screen(config, run_dir, plain),
     )
+
+
+@app.command(cls=Command)
+@command
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Number of training steps of the whole run."),
+    ] = None,
+    checkpoint: FromStep = None,
+    sets: Sets = None,
+    plain: Plain = False,
+) -> int:
+    """Continue a run from its last checkpoint, however it ended."""
+    from crl.config.load import load_saved
+    from crl.config.resume import resumed_config
+
+    saved = load_saved(run).config
+    options = {} if steps is None else {"run.steps": steps}
+    config, changes = resumed_config(saved, options=options, sets=sets or ())
+    from crl.run.main import resume_run
+
+    return resume_run(config, changes, run, step=checkpoint, screen=_screen(config, run, plain))
+
+
+@app.command(cls=Command)
+@command
+def fork(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    new_run: Annotated[Path, typer.Argument(metavar="NEW_RUN", help="New directory for the copy.")],
+    checkpoint: FromStep = None,
+    sets: Sets = None,
+) -> None:
+    """Copy a run as it was at a checkpoint, to continue it with other settings."""
+    from crl.config.load import load_saved
+    from crl.config.resume import resumed_config
+
+    config, changes = resumed_config(load_saved(run).config, options={}, sets=sets or ())
+    from crl.run.main import fork_run
+
+    step = fork_run(config, run, new_run, step=checkpoint)
+    typer.echo(f"forked {run} at step {step} to {new_run}")
+    for change in changes:
+        typer.echo(f"  {change}")
+    steps = "" if step < config.run.steps else f" --steps {max(1, 2 * step)}"
+    typer.echo(f"continue it with: crl resume {shlex.quote(str(new_run))}{steps}")
+
+
+@app.command(cls=Command)
+@command
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="New or empty directory for the export.")
+    ],
+    role: Annotated[
+        str, typer.Option(metavar="NAME", help="Model to export: actor or extractor.")
+    ] = "actor",
+    bank: Annotated[
+        bool, typer.Option("--bank", help="Export the bank instead of a model.")
+    ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="Checkpoint to export (default: the last one)."),
+    ] = None,
+) -> None:
+    """Export a trained model in Hugging Face format, or the bank, with a card."""
+    from crl.config.load import load_saved
+
+    chosen(Role, "role", role)
+    load_saved(run)  # report a wrong path immediately, before torch is imported
+    from crl.run.main import export_run
+
+    checkpoint = export_run(run, folder, role=None if bank else role, step=step)
+    typer.echo(f"exported {'the bank' if bank else f'the {role}'} of {checkpoint} to {folder}")
 
 
 def _train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:

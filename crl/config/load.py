@@ -429,14 +429,27 @@ class SavedRun:
     """SHA-256 of each prompt, by name."""
     versions: Mapping[str, str | None]
     """Versions of the packages of the run, by name. None for a package that was not installed."""
+    command: str = ""
+    """Command line of `crl train`, without --seed and --run-dir; empty if it is unknown."""
+    lineage: Sequence[Mapping[str, str | int]] = ()
+    """Runs from which the run was forked, and their steps. The nearest is last."""
 
 
-def dump(config: RunConfig, path: Path, *, prompts: Mapping[str, str] | None = None) -> None:
-    """Write config.json to `path` atomically."""
+def dump(
+    config: RunConfig,
+    path: Path,
+    *,
+    prompts: Mapping[str, str] | None = None,
+    command: str = "",
+    lineage: Sequence[Mapping[str, str | int]] = (),
+) -> None:
+    """Write config.json to `path` atomically. For the other arguments see `SavedRun`."""
     saved = {
         "config": config.model_dump(mode="json"),
         "prompts": dict(prompts or {}),
         "versions": versions(),
+        "command": command,
+        "lineage": list(lineage),
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
@@ -471,7 +484,8 @@ def load_saved(run: Path) -> SavedRun:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"cannot be read ({type(error).__name__}: {error})"
         raise ConfigError("run", str(path), reason, "Restore the file, or train again") from error
-    return SavedRun(run_config(data, origins={"": str(path)}), prompts, recorded)
+    config = run_config(data, origins={"": str(path)})
+    return SavedRun(config, prompts, recorded, saved.get("command", ""), saved.get("lineage", ()))
 
 
 def versions() -> dict[str, str | None]:

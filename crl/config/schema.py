@@ -82,8 +82,33 @@ class RunSection(Section):
 
     Requires rollout.max_staleness = 0. Not available with engine.kind = "vllm".
     """
-    checkpoint_every: Natural = 0
-    """Number of actor steps between two checkpoints. 0 = one checkpoint, at the end of the run."""
+    checkpoint_every: Natural = 25
+    """Number of actor steps between two checkpoints. 0 = no limit.
+
+    The end of a run always writes a checkpoint.
+    """
+    checkpoint_minutes: Annotated[float, Field(ge=0)] = 10.0
+    """Maximum number of minutes between two checkpoints. 0 = no limit.
+
+    A deterministic run ignores it, because a checkpoint adds a row to the bank's log.
+    """
+    keep_last: Count = 2
+    """Number of the last checkpoints that are kept."""
+    keep_every: Natural = 0
+    """Number of actor steps between two checkpoints that are kept for good. 0 = none."""
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Maximum share of a task's last 256 episodes that may end with an error.
+
+    The run ends above it, from 64 episodes on. It always ends if the first 16 episodes of a task
+    all fail.
+    """
+    stall_seconds: Annotated[float, Field(ge=0)] = 600.0
+    """Seconds without a finished episode, training step or distillation until a warning. 0 = never.
+
+    log.txt then says which part of the run waits for what.
+    """
+    stall_ends_run: bool = False
+    """True: a run without progress for stall_seconds ends with an error."""
     eval_every: Natural = 0
     """Number of actor steps between two evaluations.
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from pydantic import TypeAdapter
+
 from crl.envs.curriculum import Advisor, LessonVerdict
 from crl.evaluation.metrics import GroupGap, group_gaps
 from crl.manager import Distilled, Generation
-from crl.protocols import Hit, SearchRequest
+from crl.protocols import Hit, SearchRequest, State
 from crl.types import Trajectory
+
+_GENERATIONS = TypeAdapter(list[Generation])
 
 MISMATCH_ANSWERS = 4
 """Latest extractor answers on which the trainer's log-probs are compared with the engine's."""
@@ -34,8 +38,6 @@ class Diagnostics:
         """Gap (guided minus free success) of each group, by step."""
         self.answers: deque[Generation] = deque(maxlen=MISMATCH_ANSWERS)
         """Latest answers of the extractor, at most `MISMATCH_ANSWERS`."""
-        self.lesson_counts: list[tuple[int, int]] = []
-        """Counts (correct answers, all answers) of the extractor, by step."""
 
     def record_search(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
         """Count the searches at the start of episodes.
@@ -71,14 +73,26 @@ class Diagnostics:
     def take_metrics(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Return the metrics since the last call. `batch` holds the step's episodes."""
         self.gaps.append(group_gaps(batch))
-        lessons = sum(self._lessons.values(), Counter())
-        self.lesson_counts.append((lessons["correct"], lessons["all"]))
         metrics = _by_task("retrieval", self._retrieval, _retrieval_metrics)
         metrics |= _by_task("lessons", self._lessons, _lesson_metrics)
         metrics |= _by_task("guided", self._guided(batch), _guided_metrics)
         self._lessons.clear()
         self._retrieval.clear()
         return metrics
+
+    def state(self) -> State:
+        """Return the gaps and answers. Counts since the last `take_metrics` are not included."""
+        return {
+            "gaps": [[(*gap.place, gap.value) for gap in gaps] for gaps in self.gaps],
+            "answers": _GENERATIONS.dump_python(list(self.answers), mode="json"),
+        }
+
+    def load_state(self, state: State) -> None:
+        self.gaps = [
+            [GroupGap((task, goal), value) for task, goal, value in gaps] for gaps in state["gaps"]
+        ]
+        self.answers.clear()
+        self.answers.extend(_GENERATIONS.validate_python(state["answers"], strict=False))
 
     def _guided(self, batch: Sequence[Trajectory]) -> dict[str, Counter[str]]:
         """Return per task the number of guided episodes and of successes, by kind of lesson.

@@ -41,12 +41,6 @@ from crl.types import Minibatch, StepStats
 
 T = TypeVar("T")
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-"""File name of the optimizer state in the directory of a saved model.
-
-The file holds whole tensors, so any number of ranks can load it.
-"""
-
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import math
 import os
 import pickle
@@ -48,15 +47,21 @@ from deepspeed.utils.tensor_fragment import (
 )
 from safetensors import safe_open
 
-from crl.errors import CrlError, LearnerError
+from crl.errors import CrlError
 from crl.learners.deepspeed import (
     HEARTBEAT_S,
     LOAD_TIMEOUT_S,
-    OPTIMIZER_FILE,
     RankAssignment,
     RankSettings,
     frame,
     read_frame,
+)
+from crl.learners.optimizer_file import (
+    MOMENTS,
+    OPTIMIZER_FILE,
+    optimizer_metadata,
+    optimizer_path,
+    restore_schedule,
 )
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, adamw, probe_minibatch
 from crl.modeling.loading import TokenStats, checksum, load_model, require_packing, token_logprobs
@@ -67,9 +72,6 @@ from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the optimizer state that AdamW stores for every weight."""
 
 DUMMY_SAMPLE = TrainSample(TokenTrace((0, 0), (0, 1), (0.0, 0.0), (-1, 0)), 0.0, 0.0)
 """Dummy sample for a rank that has fewer micro-batches than another rank.
@@ -471,23 +473,17 @@ class Rank:
             for kind in self._state_kinds
             for name, _ in self._model.named_parameters()
         }
-        schedule = json.dumps(self._trainer.schedule.state_dict())
-        metadata = {"updates": str(self._trainer.updates), "schedule": schedule}
+        metadata = optimizer_metadata(self._trainer.updates)
         self._write(
             directory / OPTIMIZER_FILE, self._manifest(names), self._optimizer_tensors(), metadata
         )
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint of `save`, which may have used another number of ranks or ZeRO stage.
+        """Load a checkpoint of any learner, which may have had another number of ranks.
 
-        Raise `LearnerError` if the directory holds no optimizer state of this kind of learner.
+        Raise `LearnerError` if the directory holds no optimizer state.
         """
-        saved = directory / OPTIMIZER_FILE
-        if not saved.is_file():
-            raise LearnerError(
-                f"{directory} contains no {OPTIMIZER_FILE}: another kind of learner saved it. "
-                "Use the learner.kind with which the checkpoint was saved"
-            )
+        saved = optimizer_path(directory)
         loaded = load_model(
             directory,
             torch.device("cpu"),
@@ -509,12 +505,7 @@ class Rank:
                     )
                     self._set_optimizer_tensor(parameter, "weight", master)
             metadata = file.metadata()
-        self._trainer.updates = int(metadata["updates"])
-        self._trainer.schedule.load_state_dict(json.loads(metadata["schedule"]))
-        for group, rate in zip(
-            self._trainer.optimizer.param_groups, self._trainer.schedule.get_last_lr(), strict=True
-        ):
-            group["lr"] = rate
+        self._trainer.updates = restore_schedule(self._trainer.schedule, metadata)
 
     # Access to whole tensors that ZeRO has partitioned. At stage 3 a whole weight exists only while
     # it is gathered. From stage 1 on, the float32 weights and the moments are partitioned. All

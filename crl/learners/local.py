@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from safetensors import safe_open
 
 from crl.errors import CrlError, LearnerError
 from crl.learners.master import MasterWeights
+from crl.learners.optimizer_file import (
+    MOMENTS,
+    OPTIMIZER_FILE,
+    optimizer_metadata,
+    optimizer_path,
+    restore_schedule,
+)
 from crl.learners.step import Trainer, TrainSettings, adamw
 from crl.modeling.loading import InProcessWeights, load_model
+from crl.modeling.weights import manifest_of, write_tensors
 from crl.protocols import Loss, State
 from crl.types import Minibatch, StepStats
 
@@ -23,9 +32,6 @@ if TYPE_CHECKING:
     from crl.config.schema import OptimizerSection
 
 T = TypeVar("T")
-
-OPTIMIZER_FILE = "optimizer.pt"
-"""File name of the optimizer and schedule state in the directory of a saved model."""
 
 
 class LocalLearner:
@@ -93,29 +99,52 @@ class LocalLearner:
 
     def _save(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
-        state: State = {
-            "optimizer": self._trainer.optimizer.state_dict(),
-            "schedule": self._trainer.schedule.state_dict(),
-        }
-        if self._masters:
-            state["masters"] = [master.detach() for master in self._masters.parameters]
-        torch.save(state, directory / OPTIMIZER_FILE)
+        optimizer, schedule = self._trainer.optimizer, self._trainer.schedule
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self._optimized():
+            if self._masters:
+                tensors[f"weight.{name}"] = parameter.detach()
+            for kind in MOMENTS:  # AdamW creates them at its first update
+                moment = optimizer.state[parameter].get(kind)
+                tensors[f"{kind}.{name}"] = (
+                    torch.zeros_like(parameter.detach()) if moment is None else moment
+                )
+        metadata = optimizer_metadata(schedule.last_epoch)
+        manifest = manifest_of(tensors)
+        write_tensors(directory / OPTIMIZER_FILE, manifest, tensors.values(), metadata)
+
+    def _optimized(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the value of each weight that the optimizer updates."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if not self._masters:
+            yield from named
+            return
+        for (name, _), master in zip(named, self._masters.parameters, strict=True):
+            yield name, master
 
     def _load(self, directory: Path) -> None:
         loaded = load_model(directory, self.model.device, self.model.dtype)
-        if not (directory / OPTIMIZER_FILE).is_file():
-            raise LearnerError(
-                f"{directory} contains no {OPTIMIZER_FILE}: another kind of learner saved it. "
-                "Use the learner.kind with which the checkpoint was saved"
-            )
+        path = optimizer_path(directory)
         self.model.load_state_dict(loaded.state_dict())
-        saved = torch.load(
-            directory / OPTIMIZER_FILE, map_location=self.model.device, weights_only=True
-        )
-        self._trainer.optimizer.load_state_dict(saved["optimizer"])
-        self._trainer.schedule.load_state_dict(saved["schedule"])
+        optimizer, device = self._trainer.optimizer, str(self.model.device)
+        with safe_open(path, "pt", device=device) as file:
+            updates = restore_schedule(self._trainer.schedule, file.metadata())
+            saved_names = set(file.keys())
+            weights = dict(self.model.named_parameters())
+            masters = []
+            for name, parameter in self._optimized():
+                moments = {kind: file.get_tensor(f"{kind}.{name}") for kind in MOMENTS}
+                optimizer.state[parameter] = {
+                    "step": _step_tensor(optimizer, updates, parameter),
+                    **moments,
+                }
+                masters.append(
+                    file.get_tensor(f"weight.{name}")
+                    if f"weight.{name}" in saved_names
+                    else weights[name].detach().float()
+                )
         if self._masters:
-            self._masters.load(saved["masters"])
+            self._masters.load(masters)
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
         """Return the result of `work(*args)`, run on the worker thread.
@@ -128,3 +157,11 @@ class LocalLearner:
             raise
         except Exception as error:  # such as out of memory; the weights may be damaged
             raise LearnerError(f"the learner failed: {type(error).__name__}: {error}") from error
+
+
+def _step_tensor(
+    optimizer: torch.optim.Optimizer, updates: int, parameter: torch.Tensor
+) -> torch.Tensor:
+    """Return AdamW's counter of updates. A fused AdamW keeps it on the device of the weight."""
+    fused = optimizer.param_groups[0]["fused"]
+    return torch.tensor(float(updates), device=parameter.device if fused else "cpu")

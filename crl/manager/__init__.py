@@ -15,6 +15,7 @@ from crl.manager.records import (
     EpisodeId,
     Generation,
     GroupSuccess,
+    RolledBack,
     UnitKey,
 )
 from crl.manager.settings import ManagerSettings, Progress, Prompts, QueueSettings
@@ -35,5 +36,6 @@ __all__ = [
     "Prompts",
     "QueueSettings",
     "RefinePromptWriter",
+    "RolledBack",
     "UnitKey",
 ]

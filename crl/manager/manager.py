@@ -54,7 +54,7 @@ from crl.manager.settings import ManagerSettings, Progress, Prompts, no_progress
 from crl.manager.storage.database import copy_database, delete_bank, finish_then_cancel
 from crl.manager.storage.store import Store
 from crl.modeling.tokens import ChatRenderer
-from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest
+from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest, State
 from crl.seeds import derive_seed
 from crl.types import Experience, ExperienceUse, lift_order
 
@@ -640,8 +640,7 @@ class ExperienceManager:
 
         Their rewards stay pending, and no counter changes. At later steps, units that were
         postponed less often come first. One bad unit therefore does not block the other units of
-        its batch. Postponements are stored only in memory, so a process that opens the bank again
-        starts without them.
+        its batch. Postponements are part of `state`, not of the bank.
         """
         for pending in self._batch_units.values():
             times, _ = self._postponed.get(pending.unit, (0, -1))
@@ -651,14 +650,36 @@ class ExperienceManager:
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────
 
+    def state(self) -> State:
+        """Return the counters of this run that the bank does not store."""
+        return {
+            "sampled_tokens": self._sampled_tokens,
+            "merges_skipped": self._merges_skipped,
+            "refines_failed": self._refines_failed,
+            "retried": self._queue.retried,
+            "postponed": [[*unit, *times] for unit, times in self._postponed.items()],
+        }
+
+    def load_state(self, state: State) -> None:
+        """Load the counters. The bank itself is restored by `rollback`, which comes first."""
+        self._sampled_tokens = state["sampled_tokens"]
+        self._merges_skipped = state["merges_skipped"]
+        self._refines_failed = state["refines_failed"]
+        self._queue.retried = state["retried"]
+        self._postponed = {
+            UnitKey(uid, version): (times, step) for uid, version, times, step in state["postponed"]
+        }
+
     async def snapshot(self, kept: Collection[int] | None = None) -> int:
         """Record a snapshot of the bank. Return its sequence number in the log.
 
         A checkpoint's manifest stores this number, and `rollback` takes it to restore the current
         state. `kept` lists the earlier snapshots that are still needed (None: all). The others are
         deleted.
+
+        Retrievals since the last `flush` are not in the snapshot: they belong to episodes that a
+        resumed run plays again.
         """
-        await self._write_counts()
         return await self._store.snapshot(self._stamp(), kept)
 
     async def rollback(self, seq: int) -> RolledBack:

@@ -27,13 +27,16 @@ RESERVED_FIELDS = frozenset({"step", "kind", "time"})
 class FileMonitor(Monitor):
     """`Monitor` of every run.
 
-    `deterministic`: write null as time. In a deterministic run, only metrics under time/ and perf/
-    may differ between two runs.
+    `started`: time (`time.monotonic`) at which the run began; None = now. `deterministic`: write
+    null as time. In a deterministic run, only metrics under time/ and perf/ may differ between two
+    runs.
     """
 
-    def __init__(self, run: RunDir, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, run: RunDir, *, started: float | None = None, deterministic: bool = False
+    ) -> None:
         self._deterministic = deterministic
-        self._start = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._metrics = run.metrics.open("a", encoding="utf-8")
         self._trajectories = run.trajectories.open("a", encoding="utf-8")
         self._log = run.log.open("a", encoding="utf-8")
@@ -45,7 +48,7 @@ class FileMonitor(Monitor):
         """
         if clash := RESERVED_FIELDS & metrics.keys():
             raise ValueError(f"metrics may not have the names of reserved fields: {sorted(clash)}")
-        seconds = None if self._deterministic else round(time.monotonic() - self._start, 3)
+        seconds = None if self._deterministic else round(time.monotonic() - self._started, 3)
         _write(
             self._metrics,
             {"step": step, "kind": kind, "time": seconds}

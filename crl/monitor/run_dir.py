@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +40,33 @@ class RunDir:
             ) from error
         return cls(path)
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the run inside the context, so that no other process writes to its directory.
+
+        The kernel releases the lock when the process ends, even after a crash. Raise `ConfigError`
+        if another process holds the lock.
+        """
+        with (self.path / ".lock").open("a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                reason = "another process is training this run"
+                raise ConfigError(
+                    "run", str(self.path), reason, "Wait for its end, or interrupt it first"
+                ) from error
+            yield
+
+    def append_to_log(self, text: str) -> None:
+        """Append lines to log.txt. Raise `OSError` if the file cannot be written."""
+        with self.log.open("a", encoding="utf-8") as stream:
+            stream.write(text if text.endswith("\n") else text + "\n")
+
+    def new_discarded(self) -> Path:
+        """Return the path of a new directory for what a resumed run takes back."""
+        numbers = [int(path.name) for path in self.discarded.glob("*") if path.name.isdigit()]
+        return self.discarded / str(max(numbers, default=0) + 1)
+
     def clear(self) -> None:
         """Delete the contents of the directory, which can then be used by another run."""
         for item in self.path.iterdir():
@@ -61,6 +91,10 @@ class RunDir:
     @property
     def bank(self) -> Path:
         return self.path / "bank.sqlite"
+
+    @property
+    def discarded(self) -> Path:
+        return self.path / "discarded"
 
     @property
     def checkpoints(self) -> Path:

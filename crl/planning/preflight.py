@@ -263,6 +263,9 @@ CHECKS: tuple[Check, ...] = (
 )
 """Checks of a run, in the order in which they are made."""
 
+RESUME_CHECKS = tuple(check for check in CHECKS if check.name != "bank")
+"""Checks of a resumed run, which has a bank already."""
+
 EVALUATION_CHECKS: tuple[Check, ...] = (
     *(
         check

@@ -12,6 +12,7 @@ from crl.protocols import RolloutPlanner, State, TaskSource
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.rollout.gate import StalenessGate
 from crl.types import Task, Trajectory
+from crl.wording import counted
 
 
 class Collector:
@@ -93,6 +94,13 @@ class Collector:
             self._gate.complete(step)
             self._source_states.pop(step, None)
             self._changed.notify_all()
+
+    def details(self) -> list[str]:
+        """Return lines on the groups in flight."""
+        return [
+            f"{counted(len(self._gate.running), 'group')} in flight, "
+            f"{counted(len(self._groups), 'finished group')} waiting for training"
+        ]
 
     @property
     def completed_steps(self) -> int:

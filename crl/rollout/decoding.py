@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crl.modeling.tokens import ChatRenderer
+from crl.rollout.turnstile import Turnstile
 from crl.rollout.waves import Sampler
 from crl.seeds import derive_seed
 from crl.types import Completion, Sampling
@@ -25,6 +26,8 @@ class Decoding:
     """Sampling temperature; 0 is greedy decoding."""
     seed: int
     """Root of all sampling draws."""
+    turnstile: Turnstile = field(default_factory=Turnstile)
+    """Turnstile that episodes pass after the reset and after every completion."""
 
     async def complete(
         self, prompt: Sequence[int], max_tokens: int, *, session: str,

@@ -8,7 +8,7 @@ retried once. All other exceptions (a lost engine, a bug) pass through and end t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +25,6 @@ from crl.protocols import (
     SearchRequest,
 )
 from crl.rollout.decoding import Decoding
-from crl.rollout.turnstile import Turnstile
 from crl.types import (
     Activity,
     EpisodeAddress,
@@ -162,8 +161,8 @@ class EpisodeRunner:
     """Limits by task name."""
     judge: Judge = field(default_factory=AcceptAll)
     """Critic of retrieved experience."""
-    turnstile: Turnstile = field(default_factory=Turnstile)
-    """Turnstile that episodes pass after the reset and after every completion."""
+    on_finished: Callable[[str, RolloutError | None], object] = lambda task, error: None
+    """Function that is called with the task's name and the error of every finished episode."""
 
     def join(self, key: EpisodeKey) -> None:
         """Register an episode for which `play` will be called."""
@@ -187,6 +186,7 @@ class EpisodeRunner:
         finally:
             self.decoding.sampler.leave(key.session)
             self.judge.leave(key)
+        self.on_finished(task.name, record.error)
         trajectory = Trajectory(
             task, key.address, plan.condition, conversation.segments, conversation.traces,
             record.outcome(), record.activity(), record.guidance(),
@@ -213,7 +213,7 @@ class EpisodeRunner:
             # In overtime the episode is already finished. Only its record ends here.
             if isinstance(error, TransientError) and not (last_attempt or record.in_overtime):
                 raise
-            record.error = None if record.in_overtime else str(error)
+            record.error = None if record.in_overtime else error
         return conversation, record
 
     async def _play(
@@ -227,7 +227,7 @@ class EpisodeRunner:
         environment = await self.pool.acquire(task)
         try:
             observation, hit = await self._start(key, task, plan, environment, record)
-            await self.turnstile.pass_through()
+            await self.decoding.turnstile.pass_through()
             limits = (
                 self.limits[task.name]
                 if plan.condition == "guided"
@@ -311,7 +311,7 @@ class EpisodeRunner:
             if completion is None:
                 record.truncated = True
                 return
-            await self.turnstile.pass_through()
+            await self.decoding.turnstile.pass_through()
             record.sampled_tokens += len(completion.ids)
             record.truncated |= completion.finish == "length"
             text = conversation.add_completion(completion, trained=not in_overtime)
@@ -376,8 +376,8 @@ class EpisodeRecord:
     """Tokens that the actor sampled, including overtime."""
     truncated: bool = False
     """True if the episode reached its turn limit, a generation limit or the context limit."""
-    error: str | None = None
-    """Reason why the episode failed, else None."""
+    error: RolloutError | None = None
+    """Error of a failed episode."""
 
     @property
     def in_overtime(self) -> bool:
@@ -402,7 +402,7 @@ class EpisodeRecord:
             success=any(result.success for result in counted),
             score=counted[-1].score if counted else None,
             truncated=self.truncated,
-            error=self.error,
+            error=None if self.error is None else str(self.error),
         )
 
     def activity(self) -> Activity:

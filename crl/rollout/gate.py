@@ -26,7 +26,8 @@ class StalenessGate:
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.completed_steps = completed_steps
         self._next_group = completed_steps * groups_per_step
-        self._running: set[int] = set()
+        self.running: set[int] = set()
+        """Groups that have started and not finished."""
 
     def may_start(self, group: int) -> bool:
         return self.completed_steps >= group // self.groups_per_step - self.max_staleness
@@ -42,16 +43,16 @@ class StalenessGate:
                 f"{self.completed_steps} steps are completed"
             )
         self._next_group += 1
-        self._running.add(group)
+        self.running.add(group)
 
     def finish(self, group: int) -> None:
         """Record the end of a group, with or without success."""
-        self._running.remove(group)
+        self.running.remove(group)
 
     def ready(self, step: int) -> bool:
         """Return whether all groups of `step` have started and finished."""
         groups = range(step * self.groups_per_step, (step + 1) * self.groups_per_step)
-        return self._next_group >= groups.stop and self._running.isdisjoint(groups)
+        return self._next_group >= groups.stop and self.running.isdisjoint(groups)
 
     def complete(self, step: int) -> None:
         """Record that the trainer has processed `step`.

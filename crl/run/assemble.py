@@ -6,6 +6,7 @@ Four files help: `models.py` opens engines and learners, and `bank.py` the exper
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler
+from crl.monitor.records import Records
 from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.planning.context import critic_prompt
@@ -30,6 +32,7 @@ from crl.protocols import (
     Method,
     Monitor,
     Retriever,
+    TaskSource,
 )
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
@@ -45,7 +48,15 @@ from crl.run.critic import CriticParts, Warmup
 from crl.run.experience import (
     ReadOnlyRetriever,
 )
-from crl.run.loop import Actor, Measurements, Outputs, Rollouts, Schedule, TrainingLoop
+from crl.run.loop import (
+    Actor,
+    Checkpoints,
+    Measurements,
+    Outputs,
+    Rollouts,
+    Schedule,
+    TrainingLoop,
+)
 from crl.run.models import (
     ModelRole,
     actor_model,
@@ -53,6 +64,8 @@ from crl.run.models import (
     open_role_engine,
     open_role_learner,
 )
+from crl.run.supervision.health import EpisodeHealth
+from crl.run.supervision.supervisor import Supervisor
 from crl.seeds import derive_seed
 
 
@@ -62,48 +75,46 @@ async def open_training_loop(
     run: RunDir,
     monitor: Monitor,
     *,
+    started: float | None = None,
+    checkpoint: Path | None = None,
     retriever_override: Retriever | None = None,
     progress_bar: bool = False,
 ) -> AsyncIterator[TrainingLoop]:
     """Yield the training loop of a run, ready to start. Close its parts on exit.
 
-    `retriever_override` is a retriever that replaces the bank. Nothing is distilled then (a control
-    experiment). `progress_bar` allows a progress bar in the terminal.
+    * `started`: time (`time.monotonic`) at which the run began. None: now.
+    * `checkpoint`: checkpoint of this run from which it continues. The caller restores it.
+    * `retriever_override`: retriever that replaces the bank. Nothing is distilled then (a control
+      experiment).
+    * `progress_bar`: allows a progress bar in the terminal.
     """
+    supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config)
         method, actor = build_method(config, specs), actor_model(config, monitor.note)
         if retriever_override:
             method = replace(method, distiller=None, extractor=None)
         learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-        engine, pool = (
-            await open_role_engine(config, gpus, actor, stack),
-            tasks.environment_pool(config, specs, stack, monitor.note),
-        )
+        engine = await open_role_engine(config, gpus, actor, stack)
+        pool = tasks.environment_pool(config, specs, stack, monitor.note)
         experience, bank = await open_experience(
-            config, specs, gpus, method, run, monitor, stack, progress_bar=progress_bar
-        )
+            config, specs, gpus, method, run, monitor, stack,
+            checkpoint=checkpoint, progress_bar=progress_bar,
+            on_distilled=supervisor.watchdog.progress,
+        )  # fmt: skip
         retriever = experience.retriever if experience else retriever_override or NullRetriever()
-        runner = _runner(config, specs, actor, method, engine, pool, retriever)
+        runner = replace(
+            _runner(config, specs, actor, method, engine, pool, retriever),
+            on_finished=supervisor.episode_finished,
+        )
         critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
         if critic:
             runner = replace(runner, judge=critic.critic)
         source = tasks.train_stream(config, specs)
-        gate = StalenessGate(config.rollout.groups, config.rollout.max_staleness)
         evaluator, probe = _evaluation_parts(
             config, specs, runner, engine, bank, critic.success_rates if critic else None
         )
-        collector = Collector(
-            runner,
-            source,
-            method.planner,
-            gate,
-            group_size=config.rollout.group_size,
-            steps=config.run.steps,
-        )
-        models = {"actor": actor.path}
-        if experience:
-            models["extractor"] = extractor_model(config).path
+        collector = _collector(config, runner, source, method, checkpoint)
         yield TrainingLoop(
             method,
             _schedule(config),
@@ -112,8 +123,38 @@ async def open_training_loop(
             experience,
             critic,
             Measurements(evaluator, probe),
-            Outputs(monitor, run.checkpoints, models),
+            Outputs(
+                monitor,
+                run.checkpoints,
+                _model_dirs(config, actor, with_extractor=experience is not None),
+                Records(run),
+                started or time.monotonic(),
+                supervisor,
+            ),
         )
+
+
+def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) -> dict[str, Path]:
+    """Return the directory of each role's initial model."""
+    extractor = {"extractor": extractor_model(config).path} if with_extractor else {}
+    return {"actor": actor.path} | extractor
+
+
+def _collector(
+    config: RunConfig, runner: EpisodeRunner, source: TaskSource, method: Method,
+    checkpoint: Path | None,
+) -> Collector:  # fmt: skip
+    rollout = config.rollout
+    completed_steps = int(checkpoint.name) if checkpoint else 0
+    gate = StalenessGate(rollout.groups, rollout.max_staleness, completed_steps)
+    return Collector(
+        runner,
+        source,
+        method.planner,
+        gate,
+        group_size=rollout.group_size,
+        steps=config.run.steps,
+    )
 
 
 def _schedule(config: RunConfig) -> Schedule:
@@ -122,7 +163,12 @@ def _schedule(config: RunConfig) -> Schedule:
         minibatches=config.actor.minibatches,
         seed=config.run.seed,
         eval_every=config.run.eval_every,
-        checkpoint_every=config.run.checkpoint_every,
+        checkpoints=Checkpoints(
+            config.run.checkpoint_every,
+            0.0 if config.run.deterministic else 60 * config.run.checkpoint_minutes,
+            config.run.keep_last,
+            config.run.keep_every,
+        ),
         probe_every=config.eval.probe_every if "probe" in config.spec.uses else 0,
     )
 
@@ -146,7 +192,10 @@ async def open_evaluator(
         bank = None
         if method.distiller:
             bank = await open_bank_copy(config, specs, gpus, checkpoint, run, stack)
-        runner = _runner(config, specs, actor, method, engine, pool, NullRetriever())
+        runner = replace(
+            _runner(config, specs, actor, method, engine, pool, NullRetriever()),
+            on_finished=EpisodeHealth(config.run.max_error_rate).observe,
+        )
         rates = None
         if config.critic.enabled:
             rates = _success_rates(config)

@@ -37,6 +37,7 @@ from crl.protocols import (
     Method,
     Monitor,
 )
+from crl.run.checkpoint import read_state
 from crl.run.experience import (
     ExperiencePipeline,
     ExtractorTrainer,
@@ -170,9 +171,15 @@ def _embedder(config: RunConfig, assigned: GpuAssignment) -> AbstractAsyncContex
 
 async def open_experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
-    method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, progress_bar: bool,
+    method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *,
+    checkpoint: Path | None, progress_bar: bool, on_distilled: Callable[[], object],
 ) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
-    """Start the extractor and open the run's bank. Return Nones for a method without extractor."""
+    """Start the extractor and open the run's bank. Return Nones for a method without extractor.
+
+    The run begins with `checkpoint`, or anew if it is None. `on_distilled` is called after every
+    distillation. Raise `ConfigError` if the bank of a
+    run with a checkpoint is missing.
+    """
     if method.distiller is None:
         return None, None
     role = extractor_model(config, monitor.note)
@@ -182,15 +189,18 @@ async def open_experience(
     )
     advisors = {name: spec.curriculum.advisor for name, spec in specs.items()}
     diagnostics = Diagnostics({name: advisor for name, advisor in advisors.items() if advisor})
-    run_name = "run"
-    if config.bank.init:
-        await ExperienceManager.start_from(Path(config.bank.init), run.bank)
-        # The ids of this run must differ from those already in the bank.
-        run_name += hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
-    background = not config.run.deterministic
-    manager = await factory.open(
-        run.bank, engine, stack, diagnostics.record_distilled, background=background
+    run_name = (
+        read_state(checkpoint)["mark"] if checkpoint else await _start_bank(config.bank.init, run)
     )
+    if checkpoint:
+        require_bank(run)
+    background = not config.run.deterministic
+
+    def record(distilled: Distilled) -> None:
+        diagnostics.record_distilled(distilled)
+        on_distilled()
+
+    manager = await factory.open(run.bank, engine, stack, record, background=background)
     trainer = None
     if method.extractor:
         learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
@@ -211,6 +221,22 @@ async def open_experience(
     )
 
 
+async def _start_bank(init: str | None, run: RunDir) -> str:
+    """Copy the bank at `init` to the new run. Return the name that marks the run's episodes."""
+    if not init:
+        return "run"
+    await ExperienceManager.start_from(Path(init), run.bank)
+    # The ids of this run must differ from those already in the bank.
+    return "run" + hashlib.sha256(run.bank.read_bytes()).hexdigest()[:8]
+
+
+def require_bank(run: RunDir) -> None:
+    """Raise `ConfigError` if the bank file of a run is missing."""
+    if not run.bank.is_file():
+        reason = f"its bank file {run.bank.name} is missing"
+        raise ConfigError("run", str(run.path), reason, "Restore the file")
+
+
 async def open_bank_copy(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     checkpoint: Path, run: RunDir, stack: AsyncExitStack,
@@ -226,9 +252,7 @@ async def open_bank_copy(
         else extractor_model(config)
     )
     factory = await bank_factory(config, specs, gpus, embedding_progress(print_to_stderr), stack)
-    if not run.bank.is_file():
-        reason = f"its bank file {run.bank.name} is missing"
-        raise ConfigError("run", str(run.path), reason, "Restore the file")
+    require_bank(run)
     path = Path(stack.enter_context(TemporaryDirectory())) / run.bank.name
     await copy_database(run.bank, path)
     engine = await open_role_engine(config, gpus, role, stack)

@@ -1,20 +1,31 @@
 """Checkpoints of a run: RUN/checkpoints/STEP with the models, all parts' states and a manifest.
 
-A checkpoint is written under a temporary name and renamed when it is complete. A directory without
-a manifest is not a checkpoint.
+A checkpoint is written under a temporary name, synchronised to disk and then renamed. Its manifest
+lists the size and the SHA-256 of every file, so that a damaged file is found before it is loaded. A
+directory without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from crl.errors import ConfigError, LearnerError
+from crl.errors import CheckpointError, ConfigError, LearnerError
 from crl.protocols import Learner, State
 
 MANIFEST = "manifest.json"
+
+SIZE_FACTOR = 7
+"""Upper bound of the size of a checkpoint relative to the weights.
+
+A weight in bfloat16 takes 2 bytes, AdamW's two moments and the float32 weight 12.
+"""
 
 
 async def save_checkpoint(
@@ -23,40 +34,211 @@ async def save_checkpoint(
     learners: Mapping[str, Learner],
     model_dirs: Mapping[str, Path],
     state: State,
+    *,
+    replace: bool = False,
 ) -> Path:
     """Write the checkpoint of `step` under `root` (RUN/checkpoints) and return its path.
 
-    A complete checkpoint of the same step is kept and nothing is written. `model_dirs` maps each
+    A complete checkpoint of the same step is kept and nothing is written, unless `replace` is true.
+    `model_dirs` maps each
     role to a model directory: its tokenizer files and profile are copied beside the role's weights.
-    Raise `LearnerError` if a learner cannot save; the incomplete directory is then removed.
+
+    Raise `CheckpointError` if the disk has not enough space, a learner cannot save or a file cannot
+    be written. The incomplete directory is then removed.
     """
     target, partial_dir = root / str(step), root / f".{step}.part"
-    if (target / MANIFEST).is_file():
+    if (target / MANIFEST).is_file() and not replace:
         return target
     shutil.rmtree(partial_dir, ignore_errors=True)
-    for role, learner in learners.items():
-        role_dir = partial_dir / role
-        role_dir.mkdir(parents=True)
-        try:
+    try:
+        _require_space(root, [model_dirs[role] for role in learners])
+        for role, learner in learners.items():
+            role_dir = partial_dir / role
+            role_dir.mkdir(parents=True)
             await learner.save(role_dir)
-        except LearnerError as error:
-            shutil.rmtree(partial_dir, ignore_errors=True)
-            raise LearnerError(
-                f"{role_dir}: cannot be written: {error}. Check whether the disk is full. "
-                "All existing checkpoints are complete."
-            ) from error
-        for file in model_dirs[role].iterdir():
-            if _is_copied(file) and not (role_dir / file.name).exists():
-                shutil.copy2(file, role_dir / file.name)
-    manifest = {"step": step, "models": sorted(learners), "state": state}
-    (partial_dir / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-    partial_dir.rename(target)
+            for file in model_dirs[role].iterdir():
+                if _is_copied(file) and not (role_dir / file.name).exists():
+                    shutil.copy2(file, role_dir / file.name)
+        files = await asyncio.to_thread(_synchronised, partial_dir)
+        manifest = {"step": step, "models": sorted(learners), "files": files, "state": state}
+        await asyncio.to_thread(_finish, partial_dir, target, json.dumps(manifest))
+    except (LearnerError, OSError) as error:
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        raise CheckpointError(
+            f"{target}: the checkpoint cannot be written: {error}. Check whether the disk is full. "
+            "All existing checkpoints are complete."
+        ) from error
     return target
+
+
+def prune_checkpoints(root: Path, *, keep_last: int, keep_every: int) -> None:
+    """Delete all checkpoints under `root` except the last `keep_last`.
+
+    A checkpoint whose step is a multiple of `keep_every` is kept too; 0 = none.
+    """
+    paths = _complete_checkpoints(root)
+    for path in paths[: max(0, len(paths) - keep_last)]:
+        if not (keep_every and int(path.name) % keep_every == 0):
+            # Without its manifest the rest is not a checkpoint, even if the process is killed here.
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
 
 
 def read_state(checkpoint: Path) -> State:
     """Return the state of every part, as it was passed to `save_checkpoint`."""
     return json.loads((checkpoint / MANIFEST).read_text("utf-8"))["state"]
+
+
+def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
+    """Return the newest checkpoint under `root` whose files are undamaged.
+
+    `note` is called with a line of text for every newer checkpoint that is damaged. Raise
+    `ConfigError` if there is no undamaged checkpoint.
+    """
+    damaged = []
+    for path in reversed(_complete_checkpoints(root)):
+        if not (reason := damage(path)):
+            return path
+        note(f"{reason}: the checkpoint of step {path.name} is not used")
+        damaged.append(path)
+    raise ConfigError(
+        "run",
+        str(root.parent),
+        "has no undamaged checkpoint" if damaged else "has no complete checkpoint",
+        "Use a run that has written a checkpoint",
+    )
+
+
+def checkpoint_of(root: Path, step: int) -> Path:
+    """Return the checkpoint of `step`. Raise `ConfigError` if there is none or it is damaged."""
+    paths = _complete_checkpoints(root)
+    if (path := root / str(step)) not in paths:
+        steps = ", ".join(path.name for path in paths) or "none"
+        reason = f"{root.parent} has no checkpoint of this step"
+        raise ConfigError("from", step, reason, f"Its checkpoints: {steps}")
+    if reason := damage(path):
+        raise ConfigError("from", step, reason, "Choose another checkpoint")
+    return path
+
+
+def damage(checkpoint: Path) -> str:
+    """Return which file of a checkpoint is damaged, and how; "" if none is.
+
+    Checkpoints of older versions have no list of files, and are not checked.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{checkpoint / MANIFEST} cannot be read ({error})"
+    for name, expected in manifest.get("files", {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != expected["size"]:
+            return f"{path} has {size:,} bytes instead of {expected['size']:,}"
+        if _digest(path) != expected["sha256"]:
+            return f"{path} has changed since it was written (its SHA-256 differs)"
+    return ""
+
+
+def saved_states(root: Path) -> list[State]:
+    """Return the states of all complete checkpoints under `root` (RUN/checkpoints).
+
+    Checkpoints with a damaged manifest are left out.
+    """
+    states = []
+    for path in _complete_checkpoints(root):
+        with suppress(OSError, ValueError):
+            states.append(read_state(path))
+    return states
+
+
+def later_checkpoints(root: Path, step: int) -> list[Path]:
+    """Return the complete checkpoints after `step`."""
+    return [path for path in _complete_checkpoints(root) if int(path.name) > step]
+
+
+def _complete_checkpoints(root: Path) -> list[Path]:
+    """Return the complete checkpoints, the oldest first."""
+    paths = [path.parent for path in root.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()]
+    return sorted(paths, key=lambda path: int(path.name))
+
+
+def _require_space(root: Path, model_dirs: list[Path]) -> None:
+    """Create `root`. Raise `OSError` if the disk has not enough free space for a checkpoint.
+
+    The size of the last checkpoint is needed. The first one is estimated from the models.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    if paths := _complete_checkpoints(root):
+        needed = sum(file.stat().st_size for file in _files(paths[-1]))
+    else:
+        weights = [file for folder in model_dirs for file in folder.glob("*.safetensors")]
+        needed = SIZE_FACTOR * sum(file.stat().st_size for file in weights)
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise OSError(f"it needs {needed:,} bytes, but the disk has {free:,} free bytes")
+
+
+def _synchronised(folder: Path) -> dict[str, dict[str, int | str]]:
+    """Write all files to the disk. Return their sizes and SHA-256, by relative path."""
+    files: dict[str, dict[str, int | str]] = {}
+    for path in _files(folder):
+        _sync(path)
+        files[str(path.relative_to(folder))] = {
+            "size": path.stat().st_size,
+            "sha256": _digest(path),
+        }
+    return files
+
+
+def _finish(partial_dir: Path, target: Path, manifest: str) -> None:
+    """Write the manifest, rename the directory to `target`, and write both to the disk."""
+    (partial_dir / MANIFEST).write_text(manifest, "utf-8")
+    _sync(partial_dir / MANIFEST)
+    for folder in (*(path for path in partial_dir.iterdir() if path.is_dir()), partial_dir):
+        _sync(folder)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)  # `repair` takes it back if the process is killed now
+    partial_dir.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def repair(root: Path) -> None:
+    """Remove what a killed process left under `root` besides complete checkpoints."""
+    for old in root.glob(".*.old"):
+        target = root / old.name.removeprefix(".").removesuffix(".old")
+        if not (target / MANIFEST).is_file() and (old / MANIFEST).is_file():
+            shutil.rmtree(target, ignore_errors=True)
+            old.rename(target)
+        else:
+            shutil.rmtree(old)
+    for path in root.glob(".*.part"):
+        shutil.rmtree(path)
+    for path in root.glob("*"):
+        if path.name.isdigit() and not (path / MANIFEST).is_file():
+            shutil.rmtree(path)
+
+
+def _sync(path: Path) -> None:
+    """Write a file or the entries of a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_copied(file: Path) -> bool:
@@ -71,28 +253,3 @@ def _is_copied(file: Path) -> bool:
         and file.suffix in {".json", ".jinja", ".txt", ".model"}
         and not describes_weights
     )
-
-
-def latest_checkpoint(root: Path) -> Path:
-    """Return the newest complete checkpoint under `root`. Raise `ConfigError` if there is none."""
-    complete = _complete_checkpoints(root)
-    if not complete:
-        raise ConfigError(
-            "run",
-            str(root.parent),
-            "has no complete checkpoint",
-            "Use a run that has written a checkpoint",
-        )
-    return max(complete, key=lambda path: int(path.name))
-
-
-def saved_states(root: Path) -> list[State]:
-    """Return the states of all complete checkpoints under `root` (RUN/checkpoints)."""
-    return [
-        json.loads((path / MANIFEST).read_text("utf-8"))["state"]
-        for path in _complete_checkpoints(root)
-    ]
-
-
-def _complete_checkpoints(root: Path) -> list[Path]:
-    return [path.parent for path in root.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()]

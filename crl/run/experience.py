@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 from crl.embedders.cached import CachedEmbedder
@@ -21,6 +22,7 @@ from crl.manager import (
     ExperienceManager,
     ExtractorSample,
     Generation,
+    RolledBack,
 )
 from crl.protocols import (
     DistillationFilter,
@@ -28,14 +30,15 @@ from crl.protocols import (
     ExtractorRole,
     Hit,
     Learner,
+    Metrics,
     Monitor,
     Question,
     SearchRequest,
     State,
 )
 from crl.rollout.crediting import credit_and_submit
-from crl.run.mismatch import MismatchDetector
-from crl.run.sync import sync_weights
+from crl.run.supervision.mismatch import MismatchDetector
+from crl.run.sync import restore_weights, sync_weights
 from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
 
 REPORTED_EXPERIENCES = 8
@@ -222,6 +225,8 @@ class ExperiencePipeline:
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._cache, self._monitor = distiller, cache, monitor
         self._settings = settings
+        self.last_metrics: Metrics = {}
+        """Metrics of the bank after the last completed step."""
         self._engine, self._busy = engine, engine.busy_s
         self._credit_event, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
         self.retriever = ObservedRetriever(manager, diagnostics, run_name=settings.run_name)
@@ -292,6 +297,7 @@ class ExperiencePipeline:
             "perf/distil_busy_s": self._busy - busy,
         }
         metrics["perf/embed_cache_hits"] = self._cache.hit_rate
+        self.last_metrics = metrics
         metrics |= latency_percentiles(
             "search", self.manager.take_search_times()
         ) | latency_percentiles("refine", self.manager.take_refine_times())
@@ -322,6 +328,8 @@ class ExperiencePipeline:
                 kept=[saved_state["bank"] for saved_state in saved]
             ),
             "mark": self._settings.run_name,
+            "manager": self.manager.state(),
+            "diagnostics": self.diagnostics.state(),
         }
         if trainer := self.trainer:
             state["extractor"] = {
@@ -330,6 +338,20 @@ class ExperiencePipeline:
                 "skipped_updates": trainer.skipped_updates,
             }
         return state
+
+    async def restore(self, checkpoint: Path, state: State) -> RolledBack:
+        """Restore bank, extractor and counters to a checkpoint whose state is `state`."""
+        rolled_back = await self.manager.rollback(state["bank"])
+        self.manager.load_state(state["manager"])
+        self.diagnostics.load_state(state["diagnostics"])
+        if trainer := self.trainer:
+            saved = state["extractor"]
+            await restore_weights(
+                trainer.learner, self._engine, checkpoint / "extractor", saved["learner"]
+            )
+            trainer.updates = saved["updates"]
+            trainer.skipped_updates = saved["skipped_updates"]
+        return rolled_back
 
 
 def latency_percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:

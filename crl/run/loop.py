@@ -28,21 +28,40 @@ from typing import Any, TypeVar
 from crl.algo import build_minibatches, sum_terms
 from crl.algo.batching import Advantage, DistillationSamples, has_signal
 from crl.envs.hosting.threads import Hosts
+from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
 from crl.evaluation.metrics import rollout_metrics
 from crl.evaluation.probe import AdviceProbe
+from crl.evaluation.records import evaluation_record, read_evaluation
+from crl.manager import RolledBack
+from crl.monitor.records import Records
 from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, TaskSource
 from crl.rollout.collector import Collector
-from crl.run.checkpoint import save_checkpoint, saved_states
+from crl.run.checkpoint import prune_checkpoints, read_state, save_checkpoint, saved_states
 from crl.run.critic import CriticParts
 from crl.run.experience import ExperiencePipeline
-from crl.run.mismatch import MismatchDetector
-from crl.run.sync import sync_weights
+from crl.run.supervision.mismatch import MismatchDetector
+from crl.run.supervision.supervisor import Supervisor
+from crl.run.sync import restore_weights, sync_weights
 from crl.run.totals import Totals
 from crl.seeds import generator
 from crl.types import GUIDANCE_ORIGINS, Minibatch, StepStats, Trajectory
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Times of a run's checkpoints, and which of them are kept."""
+
+    every: int
+    """Steps between two checkpoints; 0 = no limit."""
+    seconds: float
+    """Maximum number of seconds between two checkpoints; 0 = no limit."""
+    keep_last: int
+    """Number of the last checkpoints that are kept."""
+    keep_every: int
+    """Steps between two checkpoints that are kept for good; 0 = none."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +76,8 @@ class Schedule:
     """Root of the random draws that make minibatches."""
     eval_every: int
     """Steps between two evaluations; 0 = only before and after the run."""
-    checkpoint_every: int
-    """Steps between two checkpoints; 0 = only at the end."""
+    checkpoints: Checkpoints
+    """Times of checkpoints, and which of them are kept."""
     probe_every: int
     """Steps between two advice probes; 0 = no probes."""
 
@@ -92,6 +111,21 @@ class Measurements:
     probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """Metrics of finished advice probes, by the number of completed steps."""
 
+    def state(self) -> State:
+        """Return the results as JSON."""
+        return {
+            "evaluations": [
+                [step, evaluation_record(evaluation)]
+                for step, evaluation in self.evaluations.items()
+            ],
+            "probes": [[step, dict(metrics)] for step, metrics in self.probes.items()],
+        }
+
+    def load_state(self, state: State) -> None:
+        for step, record in state["evaluations"]:
+            self.evaluations[step] = read_evaluation(record)
+        self.probes.update(state["probes"])
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -102,6 +136,12 @@ class Outputs:
     """Directory of the run's checkpoints."""
     model_dirs: Mapping[str, Path]
     """Directory of each role's initial model, see `save_checkpoint`."""
+    records: Records
+    """Files of metrics and episodes."""
+    started: float
+    """Time (`time.monotonic`) at which the run began; earlier for a resumed run."""
+    supervisor: Supervisor
+    """Source of warnings."""
 
 
 class TrainingLoop:
@@ -126,17 +166,22 @@ class TrainingLoop:
         self.method, self.schedule, self.outputs = method, schedule, outputs
         self.rollouts, self.actor, self.measurements = rollouts, actor, measurements
         self.experience, self.critic = experience, critic
+        self.supervisor = outputs.supervisor
+        self.supervisor.watchdog.details = self._details
         self.stop = asyncio.Event()
         """Event that ends the run after the current step."""
         self.totals = Totals()
         self.skipped_updates = 0
         """Actor updates that were skipped because loss or gradient was not finite."""
+        self.warmed_up = False
+        """True after the critic's warm-up."""
         self.mid_step = False
         """True between the credit of a batch and the completion of its step.
 
         In this phase weights and counters are inconsistent: no checkpoint may be written.
         """
         self._mismatch = MismatchDetector("actor", outputs.monitor)
+        self._checkpoint_time = time.monotonic()
 
     @property
     def completed_steps(self) -> int:
@@ -156,8 +201,16 @@ class TrainingLoop:
         An error in one of the parts cancels the others. It is raised in an exception group, without
         a checkpoint.
         """
+        async with asyncio.TaskGroup() as tasks:
+            watchdog = tasks.create_task(self.supervisor.watchdog.run(), name="watchdog")
+            await self._run()
+            watchdog.cancel()
+
+    async def _run(self) -> None:
         await self._warm_up()
-        await self._evaluate_and_probe(0)
+        if not self.completed_steps:
+            await self._evaluate_and_probe(0)
+        await self._measure_if_due(self.completed_steps)  # an interruption may have skipped it
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.rollouts.collector.run(), name="collector")]
             background += [
@@ -174,11 +227,12 @@ class TrainingLoop:
         if self.experience and not self.stop.is_set():
             await self._unless_stopped(self.experience.finish())
         await self._evaluate_and_probe(self.completed_steps)
-        await self.checkpoint()
+        await self.checkpoint(replace=True)
 
-    async def checkpoint(self) -> Path:
+    async def checkpoint(self, *, replace: bool = False) -> Path:
         """Write a checkpoint of the completed steps and return its path.
 
+        An existing checkpoint of the same step is kept, unless `replace` is true.
         It holds the trained models, the state of every part, and a reference to a bank snapshot.
         """
         state: State = {
@@ -190,15 +244,44 @@ class TrainingLoop:
                 state |= await self.experience.state(saved_states(self.outputs.checkpoints))
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
+            state["warmed_up"] = self.warmed_up
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
-            return await save_checkpoint(
+            state["measurements"] = self.measurements.state()
+            state["records"] = self.outputs.records.state()
+            state["seconds"] = time.monotonic() - self.outputs.started
+            path = await save_checkpoint(
                 self.outputs.checkpoints,
                 self.completed_steps,
                 self._learners,
                 self.outputs.model_dirs,
                 state,
+                replace=replace,
             )
+        kept = self.schedule.checkpoints
+        prune_checkpoints(
+            self.outputs.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every
+        )
+        return path
+
+    async def restore(self, checkpoint: Path) -> RolledBack | None:
+        """Restore all parts to a checkpoint of this run. Call this method before `run`.
+
+        The collector must have been created for the checkpoint's step. Return the result for the
+        bank, or None for a run without experience.
+        """
+        state = read_state(checkpoint)
+        await restore_weights(
+            self.actor.learner, self.actor.engine, checkpoint / "actor", state["learner"]
+        )
+        self.rollouts.source.load_state(state["source"])
+        if self.critic:
+            self.critic.success_rates.load_state(state["success_rates"])
+        self.warmed_up = state["warmed_up"]
+        self.skipped_updates = state["skipped_updates"]
+        self.totals = Totals(**state["totals"])
+        self.measurements.load_state(state["measurements"])
+        return await self.experience.restore(checkpoint, state) if self.experience else None
 
     async def _step(self, step: int) -> bool:
         """Run one actor step. Return False if the run was asked to stop.
@@ -249,6 +332,9 @@ class TrainingLoop:
         }
         self.outputs.monitor.log(step + 1, "train", metrics | self.rollouts.environments.metrics())
         self._mismatch.observe(step, stats.metrics)
+        self.supervisor.watchdog.progress()
+        bank = self.experience.last_metrics if self.experience else {}
+        self.supervisor.warnings.observe(step + 1, {**bank, **metrics})
         await self._complete(step)
         return not self.stop.is_set()
 
@@ -258,14 +344,25 @@ class TrainingLoop:
         Evaluation and probe come first. A synchronous run has no rollout in flight then, so no
         rollout shares a forward pass with an eval episode.
         """
-        if self._due(step + 1, self.schedule.eval_every):
-            await self._evaluate(step + 1)
-        if self._due(step + 1, self.schedule.probe_every):
-            await self._probe(step + 1)
+        await self._measure_if_due(step + 1)
         await self.rollouts.collector.complete(step)
         self.mid_step = False
-        if self._due(step + 1, self.schedule.checkpoint_every):
+        if self._checkpoint_due(step + 1):
+            await self._try_checkpoint()
+
+    def _checkpoint_due(self, step: int) -> bool:
+        """Return whether a periodic checkpoint is due after `step` steps."""
+        times = self.schedule.checkpoints
+        late = 0 < times.seconds <= time.monotonic() - self._checkpoint_time
+        return self._due(step, times.every) or (late and step < self.schedule.steps)
+
+    async def _try_checkpoint(self) -> None:
+        """Write a checkpoint. Without one the run continues with a warning."""
+        try:
             await self.checkpoint()
+        except CheckpointError as error:
+            self.outputs.monitor.note(f"warning: {error} The run continues")
+        self._checkpoint_time = time.monotonic()
 
     def _advantages(self, valid: Sequence[Trajectory]) -> list[Advantage]:
         """Return the sum of the method's advantage terms for each trajectory.
@@ -309,15 +406,16 @@ class TrainingLoop:
     async def _warm_up(self) -> None:
         """Play the critic's warm-up and log the success rates.
 
-        A run that continues from completed steps skips the warm-up: its checkpoint has the rates.
+        A resumed run does not repeat it: its checkpoint has the rates.
         """
-        if not self.critic or not self.critic.warmup.batches or self.completed_steps:
+        if not self.critic or not self.critic.warmup.batches or self.warmed_up:
             return
         stopwatch = Stopwatch()
         with stopwatch("warmup"):
             trajectories = await self._unless_stopped(self.critic.warmup.play())
         if trajectories is None:
             return
+        self.warmed_up = True
         self.totals.add(trajectories)
         episodes = self.critic.success_rates.observe(trajectories)
         if episodes == 0:
@@ -332,6 +430,13 @@ class TrainingLoop:
         self.outputs.monitor.log(
             0, "warmup", {"warmup/episodes": episodes, **success_rates, **stopwatch.metrics()}
         )
+
+    async def _measure_if_due(self, step: int) -> None:
+        """Run the periodic evaluation and probe after `step` steps, if they are due."""
+        if self._due(step, self.schedule.eval_every):
+            await self._evaluate(step)
+        if self._due(step, self.schedule.probe_every):
+            await self._probe(step)
 
     async def _evaluate_and_probe(self, step: int) -> None:
         await self._evaluate(step)
@@ -392,6 +497,17 @@ class TrainingLoop:
             "perf/episodes_per_s": len(batch) / seconds if seconds else 0.0,
             **stopwatch.metrics(),
         }
+
+    def _details(self) -> list[str]:
+        """Return lines on the parts of the run that are not tasks, for the watchdog."""
+        environments = self.rollouts.environments.metrics().items()
+        return [
+            f"{self.completed_steps} of {self.schedule.steps} steps completed",
+            *self.rollouts.collector.details(),
+            f"actor engine: version {self.actor.engine.version}, "
+            f"{self.actor.engine.busy_s:.0f} s of compute so far",
+            *(f"{name}: {value}" for name, value in environments),
+        ]
 
     def _due(self, step: int, every: int) -> bool:
         """Return whether a periodic task is due after `step` steps; `every` = 0 means never.

@@ -1,4 +1,4 @@
-"""Commands behind `crl train` and `crl eval`.
+"""Commands behind `crl train`, `crl resume`, `crl fork` and `crl eval`.
 
 They cover a run from its directory to its summary, including interruptions and errors.
 """
@@ -8,32 +8,45 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shlex
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from crl.config.load import dump, load_saved
+from crl.config.resume import Change
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError, CrlError, LearnerError, StoreError, is_disk_full
+from crl.errors import (
+    ConfigError,
+    CrlError,
+    LearnerError,
+    StallError,
+    StoreError,
+    is_disk_full,
+)
 from crl.evaluation.evaluate import Evaluation
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
-from crl.monitor.run_dir import RunDir
+from crl.monitor.run_dir import RunDir, require_free
 from crl.monitor.sinks import open_sinks
 from crl.planning import preflight
 from crl.planning.plan import overview
 from crl.planning.tasks import data_notes, specs
 from crl.prompts import hashes
 from crl.protocols import Monitor
+from crl.run import export, resume
 from crl.run.assemble import open_evaluator, open_training_loop
-from crl.run.checkpoint import latest_checkpoint
+from crl.run.checkpoint import latest_checkpoint, read_state, saved_states
 from crl.run.loop import TrainingLoop
-from crl.run.signals import sigterm_as_interrupt
+from crl.run.models import print_to_stderr
+from crl.run.resume import Resumption
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
+from crl.run.supervision.signals import sigterm_as_interrupt
 from crl.wording import counted
 
 INTERRUPTED = 130
@@ -41,7 +54,7 @@ INTERRUPTED = 130
 
 
 def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) -> int:
-    """Train a run and return the exit code.
+    """Train a new run and return the exit code.
 
     The run is shown on `screen`, which is closed at the end. `command` is the command line without
     --seed and --run-dir; the summary shows it. Raise `CrlError` if the run cannot start or fails.
@@ -50,22 +63,101 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     started = time.monotonic()
     preflight.require(config)
     run = RunDir.create(run_dir)
-    dump(config, run.config, prompts=hashes(config.prompts.files))
+    dump(config, run.config, prompts=hashes(config.prompts.files), command=command)
     try:
-        with (
-            sigterm_as_interrupt(),
-            _disk_errors(run),
-            closing(_monitor(config, run, screen)) as monitor,
-        ):
-            monitor.note(f"run {run.path}\n{overview(config)}\n")
-            return asyncio.run(_train(config, run, monitor, screen, command, started))
+        with run.lock():
+            return _run(config, run, screen, started, f"run {run.path}\n{overview(config)}\n")
     except ConfigError:
         # Without metrics the run has not begun: make the directory empty again.
         if not run.metrics.exists() or not run.metrics.stat().st_size:
             run.clear()
         raise
+
+
+def resume_run(
+    config: RunConfig, changes: Sequence[Change], run_dir: Path, *, step: int | None,
+    screen: Monitor,
+) -> int:  # fmt: skip
+    """Continue a run from its checkpoint of `step`, or from the last one. Return the exit code.
+
+    `changes` are the settings in which `config` differs from the saved one. Raise `CrlError` as
+    `train` does, and `ConfigError` if there is no undamaged checkpoint, or if the run is finished.
+    """
+    started = time.monotonic()
+    preflight.require(config, checks=preflight.RESUME_CHECKS)
+    run = RunDir(run_dir)
+    with run.lock():
+        resumption = resume.choose(run, step, print_to_stderr)
+        done = resumption.step - (0 if resumption.is_evaluated else 1)
+        if done >= config.run.steps:
+            reason = f"the run has completed {counted(resumption.step, 'step')}"
+            raise ConfigError("run.steps", config.run.steps, reason, "Extend it with --steps N")
+        started -= read_state(resumption.checkpoint)["seconds"]
+        opening = "\n".join([f"run {run.path}", *(f"  {change}" for change in changes)])
+        return _run(config, run, screen, started, opening, resumption)
+
+
+def fork_run(config: RunConfig, source: Path, target: Path, *, step: int | None) -> int:
+    """Make the new run `target` from a checkpoint of the run `source`. Return its step.
+
+    `step` is the step of the checkpoint, or None for the last one. Raise `ConfigError` if there is
+    no undamaged checkpoint, if `source` is being trained, or if `target` is not empty.
+    """
+    old = RunDir(source)
+    require_free(target)
+    with old.lock():
+        resumption = resume.choose(old, step, print_to_stderr)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".fork-", dir=target.parent) as folder:
+            new = RunDir(Path(folder) / "run")
+            asyncio.run(resume.fork(old, new, resumption.checkpoint))
+            dump(
+                config,
+                new.config,
+                prompts=hashes(config.prompts.files),
+                command=load_saved(source).command,
+                lineage=resume.lineage(old, resumption.step),
+            )
+            new.path.rename(target)  # replaces an empty directory
+    return resumption.step
+
+
+def export_run(run_dir: Path, target: Path, *, role: str | None, step: int | None) -> Path:
+    """Export a model of a run, or the bank if `role` is None. Return the checkpoint.
+
+    `step` is the step of the checkpoint, or None for the last one. Raise `CrlError` as
+    `export.export_model` and `export.export_bank` do.
+    """
+    run, saved = RunDir(run_dir), load_saved(run_dir)
+    checkpoint = resume.choose(run, step, print_to_stderr).checkpoint
+    if role is None:
+        asyncio.run(export.export_bank(saved, run, checkpoint, target))
+    else:
+        export.export_model(saved, checkpoint, role, target)
+    return checkpoint
+
+
+def _run(
+    config: RunConfig, run: RunDir, screen: Monitor, started: float, opening: str,
+    resumption: Resumption | None = None,
+) -> int:  # fmt: skip
+    """Run the training loop and return the exit code.
+
+    `started` is the time at which the run began; time before an interruption counts. `opening` is
+    the first note.
+    """
+    try:
+        with (
+            sigterm_as_interrupt(),
+            _disk_errors(run),
+            closing(_monitor(config, run, screen, started)) as monitor,
+        ):
+            monitor.note(opening)
+            return asyncio.run(_train(config, run, monitor, screen, started, resumption))
+    except ConfigError:
+        raise
     except BaseException as error:
-        _log_traceback(error, run.log)
+        _log_traceback(error, run)
         raise
 
 
@@ -86,17 +178,19 @@ def _disk_errors(run: RunDir) -> Iterator[None]:
         ) from error
 
 
-def _log_traceback(error: BaseException, log: Path) -> None:
-    """Append the traceback of `error` to `log`. Add its location to the message of a `CrlError`.
+def _log_traceback(error: BaseException, run: RunDir) -> None:
+    """Append the traceback of `error` to the run's log.
 
-    If the log cannot be written (for example, because the disk is full), the message says so.
+    Add its location to the message of a `CrlError`, and the command that continues the run. If the
+    log cannot be written (for example, because the disk is full), the message says so.
     """
-    note = f"traceback: {log}"
+    note = f"traceback: {run.log}"
     try:
-        with log.open("a", encoding="utf-8") as stream:
-            stream.write("".join(traceback.format_exception(error)))
+        run.append_to_log("".join(traceback.format_exception(error)))
     except OSError as write_error:
-        note = f"no traceback: cannot write {log}: {write_error.strerror}"
+        note = f"no traceback: cannot write {run.log}: {write_error.strerror}"
+    if saved_states(run.checkpoints):
+        note += f"; continue with: crl resume {shlex.quote(str(run.path))}"
     if isinstance(error, CrlError):
         error.args = (f"{error} ({note})",)
 
@@ -107,7 +201,7 @@ def evaluate_run(run_dir: Path) -> int:
     The files of the run are not changed.
     """
     config = load_saved(run_dir).config
-    checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints)
+    checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints, print_to_stderr)
     preflight.require(config, checks=preflight.EVALUATION_CHECKS)
     result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
     print(f"{checkpoint}, after {counted(int(checkpoint.name), 'step')}")
@@ -139,22 +233,32 @@ def frozen_heap() -> Iterator[None]:
 
 
 async def _train(
-    config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, command: str, started: float
-) -> int:
+    config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, started: float,
+    resumption: Resumption | None,
+) -> int:  # fmt: skip
     async with open_training_loop(
-        config, run, monitor, progress_bar=isinstance(screen, PlainMonitor)
+        config,
+        run,
+        monitor,
+        started=started,
+        checkpoint=resumption.checkpoint if resumption else None,
+        progress_bar=isinstance(screen, PlainMonitor),
     ) as loop:
+        if resumption:
+            await _restore(config, run, loop, resumption)
         with frozen_heap(), _handle_interrupts(loop, screen):
             try:
                 await loop.run()
             except BaseExceptionGroup as group:
                 cause = _first_cause(group)
-                if not isinstance(cause, LearnerError | StoreError) and not loop.mid_step:
+                damaging = LearnerError | StoreError | StallError
+                if not isinstance(cause, damaging) and not loop.mid_step:
                     await loop.checkpoint()
                 raise cause from cause.__cause__ or group
         evaluations = loop.measurements.evaluations
         summary = Summary(
             steps=loop.completed_steps,
+            warnings=loop.supervisor.warnings.lines(),
             seconds=time.monotonic() - started,
             totals=loop.totals,
             success=SuccessReport(
@@ -170,12 +274,38 @@ async def _train(
                 else 0
             ),
             next_steps=NextSteps(
-                run.path, run.checkpoint(loop.completed_steps), command, config.run.seed
+                run.path,
+                run.checkpoint(loop.completed_steps),
+                load_saved(run.path).command,
+                config.run.seed,
+                config.run.steps,
+                interrupted=loop.stop.is_set(),
             ),
             experience=await experience_report(loop, run.bank),
         )
         monitor.note(summary.text())
         return INTERRUPTED if loop.stop.is_set() else 0
+
+
+async def _restore(
+    config: RunConfig, run: RunDir, loop: TrainingLoop, resumption: Resumption
+) -> None:
+    """Take back what the run did after the checkpoint, and restore all parts.
+
+    All parts of the run have been opened before, so nothing is taken back for a run that cannot
+    start.
+    """
+    saved = load_saved(run.path)
+    loop.outputs.monitor.note(resume.discard(run, resumption))
+    dump(
+        config,
+        run.config,
+        prompts=hashes(config.prompts.files),
+        command=saved.command,
+        lineage=saved.lineage,
+    )
+    if rolled_back := await loop.restore(resumption.checkpoint):
+        resume.keep_archive(rolled_back.archive, resumption)
 
 
 @contextmanager
@@ -192,6 +322,9 @@ def _handle_interrupts(loop: TrainingLoop, screen: Monitor) -> Iterator[None]:
         if loop.stop.is_set():
             try:
                 screen.close()  # the screen may have to restore the terminal
+                print_to_stderr(
+                    "exiting immediately: what happened after the last checkpoint is lost"
+                )
             finally:
                 os._exit(INTERRUPTED)
         loop.outputs.monitor.note(
@@ -218,6 +351,6 @@ def _first_cause(group: BaseExceptionGroup) -> BaseException:
     return error
 
 
-def _monitor(config: RunConfig, run: RunDir, screen: Monitor) -> Monitor:
-    files = FileMonitor(run, deterministic=config.run.deterministic)
+def _monitor(config: RunConfig, run: RunDir, screen: Monitor, started: float) -> Monitor:
+    files = FileMonitor(run, started=started, deterministic=config.run.deterministic)
     return FanOut([files, screen, *open_sinks(config, run)])

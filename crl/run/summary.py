@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -252,37 +252,29 @@ class NextSteps:
     command: str
     """Command line that repeats the run, without --seed and --run-dir."""
     seed: int
+    planned_steps: int
+    """Steps of the run, if it is not interrupted."""
+    interrupted: bool = False
+    """True if the run was interrupted: what remained of it was skipped."""
 
-    def lines(self, bank: Path | None) -> list[str]:
-        """Return lines with the commands. `bank` is None for a run without experience."""
-        actor = self.checkpoint / "actor"
-        settings = {"actor.model": actor}
-        if (self.checkpoint / "extractor").is_dir():
-            settings["extractor.model"] = self.checkpoint / "extractor"
-        if bank:
-            settings["bank.init"] = bank
-        options = "".join(
-            f" --set {shlex.quote(f'{key}={path}')}" for key, path in settings.items()
-        )
+    def lines(self) -> list[str]:
+        """Return lines with the commands. An interrupted run can only be continued."""
+        actor, run = self.checkpoint / "actor", shlex.quote(str(self.run))
+        files = f"{self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}"
+        if self.interrupted:
+            return [
+                f"the last checkpoint: {self.checkpoint}",
+                f"  continue the run:  crl resume {run}",
+                f"  metrics, episodes: {files}",
+            ]
         return [
             f"the trained models, in Hugging Face format: {self.checkpoint}",
-            f"  repeat the eval:   crl eval {shlex.quote(str(self.run))}",
-            f"  train further:     {_without_settings(self.command, settings)}{options}",
+            f"  repeat the eval:   crl eval {run}",
+            f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
             f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
-            f"  metrics, episodes: {self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}",
+            f"  metrics, episodes: {files}",
         ]
-
-
-def _without_settings(command: str, keys: Collection[str]) -> str:
-    """Return the command line without its `--set` options for `keys`."""
-    words = shlex.split(command)
-    old = [
-        i
-        for i, word in enumerate(words)
-        if word == "--set" and words[i + 1].partition("=")[0] in keys
-    ]
-    return shlex.join(word for i, word in enumerate(words) if i not in old and i - 1 not in old)
 
 
 @dataclass(frozen=True)
@@ -300,14 +292,23 @@ class Summary:
     next_steps: NextSteps
     experience: ExperienceReport | None = None
     """Report on the experience; None for a run without experience."""
+    warnings: Sequence[str] = ()
+    """Lines about signs that the run learned nothing."""
 
     def text(self) -> str:
         extractor_tokens = (
             self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
         )
-        lines = [
-            "",
-            f"{counted(self.steps, 'step')} in {self.seconds:.0f} s",
+        lines = ["", f"{counted(self.steps, 'step')} in {self.seconds:.0f} s"]
+        if self.next_steps.interrupted:
+            planned = self.next_steps.planned_steps
+            lines = [
+                "",
+                f"interrupted after {self.steps} of {counted(planned, 'step')}, "
+                f"{self.seconds:.0f} s: the final evaluation was skipped, and the numbers below "
+                "are not the result of the run",
+            ]
+        lines += [
             self.totals.line(extractor_tokens),
             "",
             *self.success.lines(),
@@ -320,5 +321,6 @@ class Summary:
                 f"  {counted(self.skipped_updates, 'update')} {verb} skipped because the loss "
                 "or its gradient was not finite"
             )
-        lines += ["", *self.next_steps.lines(self.experience.bank if self.experience else None)]
+        lines += ["", *self.warnings] if self.warnings else []
+        lines += ["", *self.next_steps.lines()]
         return "\n".join(lines)

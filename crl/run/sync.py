@@ -1,8 +1,10 @@
-"""Transfer of new weights from a learner to its engine."""
+"""Transfer of weights from a learner to its engine."""
 
 from __future__ import annotations
 
-from crl.protocols import Engine, Learner
+from pathlib import Path
+
+from crl.protocols import Engine, Learner, State
 
 
 async def sync_weights(learner: Learner, engine: Engine) -> int:
@@ -18,3 +20,13 @@ async def sync_weights(learner: Learner, engine: Engine) -> int:
     finally:
         handle.discard()
     return weight_bytes(handle.manifest)
+
+
+async def restore_weights(learner: Learner, engine: Engine, directory: Path, state: State) -> None:
+    """Load a saved model, its optimizer and the learner's `state`. Send the weights to the engine.
+
+    Raise `EngineError` or `LearnerError` if this fails.
+    """
+    await learner.load(directory)
+    learner.load_state(state)
+    await sync_weights(learner, engine)

@@ -150,6 +150,14 @@ async def ranks(
         await learner.aclose()
 
 
+def any_learner(path: Path, stage_and_ranks: tuple[int, int] | None) -> Any:
+    """Return the context of a learner with this stage and number of ranks; None = a local one."""
+    if stage_and_ranks is None:
+        return local(path)
+    stage, count = stage_and_ranks
+    return ranks(path, count, zero=stage)
+
+
 @dataclass
 class Outcome:
     """Step statistics, gradients and published weights of a learner."""
@@ -190,16 +198,11 @@ def moments(folder: Path) -> Mapping[str, torch.Tensor]:
 
     After one update without clipping, a first moment is (1 - beta1) times the gradient.
     """
-    if (folder / "optimizer.safetensors").is_file():
-        saved = load_file(folder / "optimizer.safetensors")
-        return {
-            name.removeprefix("exp_avg."): tensor
-            for name, tensor in saved.items()
-            if name.startswith("exp_avg.")
-        }
-    saved = torch.load(folder / "optimizer.pt", weights_only=True)["optimizer"]["state"]
-    names = named_weights(load_model(folder, torch.device("cpu")))
-    return {name: saved[i]["exp_avg"] for i, name in enumerate(names)}
+    return {
+        name.removeprefix("exp_avg."): tensor
+        for name, tensor in load_file(folder / "optimizer.safetensors").items()
+        if name.startswith("exp_avg.")
+    }
 
 
 def with_probe(batch: Minibatch) -> Minibatch:
@@ -295,25 +298,30 @@ async def test_ranks_train_as_one_process_does(
     ("before", "after"),
     [
         ((2, 2), (3, 3)),
+        (None, (2, 2)),
+        ((1, 2), None),
         pytest.param((3, 2), (1, 1), marks=pytest.mark.soak),
         pytest.param((1, 3), (0, 2), marks=pytest.mark.soak),
     ],
 )
 async def test_a_checkpoint_resumes_with_other_ranks_and_another_stage(
-    model: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+    model: Path,
+    tmp_path: Path,
+    before: tuple[int, int] | None,
+    after: tuple[int, int] | None,
 ) -> None:
     """Check that a resumed learner takes the same step as an uninterrupted learner.
 
     `before` and `after` are the (stage, ranks) of the learner that saves and of the learner that
-    resumes.
+    resumes; None = a local learner.
     """
-    async with ranks(model, before[1], zero=before[0]) as learner:
+    async with any_learner(model, before) as learner:
         await learner.step(STEPS[0])
         await learner.save(tmp_path)
         state = learner.state()
         uninterrupted = await learner.step(STEPS[2])
         expected = dict((await published_file(learner)).tensors)
-    async with ranks(model, after[1], zero=after[0]) as learner:
+    async with any_learner(model, after) as learner:
         await learner.load(tmp_path)
         learner.load_state(state)
         resumed = await learner.step(STEPS[2])
@@ -338,12 +346,10 @@ async def test_a_saved_model_is_a_hugging_face_model(model: Path, tmp_path: Path
     assert all(torch.equal(saved[name], published[name]) for name in saved)
 
 
-async def test_a_checkpoint_of_a_local_learner_is_rejected(model: Path, tmp_path: Path) -> None:
-    async with local(model) as learner:
-        await learner.save(tmp_path)
+async def test_a_model_without_an_optimizer_is_rejected(model: Path) -> None:
     async with ranks(model, 1, zero=1) as learner:
         with pytest.raises(LearnerError, match=r"contains no optimizer\.safetensors"):
-            await learner.load(tmp_path)
+            await learner.load(model)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def either(request: pytest.FixtureRequest) -> Path:
 def test_files_and_metrics_of_a_run(either: Path) -> None:
     assert {path.name for path in either.iterdir()} == {
         "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints",
-        "bank.sqlite",
+        "bank.sqlite", ".lock",
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
     steps = kinds["train"]
@@ -702,6 +702,7 @@ def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> Non
         "config.json",
         "metrics.jsonl",
         "trajectories.jsonl",
+        ".lock",
         "log.txt",
         "checkpoints",
     }
@@ -743,7 +744,7 @@ def test_ctrl_c_leaves_a_consistent_bank(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "")
     step = metrics(run, "train")[-1]["step"]
-    assert f"{step} steps in" in output
+    assert f"interrupted after {step} of 10,000 steps" in output
     bank = run / "bank.sqlite"
     assert not bank.with_name("bank.sqlite-wal").exists(), "the bank was closed"
     assert rows(bank, "PRAGMA integrity_check") == [("ok",)]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,8 +137,19 @@ def spec_of(name: str, make: Callable[[], Game]) -> EnvSpec:
     )
 
 
+class Stuck(Lottery):
+    """Lottery whose steps hang until the test ends."""
+
+    released = threading.Event()
+
+    def step(self, action: str) -> StepResult:
+        Stuck.released.wait(120)
+        return super().step(action)
+
+
 LOTTERY, BROKEN = spec_of("lottery", Lottery), spec_of("broken", Broken)
 SHAKY, BELL, UNRULY = spec_of("shaky", Shaky), spec_of("bell", Bell), spec_of("unruly", Unruly)
+STUCK = spec_of("stuck", Stuck)
 
 
 def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
@@ -189,7 +202,7 @@ def test_a_run_in_half_precision_samples_with_what_it_trains(tmp_path: Path) -> 
     assert all(line["actor/mismatch_correlation"] > 0.99 for line in updated)
     assert any(line["actor/mismatch_kl"] > 0 for line in updated), "bfloat16 rounds"
     assert "nats per token" not in out
-    saved = weights(latest_checkpoint(run / "checkpoints") / "actor")
+    saved = weights(latest_checkpoint(run / "checkpoints", print) / "actor")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert crl("eval", run).exit_code == 0
 
@@ -199,11 +212,12 @@ def test_files_of_a_run(done: Path) -> None:
         "config.json",
         "metrics.jsonl",
         "trajectories.jsonl",
+        ".lock",
         "log.txt",
         "checkpoints",
     }
     saved = json.loads((done / "config.json").read_text())
-    assert saved.keys() == {"config", "prompts", "versions"}
+    assert saved.keys() == {"config", "prompts", "versions", "command", "lineage"}
     assert (
         saved["config"]["run"]["steps"],
         saved["config"]["tasks"]["room"]["eval"]["unseen"],
@@ -492,35 +506,59 @@ def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
 def test_a_run_of_zero_steps_only_evaluates(tmp_path: Path, tiny_actor: Path) -> None:
     train(tmp_path / "run", steps=0)
     assert [line["kind"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == ["eval"]
-    assert equal_weights(latest_checkpoint(tmp_path / "run" / "checkpoints") / "actor", tiny_actor)
+    assert equal_weights(
+        latest_checkpoint(tmp_path / "run" / "checkpoints", print) / "actor", tiny_actor
+    )
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_environment_that_always_raises_fails_only_its_episodes(
+def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = train(run, tasks=task_file(tmp_path, "broken"), steps=20, code=1)
+    assert one_line(result).startswith(
+        "error: task broken: the first 16 episodes all failed. The last error: env: broken: step: "
+        f"OSError: the game is broken (traceback: {run / 'log.txt'}"
+    )
+    log = (run / "log.txt").read_text()
+    assert 'raise OSError("the game\\nis broken")' in log, "the traceback shows the origin"
+
+
+def test_an_environment_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sets = ("rollout.env_timeout=0.05",)
+    try:
+        result = train(run, *sets, tasks=task_file(tmp_path, "stuck"), steps=20, code=1)
+    finally:
+        Stuck.released.set()
+    assert "error: task stuck: the first 16 episodes all failed" in one_line(result)
+    assert "stuck: step exceeded its timeout of 0.05 s" in result.stderr
+
+
+def test_a_run_in_which_nothing_finishes_reports_where_it_waits(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Stuck.released.clear()
+    sets = ("run.stall_seconds=1", "run.stall_ends_run=true")
+    try:
+        result = train(run, *sets, tasks=task_file(tmp_path, "stuck"), code=1)
+    finally:
+        Stuck.released.set()
+    assert "error: the run has stalled: nothing has finished for " in one_line(result)
+    log = (run / "log.txt").read_text()
+    assert re.search(r"\d+ × .*: crl/envs/hosting/threads\.py:\d+ in \w+, for \d+ s", log), log
+    assert "0 of 1 steps completed" in log
+    assert not (run / "checkpoints").exists()
+
+
+def test_errors_are_never_trained_on(
     tmp_path: Path, tiny_actor: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     syncs = []
     monkeypatch.setattr(TorchEngine, "update_weights", lambda engine, handle: syncs.append(handle))
-    result = train(tmp_path / "run", tasks=task_file(tmp_path, "broken"), steps=2)
-    for line in metrics(tmp_path / "run", "train"):
-        assert (
-            line["rollout/errors"],
-            line["rollout/groups_with_signal"],
-            line["actor/updates"],
-            line["actor/version"],
-        ) == (8, 0, 0, 0)
-    assert [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == [
-        "env: broken: step: OSError: the game\nis broken"
-    ] * 16
-    assert "16 eval episodes ended with an error and count as failures" in result.stdout
+    train(tmp_path / "run", tasks=task_file(tmp_path, "shaky"), steps=2)
     assert syncs == [], "unchanged weights are not sent"
     assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
-
-
-def test_errors_are_never_trained_on(tmp_path: Path) -> None:
-    train(tmp_path / "run", tasks=task_file(tmp_path, "shaky"), steps=2)
     for line in metrics(tmp_path / "run", "train"):
         assert 0 < line["rollout/errors"] < 8
         assert (line["rollout/groups_with_signal"], line["actor/updates"]) == (0, 0)
@@ -561,12 +599,12 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(
         )
     assert one_line(result) == (
         "error: the engine failed: RuntimeError: out of memory (traceback: "
-        f"{tmp_path / 'run' / 'log.txt'})\n"
+        f"{tmp_path / 'run' / 'log.txt'}; continue with: crl resume {tmp_path / 'run'})\n"
     )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback (most recent call last)" in log
     assert "EngineError: the engine failed: RuntimeError: out of memory" in log
-    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "1"
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints", print).name == "1"
     assert crl("eval", tmp_path / "run").exit_code == 0
 
 
@@ -634,8 +672,8 @@ def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path
     assert (process.returncode, errors) == (130, "")
     assert "interrupted" in output
     step = metrics(run, "train")[-1]["step"]
-    assert latest_checkpoint(run / "checkpoints").name == str(step)
-    assert f"{step} steps in" in output
+    assert latest_checkpoint(run / "checkpoints", print).name == str(step)
+    assert f"interrupted after {step} of 10,000 steps" in output
     assert len(lines(run / "trajectories.jsonl")) == 8 * step
     assert crl("eval", run).exit_code == 0
 
@@ -686,9 +724,9 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     result = train(
         tmp_path / "run", "tasks.bell.eval.unseen=500", tasks=task_file(tmp_path, "bell"), code=130
     )
-    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "0"
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints", print).name == "0"
     assert lines(tmp_path / "run" / "metrics.jsonl") == [], "an incomplete evaluation is not logged"
-    assert "0 steps in" in result.stdout
+    assert "interrupted after 0 of 1 step," in result.stdout
 
 
 # ── user errors ───────────────────────────────────────────────────────────────────────────────────

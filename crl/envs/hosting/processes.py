@@ -260,7 +260,11 @@ class ProcessEnvironment:
         if isinstance(error, ConfigError):
             raise error
         self._host.failures += 1
-        raise RolloutError("env", f"{self.spec.name}: {method}: {error}")
+        text, remote_traceback = (error, "") if isinstance(error, str) else error
+        failure = RolloutError("env", f"{self.spec.name}: {method}: {text}")
+        if remote_traceback:
+            failure.add_note(f"In the worker process:\n{remote_traceback}")
+        raise failure
 
 
 def _require_importable(spec: EnvSpec) -> None:
@@ -272,8 +276,11 @@ def _require_importable(spec: EnvSpec) -> None:
         ) from error
 
 
-_Reply = tuple[Any, ConfigError | str | None]
-"""Reply of a worker: (value, None), or (None, error)."""
+_Reply = tuple[Any, ConfigError | str | tuple[str, str] | None]
+"""Reply of a worker: (value, None), or (None, error).
+
+The error of a game is a description with its traceback. The loss of a worker has a reason alone.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import queue
 import struct
 import threading
 import time
+import traceback
 from typing import Any, BinaryIO
 
 from crl.envs.base import Game
@@ -72,15 +73,20 @@ def _read_requests(requests: BinaryIO, frames: _Frames) -> None:
     os._exit(1)
 
 
-def _answer(games: dict[int, Game], frame: bytes) -> tuple[Any, ConfigError | str | None]:
+def _answer(
+    games: dict[int, Game], frame: bytes
+) -> tuple[Any, ConfigError | tuple[str, str] | None]:
     """Return (value, None), or (None, error).
 
-    The error is a description, or a `ConfigError` if the user has to fix the cause.
+    The error is a description with a traceback, or a `ConfigError` if the user has to fix the
+    cause.
     """
     try:
         return _call_game(games, *pickle.loads(frame)), None
     except BaseException as error:  # even SystemExit must fail only the episode, not the process
-        return None, error if type(error) is ConfigError else describe_error(error)
+        if type(error) is ConfigError:
+            return None, error
+        return None, (describe_error(error), "".join(traceback.format_exception(error)))
 
 
 def _call_game(games: dict[int, Game], number: int, method: str, arguments: tuple[Any, ...]) -> Any:

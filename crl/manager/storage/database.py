@@ -280,6 +280,15 @@ def check_bank(path: Path, key: str, remedy: str, *, require_entries: bool = Fal
         raise ConfigError(key, str(path), reason, remedy)
 
 
+def snapshots(path: Path) -> set[int]:
+    """Return the sequence numbers of the snapshots of the bank at `path`, which is only read.
+
+    Raise `StoreError` if the file cannot be read.
+    """
+    with as_store_errors(path), closing(connect_to_read(path)) as db:
+        return {seq for (seq,) in db.execute("SELECT seq FROM snapshots")}
+
+
 def active_tasks(path: Path) -> frozenset[str]:
     """Return the tasks that the active entries of the bank at `path` are from.
 

@@ -43,6 +43,7 @@ WHERE snapshot = last AND {_same_key(key, f"{table}_before", row)});
 def restore_snapshot(db: Connection, seq: int) -> None:
     """Restore the log and the tables to the snapshot `seq`. Later snapshots are deleted.
 
+    Later sequence numbers are used again, so that a repeated run writes the same rows.
     Requests that were leased at the snapshot become pending. Call this function within a
     transaction.
     """
@@ -67,6 +68,7 @@ def restore_snapshot(db: Connection, seq: int) -> None:
         )
         db.execute(f"DELETE FROM {table}_before WHERE snapshot >= ?", (seq,))
     db.execute("DELETE FROM log WHERE seq > ?", (seq,))
+    db.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'log'", (seq,))
     db.execute("UPDATE requests SET state = 'pending' WHERE state = 'leased'")
     db.executemany("INSERT INTO snapshots VALUES (?)", kept)
 

@@ -161,7 +161,7 @@ class Store:
         """Restore the bank to the snapshot `seq`. Requests that were leased then become pending.
 
         If the bank has changed since the snapshot, the whole bank is first copied to a file beside
-        it. Sequence numbers are not used again. Raise `StoreError` if `seq` is not a snapshot of
+        it. Later sequence numbers are used again. Raise `StoreError` if `seq` is not a snapshot of
         this bank. A snapshot that a rollback removed, or that was deleted, does not count.
         """
         path = self._database.path

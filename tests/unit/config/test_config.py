@@ -640,6 +640,8 @@ def test_the_saved_config_is_the_same_config(model: Path, tmp_path: Path):
         "config",
         "prompts",
         "versions",
+        "command",
+        "lineage",
     }
 
 

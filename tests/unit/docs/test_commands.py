@@ -24,6 +24,11 @@ from support.paths import ROOT
 NOT_RUN = {
     "crl doctor --preset gpu1": "checks this machine; see tests/unit/planning/test_doctor.py",
     "crl doctor --preset node8": "checks this machine; see tests/unit/planning/test_doctor.py",
+    "crl resume runs/first --steps 6": "needs a trained run; see tests/integration/test_resume.py",
+    "crl fork runs/first runs/other --set actor.optimizer.learning_rate=1e-5": (
+        "needs a trained run; see tests/integration/test_resume.py"
+    ),
+    "crl export runs/first models/mine": "needs a run; see tests/integration/test_resume.py",
     "crl eval runs/first": "needs a trained run; see tests/integration/test_complementary.py",
     "crl make-models --out models": "takes an hour",
 }

@@ -700,7 +700,7 @@ async def test_a_step_with_only_nan_changes_nothing(tmp_path: Path) -> None:
         await learner.save(tmp_path / "after")
         assert (stats.updates, stats.skipped, learner.version) == (0, 1, 1)
         assert all(math.isfinite(value) for value in stats.metrics.values())
-    for file in ("model.safetensors", "optimizer.pt"):
+    for file in ("model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "after" / file).read_bytes()
 
 
@@ -817,12 +817,27 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
         saved = load_file(tmp_path / "torn" / "model.safetensors")
         del saved["model.norm.weight"]
         save_file(saved, tmp_path / "torn" / "model.safetensors", metadata={"format": "pt"})
-        (tmp_path / "bare" / "optimizer.pt").unlink()
+        (tmp_path / "bare" / "optimizer.safetensors").unlink()
         with pytest.raises(ConfigError, match=r"nowhere.*cannot be loaded"):
             await learner.load(tmp_path / "nowhere")
         with pytest.raises(ConfigError, match=r"lacks weights: model\.norm\.weight"):
             await learner.load(tmp_path / "torn")
         with pytest.raises(
-            LearnerError, match=r"bare contains no optimizer\.pt: another kind of learner saved it"
+            LearnerError, match=r"bare contains no optimizer\.safetensors: it is not a checkpoint"
         ):
             await learner.load(tmp_path / "bare")
+
+
+async def test_a_resumed_learner_uses_the_learning_rate_of_its_settings(tmp_path: Path) -> None:
+    async with learning(model := qwen2(), warmup_steps=4) as learner:
+        before = await learner.step([minibatch(model)])
+        await learner.save(tmp_path)
+    async with learning(model := qwen2(), warmup_steps=4) as learner:
+        await learner.load(tmp_path)
+        same = await learner.step([minibatch(model)])
+    async with learning(model := qwen2(), warmup_steps=8) as learner:
+        await learner.load(tmp_path)
+        slower = await learner.step([minibatch(model)])
+    rate = before.metrics["learning_rate"]
+    assert same.metrics["learning_rate"] == pytest.approx(2 * rate)
+    assert slower.metrics["learning_rate"] == pytest.approx(rate)

@@ -435,7 +435,7 @@ def test_an_evaluation_makes_its_part_of_the_checks(
     )
     config = load(["room"], sets=["engine.device=cuda"])
     dump(config, tmp_path / "config.json")
-    monkeypatch.setattr(main, "latest_checkpoint", lambda path: path / "3")
+    monkeypatch.setattr(main, "latest_checkpoint", lambda path, note: path / "3")
     with pytest.raises(ConfigError, match=r"engine\.device = 'cuda': torch finds no CUDA device"):
         main.evaluate_run(tmp_path)
 

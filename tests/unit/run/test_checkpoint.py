@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,12 +15,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crl.config.models import model_profile
 from crl.config.schema import OptimizerSection
-from crl.errors import ConfigError, LearnerError
+from crl.errors import CheckpointError, ConfigError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling.loading import load_model, named_weights
-from crl.run.checkpoint import latest_checkpoint, save_checkpoint, saved_states
+from crl.run.checkpoint import (
+    damage,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_state,
+    repair,
+    save_checkpoint,
+    saved_states,
+)
 
 STATE = {"learner": {"version": 3}, "source": {"drawn": 8}}
 
@@ -47,11 +56,11 @@ async def test_transformers_can_load_a_checkpoint(
 ) -> None:
     path = await save(learner, tmp_path / "checkpoints", 4, tiny_actor)
     assert path == tmp_path / "checkpoints" / "4"
-    assert json.loads((path / "manifest.json").read_text()) == {
-        "step": 4,
-        "models": ["actor"],
-        "state": STATE,
-    }
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = manifest.pop("files")
+    assert manifest == {"step": 4, "models": ["actor"], "state": STATE}
+    assert set(files) == {f"actor/{file.name}" for file in (path / "actor").iterdir()}
+    assert files["actor/config.json"]["size"] == (path / "actor" / "config.json").stat().st_size
     model = AutoModelForCausalLM.from_pretrained(path / "actor", dtype=torch.float32)
     loaded = named_weights(model)
     for name, weight in named_weights(learner.model).items():
@@ -126,7 +135,7 @@ async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
             await self.saved.save(directory)
             raise LearnerError("the disk is full")
 
-    with pytest.raises(LearnerError):
+    with pytest.raises(CheckpointError, match=r"3: the checkpoint cannot be written: the disk"):
         await save(Broken(), tmp_path / "run" / "checkpoints", 3, tiny_actor)
     assert not (tmp_path / "run" / "checkpoints" / "3").exists(), (
         "only a complete checkpoint gets the name"
@@ -135,7 +144,7 @@ async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
         ConfigError,
         match=r"run = .*run': has no complete checkpoint\. Use a run that has written",
     ):
-        latest_checkpoint(tmp_path / "run" / "checkpoints")
+        latest_checkpoint(tmp_path / "run" / "checkpoints", print)
     await save(learner, tmp_path / "run" / "checkpoints", 3, tiny_actor)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], (
         "the partial directory was removed"
@@ -155,12 +164,94 @@ def test_the_newest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_pat
     checkpoint(tmp_path, "80", manifest=False)
     checkpoint(tmp_path, ".90.part")
     checkpoint(tmp_path, "best")
-    assert latest_checkpoint(tmp_path) == tmp_path / "10"
+    assert latest_checkpoint(tmp_path, print) == tmp_path / "10"
 
 
 def test_a_run_without_a_checkpoint_is_a_config_error(tmp_path: Path) -> None:
     checkpoint(tmp_path / "checkpoints", "1", manifest=False)
     for root in (tmp_path / "checkpoints", tmp_path / "none"):
         with pytest.raises(ConfigError) as raised:
-            latest_checkpoint(root)
+            latest_checkpoint(root, print)
         assert raised.value.key == "run"
+
+
+async def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_begun(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = await save(learner, tmp_path, 1, tiny_actor)
+    needed = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
+    with pytest.raises(
+        CheckpointError, match=f"it needs {needed:,} bytes, but the disk has {needed - 1:,} free"
+    ):
+        await save(learner, tmp_path, 2, tiny_actor)
+    assert os.listdir(tmp_path) == ["1"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed))
+    await save(learner, tmp_path, 2, tiny_actor)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [(2, 0, {"9", "12"}), (1, 6, {"6", "12"}), (9, 0, {"3", "6", "9", "12"})],
+)
+def test_old_checkpoints_are_deleted(
+    keep_last: int, keep_every: int, kept: set[str], tmp_path: Path
+) -> None:
+    for step in (3, 6, 9, 12):
+        checkpoint(tmp_path, str(step))
+    prune_checkpoints(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+async def test_damaged_files_are_found(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
+    path = await save(learner, tmp_path, 1, tiny_actor)
+    assert damage(path) == ""
+    file = path / "actor" / "optimizer.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    assert damage(path) == f"{file} has {len(data) - 1:,} bytes instead of {len(data):,}"
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert damage(path) == f"{file} has changed since it was written (its SHA-256 differs)"
+    file.unlink()
+    assert damage(path) == f"{file} is missing"
+    notes: list[str] = []
+    with pytest.raises(ConfigError, match="has no undamaged checkpoint"):
+        latest_checkpoint(tmp_path, notes.append)
+    assert notes == [f"{file} is missing: the checkpoint of step 1 is not used"]
+
+
+async def test_a_checkpoint_is_replaced_only_if_asked_for(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
+    path = await save(learner, tmp_path, 1, tiny_actor)
+    models = {"actor": tiny_actor}
+    await save_checkpoint(tmp_path, 1, {"actor": learner}, models, {"new": 1})
+    assert read_state(path) == STATE
+    await save_checkpoint(tmp_path, 1, {"actor": learner}, models, {"new": 1}, replace=True)
+    assert read_state(path) == {"new": 1}
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def test_what_a_killed_process_left_is_repaired(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "1")
+    checkpoint(tmp_path, ".1.old")  # killed after both renames
+    checkpoint(tmp_path, ".2.old")  # killed between the two renames
+    checkpoint(tmp_path, ".3.part")
+    checkpoint(tmp_path, "4", manifest=False)  # killed while it was deleted
+    repair(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "1")
+    (checkpoint(tmp_path, "2") / "manifest.json").write_text('{"step": 2, "mod')
+    notes: list[str] = []
+    assert latest_checkpoint(tmp_path, notes.append) == tmp_path / "1"
+    (note,) = notes
+    assert note.startswith(f"{tmp_path / '2' / 'manifest.json'} cannot be read (")
+    assert note.endswith("): the checkpoint of step 2 is not used")
+    (tmp_path / "1" / "manifest.json").write_text('{"state": {"bank": 7}}')
+    assert saved_states(tmp_path) == [{"bank": 7}]

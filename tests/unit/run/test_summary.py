@@ -45,6 +45,7 @@ SUMMARY = Summary(
         checkpoint=Path("runs/one/checkpoints/80"),
         command="crl train --tasks room,maze --method grpo --set run.steps=80",
         seed=4,
+        planned_steps=80,
     ),
 )
 
@@ -60,8 +61,7 @@ success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over 
 
 the trained models, in Hugging Face format: runs/one/checkpoints/80
   repeat the eval:   crl eval runs/one
-  train further:     crl train --tasks room,maze --method grpo --set run.steps=80 \
---set actor.model=runs/one/checkpoints/80/actor
+  train further:     crl resume runs/one --steps 160
   another seed:      crl train --tasks room,maze --method grpo --set run.steps=80 --seed 5
   in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
   metrics, episodes: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
@@ -363,47 +363,25 @@ def test_missing_values_are_left_out() -> None:
     assert one[3] == "  room: right lessons in 2 answers of the extractor: 0.500 [0.095, 0.905]"
 
 
-def test_training_further_uses_both_models_and_the_bank(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "80" / "extractor").mkdir(parents=True)
-    next_steps = NextSteps(tmp_path, tmp_path / "checkpoints" / "80", "crl train", seed=4)
-    text = replace(SUMMARY, next_steps=next_steps, experience=REPORT).text()
-    command = next(line for line in text.splitlines() if "train further:" in line)
-    at = tmp_path / "checkpoints" / "80"
-    assert command.split() == [
-        "train", "further:", "crl", "train", "--set", f"actor.model={at}/actor",
-        "--set", f"extractor.model={at}/extractor", "--set", "bank.init=runs/one/bank.sqlite",
-    ]  # fmt: skip
-    assert "\n".join(REPORT.lines()) in text
-
-
-def test_training_further_replaces_earlier_models_and_banks() -> None:
-    start = (
-        "crl train --set bank.init=/old/bank.sqlite --set 'actor.model=an actor' --set run.seed=3"
-    )
-    next_steps = replace(SUMMARY.next_steps, command=start)
-    text = replace(SUMMARY, next_steps=next_steps, experience=REPORT).text()
-    command = next(line for line in text.splitlines() if "train further:" in line)
-    assert command.split()[2:6] == ["crl", "train", "--set", "run.seed=3"]
-    assert (command.count("bank.init="), command.count("actor.model=")) == (1, 1)
-    assert f"another seed:      {start} --seed" in text
-
-
 def test_suggested_commands_can_be_pasted() -> None:
     odd = Path("my runs/one")
-    next_steps = NextSteps(odd, odd / "checkpoints/80", "crl train", seed=4)
+    next_steps = NextSteps(odd, odd / "checkpoints/80", "crl train", seed=4, planned_steps=0)
     text = replace(SUMMARY, next_steps=next_steps).text()
     assert "  repeat the eval:   crl eval 'my runs/one'\n" in text
-    assert (
-        "  train further:     crl train --set 'actor.model=my runs/one/checkpoints/80/actor'\n"
-        in text
+    assert "  train further:     crl resume 'my runs/one' --steps 1\n" in text
+
+
+def test_the_summary_of_an_interrupted_run() -> None:
+    next_steps = replace(SUMMARY.next_steps, interrupted=True)
+    text = replace(SUMMARY, steps=7, next_steps=next_steps).text()
+    assert text.startswith(
+        "\ninterrupted after 7 of 80 steps, 172 s: the final evaluation was skipped, and the "
+        "numbers below are not the result of the run\n"
     )
-
-
-def test_a_static_extractor_is_trained_further_with_its_bank() -> None:
-    text = replace(SUMMARY, experience=replace(REPORT, trained=None)).text()
-    assert (
-        "--set actor.model=runs/one/checkpoints/80/actor --set bank.init=runs/one/bank.sqlite\n"
-        in text
+    assert text.endswith(
+        "the last checkpoint: runs/one/checkpoints/80\n"
+        "  continue the run:  crl resume runs/one\n"
+        "  metrics, episodes: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"
     )
 
 

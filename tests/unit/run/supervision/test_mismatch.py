@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from crl.learners.step import mismatch, mismatch_moments
 from crl.modeling.loading import token_logprobs
-from crl.run.mismatch import MAX_KL, NOTE_INTERVAL, MismatchDetector, probable_cause
+from crl.run.supervision.mismatch import MAX_KL, NOTE_INTERVAL, MismatchDetector, probable_cause
 
 
 class NoteRecorder:

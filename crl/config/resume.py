@@ -1,0 +1,71 @@
+"""Configuration of a run that is resumed: the saved one with a few changes.
+
+Lengths, limits, devices, engines and learners may change. Settings that would make the run another
+one may not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from crl.config.layers import Layer, leaves, merge, nested, parse_set
+from crl.config.schema import RunConfig
+from crl.config.validate import run_config
+from crl.errors import ConfigError
+
+FIXED: Mapping[str, str] = {
+    r"method": "the checkpoint belongs to a run of another method",
+    r"run\.seed": "all random draws of the run depend on it",
+    r"run\.deterministic": "it applies to a run as a whole",
+    r"(actor|extractor)\.model": "the checkpoint has the models of the run",
+    r"extractor\.train": "the checkpoint has the trained models of the run",
+    r"critic\.enabled": "the checkpoint has the success rates of a run with a critic, or none",
+    r"embedder\.model": "the vectors in the bank were made by the embedder of the run",
+    r"bank\.(init|frozen|scope)": "the bank of the run already exists",
+    r"tasks\.[^.]+\.(name|env|rendering|stream\..*)": "the run has drawn its tasks with it",
+}
+"""Reasons why settings cannot change, by a pattern of their keys."""
+
+
+class Change(NamedTuple):
+    """Setting that differs from the saved one."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} → {self.after}"
+
+
+def resumed_config(
+    saved: RunConfig, *, options: Mapping[str, Any], sets: Sequence[str]
+) -> tuple[RunConfig, list[Change]]:
+    """Return the configuration of a resumed run, and its changes.
+
+    `options` are settings by dotted key. `sets` are arguments `KEY=VALUE`, which override them.
+    Raise `ConfigError` for an invalid setting, or for one that cannot change.
+    """
+    tree = saved.model_dump(mode="json")
+    overrides = [Layer("--" + key.rpartition(".")[2], nested(key, v)) for key, v in options.items()]
+    overrides += [parse_set(text) for text in sets]
+    merged, origins = merge([Layer("", tree), *overrides])
+    config = run_config(merged, origins={key: value for key, value in origins.items() if value})
+    before, after = dict(leaves(tree)), dict(leaves(config.model_dump(mode="json")))
+    changes = [
+        Change(key, before.get(key), after.get(key))
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key)
+    ]
+    for change in changes:
+        for pattern, reason in FIXED.items():
+            if re.fullmatch(pattern, change.key):
+                raise ConfigError(
+                    change.key,
+                    change.after,
+                    f"cannot change from {change.before!r} when a run is resumed: {reason}",
+                    "Leave it out, or start a new run with crl train",
+                )
+    return config, changes

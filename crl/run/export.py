@@ -1,0 +1,197 @@
+"""Trained models and banks of a run as directories for other programs, with a card each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from crl.config.load import SavedRun
+from crl.config.models import bundled_models, find_model
+from crl.errors import ConfigError
+from crl.evaluation.evaluate import Evaluation
+from crl.evaluation.records import read_evaluation
+from crl.learners.optimizer_file import OPTIMIZER_FILE
+from crl.manager import ExperienceManager
+from crl.manager.storage.database import copy_database
+from crl.manager.storage.store import Store
+from crl.monitor.run_dir import RunDir
+from crl.run.bank import require_bank
+from crl.run.checkpoint import read_state
+from crl.wording import counted
+
+CARD = "README.md"
+"""File name of a card, as on Hugging Face."""
+
+BUNDLED_LICENCE = "apache-2.0"
+"""Licence of the bundled models, which is that of this package."""
+
+_LICENCE = re.compile(r"^license:\s*([\w.+-]+)\s*$", re.MULTILINE)
+
+
+def export_model(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> None:
+    """Write a trained model to the new directory `target`, in Hugging Face format with a card.
+
+    Raise `ConfigError` if the checkpoint has no model of this role, or if `target` is not empty.
+    """
+    source = checkpoint / role
+    if not source.is_dir():
+        reason = f"{checkpoint} has no {role}, because the run did not train one"
+        raise ConfigError("role", role, reason, "Export the actor")
+    _make_empty(target)
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True
+    )
+    (target / CARD).write_text(_model_card(saved, checkpoint, role), "utf-8")
+
+
+async def export_bank(saved: SavedRun, run: RunDir, checkpoint: Path, target: Path) -> None:
+    """Write the bank at a checkpoint to the new directory `target`, with a card.
+
+    The copy starts a new run (`bank.init`): it has neither the queue nor pending rewards. Raise
+    `ConfigError` if the run has no bank, or if `target` is not empty, and `StoreError` if the copy
+    fails.
+    """
+    require_bank(run)
+    _make_empty(target)
+    whole = target / "whole.sqlite"
+    await copy_database(run.bank, whole)
+    store = await Store.open(whole)
+    try:
+        archive = (await store.rollback(read_state(checkpoint)["bank"])).archive
+        entries = len(await store.entries())
+    finally:
+        await store.aclose()
+    await ExperienceManager.start_from(whole, target / run.bank.name)
+    for path in (whole, *([archive] if archive else [])):
+        path.unlink()
+    (target / CARD).write_text(_bank_card(saved, checkpoint, entries), "utf-8")
+
+
+def _make_empty(target: Path) -> None:
+    """Create the directory `target`. Raise `ConfigError` if it exists and is not empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        reason = "exists and is not an empty directory"
+        raise ConfigError("DIR", str(target), reason, "Choose another directory")
+    target.mkdir(parents=True, exist_ok=True)
+
+
+# ── cards ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _model_card(saved: SavedRun, checkpoint: Path, role: str) -> str:
+    base = saved.config.actor.model if role == "actor" else saved.config.extractor.model
+    lines = [
+        *_front_matter(base),
+        f"# {role.capitalize()} trained with crl",
+        "",
+        f"This model was trained from `{_base_name(base)}` by reinforcement learning in text "
+        "environments. Licence of the base model: "
+        f"{_licence(base) or 'unknown, see its own card'}.",
+        "",
+        *_training_lines(saved, checkpoint),
+        "",
+        *_result_lines(checkpoint),
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("DIR")',
+        'tokenizer = AutoTokenizer.from_pretrained("DIR")',
+        "```",
+        "",
+        f"With vLLM: `vllm serve DIR`. In a run of crl: `--set {role}.model=DIR`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bank_card(saved: SavedRun, checkpoint: Path, entries: int) -> str:
+    lines = [
+        "# Experience bank of a run of crl",
+        "",
+        f"`bank.sqlite` has {counted(entries, 'active experience')}, distilled from episodes by "
+        f"`{_base_name(saved.config.extractor.model)}`. Their vectors are from the embedder "
+        f"`{saved.config.embedder.model}`.",
+        "",
+        *_training_lines(saved, checkpoint),
+        "",
+        *_result_lines(checkpoint),
+        "",
+        "## Use",
+        "",
+        "`crl bank ls DIR/bank.sqlite` lists the experiences. A run starts from the bank with "
+        "`--set bank.init=DIR/bank.sqlite`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _front_matter(base: str) -> Iterator[str]:
+    """Yield the metadata that Hugging Face reads from a model card."""
+    yield "---"
+    if licence := _licence(base):
+        yield f"license: {licence}"
+    if base not in bundled_models():
+        yield f"base_model: {_base_name(base)}"
+    yield from ("library_name: transformers", "pipeline_tag: text-generation", "tags:")
+    yield from ("- reinforcement-learning", "- crl", "---", "")
+
+
+def _training_lines(saved: SavedRun, checkpoint: Path) -> Sequence[str]:
+    config = saved.config
+    command = saved.command or "unknown"
+    versions = ", ".join(f"{name} {version}" for name, version in saved.versions.items() if version)
+    return [
+        "## Training",
+        "",
+        f"- method: {config.spec.name}",
+        f"- tasks: {', '.join(config.tasks)}",
+        f"- steps: {checkpoint.name}, of {config.rollout.groups} groups of "
+        f"{config.rollout.group_size} episodes",
+        f"- seed: {config.run.seed}",
+        f"- command: `{command}`",
+        f"- versions: {versions}",
+    ]
+
+
+def _result_lines(checkpoint: Path) -> list[str]:
+    """Return the last evaluation at or before the checkpoint, as a table."""
+    records = dict(read_state(checkpoint)["measurements"]["evaluations"])
+    lines = ["## Results", ""]
+    if not records:
+        return [*lines, "The run was not evaluated before this checkpoint."]
+    step = max(records)
+    evaluation: Evaluation = read_evaluation(records[step])
+    lines += [
+        f"Success after {counted(step, 'step')}, with its 95 % interval:",
+        "",
+        "| task | split | condition | episodes | success |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {task} | {split} | {condition} | {rate.episodes} | {rate} |"
+        for (task, split, condition), rate in evaluation.rates.items()
+    ]
+
+
+def _base_name(model: str) -> str:
+    """Return the name of a base model without the folders of this machine."""
+    path = Path(model)
+    parts = [part for part in path.parts if part.startswith("models--")]
+    if parts:  # of the Hugging Face cache
+        return parts[-1].removeprefix("models--").replace("--", "/")
+    return path.name if path.is_absolute() else model
+
+
+def _licence(model: str) -> str:
+    """Return the licence that a model's own card names, or "" if none is known."""
+    if model in bundled_models():
+        return BUNDLED_LICENCE
+    folder = find_model(model)
+    card = folder / CARD if folder and folder.is_dir() else None
+    if card is None or not card.is_file():
+        return ""
+    found = _LICENCE.search(card.read_text("utf-8", errors="replace"))
+    return found.group(1) if found else ""

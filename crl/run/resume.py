@@ -1,0 +1,161 @@
+"""Continuation of an ended run from one of its checkpoints.
+
+What the run did after the checkpoint is taken back by one rule: the bank is rolled back to the
+checkpoint's snapshot, and later metrics, episodes and checkpoints leave their places. A copy of all
+of it is kept in RUN/discarded/N. The log keeps its lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from crl.config.load import load_saved
+from crl.errors import ConfigError
+from crl.manager.storage.database import copy_database, snapshots
+from crl.manager.storage.store import Store
+from crl.monitor.records import Records
+from crl.monitor.run_dir import RunDir
+from crl.run.bank import require_bank
+from crl.run.checkpoint import (
+    MANIFEST,
+    checkpoint_of,
+    later_checkpoints,
+    latest_checkpoint,
+    read_state,
+    repair,
+)
+from crl.wording import counted
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Checkpoint from which a run continues, and the place of what is taken back."""
+
+    checkpoint: Path
+    discarded: Path
+    """Directory of what is taken back. It does not exist if there is nothing."""
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps at the checkpoint."""
+        return int(self.checkpoint.name)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """True if the run was evaluated at the checkpoint's step."""
+        evaluations = read_state(self.checkpoint)["measurements"]["evaluations"]
+        return self.step in [step for step, _ in evaluations]
+
+
+def choose(run: RunDir, step: int | None, note: Callable[[str], object]) -> Resumption:
+    """Return the resumption from the checkpoint of `step`, or from the last undamaged one.
+
+    `note` is called with a line of text for every damaged checkpoint that is skipped. Raise
+    `ConfigError` if there is no such checkpoint, or if the bank does not have its snapshot.
+    """
+    checkpoint = (
+        latest_checkpoint(run.checkpoints, note)
+        if step is None
+        else checkpoint_of(run.checkpoints, step)
+    )
+    state = read_state(checkpoint)
+    if "records" not in state:
+        raise ConfigError(
+            "run",
+            str(run.path),
+            "its checkpoint was written by a version of crl that could not resume runs",
+            "Train again",
+        )
+    if "bank" in state:
+        require_bank(run)
+        if state["bank"] not in snapshots(run.bank):
+            raise ConfigError(
+                "run",
+                str(run.path),
+                f"its bank has no snapshot of the checkpoint of step {checkpoint.name}",
+                "Restore the bank.sqlite of this run, or use another checkpoint with --from STEP",
+            )
+    return Resumption(checkpoint, run.new_discarded())
+
+
+def discard(run: RunDir, resumption: Resumption) -> str:
+    """Take back the metrics, episodes and checkpoints after the checkpoint.
+
+    Return a line of text that says what was taken back.
+    """
+    target = resumption.discarded
+    # Later checkpoints first: without them, a process that is killed here is resumed from the same
+    # checkpoint again.
+    for path in later_checkpoints(run.checkpoints, resumption.step):
+        (target / "checkpoints").mkdir(parents=True, exist_ok=True)
+        path.rename(target / "checkpoints" / path.name)
+    repair(run.checkpoints)
+    Records(run).discard(read_state(resumption.checkpoint)["records"], target)
+    text = f"resuming at step {resumption.step}"
+    if not target.exists():
+        return text
+    last = max(_trained_steps(target / run.metrics.name), default=resumption.step)
+    steps = last - resumption.step
+    what = "what was written" if steps < 1 else f"{counted(steps, 'step')}"
+    verb = "are" if steps > 1 else "is"
+    return f"{text}; {what} after it {verb} discarded (kept in {target})"
+
+
+def keep_archive(archive: Path | None, resumption: Resumption) -> None:
+    """Move the copy of a bank that was rolled back to the other discarded files."""
+    if archive:
+        resumption.discarded.mkdir(parents=True, exist_ok=True)
+        archive.rename(resumption.discarded / "bank.sqlite")
+
+
+async def fork(source: RunDir, target: RunDir, checkpoint: Path) -> None:
+    """Copy a checkpoint of `source`, its bank and its metrics to the new run `target`.
+
+    The bank is rolled back to the checkpoint. Episodes are not copied.
+    """
+    shutil.copytree(checkpoint, copy := target.checkpoints / checkpoint.name)
+    state = read_state(checkpoint)
+    if "bank" in state:
+        await copy_database(source.bank, target.bank)
+        store = await Store.open(target.bank)
+        try:
+            archive = (await store.rollback(state["bank"])).archive
+        finally:
+            await store.aclose()
+        if archive:
+            archive.unlink()
+    manifest = json.loads((copy / MANIFEST).read_text("utf-8"))
+    length = manifest["state"]["records"][source.metrics.name]
+    with source.metrics.open("rb") as file:
+        target.metrics.write_bytes(file.read(length))
+    target.trajectories.touch()
+    manifest["state"]["records"] = Records(target).state()
+    temporary = copy / f"{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(manifest), "utf-8")
+    os.replace(temporary, copy / MANIFEST)
+
+
+def lineage(source: RunDir, step: int) -> list[Mapping[str, str | int]]:
+    """Return the runs from which a fork of `source` at `step` descends, the nearest last."""
+    return [
+        *load_saved(source.path).lineage,
+        {"run": str(source.path.resolve()), "step": step},
+    ]
+
+
+def _trained_steps(metrics: Path) -> Iterator[int]:
+    """Yield the steps of the discarded lines. The last line may be incomplete after a crash."""
+    if not metrics.is_file():
+        return
+    for line in metrics.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["kind"] == "train":
+            yield record["step"]

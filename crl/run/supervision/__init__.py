@@ -1,0 +1,1 @@
+"""Supervision of a run: signals, and signs that something is wrong."""

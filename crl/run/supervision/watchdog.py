@@ -1,0 +1,124 @@
+"""Watchdog of a run: it reports which part waits for what if nothing finishes for a long time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from types import CoroutineType
+from typing import Any
+
+import crl
+from crl.errors import StallError
+
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 10.0
+"""Limits of the time between two looks at the tasks, in seconds."""
+
+_ROOT = Path(crl.__file__).resolve().parents[1]
+
+Place = str
+"""File, line and function in which a task waits."""
+
+
+class Watchdog:
+    """Watchdog of the tasks of an event loop.
+
+    * `seconds`: time without progress after which a report is written; 0 = never.
+    * `ends_run`: True if a stalled run ends.
+    * `note`: writes a line for readers, to screen and log.
+    * `log`: writes a text to the log alone.
+
+    The attribute `details` returns lines on parts that are not tasks, such as queues.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        ends_run: bool,
+        note: Callable[[str], object],
+        log: Callable[[str], object],
+    ) -> None:
+        self._seconds, self._ends_run, self._note, self._log = seconds, ends_run, note, log
+        self.details: Callable[[], list[str]] = list
+        self._last_progress = monotonic()
+        self._reported = False
+        self._waiting: dict[asyncio.Task[Any], tuple[Place, float]] = {}
+
+    def progress(self) -> None:
+        """Record that an episode, a training step or a distillation has finished."""
+        self._last_progress = monotonic()
+        self._reported = False
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raise `StallError` if the run has stalled and is to end."""
+        if not self._seconds:
+            return
+        interval = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, self._seconds / 20))
+        while True:
+            await asyncio.sleep(interval)
+            self.check()
+
+    def check(self) -> None:
+        """Look at the tasks, and report if nothing has finished for too long.
+
+        Raise `StallError` if the run is to end then.
+        """
+        self._look()
+        silent = monotonic() - self._last_progress
+        if silent < self._seconds or self._reported:
+            return
+        self._reported = True
+        text = f"nothing has finished for {silent:.0f} s (run.stall_seconds)"
+        self._log("\n".join([text, *self.report()]))
+        self._note(f"warning: {text}; log.txt says which part waits for what")
+        if self._ends_run:
+            raise StallError(f"the run has stalled: {text}")
+
+    def report(self) -> list[str]:
+        """Return one line for each place in which tasks wait, and the details."""
+        now = monotonic()
+        counts: Counter[tuple[str, Place]] = Counter()
+        since: dict[tuple[str, Place], float] = {}
+        for task, (place, first_seen) in self._waiting.items():
+            key = (_kind(task.get_name()), place)
+            counts[key] += 1
+            since[key] = min(since.get(key, now), first_seen)
+        lines = [
+            f"  {count} × {kind}: {place}, for {now - since[kind, place]:.0f} s"
+            for (kind, place), count in counts.most_common()
+        ]
+        return lines + [f"  {line}" for line in self.details()]
+
+    def _look(self) -> None:
+        """Update the places in which tasks wait, and since when."""
+        now, current = monotonic(), asyncio.current_task()
+        places = {task: _place(task) for task in asyncio.all_tasks() if task is not current}
+        self._waiting = {
+            task: known
+            if (known := self._waiting.get(task)) and known[0] == place
+            else (place, now)
+            for task, place in places.items()
+        }
+
+
+def _kind(name: str) -> str:
+    """Return the name of a task without numbers, so that similar tasks are counted together."""
+    words = [word for word in name.split() if not any(letter.isdigit() for letter in word)]
+    return " ".join(words) or "task"
+
+
+def _place(task: asyncio.Task[Any]) -> Place:
+    """Return the innermost place of this package in which a suspended task waits."""
+    place, waiting = "", task.get_coro()
+    while isinstance(waiting, CoroutineType) and (frame := waiting.cr_frame):
+        path = Path(frame.f_code.co_filename)
+        inside = path.is_relative_to(_ROOT)
+        if inside or not place:
+            shown = path.relative_to(_ROOT) if inside else path.name
+            place = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+        waiting = waiting.cr_await
+    return place or "no Python frame"
