@@ -115,6 +115,9 @@ async def open_training_loop(
             config, specs, runner, engine, bank, critic.success_rates if critic else None
         )
         collector = _collector(config, runner, source, method, checkpoint)
+        models = _model_dirs(config, actor, with_extractor=experience is not None)
+        began = started or time.monotonic()
+        outputs = Outputs(monitor, run.checkpoints, models, Records(run), began, supervisor)
         yield TrainingLoop(
             method,
             _schedule(config),
@@ -123,14 +126,7 @@ async def open_training_loop(
             experience,
             critic,
             Measurements(evaluator, probe),
-            Outputs(
-                monitor,
-                run.checkpoints,
-                _model_dirs(config, actor, with_extractor=experience is not None),
-                Records(run),
-                started or time.monotonic(),
-                supervisor,
-            ),
+            outputs,
         )
 
 

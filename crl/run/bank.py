@@ -177,8 +177,7 @@ async def open_experience(
     """Start the extractor and open the run's bank. Return Nones for a method without extractor.
 
     The run begins with `checkpoint`, or anew if it is None. `on_distilled` is called after every
-    distillation. Raise `ConfigError` if the bank of a
-    run with a checkpoint is missing.
+    distillation.
     """
     if method.distiller is None:
         return None, None
@@ -192,8 +191,6 @@ async def open_experience(
     run_name = (
         read_state(checkpoint)["mark"] if checkpoint else await _start_bank(config.bank.init, run)
     )
-    if checkpoint:
-        require_bank(run)
     background = not config.run.deterministic
 
     def record(distilled: Distilled) -> None:

@@ -40,8 +40,8 @@ async def save_checkpoint(
     """Write the checkpoint of `step` under `root` (RUN/checkpoints) and return its path.
 
     A complete checkpoint of the same step is kept and nothing is written, unless `replace` is true.
-    `model_dirs` maps each
-    role to a model directory: its tokenizer files and profile are copied beside the role's weights.
+    `model_dirs` maps each role to a model directory: its tokenizer files and profile are copied
+    beside the role's weights.
 
     Raise `CheckpointError` if the disk has not enough space, a learner cannot save or a file cannot
     be written. The incomplete directory is then removed.
@@ -115,9 +115,9 @@ def checkpoint_of(root: Path, step: int) -> Path:
     if (path := root / str(step)) not in paths:
         steps = ", ".join(path.name for path in paths) or "none"
         reason = f"{root.parent} has no checkpoint of this step"
-        raise ConfigError("from", step, reason, f"Its checkpoints: {steps}")
+        raise ConfigError("checkpoint", step, reason, f"Its checkpoints: {steps}")
     if reason := damage(path):
-        raise ConfigError("from", step, reason, "Choose another checkpoint")
+        raise ConfigError("checkpoint", step, reason, "Choose another checkpoint")
     return path
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from crl.config.models import resolve_model
 from crl.engines import torch as torch_engine
@@ -112,14 +111,6 @@ def train(
     assert result.exit_code == 0, result.output + str(result.exception)
     assert result.stderr == ""
     assert undocumented(run) == set()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def restore_determinism() -> Iterator[None]:
-    """Restore the process-wide determinism switch, which deterministic runs change."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")

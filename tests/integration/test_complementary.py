@@ -62,14 +62,6 @@ from support.whole_runs import (
 NO_EVAL = ("tasks.room.eval.seen=0", "tasks.room.eval.unseen=0", "tasks.room.eval.online_places=0")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def restore_determinism() -> Iterator[None]:
-    """Restore the process-wide determinism switch, which deterministic runs change."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("deterministic") / "run"

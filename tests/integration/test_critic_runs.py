@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from crl.config import load
 from crl.config.models import resolve_model
@@ -82,13 +81,6 @@ class ScriptedVerdicts:
             if session.startswith("train/")
             else random.Random(rng).choice(VERDICTS)
         )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def restore_determinism() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def run_with_verdicts(run: Path, *sets: str, steps: int = 5) -> ScriptedVerdicts:

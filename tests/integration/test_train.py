@@ -162,14 +162,6 @@ def task_file(folder: Path, name: str, rendering: str = "compact") -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def restore_determinism() -> Iterator[None]:
-    """Restore the process-wide determinism switch, which deterministic runs change."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of three deterministic steps in the room."""

@@ -57,6 +57,7 @@ class Watchdog:
         """Watch until cancelled. Raise `StallError` if the run has stalled and is to end."""
         if not self._seconds:
             return
+        self.progress()  # the time in which models were loaded does not count
         interval = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, self._seconds / 20))
         while True:
             await asyncio.sleep(interval)
