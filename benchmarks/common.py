@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from crl.intervals import Mean
 
@@ -105,3 +110,35 @@ def mean_and_interval(values: Sequence[float | None]) -> str:
 def half_interval(values: Sequence[float]) -> float | None:
     """Return half the 95 % interval of the mean of independent values; None for fewer than two."""
     return Mean.of(values).half_width if len(values) > 1 else None
+
+
+LAG_SLEEP_S = 0.005
+"""Seconds that the probe of the event loop's lag sleeps."""
+
+
+@asynccontextmanager
+async def measure_lags() -> AsyncIterator[list[float]]:
+    """Measure the lag of this event loop in seconds while the block runs."""
+    lags: list[float] = []
+
+    async def probe() -> None:
+        while True:
+            begin = time.perf_counter()
+            await asyncio.sleep(LAG_SLEEP_S)
+            lags.append(time.perf_counter() - begin - LAG_SLEEP_S)
+
+    task = asyncio.create_task(probe())
+    try:
+        yield lags
+    finally:
+        task.cancel()
+
+
+def quantiles(seconds: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
+    """Return quantiles in milliseconds by name; empty without values."""
+    names = {100: "max"}
+    return (
+        {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in percents}
+        if seconds
+        else {}
+    )

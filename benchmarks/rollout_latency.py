@@ -53,7 +53,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the other measurements of `crl train`
 
 import numpy as np
-from common import half_interval, mean_and_interval, write_plot, write_results
+from common import (
+    half_interval,
+    mean_and_interval,
+    measure_lags,
+    quantiles,
+    write_plot,
+    write_results,
+)
 from latency_model import MOVES, LatencyModel, Walks
 
 from crl.config import load, resolve_model
@@ -95,8 +102,6 @@ ENTRIES, LESSONS = 1_000, 64
 """Experiences of the bank at the start, and different lessons of the extractor."""
 ACTION_TOKENS, LESSON_TOKENS = 60, 96
 """Median tokens of an actor's and of an extractor's answer."""
-LAG_SLEEP_S = 0.005
-"""Seconds that the probe of the event loop's lag sleeps."""
 GOAL = "Walk: the {place}. Find the exit."
 QUESTION = "<search_and_ask>I see no exit. Which way is it?</search_and_ask>"
 VERDICTS = [
@@ -325,24 +330,6 @@ class Measurements:
     """Episodes with an error."""
 
 
-@asynccontextmanager
-async def measure_lags() -> AsyncIterator[list[float]]:
-    """Measure the lag of this event loop in seconds while the block runs."""
-    lags: list[float] = []
-
-    async def probe() -> None:
-        while True:
-            begin = time.perf_counter()
-            await asyncio.sleep(LAG_SLEEP_S)
-            lags.append(time.perf_counter() - begin - LAG_SLEEP_S)
-
-    task = asyncio.create_task(probe())
-    try:
-        yield lags
-    finally:
-        task.cancel()
-
-
 async def rollout(
     setup: EngineSetup,
     arm: Arm,
@@ -424,16 +411,6 @@ def row(
         "search_ms": quantiles(measured.searches, (50, 95, 100)),
         "lag_ms": quantiles(measured.lags, (50, 99, 100)),
     }
-
-
-def quantiles(seconds: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
-    """Return quantiles in milliseconds by name; empty without values."""
-    names = {100: "max"}
-    return (
-        {names.get(q, f"p{q}"): 1000 * float(np.percentile(seconds, q)) for q in percents}
-        if seconds
-        else {}
-    )
 
 
 def print_head() -> None:

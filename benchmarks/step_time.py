@@ -28,6 +28,7 @@ WARM_UP = 5
 """Steps at the start that are not counted."""
 PARTS = {
     "wait": ("train", "time/wait"),
+    "prepare": ("train", "time/prepare"),
     "submit": ("train", "time/submit"),
     "train": ("train", "time/train"),
     "sync": ("train", "time/sync"),

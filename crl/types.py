@@ -10,7 +10,8 @@ Minibatch → PublishHandle.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import MappingProxyType
@@ -211,6 +212,18 @@ class TokenTrace:
         if self.mask.count(0) + self.mask.count(1) != len(self.mask):
             raise ValueError("the mask may contain only 0 and 1")
 
+    def __reduce__(self) -> tuple[Callable[..., TokenTrace], tuple[bytes, ...]]:
+        """Pickle the columns as bytes.
+
+        Tuples of thousands of numbers would keep the interpreter lock from the event loop for long.
+        """
+        return _unpickled_trace, (
+            array("q", self.ids).tobytes(),
+            bytes(self.mask),
+            array("d", self.logprobs).tobytes(),
+            array("q", self.versions).tobytes(),
+        )
+
     def with_context(self, ids: tuple[int, ...]) -> TokenTrace:
         """Return this trace with `ids` appended as context, with mask 0."""
         n = len(ids)
@@ -241,8 +254,17 @@ class TokenTrace:
 
     def until_last_sampled(self) -> TokenTrace:
         """Return this trace up to its last sampled token; empty if it has no sampled token."""
-        end = max((i + 1 for i, sampled in enumerate(self.mask) if sampled), default=0)
+        end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         return TokenTrace(self.ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
+
+
+def _unpickled_trace(ids: bytes, mask: bytes, logprobs: bytes, versions: bytes) -> TokenTrace:
+    return TokenTrace(
+        tuple(array("q", ids)),
+        tuple(mask),
+        tuple(array("d", logprobs)),
+        tuple(array("q", versions)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

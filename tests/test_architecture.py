@@ -31,7 +31,7 @@ RANKS = {
     ),
     **dict.fromkeys(["crl.protocols", "crl.config", "crl.extras", "crl.scratch"], 1),
     **dict.fromkeys(["crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
-    **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners"], 3),
+    **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners", "crl.records"], 3),
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     **dict.fromkeys(["crl.methods", "crl.evaluation"], 5),
     **dict.fromkeys(["crl.planning", "crl.tiny"], 6),

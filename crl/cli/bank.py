@@ -8,10 +8,8 @@ Modules that need more than typer are imported inside the commands.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from crl.cli.command import Command, chosen, command, metavar
+from crl.cli.output import (
+    AsJson,
+    Limit,
+    print_json,
+    print_lines,
+    report_count,
+    terminal_width,
+)
 from crl.errors import ConfigError
 from crl.types import Counters, Lift, lift_order
 from crl.wording import counted
@@ -52,8 +58,6 @@ Run = Annotated[
 typer does not check that it is readable (`readable=False`), so that commands can report the error
 themselves.
 """
-AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
-Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Maximum number of rows; 0 = all.")]
 TaskName = Annotated[
     str | None, typer.Option(metavar="NAME", help="Only experiences of this task.")
 ]
@@ -141,7 +145,7 @@ def list_entries(
         if order is Sort.lift:  # by the upper end of the interval; unknown lifts stay last
             lifts = {entry.uid: entry.counters.lift for entry in matching}
             matching.sort(key=lambda entry: lift_order((lift := lifts[entry.uid]) and -lift))
-    _print_rows(matching, limit, as_json, lambda rows: entry_table(rows, short, _width()))
+    _print_rows(matching, limit, as_json, lambda rows: entry_table(rows, short, terminal_width()))
 
 
 @app.command(cls=Command)
@@ -180,7 +184,7 @@ def show(
     if as_json:
         _print_json(report)
     else:
-        _print(report.lines(short))
+        print_lines(report.lines(short))
 
 
 @app.command(cls=Command)
@@ -218,8 +222,10 @@ def search(
         )
     elif rows:
         column = [f"{similarity:.3f}" for similarity, _ in rows]
-        _print(entry_table([entry for _, entry in rows], short, _width(), cosine=column))
-    _report_count(len(rows), len(found))
+        print_lines(
+            entry_table([entry for _, entry in rows], short, terminal_width(), cosine=column)
+        )
+    report_count(len(rows), len(found))
 
 
 @app.command(cls=Command)
@@ -234,7 +240,7 @@ def stats(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(metrics)
     else:
-        _print(stats_lines(metrics))
+        print_lines(stats_lines(metrics))
 
 
 @app.command(cls=Command)
@@ -286,7 +292,7 @@ def dead(
         _print_json({"retried": retried})
     else:
         words = ("episode", "it waits") if retried == 1 else ("episodes", "they wait")
-        _print(
+        print_lines(
             [
                 f"queued {retried:,} dead {words[0]} again; {words[1]} until the run continues"
                 if retried
@@ -321,9 +327,9 @@ def diff(
         end = limit or None
         shown = Comparison(found.only_a[:end], found.only_b[:end], found.both[:end])
         _print_json(shown)
-        _report_count(shown.lessons, found.lessons)
+        report_count(shown.lessons, found.lessons)
     else:
-        _print(diff_lines(found, run, other, limit or None, _width()))
+        print_lines(diff_lines(found, run, other, limit or None, terminal_width()))
 
 
 # ── changes ─────────────────────────────────────────────────────────────────────────────────────
@@ -362,7 +368,7 @@ def import_entries(
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
     else:
-        _print([f"imported {counted(len(entries), 'experience')} into {bank}"])
+        print_lines([f"imported {counted(len(entries), 'experience')} into {bank}"])
 
 
 @app.command(cls=Command)
@@ -424,9 +430,9 @@ def prune(
     if as_json:
         _print_json({"evicted": evicted, "active": len(entries) - evicted})
     elif to_evict:
-        _print([f"evicted {evicted:,}, still active {len(entries) - evicted:,}"])
+        print_lines([f"evicted {evicted:,}, still active {len(entries) - evicted:,}"])
     else:
-        _print([f"nothing to evict among {len(entries):,} active experiences"])
+        print_lines([f"nothing to evict among {len(entries):,} active experiences"])
 
 
 def _confirm_eviction(to_evict: Sequence[EntryView], short: ShortUids, *, active: int) -> None:
@@ -436,9 +442,9 @@ def _confirm_eviction(to_evict: Sequence[EntryView], short: ShortUids, *, active
     """
     from crl.cli.bank_text import entry_table
 
-    _print(entry_table(to_evict[:PREVIEW_ROWS], short, _width()))
+    print_lines(entry_table(to_evict[:PREVIEW_ROWS], short, terminal_width()))
     if len(to_evict) > PREVIEW_ROWS:
-        _print([f"… and {len(to_evict) - PREVIEW_ROWS:,} more"])
+        print_lines([f"… and {len(to_evict) - PREVIEW_ROWS:,} more"])
     typer.confirm(f"Evict {len(to_evict):,} of {active:,} active experiences?", abort=True)
 
 
@@ -461,44 +467,8 @@ def _require_unicode(name: str, text: str) -> None:
         raise ConfigError(name, text, "is not valid Unicode", "Give it in UTF-8")
 
 
-def _width() -> int | None:
-    """Return the width of the terminal.
-
-    Return None if the output is not a terminal; then nothing is cut.
-    """
-    import shutil
-
-    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
-
-
-def _print(lines: Iterable[str]) -> None:
-    """Print lines, with an escape for every character that is not printable."""
-    from crl.cli.draw import printable
-
-    for line in lines:
-        typer.echo(printable(line))
-
-
-def _report_count(shown: int, total: int) -> None:
-    """Report on stderr if rows were left out or if there are none."""
-    if shown < total:
-        typer.echo(f"showing {shown:,} of {total:,}; use --limit 0 for all", err=True)
-    if not total:
-        typer.echo("no results", err=True)
-
-
 def _print_json(value: Any) -> None:
-    """Print a value as one line of JSON. Characters that are not printable are escaped."""
-    text = json.dumps(_to_json_types(value), ensure_ascii=False)
-    typer.echo(
-        text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
-    )
-
-
-def _escape(character: str) -> str:
-    """Return the JSON escape of a character."""
-    units = character.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+    print_json(_to_json_types(value))
 
 
 def _to_json_types(value: Any) -> Any:
@@ -523,7 +493,7 @@ def _print_requests(run: Path, states: Sequence[QueueState], limit: int, as_json
     with open_reader(_bank_file(run)) as bank:
         requests = bank.requests(*states)
         short = short_uids(bank.uids())
-    _print_rows(requests, limit, as_json, lambda rows: request_table(rows, short, _width()))
+    _print_rows(requests, limit, as_json, lambda rows: request_table(rows, short, terminal_width()))
 
 
 def _print_rows(
@@ -537,8 +507,8 @@ def _print_rows(
     if as_json:
         _print_json(rows)
     elif rows:
-        _print(table(rows))
-    _report_count(len(rows), len(found))
+        print_lines(table(rows))
+    report_count(len(rows), len(found))
 
 
 def _embedder(file: Path) -> EmbedderSection:

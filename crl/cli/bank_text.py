@@ -11,9 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len, set_cell_size
-
 from crl.cli.draw import one_line, printable
+from crl.cli.output import table
 from crl.intervals import plus_minus
 from crl.manager.inspection.reading import (
     WIN_RATE_BINS,
@@ -38,60 +37,10 @@ MAX_LISTED = 10
 MAX_PERIODS = 8
 """Maximum number of periods that `show` divides an entry's history into."""
 
-LEFT_ALIGNED = frozenset(
-    {
-        "uid",
-        "task",
-        "status",
-        "goal",
-        "text",
-        "state",
-        "episode",
-        "guided by",
-        "outcome",
-        "reason",
-        "how",
-        "by",
-        "answer",
-        "when",
-    }
-)
-"""Columns of text, which are aligned on the left. All other columns contain numbers."""
-
 ShortUids = Mapping[str, str]
 """Printed uid by full uid."""
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
-    """Return a header line and one line per row. `columns`: cells by column name.
-
-    `width`: maximum number of terminal cells in a line. Only the last two columns are cut, and
-    together they keep at least 20 cells. None: nothing is cut.
-    """
-    cells = [
-        [name, *(one_line(cell, len(cell)) for cell in column)] for name, column in columns.items()
-    ]
-    widths = [max(map(cell_len, column)) for column in cells]
-    if width is not None:
-        *fixed, second, last = widths
-        available = max(20, width - sum(fixed) - 2 * (len(widths) - 1))
-        second = min(second, max(available - last, available * 2 // 5))
-        widths = [*fixed, second, min(last, available - second)]
-    padded = [
-        [_fitted(cell, width, name in LEFT_ALIGNED) for cell in column]
-        for name, column, width in zip(columns, cells, widths, strict=True)
-    ]
-    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
-
-
-def _fitted(text: str, width: int, left: bool) -> str:
-    """Return a text of exactly `width` cells: cut with an ellipsis, or padded with spaces."""
-    if cell_len(text) > width:
-        return set_cell_size(text, width - 1) + "…"
-    padding = " " * (width - cell_len(text))
-    return text + padding if left else padding + text
 
 
 def won_of(won: int, credited: int) -> str:

@@ -107,6 +107,7 @@ A row without values is not shown.
 
 TIME_PARTS = {
     "wait": ("░", "blue"),
+    "prepare": ("▗", "green"),
     "submit": ("▖", "magenta"),
     "train": ("█", "green"),
     "sync": ("▓", "yellow"),

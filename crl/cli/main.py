@@ -20,6 +20,7 @@ import crl
 from crl.cli import bank, config
 from crl.cli.command import Command, MethodOption, chosen, command
 from crl.cli.doctor import doctor
+from crl.cli.episodes import episodes, replay
 from crl.cli.new_task import new_task
 from crl.cli.play import play
 from crl.cli.tasks import list_tasks
@@ -305,6 +306,8 @@ app.command("tasks", cls=Command)(list_tasks)
 app.command("play", cls=Command)(play)
 app.command("new-task", cls=Command)(new_task)
 app.command("doctor", cls=Command)(doctor)
+app.command("episodes", cls=Command)(episodes)
+app.command("replay", cls=Command)(replay)
 
 
 @app.command("make-models", cls=Command)

@@ -96,6 +96,8 @@ class RunSection(Section):
     """Number of the last checkpoints that are kept."""
     keep_every: Natural = 0
     """Number of actor steps between two checkpoints that are kept for good. 0 = none."""
+    keep_episodes: Natural = 0
+    """Number of the last actor steps whose episodes are kept in RUN/episodes. 0 = all."""
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Maximum share of a task's last 256 episodes that may end with an error.
 

@@ -74,11 +74,16 @@ def rollout_metrics(batch: Sequence[Trajectory], version: int) -> dict[str, floa
                 [t for t in batch if t.task.name == name], f"rollout/{name}"
             )
     metrics |= _question_metrics(batch)
-    ages = [version - v for t in batch for trace in t.traces for v in trace.versions if v >= 0]
+    sampled = Counter[int]()
+    for t in batch:
+        for trace in t.traces:
+            sampled.update(trace.versions)
+    ages = {version - v: tokens for v, tokens in sampled.items() if v >= 0}
+    tokens = sum(ages.values())
     return metrics | {
         "rollout/env_turns": sum(t.turns + t.activity.overtime_turns for t in batch),
         "rollout/samples": sum(len(t.traces) for t in batch),
-        "staleness/mean": fmean(ages) if ages else 0.0,
+        "staleness/mean": sum(age * n for age, n in ages.items()) / tokens if tokens else 0.0,
         "staleness/max": max(ages, default=0),
     }
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 PINNED_ORIGINS = frozenset({"task", "experience", "tool_spec"})
 """Origins of the opening segments that a window never drops."""
 
+LONG_PROMPT = 4_096
+"""Characters that are tokenised in about 2 ms."""
+
 
 class ChatRenderer:
     """Renderer of segments with a tokenizer's chat template.
@@ -118,6 +121,17 @@ class Conversation:
         """
         samples = (trace.until_last_sampled() for trace in [*self._finished, self._trace])
         return tuple(sample for sample in samples if sample.ids)
+
+    @property
+    def is_long(self) -> bool:
+        """True if the next prompt takes milliseconds: call `prompt` in a thread then.
+
+        The template renders all of the conversation, and the new segments are tokenised, which
+        takes about ten times as long per character.
+        """
+        new = self._turns if self._window else self._turns[-1:]
+        characters = sum(len(segment.text) for turn in new for segment in turn)
+        return characters + len(self._text) // 10 > LONG_PROMPT
 
     def add(self, segments: Iterable[Segment]) -> None:
         """Add segments that precede the agent's next completion."""

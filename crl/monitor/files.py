@@ -1,4 +1,4 @@
-"""Monitor for metrics.jsonl, trajectories.jsonl and log.txt.
+"""Monitor for metrics.jsonl and log.txt.
 
 Every call writes complete lines and flushes them, so that the files of a crashed run can be read
 with jq.
@@ -6,17 +6,15 @@ with jq.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
 from crl.monitor.run_dir import RunDir
 from crl.protocols import Metrics, Monitor
-from crl.types import TokenTrace, Trajectory
 
 MetricValue = float | int | str | None
 
@@ -38,7 +36,6 @@ class FileMonitor(Monitor):
         self._deterministic = deterministic
         self._started = time.monotonic() if started is None else started
         self._metrics = run.metrics.open("a", encoding="utf-8")
-        self._trajectories = run.trajectories.open("a", encoding="utf-8")
         self._log = run.log.open("a", encoding="utf-8")
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
@@ -55,16 +52,12 @@ class FileMonitor(Monitor):
             | {name: to_json_value(value) for name, value in metrics.items()},
         )
 
-    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        for trajectory in trajectories:
-            _write(self._trajectories, trajectory_record(trajectory))
-
     def note(self, text: str) -> None:
         self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
         self._log.flush()
 
     def close(self) -> None:
-        for stream in (self._metrics, self._trajectories, self._log):
+        for stream in (self._metrics, self._log):
             stream.close()
 
 
@@ -94,55 +87,4 @@ def series(kind: str, metrics: Metrics) -> dict[str, MetricValue]:
     return {
         f"{kind}/{name}" if kind != "train" and name.startswith(("time/", "perf/")) else name: value
         for name, value in ((name, to_json_value(value)) for name, value in metrics.items())
-    }
-
-
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a line of trajectories.jsonl.
-
-    If a trajectory consists of several samples, its token columns are lists of lists.
-    """
-    address = trajectory.address
-    return {
-        "step": address.step + 1,  # from 1, as in metrics.jsonl: the step that trains on it
-        "task": trajectory.task.name,
-        "seed": trajectory.task.seed,
-        "split": trajectory.task.split,
-        "group": address.group,
-        "member": address.member,
-        "condition": trajectory.condition,
-        "reward": trajectory.reward,
-        "success": trajectory.success,
-        "score": trajectory.outcome.score,
-        "turns": trajectory.turns,
-        "overtime_turns": trajectory.activity.overtime_turns,
-        "segments": [
-            {"role": s.role, "origin": s.origin, "text": s.text} for s in trajectory.segments
-        ],
-        **_columns(trajectory.traces),
-        "used": [dataclasses.asdict(use) for use in trajectory.used],
-        "rejected": [dataclasses.asdict(use) for use in trajectory.guidance.rejected],
-        "truncated": trajectory.truncated,
-        "error": trajectory.error,
-    }
-
-
-def _columns(traces: Sequence[TokenTrace]) -> dict[str, list[Any]]:
-    """Return the token columns of one trace, or a list of columns for several traces."""
-    if len(traces) == 1:
-        return _trace_columns(traces[0])
-    columns = [_trace_columns(trace) for trace in traces]
-    return {
-        name: [column[name] for column in columns]
-        for name in ("ids", "mask", "logprobs", "versions")
-    }
-
-
-def _trace_columns(trace: TokenTrace) -> dict[str, list[Any]]:
-    """Return the token columns of a trace."""
-    return {
-        "ids": list(trace.ids),
-        "mask": list(trace.mask),
-        "logprobs": [to_json_value(value) for value in trace.logprobs],
-        "versions": list(trace.versions),
     }

@@ -71,7 +71,9 @@ COLUMNS: Mapping[str, Columns] = {
 """Cells of a line, by its kind."""
 
 DURATION_METRICS = {
-    "train": ("time/wait", "time/submit", "time/train", "time/sync", "time/bank"),
+    "train": tuple(
+        f"time/{part}" for part in ("wait", "prepare", "submit", "train", "sync", "bank")
+    ),
     "eval": ("time/eval",),
     "extractor": ("time/train", "time/sync"),
     "probe": ("time/probe",),

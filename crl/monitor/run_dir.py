@@ -81,8 +81,8 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def trajectories(self) -> Path:
-        return self.path / "trajectories.jsonl"
+    def episodes(self) -> Path:
+        return self.path / "episodes"
 
     @property
     def log(self) -> Path:

@@ -301,7 +301,11 @@ class EpisodeRunner:
             record.truncated |= in_overtime
             if len(record.results) == limits.max_turns + limits.extra_turns:
                 return
-            prompt = conversation.prompt()
+            prompt = (
+                await asyncio.to_thread(conversation.prompt)
+                if conversation.is_long
+                else conversation.prompt()
+            )
             completion = await self.decoding.complete(
                 prompt,
                 limits.max_response_tokens,

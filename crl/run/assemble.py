@@ -20,7 +20,6 @@ from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.monitor.records import Records
 from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.planning.context import critic_prompt
@@ -34,6 +33,7 @@ from crl.protocols import (
     Retriever,
     TaskSource,
 )
+from crl.records.writer import EpisodeWriter
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
 from crl.rollout.decoding import Decoding
@@ -117,7 +117,9 @@ async def open_training_loop(
         collector = _collector(config, runner, source, method, checkpoint)
         models = _model_dirs(config, actor, with_extractor=experience is not None)
         began = started or time.monotonic()
-        outputs = Outputs(monitor, run.checkpoints, models, Records(run), began, supervisor)
+        episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
+        stack.push_async_callback(episodes.aclose)
+        outputs = Outputs(monitor, run, models, episodes, began, supervisor)
         yield TrainingLoop(
             method,
             _schedule(config),

@@ -25,8 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from crl.algo import build_minibatches, sum_terms
-from crl.algo.batching import Advantage, DistillationSamples, has_signal
+from crl.algo.training_batch import training_batch
 from crl.envs.hosting.threads import Hosts
 from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
@@ -34,8 +33,10 @@ from crl.evaluation.metrics import rollout_metrics
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.records import evaluation_record, read_evaluation
 from crl.manager import RolledBack
-from crl.monitor.records import Records
+from crl.monitor.run_dir import RunDir
 from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, TaskSource
+from crl.records.position import position
+from crl.records.writer import EpisodeWriter
 from crl.rollout.collector import Collector
 from crl.run.checkpoint import prune_checkpoints, read_state, save_checkpoint, saved_states
 from crl.run.critic import CriticParts
@@ -45,7 +46,7 @@ from crl.run.supervision.supervisor import Supervisor
 from crl.run.sync import restore_weights, sync_weights
 from crl.run.totals import Totals
 from crl.seeds import generator
-from crl.types import GUIDANCE_ORIGINS, Minibatch, StepStats, Trajectory
+from crl.types import StepStats, Trajectory
 
 T = TypeVar("T")
 
@@ -132,12 +133,12 @@ class Outputs:
     """Destinations of a run's results."""
 
     monitor: Monitor
-    checkpoints: Path
-    """Directory of the run's checkpoints."""
+    run: RunDir
+    """Directory of the run."""
     model_dirs: Mapping[str, Path]
     """Directory of each role's initial model, see `save_checkpoint`."""
-    records: Records
-    """Files of metrics and episodes."""
+    episodes: EpisodeWriter
+    """Writer of the batches."""
     started: float
     """Time (`time.monotonic`) at which the run began; earlier for a resumed run."""
     supervisor: Supervisor
@@ -235,23 +236,24 @@ class TrainingLoop:
         An existing checkpoint of the same step is kept, unless `replace` is true.
         It holds the trained models, the state of every part, and a reference to a bank snapshot.
         """
+        await self.outputs.episodes.flush()
         state: State = {
             "learner": self.actor.learner.state(),
             "source": self.rollouts.collector.source_state(),
         }
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
-                state |= await self.experience.state(saved_states(self.outputs.checkpoints))
+                state |= await self.experience.state(saved_states(self.outputs.run.checkpoints))
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["warmed_up"] = self.warmed_up
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
             state["measurements"] = self.measurements.state()
-            state["records"] = self.outputs.records.state()
+            state["records"] = position(self.outputs.run)
             state["seconds"] = time.monotonic() - self.outputs.started
             path = await save_checkpoint(
-                self.outputs.checkpoints,
+                self.outputs.run.checkpoints,
                 self.completed_steps,
                 self._learners,
                 self.outputs.model_dirs,
@@ -260,7 +262,7 @@ class TrainingLoop:
             )
         kept = self.schedule.checkpoints
         prune_checkpoints(
-            self.outputs.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every
+            self.outputs.run.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every
         )
         return path
 
@@ -295,19 +297,23 @@ class TrainingLoop:
         if batch is None:
             return False
         self.outputs.monitor.trajectories(batch)
-        valid = [t for t in batch if t.error is None]
-        advantages = self._advantages(valid)
-        metrics = rollout_metrics(batch, engine.version)
-        metrics["rollout/groups_with_signal"] = _groups_with_signal(valid, advantages)
-        distilled = self._self_distillation(valid)
-        if self.method.actor.distillation:
-            metrics["rollout/self_distilled"] = len(distilled)
+        with stopwatch("prepare"):
+            await self.outputs.episodes.write(step + 1, batch)
+            metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
+            minibatches, signal = await asyncio.to_thread(
+                training_batch,
+                self.method.actor,
+                self.actor.rerender,
+                batch,
+                count=self.schedule.minibatches,
+                rng=generator(self.schedule.seed, "minibatches", step),
+            )
+        metrics |= signal
         self.mid_step = True
         if self.experience:
             with stopwatch("submit"):
                 await self.experience.observe(batch)
         with stopwatch("train"):
-            minibatches = self._minibatches(step, valid, advantages, distilled)
             stats = await learner.step(minibatches)
         with stopwatch("sync"):
             sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
@@ -363,45 +369,6 @@ class TrainingLoop:
         except CheckpointError as error:
             self.outputs.monitor.note(f"warning: {error} The run continues")
         self._checkpoint_time = time.monotonic()
-
-    def _advantages(self, valid: Sequence[Trajectory]) -> list[Advantage]:
-        """Return the sum of the method's advantage terms for each trajectory.
-
-        `valid` holds trajectories without an error.
-        """
-        return sum_terms([term(valid) for term in self.method.actor.terms], valid) if valid else []
-
-    def _minibatches(
-        self,
-        step: int,
-        valid: Sequence[Trajectory],
-        advantages: Sequence[Advantage],
-        distilled: Mapping[int, DistillationSamples],
-    ) -> Sequence[Minibatch]:
-        """Return the minibatches of the actor's training step."""
-        views = [self.method.actor.view(t, self.actor.rerender) for t in valid]
-        rng = generator(self.schedule.seed, "minibatches", step)
-        return build_minibatches(
-            valid,
-            advantages,
-            views,
-            count=self.schedule.minibatches,
-            rng=rng,
-            distilled=distilled,
-        )
-
-    def _self_distillation(self, valid: Sequence[Trajectory]) -> Mapping[int, DistillationSamples]:
-        """Return the self-distillation samples by trajectory index: weight and unguided traces.
-
-        Trajectories with weight 0 are left out.
-        """
-        weigh = self.method.actor.distillation
-        weights = weigh(valid).tolist() if weigh and valid else []
-        return {
-            i: (weight, self.actor.rerender.without(valid[i], GUIDANCE_ORIGINS))
-            for i, weight in enumerate(weights)
-            if weight
-        }
 
     async def _warm_up(self) -> None:
         """Play the critic's warm-up and log the success rates.
@@ -515,13 +482,6 @@ class TrainingLoop:
         It is not due after the last step: `run` measures and saves when all work has settled.
         """
         return every > 0 and step % every == 0 and step < self.schedule.steps
-
-
-def _groups_with_signal(valid: Sequence[Trajectory], advantages: Sequence[Advantage]) -> int:
-    """Return the number of groups with a trajectory that has a training signal."""
-    return len(
-        {t.group for t, advantage in zip(valid, advantages, strict=True) if has_signal(advantage)}
-    )
 
 
 class Stopwatch:

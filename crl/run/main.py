@@ -10,6 +10,7 @@ import gc
 import os
 import shlex
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -232,6 +233,20 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def short_thread_turns() -> Iterator[None]:
+    """Let threads keep the interpreter lock for at most 1 ms at a time inside the context.
+
+    With Python's 5 ms, the event loop would wait that long for a thread that writes episodes.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.001)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 async def _train(
     config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, started: float,
     resumption: Resumption | None,
@@ -246,7 +261,7 @@ async def _train(
     ) as loop:
         if resumption:
             await _restore(config, run, loop, resumption)
-        with frozen_heap(), _handle_interrupts(loop, screen):
+        with frozen_heap(), short_thread_turns(), _handle_interrupts(loop, screen):
             try:
                 await loop.run()
             except BaseExceptionGroup as group:

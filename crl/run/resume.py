@@ -18,8 +18,8 @@ from crl.config.load import load_saved
 from crl.errors import ConfigError
 from crl.manager.storage.database import copy_database, snapshots
 from crl.manager.storage.store import Store
-from crl.monitor.records import Records
 from crl.monitor.run_dir import RunDir
+from crl.records import position
 from crl.run.bank import require_bank
 from crl.run.checkpoint import (
     MANIFEST,
@@ -95,7 +95,8 @@ def discard(run: RunDir, resumption: Resumption) -> str:
         (target / "checkpoints").mkdir(parents=True, exist_ok=True)
         path.rename(target / "checkpoints" / path.name)
     repair(run.checkpoints)
-    Records(run).discard(read_state(resumption.checkpoint)["records"], target)
+    records = read_state(resumption.checkpoint)["records"]
+    position.discard(run, records, resumption.step, target)
     text = f"resuming at step {resumption.step}"
     if not target.exists():
         return text
@@ -133,8 +134,7 @@ async def fork(source: RunDir, target: RunDir, checkpoint: Path) -> None:
     length = manifest["state"]["records"][source.metrics.name]
     with source.metrics.open("rb") as file:
         target.metrics.write_bytes(file.read(length))
-    target.trajectories.touch()
-    manifest["state"]["records"] = Records(target).state()
+    manifest["state"]["records"] = position.position(target)
     temporary = copy / f"{MANIFEST}.tmp"
     temporary.write_text(json.dumps(manifest), "utf-8")
     os.replace(temporary, copy / MANIFEST)

@@ -260,7 +260,7 @@ class NextSteps:
     def lines(self) -> list[str]:
         """Return lines with the commands. An interrupted run can only be continued."""
         actor, run = self.checkpoint / "actor", shlex.quote(str(self.run))
-        files = f"{self.run / 'metrics.jsonl'}, {self.run / 'trajectories.jsonl'}"
+        files = f"{self.run / 'metrics.jsonl'}, {self.run / 'episodes'}"
         if self.interrupted:
             return [
                 f"the last checkpoint: {self.checkpoint}",

@@ -7,7 +7,6 @@ learner, in one process.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 
 from support.engine_runs import DEEPSPEED, VLLM, metrics, train, trained_in_agreement
 from support.vllm_models import logprobs
+from support.whole_runs import episodes
 
 pytest.importorskip(
     "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"
@@ -159,10 +159,7 @@ def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
     trained_in_agreement(run)
     assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}
-    trajectories = [
-        json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()
-    ]
-    versions = {version for t in trajectories for version in t["versions"] if version >= 0}
+    versions = {version for t in episodes(run) for version in t["versions"] if version >= 0}
     assert versions <= set(range(steps + 1))
     assert len(versions) > 1
     for role in ("actor", "extractor"):

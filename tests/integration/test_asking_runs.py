@@ -22,13 +22,15 @@ from crl.methods.parts.asking import COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.types import Completion, Sampling, Segment
-from support.complementary_runs import dump, episodes, rows
+from support.complementary_runs import dump, rows
 from support.documented_metrics import undocumented
 from support.whole_runs import (
     DETERMINISTIC,
     arguments,
     contents,
     crl,
+    episode_files,
+    episodes,
     equal_weights,
     metrics,
     one_line,
@@ -239,9 +241,7 @@ def test_runs_are_reproducible_and_evaluations_change_nothing(done: Path, tmp_pa
 
     train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1", engine=RecordingEngine)
     assert set(asked_in) == {"train", "eval", "online"}, "and not the advice probe"
-    assert (watched / "trajectories.jsonl").read_bytes() == (
-        done / "trajectories.jsonl"
-    ).read_bytes()
+    assert episode_files(watched) == episode_files(done)
     assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")
     for kind in ("train", "extractor", "bank"):
         assert list(map(untimed, metrics(watched, kind))) == list(map(untimed, metrics(done, kind)))

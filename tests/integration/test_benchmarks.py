@@ -287,3 +287,17 @@ def test_switches_are_compared_with_the_preset(tmp_path: Path):
         "[load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+
+
+def test_the_lag_of_the_event_loop_is_measured_for_every_part(tmp_path: Path):
+    out = tmp_path / "results.json"
+    script = str(ROOT / "benchmarks" / "loop_lag.py")
+    command = [sys.executable, script, "--quick", "--repetitions", "1", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    parts = ["idle", "records", "metrics", "minibatches", "samples", "prompt", "bank"]
+    assert [row["part"] for row in rows] == parts
+    for row in rows:
+        assert 0 < row["p50"] <= row["p99"] <= row["max"]
+        alone = row["part"] in ("idle", "bank")
+        assert (row["on_loop"] is None, row["ratio"] is None) == (alone, alone)

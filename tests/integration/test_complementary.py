@@ -41,7 +41,6 @@ from support.complementary_runs import (
     STEPS,
     address,
     dump,
-    episodes,
     log,
     manifest,
     rows,
@@ -52,6 +51,8 @@ from support.whole_runs import (
     arguments,
     contents,
     crl,
+    episode_files,
+    episodes,
     equal_weights,
     lines,
     metrics,
@@ -119,7 +120,7 @@ def either(request: pytest.FixtureRequest) -> Path:
 
 def test_files_and_metrics_of_a_run(either: Path) -> None:
     assert {path.name for path in either.iterdir()} == {
-        "config.json", "metrics.jsonl", "trajectories.jsonl", "log.txt", "checkpoints",
+        "config.json", "metrics.jsonl", "episodes", "log.txt", "checkpoints",
         "bank.sqlite", ".lock",
     }  # fmt: skip
     kinds = Counter(line["kind"] for line in lines(either / "metrics.jsonl"))
@@ -507,7 +508,7 @@ def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
     assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(
         map(untimed, lines(done / "metrics.jsonl"))
     )
-    assert (again / "trajectories.jsonl").read_bytes() == (done / "trajectories.jsonl").read_bytes()
+    assert episode_files(again) == episode_files(done)
     assert dump(again / "bank.sqlite") == dump(done / "bank.sqlite")
     for role in ("actor", "extractor"):
         assert equal_weights(
@@ -526,9 +527,7 @@ def test_evaluations_do_not_change_the_training(done: Path, tmp_path: Path) -> N
     watched = tmp_path / "watched"
     train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1")
     assert [line["step"] for line in metrics(watched, "eval")] == [0, 1, 2, 3]
-    assert (watched / "trajectories.jsonl").read_bytes() == (
-        done / "trajectories.jsonl"
-    ).read_bytes()
+    assert episode_files(watched) == episode_files(done)
     assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")
     for kind in ("train", "extractor", "bank"):
         assert list(map(untimed, metrics(watched, kind))) == list(map(untimed, metrics(done, kind)))
@@ -693,7 +692,7 @@ def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> Non
     assert {path.name for path in run.iterdir()} == {
         "config.json",
         "metrics.jsonl",
-        "trajectories.jsonl",
+        "episodes",
         ".lock",
         "log.txt",
         "checkpoints",

@@ -22,8 +22,17 @@ from crl.modeling.tokens import ChatRenderer
 from crl.planning import tasks
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import Completion, Outcome, RolloutPlan, Sampling, Task, Trajectory
-from support.complementary_runs import SIZES, address, episodes, log, manifest, rows, train
-from support.whole_runs import DETERMINISTIC, crl, lines, metrics, one_line, untimed
+from support.complementary_runs import SIZES, address, log, manifest, rows, train
+from support.whole_runs import (
+    DETERMINISTIC,
+    crl,
+    episode_files,
+    episodes,
+    lines,
+    metrics,
+    one_line,
+    untimed,
+)
 
 CRITIC = ("critic.enabled=true", "critic.warmup=2")
 VERDICTS = ("accept", "refine from the start go east.", "reject", "north")
@@ -288,9 +297,7 @@ def test_the_same_seed_gives_the_same_verdicts(
     assert list(map(untimed, lines(again / "metrics.jsonl"))) == list(
         map(untimed, lines(judged[0] / "metrics.jsonl"))
     )
-    assert (again / "trajectories.jsonl").read_bytes() == (
-        judged[0] / "trajectories.jsonl"
-    ).read_bytes()
+    assert episode_files(again) == episode_files(judged[0])
 
 
 def test_evaluations_judge_and_crl_eval_repeats_them(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.whole_runs import DETERMINISTIC, arguments, crl, lines, metrics
+from support.whole_runs import DETERMINISTIC, arguments, crl, episodes, metrics
 
 SETS = (
     "rollout.groups=8",
@@ -24,7 +24,7 @@ def test_a_new_task_trains(tmp_path: Path, method: str) -> None:
     result = crl(*arguments(run, task, SETS, 2, 0, method))
     assert (result.exit_code, result.stderr) == (0, ""), result.output
 
-    played = lines(run / "trajectories.jsonl")
+    played = episodes(run)
     assert len(played) == 2 * 64
     assert {(record["task"], record["error"]) for record in played} == {("my_field", None)}
     assert any(record["success"] for record in played), "the bundled actor finds some treasures"

@@ -16,15 +16,18 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crl.config.models import resolve_model
-from crl.monitor.records import Records
+from crl.monitor.run_dir import RunDir
 from crl.protocols import State
+from crl.records import position
 from crl.run.checkpoint import MANIFEST
-from support.complementary_runs import SIZES, address, dump, episodes, log, manifest, rows
+from support.complementary_runs import SIZES, address, dump, log, manifest, rows
 from support.whole_runs import (
     DETERMINISTIC,
     arguments,
     contents,
     crl,
+    episode_files,
+    episodes,
     equal_weights,
     lines,
     metrics,
@@ -126,9 +129,7 @@ def assert_same_run(resumed: Path, straight: Path, steps: int) -> None:
     assert list(map(untimed, lines(resumed / "metrics.jsonl"))) == list(
         map(untimed, lines(straight / "metrics.jsonl"))
     )
-    assert (resumed / "trajectories.jsonl").read_bytes() == (
-        straight / "trajectories.jsonl"
-    ).read_bytes()
+    assert episode_files(resumed) == episode_files(straight)
     assert bank_rows(resumed) == bank_rows(straight)
     first, second = manifest(resumed, steps), manifest(straight, steps)
     assert first["files"] == second["files"], "weights and optimizers, by their SHA-256"
@@ -152,7 +153,7 @@ def test_a_run_killed_between_two_checkpoints(killed: Path, straight: Path, tmp_
     discarded = run / "discarded" / "1"
     steps = [line["step"] for line in lines(discarded / "metrics.jsonl")]
     assert (min(steps), max(steps)) == (3, 3)
-    assert min(t["step"] for t in lines(discarded / "trajectories.jsonl")) == 3
+    assert {t["step"] for t in episodes(discarded)} == {3}
     submitted = [origin for origin, _ in log(discarded / "bank.sqlite", "submit")]
     assert len([origin for origin in submitted if origin.startswith("run/2/")]) == 16
 
@@ -291,7 +292,7 @@ def test_a_fork_has_the_bank_of_its_checkpoint(straight: Path, tmp_path: Path) -
     run = tmp_path / "fork"
     assert crl("fork", straight, run, "--from", 4).exit_code == 0
     assert {path.name for path in run.iterdir()} == {
-        "config.json", "metrics.jsonl", "trajectories.jsonl", "checkpoints", "bank.sqlite",
+        "config.json", "metrics.jsonl", "checkpoints", "bank.sqlite",
     }  # fmt: skip
     ((last,),) = rows(run / "bank.sqlite", "SELECT MAX(step) FROM log")
     assert last == 4
@@ -391,11 +392,11 @@ def test_a_resume_that_is_killed_while_it_discards_can_be_repeated(
     run = tmp_path / "run"
     shutil.copytree(straight, run)
 
-    def killed(self: Records, state: State, target: Path) -> None:
+    def killed(run: RunDir, saved: State, step: int, target: Path) -> None:
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "discard", killed)
+        patch.setattr(position, "discard", killed)
         assert crl("resume", run, "--plain", "--from", 4).exit_code == 1
     assert "resuming at step 4" in resume(run)
     assert_same_run(run, straight, STEPS)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,9 @@ from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Game
 from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
 from crl.evaluation.evaluate import SuccessRate
 from crl.methods.parts.training import SurrogateLoss
+from crl.records import writer
+from crl.records.shards import COLUMNS
+from crl.run import loop
 from crl.run.checkpoint import latest_checkpoint
 from crl.types import StepResult, Task
 from support.whole_runs import (
@@ -36,6 +40,8 @@ from support.whole_runs import (
     arguments,
     contents,
     crl,
+    episode_files,
+    episodes,
     equal_weights,
     lines,
     metrics,
@@ -203,7 +209,7 @@ def test_files_of_a_run(done: Path) -> None:
     assert {path.name for path in done.iterdir()} == {
         "config.json",
         "metrics.jsonl",
-        "trajectories.jsonl",
+        "episodes",
         ".lock",
         "log.txt",
         "checkpoints",
@@ -260,32 +266,21 @@ def test_metrics_are_flat(done: Path) -> None:
 
 
 FIELDS = [
-    *(
-        "step",
-        "task",
-        "seed",
-        "split",
-        "group",
-        "member",
-        "condition",
-        "reward",
-        "success",
-        "score",
-        "turns",
-    ),
-    *("overtime_turns", "segments"),
-    *("ids", "mask", "logprobs", "versions", "used", "rejected", "truncated", "error"),
+    *("step", "group", "member", "condition", "task", "goal", "seed", "split", "params"),
+    *("success", "score", "reward", "rewards", "turns", "turn_rewards", "overtime_turns"),
+    *("invalid_actions", "sampled_tokens", "truncated", "error", "segments", "used", "shown"),
+    *("rejected", "tokens"),
 ]
-"""Fields of a line of trajectories.jsonl."""
+"""Fields of an episode in RUN/episodes."""
 
 
 def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
-    played = lines(done / "trajectories.jsonl")
+    played = episodes(done)
     assert [(t["step"], t["group"], t["member"]) for t in played] == [
         (1 + i // 32, i // 8, i % 8) for i in range(96)
     ]
     for record in played:
-        assert list(record) == FIELDS
+        assert list(record) == [*FIELDS, *COLUMNS]
         assert (
             record["task"],
             record["split"],
@@ -318,8 +313,37 @@ def test_every_trajectory_has_the_documented_fields(done: Path) -> None:
         ), "one task, one start"
 
 
+def test_the_work_on_a_batch_leaves_the_event_loop_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that metrics, minibatches and records of thousands of tokens are made on threads."""
+    threads: dict[str, set[bool]] = defaultdict(set)
+
+    def observe(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            threads[name].add(threading.current_thread() is threading.main_thread())
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, observed)
+
+    observe(loop, "rollout_metrics")
+    observe(loop, "training_batch")
+    observe(writer, "write_shard")
+    train(tmp_path / "run")
+    assert threads == {
+        name: {False} for name in ("rollout_metrics", "training_batch", "write_shard")
+    }
+
+
+def test_old_episodes_are_deleted(tmp_path: Path) -> None:
+    train(tmp_path / "run", "run.keep_episodes=2", steps=4)
+    assert {t["step"] for t in episodes(tmp_path / "run")} == {3, 4}
+
+
 def test_metrics_match_the_trajectories(done: Path) -> None:
-    played = lines(done / "trajectories.jsonl")
+    played = episodes(done)
     for line in metrics(done, "train"):
         batch = [t for t in played if t["step"] == line["step"]]
         assert line["rollout/episodes"] == len(batch) == 32
@@ -381,10 +405,7 @@ def test_deterministic_mode(done: Path, tmp_path: Path) -> None:
     )
     assert list(map(untimed, again)) == list(map(untimed, first))
     assert list(map(untimed, other)) != list(map(untimed, first))
-    trajectories = [
-        (run / "trajectories.jsonl").read_bytes()
-        for run in (done, tmp_path / "again", tmp_path / "other")
-    ]
+    trajectories = [episode_files(run) for run in (done, tmp_path / "again", tmp_path / "other")]
     assert trajectories[0] == trajectories[1] != trajectories[2]
     assert equal_weights(done / "checkpoints/3/actor", tmp_path / "again/checkpoints/3/actor")
 
@@ -398,9 +419,7 @@ def test_evaluations_do_not_change_the_training(done: Path, tmp_path: Path) -> N
         "run.checkpoint_every=2",
         steps=3,
     )
-    assert (tmp_path / "watched" / "trajectories.jsonl").read_bytes() == (
-        done / "trajectories.jsonl"
-    ).read_bytes()
+    assert episode_files(tmp_path / "watched") == episode_files(done)
     assert [line["step"] for line in metrics(tmp_path / "watched", "eval")] == [0, 1, 2, 3]
     assert untimed(metrics(tmp_path / "watched", "eval")[-1]) == untimed(metrics(done, "eval")[-1])
     assert {path.name for path in (tmp_path / "watched" / "checkpoints").iterdir()} == {"2", "3"}
@@ -445,7 +464,7 @@ def test_any_causal_lm_can_be_the_actor(tmp_path: Path, random_qwen3: Path) -> N
     )
     result = train(tmp_path / "room", *sets)
     assert "room  full rendering: the actor's model declares the full profile" in result.stdout
-    played = lines(tmp_path / "room" / "trajectories.jsonl")
+    played = episodes(tmp_path / "room")
     assert [t["error"] for t in played] == [None] * 8
     assert {t["turns"] for t in played} == {3}
     assert played[0]["segments"][0]["text"].startswith("You play a text game")
@@ -470,7 +489,7 @@ def test_a_checkpoint_can_be_trained_on(done: Path, tmp_path: Path) -> None:
 
 def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
     train(tmp_path / "run", "tasks.room.context=window(1)")
-    played = lines(tmp_path / "run" / "trajectories.jsonl")
+    played = episodes(tmp_path / "run")
     long = [t for t in played if t["turns"] > 1]
     assert long
     assert all(len(t["ids"]) == len(t["mask"]) == t["turns"] for t in long)
@@ -479,9 +498,7 @@ def test_a_window_makes_every_turn_a_sample(tmp_path: Path) -> None:
 def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
     sets = ("tasks.room.eval.seen=2", "tasks.room.eval.unseen=0")
     train(tmp_path / "run", *sets, tasks=f"room,{task_file(tmp_path, 'lottery')}", steps=1)
-    assert [t["task"] for t in lines(tmp_path / "run" / "trajectories.jsonl")] == ["room"] * 4 + [
-        "lottery"
-    ] * 4
+    assert [t["task"] for t in episodes(tmp_path / "run")] == ["room"] * 4 + ["lottery"] * 4
     line = metrics(tmp_path / "run", "train")[0]
     assert line["rollout/success"] == pytest.approx(
         (line["rollout/room/success"] + line["rollout/lottery/success"]) / 2
@@ -562,7 +579,7 @@ def test_invalid_results_fail_only_their_episodes(tmp_path: Path) -> None:
     train(tmp_path / "run", tasks=task_file(tmp_path, "unruly"))
     (line,) = metrics(tmp_path / "run", "train")
     assert (line["rollout/errors"], line["env/replaced"], line["actor/version"]) == (4, 0, 1)
-    errors = [t["error"] for t in lines(tmp_path / "run" / "trajectories.jsonl") if t["error"]]
+    errors = [t["error"] for t in episodes(tmp_path / "run") if t["error"]]
     assert sum("a result's text must be a str" in error for error in errors) == 2
     assert (
         sum("the total reward of an episode must be in [0, 1], not 5" in error for error in errors)
@@ -666,7 +683,7 @@ def test_an_interrupted_run_writes_a_checkpoint(number: signal.Signals, tmp_path
     step = metrics(run, "train")[-1]["step"]
     assert latest_checkpoint(run / "checkpoints", print).name == str(step)
     assert f"interrupted after {step} of 10,000 steps" in output
-    assert len(lines(run / "trajectories.jsonl")) == 8 * step
+    assert len(episodes(run)) == 8 * step
     assert crl("eval", run).exit_code == 0
 
 

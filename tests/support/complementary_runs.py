@@ -11,7 +11,7 @@ from typing import Any
 from typer.testing import Result
 
 from support.documented_metrics import undocumented
-from support.whole_runs import arguments, crl, lines
+from support.whole_runs import arguments, crl
 
 SIZES = (
     "rollout.groups=4", "rollout.group_size=4", "extractor.batch=4", "eval.probe_every=2",
@@ -54,10 +54,6 @@ def log(bank: Path, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
     wanted = ", ".join(f"'{kind}'" for kind in kinds)
     sql = f"SELECT origin, data FROM log WHERE kind IN ({wanted}) ORDER BY seq"
     return [(origin, json.loads(data)) for origin, data in rows(bank, sql)]
-
-
-def episodes(run: Path) -> list[dict[str, Any]]:
-    return lines(run / "trajectories.jsonl")
 
 
 def address(t: dict[str, Any], run_name: str = "run") -> str:

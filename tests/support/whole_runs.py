@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
+from crl.records.reader import read_episodes
+from crl.records.shards import COLUMNS, episode_record
 from support.documented_metrics import undocumented
 
 SETS = (
@@ -80,6 +82,23 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+def episodes(run: Path) -> list[dict[str, Any]]:
+    """Return the training episodes of a run with their token columns.
+
+    The columns are lists. If an episode has several samples, they are lists of lists.
+    """
+    played = []
+    for t in read_episodes(run):
+        samples = [{name: list(getattr(trace, name)) for name in COLUMNS} for trace in t.traces]
+        columns = (
+            samples[0]
+            if len(samples) == 1
+            else {name: [sample[name] for sample in samples] for name in COLUMNS}
+        )
+        played.append(episode_record(t) | columns)
+    return played
+
+
 def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines(run / "metrics.jsonl") if line["kind"] == kind]
 
@@ -97,6 +116,11 @@ def equal_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
+
+
+def episode_files(run: Path) -> dict[str, bytes]:
+    """Return the contents of the files with a run's episodes, by name."""
+    return {path.name: path.read_bytes() for path in sorted((run / "episodes").iterdir())}
 
 
 def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:

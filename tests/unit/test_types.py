@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import FrozenInstanceError, replace
 from functools import reduce
 from operator import add
@@ -262,3 +263,22 @@ def test_few_equal_groups_rank_below_many_similar_ones() -> None:
         pytest.approx(0.540216, abs=1e-6),
     )
     assert sorted([None, lucky, proven], key=lift_order) == [proven, lucky, None]
+
+
+# ── traces of many tokens ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_trace_survives_pickling_exactly():
+    trace = TokenTrace((1, 2**40), (0, 1), (0.0, -1 / 3), (-1, 7))
+    assert pickle.loads(pickle.dumps(trace)) == trace
+    assert pickle.loads(pickle.dumps(TokenTrace())) == TokenTrace()
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept"), [((), 0), ((0, 0), 0), ((1,), 1), ((0, 1, 0), 2), ((1, 0, 1, 0, 0), 3)]
+)
+def test_a_trace_until_its_last_sampled_token(mask: tuple[int, ...], kept: int):
+    n = len(mask)
+    trace = TokenTrace(tuple(range(n)), mask, (-0.5,) * n, (3,) * n)
+    assert trace.until_last_sampled().ids == trace.ids[:kept]
+    assert trace.until_last_sampled().mask == mask[:kept]

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from crl.cli.bank_text import history, table
+from crl.cli.bank_text import history
+from crl.cli.output import table
 from crl.config.load import dump, load
 from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine

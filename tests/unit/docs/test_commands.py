@@ -28,6 +28,8 @@ NOT_RUN = {
     "crl fork runs/first runs/other --set actor.optimizer.learning_rate=1e-5": (
         "needs a trained run; see tests/integration/test_resume.py"
     ),
+    "crl episodes runs/first --failed --limit 10": "needs a trained run; see test_episodes.py",
+    "crl replay runs/first --guided --tokens": "needs a trained run; see test_episodes.py",
     "crl export runs/first models/mine": "needs a run; see tests/integration/test_resume.py",
     "crl eval runs/first": "needs a trained run; see tests/integration/test_complementary.py",
     "crl make-models --out models": "takes an hour",

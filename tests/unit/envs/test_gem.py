@@ -7,7 +7,6 @@ The stand-in copies the awkward behaviour of the package. It draws from global g
 from __future__ import annotations
 
 import importlib.util
-import json
 import pickle
 import random
 import subprocess
@@ -25,6 +24,7 @@ from crl.envs.base import EnvSpec, StreamSettings
 from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.planning.tasks import specs
+from crl.records.reader import read_episode_records
 from crl.types import Task
 
 INSTALLED = importlib.util.find_spec("gem") is not None
@@ -294,9 +294,7 @@ def test_a_run_trains_on_the_real_package(tmp_path: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    episodes = [
-        json.loads(line) for line in (run / "trajectories.jsonl").read_text("utf-8").splitlines()
-    ]
+    episodes = list(read_episode_records(run))
     assert len(episodes) == 2 * 16
     assert {(episode["task"], episode["error"]) for episode in episodes} == {("guess", None)}
     assert all(1 <= episode["turns"] <= 3 for episode in episodes)

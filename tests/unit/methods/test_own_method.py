@@ -13,6 +13,7 @@ from crl.config import load, load_saved
 from crl.config.load import dump
 from crl.errors import ConfigError
 from crl.planning.methods import require_method
+from crl.records.reader import read_episode_records
 from support.pages import code
 from support.paths import ROOT
 
@@ -269,8 +270,7 @@ def test_step_advantages_and_views_without_guidance(tmp_path: Path):
     assert sum(line["actor/updates"] for line in steps) >= 2
     # Log-probs of the learner at the start of the step: the ratio of its first update is 1.
     assert all(line["actor/grad_norm"] > 0 for line in steps if line["actor/updates"])
-    trajectories = (run / "trajectories.jsonl").read_text("utf-8").splitlines()
-    assert any(json.loads(line)["used"] for line in trajectories)
+    assert any(episode["used"] for episode in read_episode_records(run))
 
 
 def train(run: Path, method: str, *sets: str, steps: int) -> None:
@@ -296,7 +296,6 @@ def test_an_own_method_trains(example: Path, tmp_path: Path):
     """Train one step with the example. Its reward channel must reach the training reward."""
     run = tmp_path / "run"
     train(run, f"{example}:SPEC", steps=1)
-    lines = (run / "trajectories.jsonl").read_text("utf-8").splitlines()
-    for trajectory in map(json.loads, lines):
-        outcome = 1.0 if trajectory["success"] else 0.0
-        assert trajectory["reward"] == pytest.approx(outcome - 0.01 * trajectory["turns"])
+    for episode in read_episode_records(run):
+        outcome = 1.0 if episode["success"] else 0.0
+        assert episode["reward"] == pytest.approx(outcome - 0.01 * episode["turns"])

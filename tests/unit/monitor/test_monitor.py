@@ -23,7 +23,7 @@ from crl.monitor.sinks import SINKS, open_sinks, require_sinks
 from crl.monitor.tensorboard import TensorBoardMonitor
 from crl.monitor.wandb import WandbMonitor
 from crl.protocols import Monitor
-from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
+from crl.types import Task, TokenTrace, Trajectory
 from support.paths import ROOT
 from support.trajectories import build_trajectory
 
@@ -61,11 +61,11 @@ def test_a_run_never_overwrites_another(tmp_path: Path):
 
 
 def test_who_lives_where(run: RunDir):
-    paths = (run.config, run.metrics, run.trajectories, run.log, run.checkpoint(80))
+    paths = (run.config, run.metrics, run.episodes, run.log, run.checkpoint(80))
     assert [str(p.relative_to(run.path)) for p in paths] == [
         "config.json",
         "metrics.jsonl",
-        "trajectories.jsonl",
+        "episodes",
         "log.txt",
         "checkpoints/80",
     ]
@@ -139,66 +139,6 @@ def trajectory(*traces: TokenTrace, **fields) -> Trajectory:
         traces=traces,
         **fields,
     )
-
-
-def test_a_trajectorys_line_has_exactly_the_documented_fields(run: RunDir):
-    trace = TokenTrace((5, 6, 7), (0, 0, 1), (0.0, 0.0, -0.5), (-1, -1, 4))
-    use = ExperienceUse("e1", 2, "g9", "start")
-    record = trajectory(
-        trace,
-        condition="guided",
-        segments=(Segment("user", "at 2 3 é", "env"),),
-        used=(use,),
-        shown=("Go west.",),
-        reward=1.0,
-        success=True,
-        turns=3,
-        overtime_turns=2,
-    )
-    FileMonitor(run).trajectories([record])
-    assert lines(run.trajectories) == [
-        {
-            "step": 3,
-            "task": "room",
-            "seed": 7,
-            "split": "train",
-            "group": 5,
-            "member": 1,
-            "condition": "guided",
-            "reward": 1.0,
-            "success": True,
-            "score": None,
-            "turns": 3,
-            "overtime_turns": 2,
-            "segments": [{"role": "user", "origin": "env", "text": "at 2 3 é"}],
-            "ids": [5, 6, 7],
-            "mask": [0, 0, 1],
-            "logprobs": [0.0, 0.0, -0.5],
-            "versions": [-1, -1, 4],
-            "used": [
-                {"uid": "e1", "version": 2, "generation": "g9", "how": "start", "verdict": None}
-            ],
-            "rejected": [],
-            "truncated": False,
-            "error": None,
-        }
-    ]
-
-
-def test_several_samples_are_lists_of_lists_and_none_is_empty(run: RunDir):
-    first, second = (
-        TokenTrace((1, 2), (0, 1), (0.0, -1.0), (-1, 0)),
-        TokenTrace((3,), (1,), (-2.0,), (0,)),
-    )
-    FileMonitor(run).trajectories([trajectory(first, second), trajectory(error="env: it died")])
-    several, none = lines(run.trajectories)
-    assert [several[name] for name in ("ids", "mask", "logprobs", "versions")] == [
-        [[1, 2], [3]],
-        [[0, 1], [1]],
-        [[0.0, -1.0], [-2.0]],
-        [[-1, 0], [0]],
-    ]
-    assert (none["ids"], none["error"]) == ([], "env: it died")
 
 
 def test_notes_go_to_the_log_and_files_are_continued(run: RunDir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.envs.hosting.threads import ThreadHost
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.tokens import LONG_PROMPT, ChatRenderer, Conversation
 from crl.protocols import Response, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits
 from crl.types import (
@@ -751,3 +753,47 @@ async def test_episodes_compute_one_after_another() -> None:
         counting.cancel()
     assert len(computed) == 16 * (1 + 3)
     assert len(set(computed)) == len(computed)
+
+
+# ── long prompts ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised() -> None:
+    """Tokenising waits for the event loop. On the loop it would wait forever."""
+    released = threading.Event()
+
+    class WaitingRenderer(ChatRenderer):
+        def encode(self, text: str) -> tuple[int, ...]:
+            if len(text) > LONG_PROMPT:
+                assert released.wait(30), "the event loop is blocked"
+            return super().encode(text)
+
+    waiting = WaitingRenderer(renderer().tokenizer, renderer().stop_ids)
+    rules = ChatContext({"doors": RULES + LONG_PROMPT * "x"})
+    async with open_host() as hosted:
+        player = runner(
+            scripted("open"), hosted.host, renderer=waiting, context=rules, max_context=100_000
+        )
+        playing = asyncio.create_task(player.play(KEY, TASK, FREE))
+        await asyncio.sleep(0.05)
+        released.set()
+        trajectory = await playing
+    assert trajectory.success
+
+
+def test_a_prompt_is_long_if_its_new_text_or_all_of_it_is() -> None:
+    conversation = Conversation(renderer())
+    conversation.add([Segment("user", LONG_PROMPT // 2 * "x", "env")])
+    assert not conversation.is_long
+    conversation.add([Segment("user", LONG_PROMPT * "x", "env")])
+    assert conversation.is_long
+    conversation.prompt()
+    conversation.add_completion(Completion((5,), (-1.0,), (0,), "length"))
+    conversation.add([Segment("user", "short", "env")])
+    assert not conversation.is_long, "the prompt before is not tokenised again"
+    window = Conversation(renderer(), window=3)
+    window.add([Segment("user", LONG_PROMPT * "x", "env")])
+    window.prompt()
+    window.add_completion(Completion((5,), (-1.0,), (0,), "length"))
+    window.add([Segment("user", "short", "env")])
+    assert window.is_long, "a window tokenises all of its turns again"

@@ -64,7 +64,7 @@ the trained models, in Hugging Face format: runs/one/checkpoints/80
   train further:     crl resume runs/one --steps 160
   another seed:      crl train --tasks room,maze --method grpo --set run.steps=80 --seed 5
   in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
-  metrics, episodes: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"""
+  metrics, episodes: runs/one/metrics.jsonl, runs/one/episodes"""
 
 
 def test_a_whole_run() -> None:
@@ -381,7 +381,7 @@ def test_the_summary_of_an_interrupted_run() -> None:
     assert text.endswith(
         "the last checkpoint: runs/one/checkpoints/80\n"
         "  continue the run:  crl resume runs/one\n"
-        "  metrics, episodes: runs/one/metrics.jsonl, runs/one/trajectories.jsonl"
+        "  metrics, episodes: runs/one/metrics.jsonl, runs/one/episodes"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from crl.errors import ConfigError
 from crl.manager.records import Entry
 from crl.manager.retrieval.choice import Candidate, choose_entry
 from crl.planning.plan import plan
+from crl.records.reader import read_episode_records
 from crl.types import Counters, Lift, Provenance
 from support.pages import code
 from support.paths import ROOT
@@ -90,8 +90,7 @@ def test_a_run_retrieves_by_an_own_policy(policy: Path, tmp_path: Path):
     assert "by lift; 50% of searches choose the least retrieved one" in plan(
         load(["room"], sets=sets)
     )
-    lines = (tmp_path / "run" / "trajectories.jsonl").read_text("utf-8").splitlines()
-    assert any(json.loads(line)["used"] for line in lines)
+    assert any(episode["used"] for episode in read_episode_records(tmp_path / "run"))
     assert load_saved(tmp_path / "run").config.retrieval.choice == reference
 
 

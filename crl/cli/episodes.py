@@ -1,0 +1,169 @@
+"""Commands `crl episodes` and `crl replay`: the recorded training episodes of a run.
+
+The episodes of a running run can be read too. Modules that need more than typer are imported inside
+the commands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from crl.cli.command import command
+from crl.cli.output import (
+    AsJson,
+    Limit,
+    print_json,
+    print_lines,
+    report_count,
+    terminal_width,
+)
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from crl.types import Trajectory
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
+Step = Annotated[
+    int | None, typer.Option(metavar="S", min=1, help="Only episodes of this training step.")
+]
+Group = Annotated[int | None, typer.Option(metavar="G", help="Only members of this group.")]
+Member = Annotated[int | None, typer.Option(metavar="M", help="Only this member of each group.")]
+TaskName = Annotated[str | None, typer.Option(metavar="NAME", help="Only episodes of this task.")]
+Won = Annotated[bool, typer.Option("--won", help="Only won episodes.")]
+Failed = Annotated[bool, typer.Option("--failed", help="Only lost episodes, errors included.")]
+Guided = Annotated[bool, typer.Option("--guided", help="Only guided episodes.")]
+Free = Annotated[bool, typer.Option("--free", help="Only free episodes.")]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Choice of episodes. None and False choose all."""
+
+    step: int | None
+    group: int | None
+    member: int | None
+    task: str | None
+    won: bool
+    failed: bool
+    guided: bool
+    free: bool
+
+    def __post_init__(self) -> None:
+        for one, other in (("won", "failed"), ("guided", "free")):
+            if getattr(self, one) and getattr(self, other):
+                raise ConfigError(
+                    f"--{one}", True, f"excludes --{other}", f"Leave out --{one} or --{other}"
+                )
+
+    def newest(self, run: Path, shown: int) -> tuple[list[dict[str, Any]], int]:
+        """Return the newest `shown` chosen episodes (0 = all), newest first, and their number."""
+        from crl.records.reader import episode_shards
+        from crl.records.shards import read_records
+
+        chosen: list[dict[str, Any]] = []
+        total = 0
+        steps = None if self.step is None else (self.step,)
+        for path in reversed(episode_shards(run, steps).values()):
+            for record in reversed([r for r in read_records(path) if self._chooses(r)]):
+                total += 1
+                if not shown or total <= shown:
+                    chosen.append(record)
+        return chosen, total
+
+    def _chooses(self, record: dict[str, Any]) -> bool:
+        wanted = {"group": self.group, "member": self.member, "task": self.task}
+        return (
+            all(value in (None, record[name]) for name, value in wanted.items())
+            and not (self.won and not record["success"])
+            and not (self.failed and record["success"])
+            and not (self.guided and record["condition"] == "free")
+            and not (self.free and record["condition"] == "guided")
+        )
+
+
+@command
+def episodes(
+    run: Run, step: Step = None, group: Group = None, member: Member = None,
+    task: TaskName = None, won: Won = False, failed: Failed = False, guided: Guided = False,
+    free: Free = False, limit: Limit = 20, as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """List training episodes of a run, the newest first. With --json one object per line."""
+    from crl.cli.episode_text import episode_table
+
+    selection = Selection(step, group, member, task, won, failed, guided, free)
+    records, total = selection.newest(run, limit)
+    if as_json:
+        for record in records:
+            print_json(record)
+    elif records:
+        print_lines(episode_table(records, terminal_width()))
+    report_count(len(records), total)
+
+
+@command
+def replay(
+    run: Run, step: Step = None, group: Group = None, member: Member = None,
+    task: TaskName = None, won: Won = False, failed: Failed = False, guided: Guided = False,
+    free: Free = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show sampled tokens with log-probs and versions.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Maximum number of episodes; 0 = all.")
+    ] = 1,
+) -> None:  # fmt: skip
+    """Show training episodes as the agent saw them, the newest first."""
+    from rich.console import Console
+
+    from crl.cli.episode_text import replay_lines
+
+    selection = Selection(step, group, member, task, won, failed, guided, free)
+    records, total = selection.newest(run, limit)
+    decode = _decoder(run) if tokens and records else None
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    with _paged(console):
+        for trajectory in _complete(run, records):
+            for line in replay_lines(trajectory, console.width, decode):
+                console.print(line)
+    report_count(len(records), total)
+
+
+def _complete(run: Path, records: Sequence[dict[str, Any]]) -> Iterator[Trajectory]:
+    """Yield the episodes of the records, with their token columns, in the same order."""
+    from crl.records.reader import read_episodes
+
+    for step, of_step in groupby(records, key=lambda record: record["step"]):
+        episodes = {(t.address.group, t.address.member): t for t in read_episodes(run, [step])}
+        yield from (episodes[record["group"], record["member"]] for record in of_step)
+
+
+def _decoder(run: Path) -> Callable[[int], str]:
+    """Return the function that returns the text of one of the actor's tokens."""
+    from crl.config.load import load_saved
+    from crl.config.models import resolve_model
+    from crl.modeling.loading import load_tokenizer
+    from crl.monitor.run_dir import RunDir
+
+    config = load_saved(run).config
+    saved = sorted(RunDir(run).checkpoints.glob("[0-9]*/actor"))
+    path = saved[0] if saved else resolve_model(config.actor.model)
+    tokenizer = load_tokenizer(path)
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def _paged(console: Console) -> AbstractContextManager[object]:
+    """Return a context that shows its output in a pager, if the output is a terminal."""
+    if not console.is_terminal:
+        return nullcontext()
+    os.environ.setdefault("LESS", "-R")  # shows colours
+    return console.pager(styles=True)

@@ -1,0 +1,47 @@
+"""Position of a run's records at a checkpoint: how far metrics and episodes were written.
+
+A run that is resumed takes back what was written after its checkpoint. Later lines of metrics and
+later shards of episodes are moved to another directory, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from crl.monitor.run_dir import RunDir
+from crl.protocols import State
+from crl.records.shards import shard_files
+
+
+def position(run: RunDir) -> State:
+    """Write the metrics to the disk. Return the length of their file in bytes, by name."""
+    length = 0
+    if run.metrics.exists():
+        with run.metrics.open("rb") as file:
+            os.fsync(file.fileno())
+        length = run.metrics.stat().st_size
+    return {run.metrics.name: length}
+
+
+def discard(run: RunDir, saved: State, step: int, target: Path) -> None:
+    """Move metrics after the position `saved` and episodes of steps after `step` to `target`.
+
+    Lines are in `target`, a new directory, before they are removed here. A process that is killed
+    in between leaves them in both places. Raise `OSError` if a file cannot be written.
+    """
+    later = [path for path, of_step in shard_files(run.episodes).items() if of_step > step]
+    for path in later:
+        (folder := target / run.episodes.name).mkdir(parents=True, exist_ok=True)
+        path.rename(folder / path.name)
+    length = saved[run.metrics.name]
+    if not run.metrics.exists() or run.metrics.stat().st_size <= length:
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    with run.metrics.open("r+b") as file, (target / run.metrics.name).open("wb") as discarded:
+        file.seek(length)
+        while block := file.read(1 << 20):
+            discarded.write(block)
+        discarded.flush()
+        os.fsync(discarded.fileno())
+        file.truncate(length)

@@ -1,0 +1,178 @@
+"""`crl episodes` and `crl replay` on recorded episodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from crl.cli.episode_text import replay_lines
+from crl.cli.main import app
+from crl.records.shards import write_shard
+from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
+from support.trajectories import build_trajectory
+
+GOAL = "find the \x1b[31mexit"
+
+
+def crl(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def free(step: int, member: int, task: str = "room", **facts) -> Trajectory:
+    return build_trajectory(
+        Task(task, 7, "train", GOAL), step=step - 1, group=5, member=member, turns=1, **facts
+    )
+
+
+def guided() -> Trajectory:
+    """Return an episode with a question, two turns in the turn limit and one in overtime."""
+    trace = TokenTrace(
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        (0, 1, 0, 1, 1, 0, 1, 0),
+        (0.0, -0.5, 0.0, -0.25, -1.0, 0.0, -2.0, 0.0),
+        (-1, 4, -1, 4, 5, -1, 5, -1),
+    )
+    segments = (
+        Segment("system", "You play.", "task"),
+        Segment("user", "Go west.", "experience"),
+        Segment("user", "a door\n\x1b[2Jand a wall", "env"),
+        Segment("assistant", "ask: where?", "tool_call"),
+        Segment("user", "West of here.", "tool_result"),
+        Segment("assistant", "west", "policy"),
+        Segment("user", "a hall", "env"),
+        Segment("assistant", "north", "policy"),
+        Segment("user", "a wall", "env"),
+        Segment("assistant", "south", "policy"),
+    )
+    uses = (ExperienceUse("run/0/1/2#0", 3, "g", "start"), ExperienceUse("e2", 1, "q", "ask"))
+    return build_trajectory(
+        Task("room", 7, "train", GOAL),
+        step=1,
+        group=5,
+        member=2,
+        condition="guided",
+        traces=(trace,),
+        segments=segments,
+        used=uses,
+        shown=("Go west.", "West of here."),
+        rewards={"outcome": 1.0, "turns": -0.5},
+        turn_rewards=(0.25, 0.75),
+        overtime_turns=1,
+        sampled_tokens=5,
+        success=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run")
+    write_shard(run / "episodes", 1, [free(1, 0), free(1, 1, error="env: it died")])
+    write_shard(run / "episodes", 2, [free(2, 0, "webshop", truncated=True), free(2, 1), guided()])
+    return run
+
+
+def test_the_newest_episodes_come_first(run: Path):
+    result = crl("episodes", run, "--limit", 3)
+    assert result.stdout.splitlines() == [
+        "step  group  member  task     how     outcome    reward  turns  tokens  "
+        "guided by            goal",
+        "   2      5       2  room     guided  won          0.50      2       5  "
+        "run/0/1/2#0@3, e2@1  find the \\x1b[31mexit",
+        "   2      5       1  room     free    lost         0.00      1       0  "
+        "–                    find the \\x1b[31mexit",
+        "   2      5       0  webshop  free    lost, cut    0.00      1       0  "
+        "–                    find the \\x1b[31mexit",
+    ]
+    assert result.stderr == "showing 3 of 5; use --limit 0 for all\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ("--step 1", [(1, 1), (1, 0)]),
+        ("--member 1", [(2, 1), (1, 1)]),
+        ("--group 4", []),
+        ("--task webshop", [(2, 0)]),
+        ("--won", [(2, 2)]),
+        ("--failed --step 1", [(1, 1), (1, 0)]),
+        ("--guided", [(2, 2)]),
+        ("--free --step 2", [(2, 1), (2, 0)]),
+    ],
+)
+def test_episodes_are_chosen(run: Path, options: str, chosen: list):
+    result = crl("episodes", run, "--json", *options.split())
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(record["step"], record["member"]) for record in records] == chosen
+    assert result.stderr == ("" if chosen else "no results\n")
+
+
+def test_an_episode_is_replayed_with_its_experience_and_rewards(run: Path):
+    result = crl("replay", run)
+    assert "\x1b" not in result.stdout
+    rule = "── {} ".format
+    lines = [line.rstrip("─") for line in result.stdout.splitlines()]
+    assert lines == [
+        "step 2, group 5, member 2: room, guided",
+        "goal    find the \\x1b[31mexit",
+        "result  won in 2 turns, reward 0.5 (outcome 1, turns -0.5)",
+        "tokens  5 sampled, 4 of context in 1 training sample",
+        "guided by  run/0/1/2#0@3, retrieved at the start",
+        "guided by  e2@1, retrieved for a question and rewritten",
+        *("", rule("task"), "You play."),
+        *("", rule("experience"), "Go west."),
+        *("", rule("environment"), "a door", "\\x1b[2Jand a wall"),
+        *("", rule("question"), "ask: where?"),
+        *("", rule("answer to the question"), "West of here."),
+        *("", rule("answer of turn 1"), "west", "reward 0.25"),
+        *("", rule("environment"), "a hall"),
+        *("", rule("answer of turn 2"), "north", "reward 0.75"),
+        *("", rule("environment"), "a wall"),
+        *("", rule("answer in overtime"), "south"),
+        "",
+    ]
+    assert result.stderr == "showing 1 of 5; use --limit 0 for all\n"
+
+
+def test_tokens_stand_with_their_answers():
+    lines = [line.plain for line in replay_lines(guided(), 80, lambda token: f"t{token}\n")]
+    west = lines.index("west")
+    assert lines[lines.index("ask: where?") + 1] == "        2   -0.5000  version 4  't2\\\\n'"
+    assert lines[west + 1 : west + 4] == [
+        "        4   -0.2500  version 4  't4\\\\n'",
+        "        5   -1.0000  version 5  't5\\\\n'",
+        "reward 0.25",
+    ]
+    assert lines[lines.index("south") + 1] == "", "overtime answers have no recorded tokens"
+
+
+def test_experience_is_highlighted_on_a_terminal():
+    console = Console(force_terminal=True, color_system="standard", width=80)
+    with console.capture() as output:
+        for line in replay_lines(guided(), 80):
+            console.print(line)
+    assert "\x1b[32mGo west.\x1b[0m" in output.get()
+    assert "\x1b[32mWest of here.\x1b[0m" in output.get()
+
+
+def test_several_episodes_and_an_error(run: Path):
+    result = crl("replay", run, "--failed", "--step", 1, "--limit", 0)
+    titles = [line for line in result.stdout.splitlines() if line.startswith("step")]
+    assert titles == [f"step 1, group 5, member {member}: room, free" for member in (1, 0)]
+    assert "\nerror: env: it died\n" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["episodes", "replay"])
+def test_wrong_input_is_refused(run: Path, tmp_path: Path, command: str):
+    for options, message in (
+        ((run, "--step", 9), "has no episodes of these steps. Its episodes are of the steps 1 to"),
+        ((tmp_path / "none",), "has no episodes. Use the directory of a run"),
+        ((run, "--won", "--failed"), "excludes --failed"),
+        ((run, "--guided", "--free"), "excludes --free"),
+    ):
+        result = crl(command, *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
