@@ -72,6 +72,37 @@ def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> f
     return k / (k - 1) * squares / len(values) ** 2
 
 
+def wilson_interval(rate: float, n: float) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval (low, high) of a rate of `n` observations, at z = 1.96.
+
+    An end is exactly 0 or 1 if the rate is. Both ends are NaN if `n` is 0.
+    """
+    if not n:
+        return math.nan, math.nan
+    z = NORMAL_975
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return centre - half if rate > 0 else 0.0, centre + half if rate < 1 else 1.0
+
+
+def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
+    """Return the number of independent observations that determine a rate equally well.
+
+    `values` are in [0, 1]; observations of one cluster may depend on each other. With the mean p,
+    the effective number is p(1−p) / `cluster_variance`: the number of observations divided by the
+    design effect (Kish 1965). The result is limited to [clusters, observations] and then multiplied
+    by (1.96 / t)², with t of clusters − 1 degrees of freedom. This makes Wilson's interval as wide
+    as Student's t requires (Korn & Graubard 1998, Survey Methodology 24(2)). With one cluster, or
+    if all values are 0 or all are 1, the effective number is the number of clusters.
+    """
+    p, k = fmean(values), len(set(clusters))
+    if k < 2 or not 0 < p < 1:
+        return float(k)
+    variance = cluster_variance(values, clusters)
+    n = min(max(p * (1 - p) / variance if variance else math.inf, k), len(values))
+    return n * (NORMAL_975 / t_975(k - 1)) ** 2
+
+
 def half_width(variance: float, clusters: int) -> float:
     """Return half the width of a mean's 95 % interval; NaN with fewer than two clusters.
 

@@ -129,8 +129,12 @@ class Learner(Protocol):
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats: ...
     async def publish(self) -> PublishHandle: ...
-    async def save(self, directory: Path) -> None:
-        """Write the model in Hugging Face format and the optimizer state to `directory`."""
+    async def prepare_save(self, directory: Path) -> Callable[[], None]:
+        """Copy the model and the optimizer as they are now. Return a function that writes them.
+
+        The function writes the model in Hugging Face format and the optimizer state to `directory`.
+        It may be called in any thread, also while the next steps are being trained.
+        """
         ...
 
     async def load(self, directory: Path) -> None: ...
@@ -245,7 +249,8 @@ class Monitor:
     """Sink for metrics, notes and records. A subclass overrides the methods that it needs.
 
     Files are flushed before a call returns. Calls come on the thread of the event loop, so a call
-    must not block for long. An exception of `log`, `trajectories` or `experiences` ends the run.
+    must not block for long. An exception ends the run if it comes from the run's own files. Other
+    monitors are dropped after an exception.
     """
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:

@@ -43,6 +43,13 @@ def scratch_folder(parent: Path | None = None) -> Path:
         return _folders[key]
 
 
+def remove_own_folders() -> None:
+    """Remove the folders of this process. Call this before an exit that skips exit handlers."""
+    for process, parent in list(_folders):
+        if process == os.getpid():
+            shutil.rmtree(_folders[process, parent], ignore_errors=True)
+
+
 def remove_all_stale_folders() -> None:
     """Remove stale folders from the system's temporary folder and from shared memory."""
     for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):

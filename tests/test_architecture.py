@@ -22,6 +22,7 @@ RANKS = {
             "crl",
             "crl.types",
             "crl.errors",
+            "crl.failures",
             "crl.seeds",
             "crl.intervals",
             "crl.plugins",

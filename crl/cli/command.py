@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -17,6 +16,8 @@ from crl.errors import ConfigError, CrlError
 
 Choices = TypeVar("Choices", bound=StrEnum)
 
+# ── options of the commands that read a run's settings ────────────────────────────────────────────
+
 MethodOption = Annotated[
     str | None,
     typer.Option(
@@ -27,7 +28,25 @@ MethodOption = Annotated[
         ),
     ),
 ]
-"""Option of the commands that read a run's settings."""
+
+Tasks = Annotated[
+    str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
+]
+Preset = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Preset to start from: a name, or the path of a TOML file."),
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="Seed of all random numbers (default: 0).")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins.",
+    ),
+]
 
 
 class Command(TyperCommand):
@@ -73,7 +92,9 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
             if error.errno in (None, errno.EPIPE):
                 raise
             _print_error(error)
-            _discard_output()
+            from crl.monitor.plain import discard_unwritable
+
+            discard_unwritable(sys.stdout)
             code = 1
         except KeyboardInterrupt:
             code = 130
@@ -106,15 +127,3 @@ def _print_error(error: Exception) -> None:
     from crl.cli.draw import printable
 
     typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)
-
-
-def _discard_output() -> None:
-    """Redirect stdout to the null device if it cannot be written to.
-
-    Otherwise Python would write the rest of the buffer again at exit and report a second error.
-    """
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

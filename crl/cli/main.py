@@ -18,11 +18,14 @@ import typer
 
 import crl
 from crl.cli import bank, config
-from crl.cli.command import Command, MethodOption, chosen, command
+from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, chosen, command
 from crl.cli.doctor import doctor
-from crl.cli.episodes import episodes, replay
 from crl.cli.new_task import new_task
 from crl.cli.play import play
+from crl.cli.runs.compare import compare
+from crl.cli.runs.episodes import episodes, replay
+from crl.cli.runs.eval import evaluate
+from crl.cli.runs.halves import learn, rollout
 from crl.cli.tasks import list_tasks
 from crl.errors import ConfigError
 
@@ -79,32 +82,14 @@ def _root(
 
 # ── options of `train`, `resume` and `fork` ───────────────────────────────────────────────────────
 
-Tasks = Annotated[
-    str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
-]
-Preset = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Preset to start from: a name, or the path of a TOML file."),
-]
 Steps = Annotated[
     int | None,
     typer.Option(metavar="N", help="Number of training steps (default: the preset's)."),
-]
-Seed = Annotated[
-    int | None, typer.Option(metavar="N", help="Seed of all random numbers (default: 0).")
 ]
 NewRun = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR", help="New directory for the run (default: runs/TASKS-METHOD-TIME)."
-    ),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins.",
     ),
 ]
 DryRun = Annotated[
@@ -288,26 +273,16 @@ def _is_terminal() -> bool:
     )
 
 
-@app.command("eval", cls=Command)
-@command
-def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished run.")],
-) -> int:
-    """Repeat the evaluation of a run's last checkpoint."""
-    from crl.config.load import load_saved
-
-    load_saved(run)  # report a wrong path immediately, before torch is imported
-    from crl.run.main import evaluate_run
-
-    return evaluate_run(run)
-
-
+app.command("eval", cls=Command)(evaluate)
+app.command("compare", cls=Command)(compare)
 app.command("tasks", cls=Command)(list_tasks)
 app.command("play", cls=Command)(play)
 app.command("new-task", cls=Command)(new_task)
 app.command("doctor", cls=Command)(doctor)
 app.command("episodes", cls=Command)(episodes)
 app.command("replay", cls=Command)(replay)
+app.command("rollout", cls=Command)(rollout)
+app.command("learn", cls=Command)(learn)
 
 
 @app.command("make-models", cls=Command)

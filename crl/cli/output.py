@@ -109,3 +109,26 @@ def _fitted(text: str, width: int, left: bool) -> str:
         return set_cell_size(text, width - 1) + "…"
     padding = " " * (width - cell_len(text))
     return text + padding if left else padding + text
+
+
+PIPE_WIDTH = 240
+"""Columns of a table that is not printed to a terminal."""
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 2) -> None:
+    """Print a table to stdout. The first `left` columns are left-justified, the others right.
+
+    In a pipe, no line is wrapped.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(head):
+        table.add_column(
+            name, justify="left" if number < left else "right", no_wrap=not sys.stdout.isatty()
+        )
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(file=sys.stdout, width=width, markup=False, highlight=False).print(table)

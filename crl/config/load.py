@@ -128,12 +128,12 @@ def resolve(
     roles = ("actor", "extractor") if extractor else ("actor",)
     models = {role: _model(settings, role) for role in roles}
     profile = models["actor"].profile
-    task_layers = _task_layers(tasks, profile)
+    layers_of_tasks = task_layers(tasks, profile)
     tree, origins = merge(
-        [preset_layer, *_compact_layers(compact, models), *task_layers.values(), *overrides]
+        [preset_layer, *_compact_layers(compact, models), *layers_of_tasks.values(), *overrides]
     )
-    origins.update({f"tasks.{name}": layer.origin for name, layer in task_layers.items()})
-    _refuse_misplaced_keys(tree, list(task_layers))
+    origins.update({f"tasks.{name}": layer.origin for name, layer in layers_of_tasks.items()})
+    _refuse_misplaced_keys(tree, list(layers_of_tasks))
     tree["preset"] = preset
     for role, model in models.items():
         if model.path and not model.bundled:
@@ -305,7 +305,7 @@ def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:
     ]
 
 
-def _task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
+def task_layers(tasks: Sequence[str], profile: Profile) -> dict[str, Layer]:
     """Return the layer of each task, by name.
 
     Raise `ConfigError` if no task is given, a task is given twice, or a task's file is invalid.

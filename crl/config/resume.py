@@ -40,13 +40,13 @@ class Change(NamedTuple):
         return f"{self.key}: {self.before} → {self.after}"
 
 
-def resumed_config(
+def changed_config(
     saved: RunConfig, *, options: Mapping[str, Any], sets: Sequence[str]
 ) -> tuple[RunConfig, list[Change]]:
-    """Return the configuration of a resumed run, and its changes.
+    """Return a saved configuration with other settings, and the changes.
 
     `options` are settings by dotted key. `sets` are arguments `KEY=VALUE`, which override them.
-    Raise `ConfigError` for an invalid setting, or for one that cannot change.
+    Raise `ConfigError` for an invalid setting.
     """
     tree = saved.model_dump(mode="json")
     overrides = [Layer("--" + key.rpartition(".")[2], nested(key, v)) for key, v in options.items()]
@@ -59,6 +59,17 @@ def resumed_config(
         for key in dict.fromkeys((*before, *after))
         if before.get(key) != after.get(key)
     ]
+    return config, changes
+
+
+def resumed_config(
+    saved: RunConfig, *, options: Mapping[str, Any], sets: Sequence[str]
+) -> tuple[RunConfig, list[Change]]:
+    """Return the configuration of a resumed run like `changed_config`.
+
+    Raise `ConfigError` also for a setting that cannot change.
+    """
+    config, changes = changed_config(saved, options=options, sets=sets)
     for change in changes:
         for pattern, reason in FIXED.items():
             if re.fullmatch(pattern, change.key):

@@ -669,6 +669,11 @@ class EvalSection(Section):
     """Softmax temperature in evaluations. 0 = greedy."""
     probe_every: Natural = 0
     """Number of actor steps between two advice probes. 0 = no probes."""
+    concurrency: Count | None = None
+    """Maximum number of episodes that an evaluation plays at the same time.
+
+    Unset = as many as training keeps in flight.
+    """
 
 
 class MonitorSection(Section):

@@ -98,6 +98,11 @@ def require_embedder(section: EmbedderSection) -> None:
         read_encoder_settings(Path(section.model))
 
 
+def known_name(section: EmbedderSection) -> str | None:
+    """Return the name of the embedder; None if it must be loaded first."""
+    return HashEmbedder().name if section.model == "hash" else None
+
+
 def encoder_folder(path: Path) -> Path:
     """Return the folder with config.json and weights of the encoder in directory `path`.
 

@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from crl.embedders.encoder import encoder_tokenizer, token_limit
 from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
-from crl.errors import ConfigError, TransientError
+from crl.errors import ConfigError
 from crl.modeling.loading import first_line
 
 VLLM_POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
@@ -43,8 +43,8 @@ class VllmEmbedder:
     """`crl.protocols.Embedder` that uses vLLM. Create it with `start`.
 
     `name` is derived from weights, tokenizer, settings and token limit, as in `EncoderEmbedder`. A
-    text longer than the model's limit is truncated. If the engine dies, it is restarted once and
-    the request is repeated.
+    text longer than the model's limit is truncated. If the engine dies, it is restarted and the
+    request is repeated.
     """
 
     name: str
@@ -127,10 +127,7 @@ class VllmEmbedder:
             )
 
         async with self._in_flight:
-            try:
-                output = await self._replica.request(call)
-            except TransientError:
-                output = await self._replica.request(call)
+            output = await self._replica.request(call)
         return output.outputs.data.float().numpy()
 
 

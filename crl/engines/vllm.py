@@ -3,13 +3,13 @@
 Input and output are token ids; this module handles no text.
 
 * `VllmEngine` serves one or more replicas of a model behind the `Engine` protocol.
-* `Replica` (vllm_replica.py) owns one vLLM engine and restarts it once if it dies.
+* `Replica` (vllm_replica.py) owns one vLLM engine and restarts it if it dies.
 * `Receiver` (vllm_worker.py) runs in vLLM's worker processes and receives new weights.
 
 During a swap of weights, running requests finish on the old weights and new requests wait. The
 swap clears the prefix cache, because keys and values of old weights would give wrong tokens without
-an error. Requests that are running when an engine dies fail with `TransientError`, or with
-`EngineError` if the engine is not restarted.
+an error. Requests that are running when an engine dies are repeated with the restarted engine. They
+fail with `EngineError` if it is not restarted.
 """
 
 # pyright: reportMissingImports=false

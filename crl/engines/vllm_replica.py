@@ -1,4 +1,4 @@
-"""vLLM engine in separate processes, restarted once if it dies.
+"""vLLM engine in separate processes, restarted if it dies.
 
 `VllmEngine` and the pooling embedder are built from the parts of this module.
 
@@ -18,7 +18,9 @@ import logging
 import os
 import signal
 import threading
+import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -32,7 +34,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from crl.errors import EngineError, RolloutError, TransientError
+from crl.errors import EngineError, RolloutError
 from crl.scratch import scratch_folder
 
 Output = TypeVar("Output")
@@ -58,6 +60,12 @@ CALL_TIMEOUT_S = 300.0
 An example is the transfer of new weights. The timeout is shorter than the timeout of the transfer,
 so an engine that hangs during the transfer is restarted.
 """
+
+MAX_RESTARTS = 3
+"""Number of restarts of an engine within `RESTART_WINDOW_S`. The next death ends the engine."""
+
+RESTART_WINDOW_S = 3600.0
+"""Seconds after which a restart no longer counts."""
 
 MAX_SOCKET_FOLDER = 107 - 37
 """Maximum length of the path of the socket folder.
@@ -248,7 +256,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class Replica:
-    """vLLM engine that is restarted once if it dies."""
+    """vLLM engine that is restarted if it dies, up to `MAX_RESTARTS` times."""
 
     def __init__(
         self,
@@ -265,7 +273,8 @@ class Replica:
             self._start_owned(), name="vllm start"
         )
         self._owned: set[AsyncLLM] = set()
-        self._deaths = 0
+        self._deaths: deque[float] = deque()
+        """Times of the last deaths."""
         self.in_flight = 0
 
     async def ready(self) -> AsyncLLM:
@@ -283,23 +292,26 @@ class Replica:
         """Return the last output of one request.
 
         `call` receives the engine and a new request id, and yields the outputs. If the caller is
-        cancelled, vLLM aborts the request. Raise:
+        cancelled, vLLM aborts the request. If the engine dies, the request is repeated with the
+        restarted engine. Raise:
 
         * `RolloutError` if vLLM rejects the request,
-        * `TransientError` if the engine dies and is restarted,
         * `EngineError` if the engine dies and is not restarted.
         """
-        llm = await self.ready()
+        while True:
+            llm = await self.ready()
+            try:
+                return await self._request(llm, call)
+            except EngineDeadError as error:
+                self._record_death(llm, error)
+
+    async def _request(
+        self, llm: AsyncLLM, call: Callable[[AsyncLLM, str], AsyncIterator[Output]]
+    ) -> Output:
+        """Make one attempt at a request. Raise `EngineDeadError` if the engine dies."""
         self.in_flight += 1
         try:
             return [output async for output in call(llm, uuid.uuid4().hex)][-1]
-        except EngineDeadError as error:
-            self._record_death(llm, error)
-            if self._deaths > 1:
-                await self.ready()
-            raise TransientError(
-                "engine", "vLLM died while it processed this request and is being restarted"
-            ) from error
         except (VLLMClientError, EngineGenerateError) as error:
             raise RolloutError(
                 "engine", f"vLLM rejected the request: {error.__cause__ or error}"
@@ -345,20 +357,24 @@ class Replica:
         """
         if not self._engine.done() or self._engine.exception() or self._engine.result() is not dead:
             return
-        self._deaths += 1
+        now = time.monotonic()
+        while self._deaths and now - self._deaths[0] > RESTART_WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(now)
         self._engine = asyncio.create_task(self._restart(dead, cause), name="vllm restart")
 
     async def _restart(self, dead: AsyncLLM, cause: Exception) -> AsyncLLM:
         """Shut the dead engine down, and start and prepare a new one.
 
-        Raise `EngineError` at the second death.
+        Raise `EngineError` after `MAX_RESTARTS` restarts.
         """
         await self._shut_down_owned(dead)
-        if self._deaths > 1:
+        if (deaths := len(self._deaths)) > MAX_RESTARTS:
             raise EngineError(
-                f"vLLM died a second time ({cause}). Its error messages are on stderr, above this "
-                "line"
+                f"vLLM died {deaths} times within {RESTART_WINDOW_S / 60:.0f} minutes ({cause}). "
+                "Its error messages are on stderr, above this line"
             ) from cause
+        _log.warning("vLLM died (%s); restart %d of %d", cause, deaths, MAX_RESTARTS)
         llm = await self._start_owned()
         async with shut_down_on_error(llm):
             await self._prepare(llm)

@@ -11,7 +11,7 @@ refers to it as `doors.py:SPEC`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
@@ -83,6 +83,11 @@ class EnvTasks:
     """`revisit(task, visit)` returns the task's place under separate held-out dynamics.
 
     None if places do not persist.
+    """
+    split_sizes: Callable[[], Mapping[Split, int]] | None = None
+    """`split_sizes()` returns the numbers of games of the eval splits that are fixed sets of games.
+
+    `crl eval` plays each of these games once per sample. None if splits have no fixed size.
     """
     query_with_observation: bool = False
     """True if the retrieval query includes the first observation.

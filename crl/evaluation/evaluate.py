@@ -17,7 +17,7 @@ from crl.config.schema import OVERALL
 from crl.evaluation.metrics import mean_score
 from crl.evaluation.online import OnlineEvaluator, OnlineResult
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.intervals import NORMAL_975, Mean, cluster_variance, t_975
+from crl.intervals import Mean, effective_number, wilson_interval
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
@@ -38,21 +38,11 @@ class SuccessRate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson score interval (low, high) at z = 1.96, over the effective number of episodes.
+        """Wilson score interval (low, high) over the effective number of episodes.
 
         Both ends are NaN without episodes.
         """
-        n, z = self.effective_episodes or self.episodes, NORMAL_975
-        if not n:
-            return math.nan, math.nan
-        centre = (self.value + z * z / (2 * n)) / (1 + z * z / n)
-        half = (
-            z / (1 + z * z / n) * math.sqrt(self.value * (1 - self.value) / n + z * z / (4 * n * n))
-        )
-        return (
-            centre - half if self.successes else 0.0,
-            centre + half if self.successes < self.episodes else 1.0,
-        )  # exactly 0 or 1 if all episodes failed or succeeded
+        return wilson_interval(self.value, self.effective_episodes or self.episodes)
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -207,9 +197,10 @@ class Evaluator:
         scheduler: EpisodeScheduler, *, bank: Retriever | None = None,
         online: OnlineEvaluator | None = None,
     ) -> None:  # fmt: skip
-        self.runner, self.scheduler, self._sets = runner, scheduler, sets
-        self._guided = replace(runner, retriever=bank) if bank else None
-        self._online = online
+        self.runner, self.scheduler, self.sets = runner, scheduler, sets
+        self.guided = replace(runner, retriever=bank) if bank else None
+        """Runner with the run's bank; None without a bank."""
+        self.online = online
 
     async def evaluate(self, *, online: bool = True, compare_lessons: bool = False) -> Evaluation:
         """Play all eval sets and return the results.
@@ -219,7 +210,7 @@ class Evaluator:
         `compare_lessons`: also distil the first online visit with the extractor that the run
         started with.
         """
-        online_evaluator = self._online if online else None
+        online_evaluator = self.online if online else None
         parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [self._play_sets]
         parts += (
             [partial(online_evaluator.evaluate, compare_lessons=compare_lessons)]
@@ -266,7 +257,7 @@ class Evaluator:
         )
 
     async def _play_sets(self) -> dict[EvalKey, list[Trajectory]]:
-        parts = [partial(self._play, *item) for item in self._sets.items()]
+        parts = [partial(self._play, *item) for item in self.sets.items()]
         played = await self.scheduler.gather(parts)
         return {key: trajectories for part in played for key, trajectories in part.items()}
 
@@ -275,14 +266,23 @@ class Evaluator:
     ) -> dict[EvalKey, list[Trajectory]]:
         """Play one eval set. Every condition has the same draws, so differences are paired."""
         name, split = eval_set
-        purpose = f"eval/{name}/{SPLIT_DRAW_NAMES[split]}"
-        keys = [EpisodeKey(purpose, 0, i, 0) for i in range(len(tasks))]
-        if self._guided is None or split != "seen":
+        keys = eval_keys(eval_set, len(tasks))
+        if self.guided is None or split != "seen":
             free = await self.scheduler.play(self.runner, "free", keys, tasks)
             return {(name, split, "free"): free}
-        guided = await self.scheduler.play(self._guided, "guided", keys, tasks)
+        guided = await self.scheduler.play(self.guided, "guided", keys, tasks)
         free = await self.scheduler.play_free(self.runner, keys, guided)
         return {(name, split, "free"): free, (name, split, "guided"): guided}
+
+
+def eval_keys(eval_set: EvalSet, games: int, samples: int = 1) -> list[EpisodeKey]:
+    """Return the keys of `samples` episodes of each game of a set, game by game.
+
+    The draws of the first sample are the same for any number of samples.
+    """
+    name, split = eval_set
+    purpose = f"eval/{name}/{SPLIT_DRAW_NAMES[split]}"
+    return [EpisodeKey(purpose, 0, game, n) for game in range(games) for n in range(samples)]
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
@@ -293,19 +293,8 @@ def clustered_success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
     """Return the success rate of episodes in places that are visited several times.
 
     Episodes of one place are not independent: they share its lessons and its difficulty. The
-    effective number of episodes is p(1−p) / `cluster_variance`, with places as clusters: the number
-    of episodes divided by the design effect (Kish 1965). The result is limited to [places,
-    episodes] and then multiplied by (1.96 / t)², with t of places − 1 degrees of freedom. This
-    makes Wilson's interval as wide as Student's t requires (Korn & Graubard 1998, Survey
-    Methodology 24(2)). With one place, or if all episodes succeeded or all failed, the effective
-    number is the number of places.
+    interval is that of the `effective_number` of episodes, with places as clusters.
     """
     places = [t.task.goal for t in trajectories]
-    rate, k = success_rate(trajectories), len(set(places))
-    p, n = rate.value, rate.episodes
-    if k < 2 or not 0 < p < 1:
-        return replace(rate, effective_episodes=float(k))
-    variance = cluster_variance([t.success for t in trajectories], places)
-    effective_episodes = p * (1 - p) / variance if variance else math.inf
-    effective_episodes = min(max(effective_episodes, k), n)
-    return replace(rate, effective_episodes=effective_episodes * (NORMAL_975 / t_975(k - 1)) ** 2)
+    number = effective_number([t.success for t in trajectories], places)
+    return replace(success_rate(trajectories), effective_episodes=number)

@@ -135,23 +135,34 @@ class OnlineEvaluator:
         """
         result, counter = OnlineResult(), LessonCounter(task.advisor)
         async with self._open_scratch(counter) as bank:
-            for visit in range(VISITS):
-                last = visit == VISITS - 1
-                runner = replace(
-                    self._runner_without_overtime if last else self._runner, retriever=bank
-                )
-                keys, tasks = visit_episodes(name, task, visit)
-                trajectories = await self._scheduler.play(
-                    runner, "guided", keys, tasks, urgent=True
-                )
-                result.visits.append(trajectories)
-                if not last:
-                    await credit_and_distil(bank, trajectories)
-                if visit == 0:
-                    result.lessons = counter.count
-        if compare_lessons and task.advisor:
-            result.untrained_lessons = await self._untrained_lessons(task.advisor, result.visits[0])
+            await self._play_visits(name, task, bank, range(1), result)
+            result.lessons = counter.count
+            parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+                partial(self._play_visits, name, task, bank, range(1, VISITS), result)
+            ]
+            if compare_lessons and task.advisor:
+                # The extractors have separate engines, so this takes no time from the visits.
+                parts.append(partial(self._untrained_lessons, task.advisor, result.visits[0]))
+            _, *untrained = await self._scheduler.gather(parts)
+        if untrained:
+            (result.untrained_lessons,) = untrained
         return result
+
+    async def _play_visits(
+        self, name: str, task: OnlineTask, bank: ExperienceManager, visits: range,
+        result: OnlineResult,
+    ) -> None:  # fmt: skip
+        """Play visits, add them to `result`, and let `bank` learn from all but the last one."""
+        for visit in visits:
+            last = visit == VISITS - 1
+            runner = replace(
+                self._runner_without_overtime if last else self._runner, retriever=bank
+            )
+            keys, tasks = visit_episodes(name, task, visit)
+            trajectories = await self._scheduler.play(runner, "guided", keys, tasks, urgent=True)
+            result.visits.append(trajectories)
+            if not last:
+                await credit_and_distil(bank, trajectories)
 
     async def _play_free(self, name: str, task: OnlineTask) -> list[list[Trajectory]]:
         play = partial(self._scheduler.play, self._runner_without_overtime, "free")

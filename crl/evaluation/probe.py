@@ -57,6 +57,7 @@ class AdviceProbe:
         self, runner: EpisodeRunner, tasks: Mapping[str, ProbeTask], scheduler: EpisodeScheduler,
     ) -> None:  # fmt: skip
         self._runner, self._tasks, self._scheduler = runner, tasks, scheduler
+        self._cached_texts: dict[tuple[str, str], dict[str, str]] | None = None
 
     async def measure(self) -> dict[str, float]:
         """Play all places with each kind of advice and return the metrics.
@@ -65,7 +66,9 @@ class AdviceProbe:
         with the half width of its 95 % interval. The random draws are the same for all kinds of
         advice.
         """
-        texts = await asyncio.to_thread(self._texts)  # an advisor may play the game
+        if self._cached_texts is None:  # an advisor may play the game
+            self._cached_texts = await asyncio.to_thread(self._texts)
+        texts = self._cached_texts
         arms = [(name, advice) for name in self._tasks for advice in ADVICE_KINDS]
         parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
         results = await self._scheduler.gather(parts)

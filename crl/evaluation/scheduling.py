@@ -10,6 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
+from crl.failures import TaskGroup
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import Condition, Guidance, RolloutPlan, Task, Trajectory
 
@@ -37,7 +38,7 @@ class EpisodeScheduler:
         """Run `parts` and return their results in order. The first error cancels the others."""
         if self._in_order:
             return [await part() for part in parts]
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             running = [group.create_task(part()) for part in parts]
         return [task.result() for task in running]
 
@@ -62,7 +63,7 @@ class EpisodeScheduler:
             indices = range(len(keys))[start : start + chunk]
             for i in indices:
                 runner.join(keys[i])
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 episodes = [group.create_task(play(i)) for i in indices]
             trajectories += [episode.result() for episode in episodes]
         return trajectories

@@ -23,7 +23,7 @@ import signal
 import struct
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +189,14 @@ class DeepSpeedLearner:
 
     async def save(self, directory: Path) -> None:
         await self._shielded(self._command("save", directory))
+
+    async def prepare_save(self, directory: Path) -> Callable[[], None]:
+        """Save everything. The ranks keep no copy of their states, so nothing is left to write.
+
+        See `crl.protocols.Learner`.
+        """
+        await self.save(directory)
+        return lambda: None
 
     async def load(self, directory: Path) -> None:
         await self._shielded(self._command("load", directory))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from crl.config.schema import OptimizerSection
 
 T = TypeVar("T")
+Tensors = dict[str, torch.Tensor]
 
 
 class LocalLearner:
@@ -72,7 +73,13 @@ class LocalLearner:
         return await self._compute(InProcessWeights.snapshot, self.model, self.version)
 
     async def save(self, directory: Path) -> None:
-        await self._compute(self._save, directory)
+        """Write the model in Hugging Face format and the optimizer state to `directory`."""
+        await asyncio.to_thread(await self.prepare_save(directory))
+
+    async def prepare_save(self, directory: Path) -> Callable[[], None]:
+        """Copy the weights and the optimizer to host memory. See `crl.protocols.Learner`."""
+        weights, optimizer, metadata = await self._compute(self._copied)
+        return lambda: self._write(directory, weights, optimizer, metadata)
 
     async def load(self, directory: Path) -> None:
         await self._compute(self._load, directory)
@@ -97,21 +104,40 @@ class LocalLearner:
         self.version += stats.updates > 0
         return stats
 
-    def _save(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
+    def _copied(self) -> tuple[Tensors, Tensors, Mapping[str, str]]:
+        """Return copies of the weights and of the optimizer, and the metadata of the optimizer."""
         optimizer, schedule = self._trainer.optimizer, self._trainer.schedule
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: Tensors = {}
         for name, parameter in self._optimized():
             if self._masters:
-                tensors[f"weight.{name}"] = parameter.detach()
+                tensors[f"weight.{name}"] = _host_copy(parameter)
             for kind in MOMENTS:  # AdamW creates them at its first update
                 moment = optimizer.state[parameter].get(kind)
                 tensors[f"{kind}.{name}"] = (
-                    torch.zeros_like(parameter.detach()) if moment is None else moment
+                    torch.zeros_like(parameter.detach(), device="cpu")
+                    if moment is None
+                    else _host_copy(moment)
                 )
-        metadata = optimizer_metadata(schedule.last_epoch)
-        manifest = manifest_of(tensors)
-        write_tensors(directory / OPTIMIZER_FILE, manifest, tensors.values(), metadata)
+        weights = self.model.state_dict()
+        # Tied weights are one tensor under several names, and must remain one.
+        copies = {tensor.data_ptr(): _host_copy(tensor) for tensor in weights.values()}
+        return (
+            {name: copies[tensor.data_ptr()] for name, tensor in weights.items()},
+            tensors,
+            optimizer_metadata(schedule.last_epoch),
+        )
+
+    def _write(
+        self, directory: Path, weights: Tensors, optimizer: Tensors, metadata: Mapping[str, str]
+    ) -> None:
+        """Write copied weights and a copied optimizer. Raise `LearnerError` on failure."""
+        try:
+            self.model.save_pretrained(directory, state_dict=weights)
+            write_tensors(
+                directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
+            )
+        except Exception as error:  # such as a full disk; safetensors has errors of its own
+            raise _failure(error) from error
 
     def _optimized(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the value of each weight that the optimizer updates."""
@@ -156,7 +182,15 @@ class LocalLearner:
         except CrlError:
             raise
         except Exception as error:  # such as out of memory; the weights may be damaged
-            raise LearnerError(f"the learner failed: {type(error).__name__}: {error}") from error
+            raise _failure(error) from error
+
+
+def _failure(error: Exception) -> LearnerError:
+    return LearnerError(f"the learner failed: {type(error).__name__}: {error}")
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _step_tensor(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from crl.protocols import Metrics, Monitor
 from crl.types import Experience, Trajectory
@@ -12,29 +12,50 @@ from crl.types import Experience, Trajectory
 class FanOut(Monitor):
     """`Monitor` that forwards every call to each of its monitors, in order.
 
-    `close` closes all of them, even if one fails.
+    * `files`: files of the run. Their errors are raised.
+    * `sinks`: other monitors by name, such as the screen. A sink that raises an error is closed and
+      gets no further calls. A warning says so; it is written once.
     """
 
-    def __init__(self, monitors: Sequence[Monitor]) -> None:
-        self._monitors = tuple(monitors)
+    def __init__(self, files: Monitor, sinks: Mapping[str, Monitor]) -> None:
+        self._files, self._sinks = files, dict(sinks)
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
-        for monitor in self._monitors:
-            monitor.log(step, kind, metrics)
+        self._forward(lambda monitor: monitor.log(step, kind, metrics))
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
-        for monitor in self._monitors:
-            monitor.trajectories(trajectories)
+        self._forward(lambda monitor: monitor.trajectories(trajectories))
 
     def experiences(self, experiences: Sequence[Experience]) -> None:
-        for monitor in self._monitors:
-            monitor.experiences(experiences)
+        self._forward(lambda monitor: monitor.experiences(experiences))
 
     def note(self, text: str) -> None:
-        for monitor in self._monitors:
-            monitor.note(text)
+        self._forward(lambda monitor: monitor.note(text))
 
     def close(self) -> None:
-        with ExitStack() as stack:
-            for monitor in self._monitors:
-                stack.callback(monitor.close)
+        """Close the sinks, then the files, which have the warnings about sinks."""
+        try:
+            self._forward_to_sinks(lambda monitor: monitor.close())
+        finally:
+            self._files.close()
+
+    def _forward(self, call: Callable[[Monitor], None]) -> None:
+        call(self._files)
+        self._forward_to_sinks(call)
+
+    def _forward_to_sinks(self, call: Callable[[Monitor], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # its type depends on the library of the sink
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        sink = self._sinks.pop(name)
+        with suppress(Exception):
+            sink.close()
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self.note(
+            f"warning: the sink {name} failed and gets no further metrics ({reason}). The files of "
+            "the run are complete"
+        )

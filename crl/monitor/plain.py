@@ -6,6 +6,7 @@ several tasks.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import defaultdict
@@ -224,3 +225,19 @@ class PlainMonitor(Monitor):
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        discard_unwritable(self._stream)
+
+
+def discard_unwritable(stream: TextIO | None) -> None:
+    """Redirect a stream to the null device if it cannot be written to.
+
+    Otherwise Python would write the rest of the buffer again at exit and report a second error.
+    """
+    if stream is None:  # closed before the start of the process
+        return
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -43,9 +43,12 @@ def require_sinks(section: MonitorSection) -> None:
         require_package(name, f"monitor.{name}", getattr(section, name))
 
 
-def open_sinks(config: RunConfig, run: RunDir) -> list[Monitor]:
-    """Return the monitors of the run's sinks. Raise `ConfigError` if one cannot be imported."""
-    return [SINKS[name](config, run) for name in _chosen(config.monitor)]
+def open_sinks(config: RunConfig, run: RunDir) -> dict[str, Monitor]:
+    """Return the monitors of the run's sinks by name.
+
+    Raise `ConfigError` if one cannot be imported.
+    """
+    return {name: SINKS[name](config, run) for name in _chosen(config.monitor)}
 
 
 def _chosen(section: MonitorSection) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from crl.failures import TaskGroup
 from crl.protocols import RolloutPlanner, State, TaskSource
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.rollout.gate import StalenessGate
@@ -46,7 +47,7 @@ class Collector:
     async def run(self) -> None:
         """Start every step's groups as soon as the gate allows. Return when all have finished."""
         size = self._gate.groups_per_step
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for step in range(self._gate.completed_steps, self._steps):
                 async with self._changed:
                     await self._changed.wait_for(
@@ -69,7 +70,7 @@ class Collector:
 
     async def _play(self, group: int, task: Task, keys: Sequence[EpisodeKey]) -> None:
         plans = self._planner.plan(task, len(keys), keys[0].step)
-        async with asyncio.TaskGroup() as members:
+        async with TaskGroup() as members:
             episodes = [
                 members.create_task(self._runner.play(key, task, plan))
                 for key, plan in zip(keys, plans, strict=True)

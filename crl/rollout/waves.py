@@ -1,9 +1,9 @@
 """Samplers: the layer between episodes and their engine.
 
-`DirectSampler` forwards requests immediately. `LockstepSampler` determines which requests share a
-forward pass, and is used in deterministic mode. It holds requests until every live episode waits
-for one. Then it forwards them in the order of the episodes' names, so that timing does not
-influence batching.
+`DirectSampler` forwards requests immediately. The others are used in deterministic mode.
+`LockstepSampler` determines which requests share a forward pass. It holds requests until every live
+episode waits for one. Then it forwards them in the order of the episodes' names, so that timing
+does not influence batching. `SequentialSampler` forwards them one by one.
 """
 
 from __future__ import annotations
@@ -98,3 +98,23 @@ class LockstepSampler:
         for _, turn in wave:
             if not turn.cancelled():
                 turn.set_result(None)  # episodes wake up in this order
+
+
+class SequentialSampler(LockstepSampler):
+    """`LockstepSampler` whose completions do not depend on the other episodes.
+
+    One request is in the engine at a time, and every request reads its whole prompt. The last bits
+    of the logits therefore do not depend on the number or the progress of other episodes: forward
+    passes of different shapes round differently, and so do reused keys and values.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._turn = asyncio.Lock()
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str, rng: int | None
+    ) -> Completion:
+        await self.wait_turn(session)
+        async with self._turn:
+            return await self._engine.generate(ids, sampling, session=None, rng=rng)

@@ -31,6 +31,7 @@ from crl.protocols import (
     Method,
     Monitor,
     Retriever,
+    State,
     TaskSource,
 )
 from crl.records.writer import EpisodeWriter
@@ -41,9 +42,8 @@ from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.rerender import Rerenderer
-from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler
-from crl.run.bank import RunBank, open_bank_copy, open_experience
-from crl.run.checkpoint import read_state
+from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler, SequentialSampler
+from crl.run.bank import BankSource, RunBank, open_bank_copy, open_experience
 from crl.run.critic import CriticParts, Warmup
 from crl.run.experience import (
     ReadOnlyRetriever,
@@ -172,32 +172,56 @@ def _schedule(config: RunConfig) -> Schedule:
 
 
 @asynccontextmanager
-async def open_evaluator(
-    config: RunConfig, checkpoint: Path, run: RunDir
-) -> AsyncIterator[Evaluator]:
-    """Yield the evaluator of a finished run: models of `checkpoint` and a copy of the run's bank.
+async def open_collector(
+    config: RunConfig, run: RunDir, monitor: Monitor
+) -> AsyncIterator[Collector]:
+    """Yield the collector of a run whose actor is not trained. Its bank, if any, is only read."""
+    async with AsyncExitStack() as stack:
+        specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
+        method, actor = build_method(config, specs), actor_model(config, monitor.note)
+        engine = await open_role_engine(config, gpus, actor, stack)
+        pool = tasks.environment_pool(config, specs, stack, monitor.note)
+        retriever: Retriever = NullRetriever()
+        if config.bank.init and method.distiller:
+            extractor = extractor_model(config) if config.ask.enabled else None
+            source = BankSource(Path(config.bank.init), extractor, foreign=True)
+            bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
+            retriever = ReadOnlyRetriever(bank.manager)
+        supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
+        runner = replace(
+            _runner(config, specs, actor, method, engine, pool, retriever),
+            on_finished=supervisor.episode_finished,
+        )
+        yield _collector(config, runner, tasks.train_stream(config, specs), method, None)
 
-    No learner and no train stream are built. Raise `ConfigError` if the run's bank file is missing.
+
+@asynccontextmanager
+async def open_evaluator(
+    config: RunConfig, actor: ModelRole, source: BankSource | None, rates_state: State | None
+) -> AsyncIterator[Evaluator]:
+    """Yield the evaluator of a model, with a copy of a bank.
+
+    No learner and no train stream are built. `rates_state` holds the success rates that the actor
+    sees if it judges experience.
     """
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
         method = build_method(config, specs)
-        actor = ModelRole("actor", checkpoint / "actor", config.actor)
         engine, pool = (
             await open_role_engine(config, gpus, actor, stack),
             tasks.environment_pool(config, specs, stack),
         )
         bank = None
-        if method.distiller:
-            bank = await open_bank_copy(config, specs, gpus, checkpoint, run, stack)
+        if source:
+            bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
         runner = replace(
             _runner(config, specs, actor, method, engine, pool, NullRetriever()),
             on_finished=EpisodeHealth(config.run.max_error_rate).observe,
         )
         rates = None
-        if config.critic.enabled:
+        if config.critic.enabled and rates_state:
             rates = _success_rates(config)
-            rates.load_state(read_state(checkpoint)["success_rates"])
+            rates.load_state(rates_state)
         yield _evaluation_parts(config, specs, runner, engine, bank, rates)[0]
 
 
@@ -217,7 +241,7 @@ def _runner(
         context=method.context,
         shaper=method.shaper,
         retriever=retriever,
-        limits=_limits(
+        limits=episode_limits(
             config,
             overtime=config.distils and method.distiller is not None,
             max_questions=config.ask.questions,
@@ -225,7 +249,9 @@ def _runner(
     )
 
 
-def _limits(config: RunConfig, *, overtime: bool, max_questions: int) -> dict[str, Limits]:
+def episode_limits(
+    config: RunConfig, *, overtime: bool = False, max_questions: int = 0
+) -> dict[str, Limits]:
     """Return the limits of each task's episodes, by task name.
 
     Without `overtime` no episode is played past its turn limit: overtime is useful only for
@@ -270,7 +296,9 @@ def _critic_parts(
 ) -> CriticParts:
     rates = _success_rates(config)
     warmup_runner = replace(
-        runner, retriever=NullRetriever(), limits=_limits(config, overtime=False, max_questions=0)
+        runner,
+        retriever=NullRetriever(),
+        limits=episode_limits(config),
     )
     source = tasks.train_stream(config, specs)
     warmup = Warmup(
@@ -292,23 +320,26 @@ def _evaluation_parts(
 ) -> tuple[Evaluator, AdviceProbe]:  # fmt: skip
     """Return the evaluator and the advice probe.
 
-    Both use a separate root of random draws: no eval episode shares a draw with a train episode.
+    Both use a separate root of random draws: no eval episode shares a draw with a train episode. In
+    a deterministic run, their completions do not depend on the episodes that run at the same time.
     `rates` are the success rates shown to the actor when it judges experience in evaluations. None:
     the actor is not asked to judge. The probe's advice is never judged.
     """
     sets = tasks.eval_sets(config, specs)
+    sampler = SequentialSampler(engine) if config.run.deterministic else DirectSampler(engine)
     decoding = replace(
         runner.decoding,
-        sampler=_sampler(config, engine),
+        sampler=sampler,
         temperature=config.eval.temperature,
         seed=derive_seed(config.run.seed, "eval"),
     )
     eval_runner = replace(runner, decoding=decoding, retriever=NullRetriever(), judge=AcceptAll())
-    probe_runner = replace(eval_runner, limits=_limits(config, overtime=False, max_questions=0))
+    probe_runner = replace(eval_runner, limits=episode_limits(config))
     if rates:
         eval_runner = replace(eval_runner, judge=_critic(config, eval_runner, rates))
     set_runner = replace(
-        eval_runner, limits=_limits(config, overtime=False, max_questions=config.ask.questions)
+        eval_runner,
+        limits=episode_limits(config, max_questions=config.ask.questions),
     )
     scheduler = EpisodeScheduler(_max_in_flight(config), in_order=config.run.deterministic)
     online = None
@@ -323,9 +354,11 @@ def _evaluation_parts(
 
 
 def _max_in_flight(config: RunConfig) -> int:
-    """Return the number of episodes that training keeps in flight at most.
+    """Return the number of episodes that an evaluation keeps in flight at most.
 
-    Engine and environments are sized for this number.
+    By default, this is the number of training, for which engine and environments are sized.
     """
+    if config.eval.concurrency:
+        return config.eval.concurrency
     rollout = config.rollout
     return rollout.groups * rollout.group_size * (1 + rollout.max_staleness)

@@ -24,7 +24,8 @@ from crl.manager import (
     Prompts,
     QueueSettings,
 )
-from crl.manager.storage.database import copy_database
+from crl.manager.storage.database import copy_database, require_vectors_of
+from crl.manager.storage.store import Store
 from crl.modeling.memory import GpuAssignment
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
@@ -234,25 +235,59 @@ def require_bank(run: RunDir) -> None:
         raise ConfigError("run", str(run.path), reason, "Restore the file")
 
 
-async def open_bank_copy(
-    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
-    checkpoint: Path, run: RunDir, stack: AsyncExitStack,
-) -> RunBank:  # fmt: skip
-    """Open a temporary copy of a finished run's bank, with the extractor of `checkpoint`.
+@dataclass(frozen=True)
+class BankSource:
+    """Bank of an evaluation, which reads a copy of it."""
+
+    path: Path | None
+    """File of the bank; None = an empty bank."""
+    extractor: ModelRole | None
+    """Extractor; None if it is never asked."""
+    step: int = 0
+    """Number of completed actor steps, the clock of the bank."""
+    snapshot: int | None = None
+    """Snapshot to which the copy is rolled back; None = the bank as it is."""
+    foreign: bool = False
+    """True for a bank that the user names. Its vectors must be those of the config's embedder."""
+
+
+def run_bank_source(config: RunConfig, checkpoint: Path, run: RunDir) -> BankSource:
+    """Return the bank of a run with the extractor of `checkpoint`.
 
     Raise `ConfigError` if the run's bank file is missing.
     """
+    require_bank(run)
     trained = checkpoint / "extractor"
     role = (
         ModelRole("extractor", trained, config.extractor)
         if trained.is_dir()
         else extractor_model(config)
     )
+    return BankSource(run.bank, role, int(checkpoint.name))
+
+
+async def open_bank_copy(
+    config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
+    source: BankSource, stack: AsyncExitStack, *, idle_engine: Engine,
+) -> RunBank:  # fmt: skip
+    """Open a temporary copy of a bank. `idle_engine` stands for an extractor that is never asked.
+
+    Raise `ConfigError` if another embedder made the vectors of a foreign bank.
+    """
     factory = await bank_factory(config, specs, gpus, embedding_progress(print_to_stderr), stack)
-    require_bank(run)
-    path = Path(stack.enter_context(TemporaryDirectory())) / run.bank.name
-    await copy_database(run.bank, path)
-    engine = await open_role_engine(config, gpus, role, stack)
+    if source.path and source.foreign:
+        require_vectors_of(source.path, factory.embedder.name, "bank")
+    path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+    if source.path:
+        await copy_database(source.path, path)
+    if source.snapshot is not None:
+        store = await Store.open(path)
+        try:
+            await store.rollback(source.snapshot)
+        finally:
+            await store.aclose()
+    role = source.extractor
+    engine = await open_role_engine(config, gpus, role, stack) if role else idle_engine
     manager = await factory.open(path, engine, stack)
-    manager.advance(int(checkpoint.name))
+    manager.advance(source.step)
     return RunBank(manager, engine, factory, partial(open_untrained_engine, config, gpus))

@@ -7,13 +7,12 @@ directory without a manifest is not a checkpoint.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from crl.errors import CheckpointError, ConfigError, LearnerError
@@ -28,7 +27,7 @@ A weight in bfloat16 takes 2 bytes, AdamW's two moments and the float32 weight 1
 """
 
 
-async def save_checkpoint(
+async def prepare_checkpoint(
     root: Path,
     step: int,
     learners: Mapping[str, Learner],
@@ -36,39 +35,59 @@ async def save_checkpoint(
     state: State,
     *,
     replace: bool = False,
-) -> Path:
-    """Write the checkpoint of `step` under `root` (RUN/checkpoints) and return its path.
+) -> Callable[[], Path]:
+    """Copy the models for the checkpoint of `step` under `root` (RUN/checkpoints).
 
-    A complete checkpoint of the same step is kept and nothing is written, unless `replace` is true.
-    `model_dirs` maps each role to a model directory: its tokenizer files and profile are copied
-    beside the role's weights.
+    Return a function that writes the checkpoint and returns its path. It may be called in any
+    thread, also while the next steps are being trained. A complete checkpoint of the same step is
+    kept and nothing is written, unless `replace` is true. `model_dirs` maps each role to a model
+    directory: its tokenizer files and profile are copied beside the role's weights.
 
-    Raise `CheckpointError` if the disk has not enough space, a learner cannot save or a file cannot
-    be written. The incomplete directory is then removed.
+    Both functions raise `CheckpointError` if the disk has not enough space, a learner cannot save
+    or a file cannot be written. The incomplete directory is then removed.
     """
     target, partial_dir = root / str(step), root / f".{step}.part"
     if (target / MANIFEST).is_file() and not replace:
-        return target
+        return lambda: target
     shutil.rmtree(partial_dir, ignore_errors=True)
-    try:
+    with _checkpoint_errors(partial_dir, target):
         _require_space(root, [model_dirs[role] for role in learners])
+        saves: dict[str, Callable[[], None]] = {}
         for role, learner in learners.items():
-            role_dir = partial_dir / role
-            role_dir.mkdir(parents=True)
-            await learner.save(role_dir)
-            for file in model_dirs[role].iterdir():
-                if _is_copied(file) and not (role_dir / file.name).exists():
-                    shutil.copy2(file, role_dir / file.name)
-        files = await asyncio.to_thread(_synchronised, partial_dir)
-        manifest = {"step": step, "models": sorted(learners), "files": files, "state": state}
-        await asyncio.to_thread(_finish, partial_dir, target, json.dumps(manifest))
+            (partial_dir / role).mkdir(parents=True)
+            saves[role] = await learner.prepare_save(partial_dir / role)
+    manifest = {"step": step, "models": sorted(learners), "state": state}
+
+    def write() -> Path:
+        with _checkpoint_errors(partial_dir, target):
+            for role, save in saves.items():
+                save()
+                copy_model_files(model_dirs[role], partial_dir / role)
+            complete = json.dumps(manifest | {"files": _synchronised(partial_dir)})
+            _finish(partial_dir, target, complete)
+        return target
+
+    return write
+
+
+@contextmanager
+def _checkpoint_errors(partial_dir: Path, target: Path) -> Iterator[None]:
+    """Raise errors of a learner and of the disk as `CheckpointError`. Remove `partial_dir` then."""
+    try:
+        yield
     except (LearnerError, OSError) as error:
         shutil.rmtree(partial_dir, ignore_errors=True)
         raise CheckpointError(
             f"{target}: the checkpoint cannot be written: {error}. Check whether the disk is full. "
             "All existing checkpoints are complete."
         ) from error
-    return target
+
+
+def copy_model_files(model_dir: Path, role_dir: Path) -> None:
+    """Copy the tokenizer files and the profile of a model, unless the learner has written them."""
+    for file in model_dir.iterdir():
+        if _is_copied(file) and not (role_dir / file.name).exists():
+            shutil.copy2(file, role_dir / file.name)
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every: int) -> None:
@@ -85,7 +104,7 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every: int) -> None:
 
 
 def read_state(checkpoint: Path) -> State:
-    """Return the state of every part, as it was passed to `save_checkpoint`."""
+    """Return the state of every part, as it was passed to `prepare_checkpoint`."""
     return json.loads((checkpoint / MANIFEST).read_text("utf-8"))["state"]
 
 
@@ -151,6 +170,11 @@ def saved_states(root: Path) -> list[State]:
         with suppress(OSError, ValueError):
             states.append(read_state(path))
     return states
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Return the steps of all complete checkpoints under `root`, in ascending order."""
+    return [int(path.name) for path in _complete_checkpoints(root)]
 
 
 def later_checkpoints(root: Path, step: int) -> list[Path]:

@@ -18,6 +18,7 @@ from statistics import fmean
 
 from crl.embedders.cached import CachedEmbedder
 from crl.evaluation.diagnostics import Diagnostics
+from crl.failures import TaskGroup
 from crl.manager import (
     ExperienceManager,
     ExtractorSample,
@@ -238,7 +239,7 @@ class ExperiencePipeline:
         """
         if not self._settings.background:
             return
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(self.manager.run(), name="distillation")
             if self.trainer:
                 tasks.create_task(self._train_when_credited(self.trainer), name="extractor")

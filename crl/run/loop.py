@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,13 +33,15 @@ from crl.evaluation.evaluate import Evaluation, Evaluator
 from crl.evaluation.metrics import rollout_metrics
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.records import evaluation_record, read_evaluation
+from crl.failures import TaskGroup
 from crl.manager import RolledBack
+from crl.manager.storage.database import finish_then_cancel
 from crl.monitor.run_dir import RunDir
 from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, TaskSource
 from crl.records.position import position
 from crl.records.writer import EpisodeWriter
 from crl.rollout.collector import Collector
-from crl.run.checkpoint import prune_checkpoints, read_state, save_checkpoint, saved_states
+from crl.run.checkpoint import prepare_checkpoint, prune_checkpoints, read_state, saved_states
 from crl.run.critic import CriticParts
 from crl.run.experience import ExperiencePipeline
 from crl.run.supervision.mismatch import MismatchDetector
@@ -136,7 +139,7 @@ class Outputs:
     run: RunDir
     """Directory of the run."""
     model_dirs: Mapping[str, Path]
-    """Directory of each role's initial model, see `save_checkpoint`."""
+    """Directory of each role's initial model, see `prepare_checkpoint`."""
     episodes: EpisodeWriter
     """Writer of the batches."""
     started: float
@@ -183,6 +186,9 @@ class TrainingLoop:
         """
         self._mismatch = MismatchDetector("actor", outputs.monitor)
         self._checkpoint_time = time.monotonic()
+        self._tasks = TaskGroup()
+        self._writing: asyncio.Task[None] | None = None
+        """Task that writes a checkpoint while the run continues."""
 
     @property
     def completed_steps(self) -> int:
@@ -202,8 +208,8 @@ class TrainingLoop:
         An error in one of the parts cancels the others. It is raised in an exception group, without
         a checkpoint.
         """
-        async with asyncio.TaskGroup() as tasks:
-            watchdog = tasks.create_task(self.supervisor.watchdog.run(), name="watchdog")
+        async with TaskGroup() as self._tasks:
+            watchdog = self._tasks.create_task(self.supervisor.watchdog.run(), name="watchdog")
             await self._run()
             watchdog.cancel()
 
@@ -212,7 +218,7 @@ class TrainingLoop:
         if not self.completed_steps:
             await self._evaluate_and_probe(0)
         await self._measure_if_due(self.completed_steps)  # an interruption may have skipped it
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             background = [tasks.create_task(self.rollouts.collector.run(), name="collector")]
             background += [
                 tasks.create_task(learner.watch(), name=f"{role} learner")
@@ -236,7 +242,16 @@ class TrainingLoop:
         An existing checkpoint of the same step is kept, unless `replace` is true.
         It holds the trained models, the state of every part, and a reference to a bank snapshot.
         """
-        await self.outputs.episodes.flush()
+        write = await self._prepare_checkpoint(replace=replace)
+        return await self._in_thread(write)
+
+    async def _prepare_checkpoint(self, *, replace: bool = False) -> Callable[[], Path]:
+        """Copy everything that a checkpoint holds. Return a function that writes the checkpoint.
+
+        Wait for the end of a checkpoint that is being written. Two of them are never in memory.
+        """
+        if self._writing:
+            await asyncio.wait({self._writing})
         state: State = {
             "learner": self.actor.learner.state(),
             "source": self.rollouts.collector.source_state(),
@@ -246,13 +261,14 @@ class TrainingLoop:
                 state |= await self.experience.state(saved_states(self.outputs.run.checkpoints))
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
+            state["environments"] = self.rollouts.environments.metrics()
             state["warmed_up"] = self.warmed_up
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
             state["measurements"] = self.measurements.state()
             state["records"] = position(self.outputs.run)
             state["seconds"] = time.monotonic() - self.outputs.started
-            path = await save_checkpoint(
+            return await prepare_checkpoint(
                 self.outputs.run.checkpoints,
                 self.completed_steps,
                 self._learners,
@@ -260,11 +276,20 @@ class TrainingLoop:
                 state,
                 replace=replace,
             )
+
+    async def _in_thread(self, write: Callable[[], Path]) -> Path:
+        """Write a checkpoint in a thread, and delete those that are no longer kept."""
         kept = self.schedule.checkpoints
-        prune_checkpoints(
-            self.outputs.run.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every
-        )
-        return path
+
+        def write_and_prune() -> Path:
+            path = write()
+            prune_checkpoints(
+                self.outputs.run.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every
+            )
+            return path
+
+        await self.outputs.episodes.flush()
+        return await finish_then_cancel(asyncio.ensure_future(asyncio.to_thread(write_and_prune)))
 
     async def restore(self, checkpoint: Path) -> RolledBack | None:
         """Restore all parts to a checkpoint of this run. Call this method before `run`.
@@ -279,6 +304,7 @@ class TrainingLoop:
         self.rollouts.source.load_state(state["source"])
         if self.critic:
             self.critic.success_rates.load_state(state["success_rates"])
+        self.rollouts.environments.resume(state["environments"])
         self.warmed_up = state["warmed_up"]
         self.skipped_updates = state["skipped_updates"]
         self.totals = Totals(**state["totals"])
@@ -363,12 +389,26 @@ class TrainingLoop:
         return self._due(step, times.every) or (late and step < self.schedule.steps)
 
     async def _try_checkpoint(self) -> None:
-        """Write a checkpoint. Without one the run continues with a warning."""
+        """Begin to write a checkpoint. If it fails, the run continues with a warning.
+
+        Return when the states are copied. The files are written while the run continues.
+        """
         try:
-            await self.checkpoint()
+            write = await self._prepare_checkpoint()
         except CheckpointError as error:
-            self.outputs.monitor.note(f"warning: {error} The run continues")
+            self._warn(error)
+        else:
+            self._writing = self._tasks.create_task(self._try_write(write), name="checkpoint")
         self._checkpoint_time = time.monotonic()
+
+    async def _try_write(self, write: Callable[[], Path]) -> None:
+        try:
+            await self._in_thread(write)
+        except CheckpointError as error:
+            self._warn(error)
+
+    def _warn(self, error: CheckpointError) -> None:
+        self.outputs.monitor.note(f"warning: {error} The run continues")
 
     async def _warm_up(self) -> None:
         """Play the critic's warm-up and log the success rates.
@@ -406,9 +446,11 @@ class TrainingLoop:
             await self._probe(step)
 
     async def _evaluate_and_probe(self, step: int) -> None:
-        await self._evaluate(step)
+        """Evaluate and probe, at the same time unless the run is deterministic."""
+        parts = [partial(self._evaluate, step)]
         if self.schedule.probe_every:
-            await self._probe(step)
+            parts.append(partial(self._probe, step))
+        await self.measurements.evaluator.scheduler.gather(parts)
 
     async def _evaluate(self, step: int) -> None:
         if step in self.measurements.evaluations:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import shlex
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +19,7 @@ from crl.config.load import dump, load_saved
 from crl.config.resume import Change
 from crl.config.schema import RunConfig
 from crl.errors import (
+    CheckpointError,
     ConfigError,
     CrlError,
     LearnerError,
@@ -30,6 +28,7 @@ from crl.errors import (
     is_disk_full,
 )
 from crl.evaluation.evaluate import Evaluation
+from crl.failures import reporting
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
@@ -42,12 +41,14 @@ from crl.prompts import hashes
 from crl.protocols import Monitor
 from crl.run import export, resume
 from crl.run.assemble import open_evaluator, open_training_loop
-from crl.run.checkpoint import latest_checkpoint, read_state, saved_states
+from crl.run.bank import run_bank_source
+from crl.run.checkpoint import latest_checkpoint, read_state
 from crl.run.loop import TrainingLoop
-from crl.run.models import print_to_stderr
+from crl.run.models import ModelRole, print_to_stderr
 from crl.run.resume import Resumption
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
-from crl.run.supervision.signals import sigterm_as_interrupt
+from crl.run.supervision.ending import Ending, first_cause, log_traceback, logged_failure
+from crl.run.supervision.signals import Interrupts
 from crl.wording import counted
 
 INTERRUPTED = 130
@@ -64,7 +65,12 @@ def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) ->
     started = time.monotonic()
     preflight.require(config)
     run = RunDir.create(run_dir)
-    dump(config, run.config, prompts=hashes(config.prompts.files), command=command)
+    try:
+        with _disk_errors(run):
+            dump(config, run.config, prompts=hashes(config.prompts.files), command=command)
+    except BaseException:
+        run.clear()  # the same command can be repeated
+        raise
     try:
         with run.lock():
             return _run(config, run, screen, started, f"run {run.path}\n{overview(config)}\n")
@@ -147,19 +153,42 @@ def _run(
     `started` is the time at which the run began; time before an interruption counts. `opening` is
     the first note.
     """
-    try:
-        with (
-            sigterm_as_interrupt(),
-            _disk_errors(run),
-            closing(_monitor(config, run, screen, started)) as monitor,
-        ):
-            monitor.note(opening)
-            return asyncio.run(_train(config, run, monitor, screen, started, resumption))
-    except ConfigError:
-        raise
-    except BaseException as error:
-        _log_traceback(error, run)
-        raise
+    ending = Ending(run, screen)
+    interrupts = Interrupts(lambda: ending.interrupted_again(INTERRUPTED))
+    with interrupts.handled():
+        try:
+            with (
+                _disk_errors(run),
+                closing(open_monitor(config, run, screen, started)) as monitor,
+                reporting(ending.failed),
+            ):
+                monitor.note(opening)
+                process = _Process(run, monitor, screen, ending, interrupts)
+                return asyncio.run(_train(config, process, started, resumption))
+        except ConfigError:
+            raise
+        except Exception as error:
+            if (failure := logged_failure(error, run)) is error:
+                raise
+            raise failure from error
+        except BaseException as error:
+            log_traceback(error, run)
+            if isinstance(error, asyncio.CancelledError) and interrupts.received:
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            ending.done()
+
+
+@dataclass(frozen=True)
+class _Process:
+    """Process of a run: its outputs and the ways in which it ends."""
+
+    run: RunDir
+    monitor: Monitor
+    screen: Monitor
+    ending: Ending
+    interrupts: Interrupts
 
 
 @contextmanager
@@ -179,23 +208,6 @@ def _disk_errors(run: RunDir) -> Iterator[None]:
         ) from error
 
 
-def _log_traceback(error: BaseException, run: RunDir) -> None:
-    """Append the traceback of `error` to the run's log.
-
-    Add its location to the message of a `CrlError`, and the command that continues the run. If the
-    log cannot be written (for example, because the disk is full), the message says so.
-    """
-    note = f"traceback: {run.log}"
-    try:
-        run.append_to_log("".join(traceback.format_exception(error)))
-    except OSError as write_error:
-        note = f"no traceback: cannot write {run.log}: {write_error.strerror}"
-    if saved_states(run.checkpoints):
-        note += f"; continue with: crl resume {shlex.quote(str(run.path))}"
-    if isinstance(error, CrlError):
-        error.args = (f"{error} ({note})",)
-
-
 def evaluate_run(run_dir: Path) -> int:
     """Repeat the evaluation of the run's last checkpoint, print the result, and return 0.
 
@@ -212,11 +224,14 @@ def evaluate_run(run_dir: Path) -> int:
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluation:
-    async with open_evaluator(config, checkpoint, run) as evaluator:
+    source = run_bank_source(config, checkpoint, run) if config.with_extractor else None
+    rates = read_state(checkpoint)["success_rates"] if config.critic.enabled else None
+    actor = ModelRole("actor", checkpoint / "actor", config.actor)
+    async with open_evaluator(config, actor, source, rates) as evaluator:
         try:
             return await evaluator.evaluate()
         except BaseExceptionGroup as group:
-            raise (cause := _first_cause(group)) from cause.__cause__ or group
+            raise (cause := first_cause(group)) from cause.__cause__ or group
 
 
 @contextmanager
@@ -248,58 +263,102 @@ def short_thread_turns() -> Iterator[None]:
 
 
 async def _train(
-    config: RunConfig, run: RunDir, monitor: Monitor, screen: Monitor, started: float,
-    resumption: Resumption | None,
-) -> int:  # fmt: skip
+    config: RunConfig, process: _Process, started: float, resumption: Resumption | None
+) -> int:
+    """Open the parts of the run, train, close the parts, and return the exit code."""
+    _stop_by_cancelling(process.interrupts)
+    run, monitor = process.run, process.monitor
     async with open_training_loop(
         config,
         run,
         monitor,
         started=started,
         checkpoint=resumption.checkpoint if resumption else None,
-        progress_bar=isinstance(screen, PlainMonitor),
+        progress_bar=isinstance(process.screen, PlainMonitor),
     ) as loop:
-        if resumption:
-            await _restore(config, run, loop, resumption)
-        with frozen_heap(), short_thread_turns(), _handle_interrupts(loop, screen):
-            try:
-                await loop.run()
-            except BaseExceptionGroup as group:
-                cause = _first_cause(group)
-                damaging = LearnerError | StoreError | StallError
-                if not isinstance(cause, damaging) and not loop.mid_step:
-                    await loop.checkpoint()
-                raise cause from cause.__cause__ or group
-        evaluations = loop.measurements.evaluations
-        summary = Summary(
-            steps=loop.completed_steps,
-            warnings=loop.supervisor.warnings.lines(),
-            seconds=time.monotonic() - started,
-            totals=loop.totals,
-            success=SuccessReport(
-                config.eval.temperature,
-                before=evaluations.get(0),
-                after=evaluations.get(loop.completed_steps) if loop.completed_steps else None,
-                data_notes=data_notes(specs(config)),
-            ),
-            skipped_updates=loop.skipped_updates
-            + (
-                experience.trainer.skipped_updates
-                if (experience := loop.experience) and experience.trainer
-                else 0
-            ),
-            next_steps=NextSteps(
-                run.path,
-                run.checkpoint(loop.completed_steps),
-                load_saved(run.path).command,
-                config.run.seed,
-                config.run.steps,
-                interrupted=loop.stop.is_set(),
-            ),
-            experience=await experience_report(loop, run.bank),
-        )
-        monitor.note(summary.text())
+        try:
+            if resumption:
+                await _restore(config, run, loop, resumption)
+            process.ending.completed_steps = lambda: loop.completed_steps
+            _stop_after_step(process.interrupts, loop)
+            with frozen_heap(), short_thread_turns():
+                await _run_loop(loop)
+            monitor.note((await _summary(config, run, loop, started)).text())
+        except BaseException as error:
+            process.ending.failed(error)
+            raise
         return INTERRUPTED if loop.stop.is_set() else 0
+
+
+async def _run_loop(loop: TrainingLoop) -> None:
+    """Run the loop. After an error between two steps, write a checkpoint if it can be trusted."""
+    try:
+        await loop.run()
+    except BaseExceptionGroup as group:
+        cause = first_cause(group)
+        damaging = LearnerError | StoreError | StallError
+        if not isinstance(cause, damaging) and not loop.mid_step:
+            try:
+                await loop.checkpoint()
+            except CheckpointError as error:  # it must not hide the cause
+                loop.outputs.monitor.note(f"warning: {error}")
+        raise cause from cause.__cause__ or group
+
+
+def _stop_by_cancelling(interrupts: Interrupts) -> None:
+    """Let the first interrupt cancel the current task, while the parts of the run are opened."""
+    event_loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    interrupts.stop = lambda: event_loop.call_soon_threadsafe(task.cancel)
+
+
+def _stop_after_step(interrupts: Interrupts, loop: TrainingLoop) -> None:
+    """Let the first interrupt stop `loop`, which writes a checkpoint of the last completed step.
+
+    A step whose batch is still being collected is dropped. A step that is being trained is
+    completed.
+    """
+    event_loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.outputs.monitor.note(
+            "interrupted: writing a checkpoint (press Ctrl-C again to exit immediately)"
+        )
+        loop.stop.set()
+
+    interrupts.stop = lambda: event_loop.call_soon_threadsafe(stop)
+
+
+async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: float) -> Summary:
+    """Return the summary of a run that has ended."""
+    evaluations = loop.measurements.evaluations
+    return Summary(
+        steps=loop.completed_steps,
+        warnings=loop.supervisor.warnings.lines(),
+        seconds=time.monotonic() - started,
+        totals=loop.totals,
+        success=SuccessReport(
+            config.eval.temperature,
+            before=evaluations.get(0),
+            after=evaluations.get(loop.completed_steps) if loop.completed_steps else None,
+            data_notes=data_notes(specs(config)),
+        ),
+        skipped_updates=loop.skipped_updates
+        + (
+            experience.trainer.skipped_updates
+            if (experience := loop.experience) and experience.trainer
+            else 0
+        ),
+        next_steps=NextSteps(
+            run.path,
+            run.checkpoint(loop.completed_steps),
+            load_saved(run.path).command,
+            config.run.seed,
+            config.run.steps,
+            interrupted=loop.stop.is_set(),
+        ),
+        experience=await experience_report(loop, run.bank),
+    )
 
 
 async def _restore(
@@ -323,49 +382,6 @@ async def _restore(
         resume.keep_archive(rolled_back.archive, resumption)
 
 
-@contextmanager
-def _handle_interrupts(loop: TrainingLoop, screen: Monitor) -> Iterator[None]:
-    """Handle Ctrl-C (SIGINT) and SIGTERM inside the context.
-
-    The first signal stops `loop`, which writes a checkpoint of the last completed step. A step
-    whose batch is still being collected is dropped. A step that is being trained is completed. The
-    second signal ends the process immediately.
-    """
-    event_loop = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        if loop.stop.is_set():
-            try:
-                screen.close()  # the screen may have to restore the terminal
-                print_to_stderr(
-                    "exiting immediately: what happened after the last checkpoint is lost"
-                )
-            finally:
-                os._exit(INTERRUPTED)
-        loop.outputs.monitor.note(
-            "interrupted: writing a checkpoint (press Ctrl-C again to exit immediately)"
-        )
-        loop.stop.set()
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in previous:
-        event_loop.add_signal_handler(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            event_loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-
-def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """Return the first error in `group` that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _monitor(config: RunConfig, run: RunDir, screen: Monitor, started: float) -> Monitor:
+def open_monitor(config: RunConfig, run: RunDir, screen: Monitor, started: float) -> Monitor:
     files = FileMonitor(run, started=started, deterministic=config.run.deterministic)
-    return FanOut([files, screen, *open_sinks(config, run)])
+    return FanOut(files, {"screen": screen, **open_sinks(config, run)})

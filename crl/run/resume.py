@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def choose(run: RunDir, step: int | None, note: Callable[[str], object]) -> Resu
 
 
 def discard(run: RunDir, resumption: Resumption) -> str:
-    """Take back the metrics, episodes and checkpoints after the checkpoint.
+    """Take back metrics, episodes, checkpoints and their evaluations after the checkpoint.
 
     Return a line of text that says what was taken back.
     """
@@ -94,6 +95,10 @@ def discard(run: RunDir, resumption: Resumption) -> str:
     for path in later_checkpoints(run.checkpoints, resumption.step):
         (target / "checkpoints").mkdir(parents=True, exist_ok=True)
         path.rename(target / "checkpoints" / path.name)
+    for path in run.path.glob("eval/step*"):
+        if (number := re.match(r"step(\d+)", path.name)) and int(number[1]) > resumption.step:
+            (target / "eval").mkdir(parents=True, exist_ok=True)
+            path.rename(target / "eval" / path.name)
     repair(run.checkpoints)
     records = read_state(resumption.checkpoint)["records"]
     position.discard(run, records, resumption.step, target)

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from support.engine_runs import DEEPSPEED, VLLM, metrics, train, trained_in_agreement
+from support.engine_runs import (
+    DEEPSPEED,
+    VLLM,
+    metrics,
+    resume,
+    train,
+    trained_in_agreement,
+)
 from support.vllm_models import logprobs
 from support.whole_runs import episodes
 
@@ -153,10 +160,13 @@ def rescored(engine: TorchEngine, trace: TokenTrace) -> TokenTrace:
 def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     """Check a run whose models both use vLLM and two DeepSpeed ranks each.
 
-    The trainer and the engine must agree during the whole run.
+    It ends after half of its steps, and is resumed with one rank each. The trainer and the engine
+    must agree during the whole run.
     """
     run, steps = tmp_path / "run", 12
-    train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps)
+    train(run, *VLLM, *DEEPSPEED, "extractor.batch=2", steps=steps // 2)
+    resume(run, "learner.ranks=1", steps=steps)
+    assert [line["step"] for line in metrics(run, "train")] == list(range(1, steps + 1))
     trained_in_agreement(run)
     assert {line["eval/errors"] for line in metrics(run, "eval")} == {0}
     versions = {version for t in episodes(run) for version in t["versions"] if version >= 0}

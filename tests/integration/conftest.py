@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from crl.run.supervision import ending
+
 
 @pytest.fixture(autouse=True, scope="module")
 def restore_determinism() -> Iterator[None]:
@@ -14,3 +16,9 @@ def restore_determinism() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give runs in this process time to end after a failure: their limit ends the process."""
+    monkeypatch.setattr(ending, "FAILURE_LIMIT_S", 300.0)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from crl.errors import RolloutError
 from crl.methods.parts.asking import COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
+from crl.rollout.waves import LockstepSampler, SequentialSampler
 from crl.types import Completion, Sampling, Segment
 from support.complementary_runs import dump, rows
 from support.documented_metrics import undocumented
@@ -226,20 +228,26 @@ def test_refinements_are_shown_to_the_extractor(either: Path) -> None:
     assert any(re.search(rf"hint \d {REFINED}", text) for text in texts)
 
 
-def test_runs_are_reproducible_and_evaluations_change_nothing(done: Path, tmp_path: Path) -> None:
+def test_runs_are_reproducible_and_evaluations_change_nothing(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = tmp_path / "watched"
     asked_in: list[str] = []
 
-    class RecordingEngine(ScriptedQuestions):
-        async def generate(self, ids, sampling, *, session=None, rng=None):
-            found = await super().generate(ids, sampling, session=session, rng=rng)
+    def recording(generate: Callable[..., Awaitable[Completion]]) -> Callable[..., Any]:
+        async def recorded(self, ids, sampling, *, session, rng):
+            found = await generate(self, ids, sampling, session=session, rng=rng)
             # Without an offer, the tiny actor sometimes samples the same text.
             offered = f"\n{COMPACT_OFFER}\n" in chat_renderer().decode(ids)
-            if session and offered and chat_renderer().decode(found.ids).startswith("ask<"):
+            if offered and chat_renderer().decode(found.ids).startswith("ask<"):
                 asked_in.append(session.split("/")[0])
             return found
 
-    train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1", engine=RecordingEngine)
+        return recorded
+
+    for sampler in (LockstepSampler, SequentialSampler):
+        monkeypatch.setattr(sampler, "generate", recording(sampler.generate))
+    train(watched, *DETERMINISTIC, "run.eval_every=1", "eval.probe_every=1")
     assert set(asked_in) == {"train", "eval", "online"}, "and not the advice probe"
     assert episode_files(watched) == episode_files(done)
     assert dump(watched / "bank.sqlite") == dump(done / "bank.sqlite")

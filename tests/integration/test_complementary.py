@@ -214,9 +214,9 @@ async def test_lessons_are_compared_with_those_of_the_untrained_extractor(
         with fixed_outcomes():
             await loop.run()
         assert loop.experience is not None
-        assert loop.measurements.evaluator._online is not None
+        assert loop.measurements.evaluator.online is not None
         trained = loop.experience._engine
-        async with loop.measurements.evaluator._online._open_untrained(lambda _: None) as bank:
+        async with loop.measurements.evaluator.online._open_untrained(lambda _: None) as bank:
             asked = bank._engine
             assert isinstance(asked, TorchEngine)
             assert isinstance(trained, TorchEngine)
@@ -234,8 +234,8 @@ async def test_online_banks_have_no_trials(tmp_path: Path) -> None:
         with fixed_outcomes():
             await loop.run()
         assert loop.experience is not None
-        assert loop.measurements.evaluator._online is not None
-        bank, online = loop.experience.manager, loop.measurements.evaluator._online
+        assert loop.measurements.evaluator.online is not None
+        bank, online = loop.experience.manager, loop.measurements.evaluator.online
         goals = Counter(entry.goal for entry in bank._bank.entries.values())
         ((goal, count),) = goals.most_common(1)
         assert count > 1, "there is something to choose from"

@@ -64,7 +64,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the same run, killed between the checkpoints of the steps 2 and 4."""
     run = tmp_path_factory.mktemp("killed") / "run"
-    kill(run, "room", EXACT, STEPS, lambda: trained(run) == 3)
+    kill(run, "room", EXACT, STEPS, lambda: trained(run) == 3 and "2" in checkpoints(run))
     assert checkpoints(run) == {"2"}
     return run
 
@@ -168,7 +168,7 @@ def test_a_run_killed_at_a_checkpoint(straight: Path, tmp_path: Path) -> None:
 def test_a_mixture_killed_between_two_checkpoints(tmp_path: Path) -> None:
     tasks, straight, run = ",".join(TASKS), tmp_path / "straight", tmp_path / "run"
     undisturbed(straight, tasks, MIXTURE, 4)
-    kill(run, tasks, MIXTURE, 4, lambda: trained(run) == 3)
+    kill(run, tasks, MIXTURE, 4, lambda: trained(run) == 3 and "2" in checkpoints(run))
     resume(run)
     assert_same_run(run, straight, 4)
 
@@ -218,7 +218,7 @@ def test_an_interrupted_evaluation_is_repeated(straight: Path, tmp_path: Path) -
 def test_nothing_is_lost_or_doubled_in_a_concurrent_run(tmp_path: Path) -> None:
     """Kill a run in the background mode twice, in steps that overlap."""
     run, sets = tmp_path / "run", (*ROOM, "rollout.max_staleness=1", "bank.queue_size=16")
-    kill(run, "room", sets, 8, lambda: trained(run) == 3)
+    kill(run, "room", sets, 8, lambda: trained(run) == 3 and "2" in checkpoints(run))
     command = [sys.executable, "-m", "crl", "resume", str(run), "--plain"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while trained(run) < 6:
@@ -261,11 +261,16 @@ def test_an_older_checkpoint(straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(straight, run)
     assert "checkpoint = 3" in resume(run, "--from", 3, code=2)
+    (run / "eval").mkdir()
+    for name in ("step4-bank.json", "step6-bank.json", "step6-bank.csv"):
+        (run / "eval" / name).touch()
     output = resume(run, "--from", 4)
     assert f"resuming at step 4; 2 steps after it are discarded (kept in {run}/discarded/1)" in (
         output
     )
     assert (run / "discarded/1/checkpoints/6" / MANIFEST).is_file()
+    assert [path.name for path in (run / "eval").iterdir()] == ["step4-bank.json"]
+    assert len(list((run / "discarded/1/eval").iterdir())) == 2, "evaluations of step 6"
     assert_same_run(run, straight, STEPS)
 
 

@@ -608,7 +608,8 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(
         )
     assert one_line(result) == (
         "error: the engine failed: RuntimeError: out of memory (traceback: "
-        f"{tmp_path / 'run' / 'log.txt'}; continue with: crl resume {tmp_path / 'run'})\n"
+        f"{tmp_path / 'run' / 'log.txt'}; last checkpoint: step 1; "
+        f"continue with: crl resume {tmp_path / 'run'})\n"
     )
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback (most recent call last)" in log

@@ -39,13 +39,17 @@ def command(run: Path, *sets: str, steps: int, method: str = "complementary") ->
 
 
 def train(run: Path, *sets: str, steps: int, method: str = "complementary") -> None:
-    done = subprocess.run(
-        command(run, *sets, steps=steps, method=method),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    _complete(command(run, *sets, steps=steps, method=method))
+
+
+def resume(run: Path, *sets: str, steps: int) -> None:
+    start = [sys.executable, "-m", "crl", "resume", str(run), "--plain", "--steps", str(steps)]
+    _complete([*start, *(part for setting in sets for part in ("--set", setting))])
+
+
+def _complete(command: list[str]) -> None:
+    """Run a command to its end, and check that it succeeds."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

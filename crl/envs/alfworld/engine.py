@@ -5,9 +5,12 @@ Not thread-safe, because TextWorld shares a parser.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -25,17 +28,22 @@ from textworld.logic import Rule  # pyright: ignore[reportMissingImports]
 
 from crl.envs.alfworld.pddl import GameData
 
-_CACHED_GAMES = 64
-"""Number of games whose translation is cached.
+_CACHED_GRAMMARS = 64
+"""Number of grammars whose parse is cached. Many games share one."""
 
-The members of a group play the same game. Evaluations play the same games several times.
+_CACHED_CHARACTERS = 12 << 20
+"""Maximum number of characters of the cached translations.
+
+These are about 500 small houses, which take 80 MB of memory, or 70 large ones, which take 40 MB.
+The members of a group play the same game. Evaluations play the same games several times, before and
+after a run.
 """
 
 _original_pddl2sas = fast_downward.pddl2sas
 _CHORE = re.compile(r'"Your task is to: ([^"\\]*)"')
 """Only part in which the games of one grammar differ."""
 
-_cached_parse: Any = lru_cache(maxsize=_CACHED_GAMES)(logic._parse_and_convert)
+_cached_parse: Any = lru_cache(maxsize=_CACHED_GRAMMARS)(logic._parse_and_convert)
 
 
 class PddlEngine:
@@ -104,7 +112,37 @@ def _pddl2sas(domain: str, problem: str, optimize: bool = False) -> Any:
         sys.argv = arguments
 
 
-_translate = lru_cache(maxsize=_CACHED_GAMES)(_pddl2sas)
+class TranslationCache:
+    """Translations of the games that were played last, with at most `limit` characters."""
+
+    def __init__(self, translate: Callable[[str, str], Any], limit: int) -> None:
+        self._translate, self._limit = translate, limit
+        self._entries: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._characters = 0
+
+    def get(self, domain: str, problem: str) -> Any:
+        """Return the translation of a problem. The last one is kept even if it is too large."""
+        key = hashlib.sha256(f"{domain}\0{problem}".encode()).digest()
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+        translation = self._translate(domain, problem)
+        self._entries[key] = translation, (size := _characters(translation))
+        self._characters += size
+        while self._characters > self._limit and len(self._entries) > 1:
+            _, (_, dropped) = self._entries.popitem(last=False)
+            self._characters -= dropped
+        return translation
+
+
+def _characters(translation: Any) -> int:
+    """Return the number of characters of all texts in nested tuples and lists."""
+    if isinstance(translation, tuple | list):
+        return sum(map(_characters, translation))
+    return len(translation) if isinstance(translation, str) else 0
+
+
+_translations = TranslationCache(_pddl2sas, _CACHED_CHARACTERS)
 
 
 @cache
@@ -127,8 +165,8 @@ def _patch_textworld() -> None:
     Rule.parse_conjunctive_query = staticmethod(
         lru_cache(maxsize=4096)(Rule.parse_conjunctive_query)
     )  # type: ignore[method-assign]
-    fast_downward.pddl2sas = lambda domain, problem, verbose=False, optimize=False: _translate(
-        domain, problem
+    fast_downward.pddl2sas = lambda domain, problem, verbose=False, optimize=False: (
+        _translations.get(domain, problem)
     )
 
 

@@ -89,6 +89,11 @@ def _games(split: Split) -> Sequence[str | int]:
     return official_games(folder, _FOLDERS[split], GAMES[split]) if folder else range(GAMES[split])
 
 
+def split_sizes() -> dict[Split, int]:
+    """Return the numbers of games of the seen and the unseen split."""
+    return {split: len(_games(split)) for split in ("seen", "unseen")}
+
+
 def data() -> Data:
     """Return the description of the data in use.
 
@@ -184,5 +189,5 @@ def _with_chore(task: Task) -> Task:
     return replace(task, goal=f"{task.goal}: {phrase(chore)}.")
 
 
-TASKS = EnvTasks(AlfworldStream, eval_tasks, data=data)
+TASKS = EnvTasks(AlfworldStream, eval_tasks, data=data, split_sizes=split_sizes)
 SMALL_TASKS = EnvTasks(SmallStream, small_eval_tasks, partial(revisited, SMALL), data=small_data)

@@ -48,6 +48,9 @@ A worker that has this many more acquired games than the least loaded worker get
 because of affinity.
 """
 
+CREATION_ATTEMPTS = 3
+"""Number of workers in which a game is created, if the workers die meanwhile."""
+
 _MAX_REMEMBERED_TASKS = 1024
 """Number of tasks for which the last worker is remembered."""
 
@@ -112,8 +115,16 @@ class ProcessHost:
         prefers the worker that played the task last. This worker must have fewer than
         `MAX_AFFINITY_SURPLUS` more acquired games than the least loaded one.
 
-        Raise `RolloutError` if no game can be created. Re-raise a `ConfigError` of the environment.
+        If the worker dies before the game is created, another worker creates it, up to
+        `CREATION_ATTEMPTS` times. Raise `RolloutError` if no game can be created. Re-raise a
+        `ConfigError` of the environment.
         """
+        for _ in range(CREATION_ATTEMPTS - 1):
+            with suppress(_WorkerDied):
+                return await self._acquire(task)
+        return await self._acquire(task)
+
+    async def _acquire(self, task: Task) -> ProcessEnvironment:
         if self._closed:
             raise RolloutError("env", "the host is closed")
         spec, rendering = self._tasks[task.name]
@@ -203,6 +214,10 @@ class ProcessHost:
             )
 
 
+class _WorkerDied(RolloutError):
+    """Loss of a game whose worker process has died."""
+
+
 class ProcessEnvironment:
     """Acquired game, identified by its number in its worker.
 
@@ -261,7 +276,8 @@ class ProcessEnvironment:
             raise error
         self._host.failures += 1
         text, remote_traceback = (error, "") if isinstance(error, str) else error
-        failure = RolloutError("env", f"{self.spec.name}: {method}: {text}")
+        kind = _WorkerDied if self.worker.died else RolloutError
+        failure = kind("env", f"{self.spec.name}: {method}: {text}")
         if remote_traceback:
             failure.add_note(f"In the worker process:\n{remote_traceback}")
         raise failure
@@ -303,6 +319,8 @@ class _WorkerProcess:
 
     def __init__(self, folder: Path, on_lost: Callable[[str], None]) -> None:
         self.acquired = 0
+        self.died = False
+        """True if the process has ended by itself, or was killed by another process."""
         self.free: defaultdict[_Key, list[int]] = defaultdict(list)
         self._folder, self._on_lost = folder, on_lost
         self._jobs: asyncio.Queue[_Job | None] = asyncio.Queue()
@@ -371,6 +389,7 @@ class _WorkerProcess:
         except TimeoutError:
             self._end_reason = f"the worker process exceeded the timeout of {job.timeout:g} s"
         except (EOFError, OSError):
+            self.died = True
             await self._wait_or_kill()
             self._end_reason = self._exit_reason(process)
         except Exception as error:

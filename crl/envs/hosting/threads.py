@@ -145,14 +145,22 @@ class Hosts:
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self._hosts = dict(hosts)
         self._owners: dict[Environment, Host] = {}
+        self._before = {"env/failures": 0.0, "env/replaced": 0.0}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics env/failures and env/replaced, summed over all hosts."""
+        """Return the metrics env/failures and env/replaced, summed over all hosts.
+
+        They include those of `resume`.
+        """
         hosts = set(self._hosts.values())
         return {
-            "env/failures": sum(host.failures for host in hosts),
-            "env/replaced": sum(host.replaced for host in hosts),
+            "env/failures": self._before["env/failures"] + sum(host.failures for host in hosts),
+            "env/replaced": self._before["env/replaced"] + sum(host.replaced for host in hosts),
         }
+
+    def resume(self, metrics: Mapping[str, float]) -> None:
+        """Continue to count from the metrics of an earlier process."""
+        self._before = dict(metrics)
 
     async def acquire(self, task: Task) -> Environment:
         host = self._hosts[task.name]

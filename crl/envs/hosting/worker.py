@@ -12,14 +12,17 @@ import os
 import pickle
 import queue
 import struct
+import tempfile
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from crl.envs.base import Game
 from crl.envs.hosting.threads import CheckedGame, describe_error
 from crl.errors import ConfigError
+from crl.scratch import remove_stale_folders
 
 HEADER = struct.Struct(">I")
 """Header of every pickle: its length in bytes."""
@@ -47,6 +50,7 @@ def main() -> None:
         replies.flush()
     for game in games.values():
         game.close()
+    _remove_folders_of_killed_parent()
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -70,7 +74,16 @@ def _read_requests(requests: BinaryIO, frames: _Frames) -> None:
         frames.put(requests.read(*HEADER.unpack(header)))
     frames.put(None)
     time.sleep(_CLOSE_TIMEOUT_S)
+    _remove_folders_of_killed_parent()
     os._exit(1)
+
+
+def _remove_folders_of_killed_parent() -> None:
+    """Remove the temporary folder of the parent if it was killed, and those of other processes.
+
+    This process's own temporary folder lies in it. A parent that is alive holds the folder's lock.
+    """
+    remove_stale_folders(Path(tempfile.gettempdir()).parents[1])
 
 
 def _answer(

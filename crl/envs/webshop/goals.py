@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from crl.seeds import generator
 NO_LIMIT = 1_000_000.0
 """Value of `price_upper` in a goal without a price limit."""
 _LIMITS = [10.0 * i for i in range(1, 100)]
+
+TEST_GOALS = 500
+"""Number of the original's test goals."""
+TEST_SEED = 233
+"""Seed with which the original shuffles its goals before it takes the test goals."""
 
 
 class Goal(TypedDict):
@@ -73,6 +79,33 @@ def needs(products: Sequence[Product]) -> list[InstructionGoals]:
             )
         )
     return found + [need for product in products for need in _human_needs(product)]
+
+
+def split_test_goals(
+    needs: Sequence[InstructionGoals],
+) -> tuple[list[InstructionGoals], list[InstructionGoals]]:
+    """Return the original's test goals, each as a need of its own, and the needs without them.
+
+    The test goals are the first `TEST_GOALS` generated goals after a shuffle with `TEST_SEED`, as
+    in WebShop with human_goals = False. Both lists are empty if there are fewer than twice as many.
+    """
+    generated = [
+        (need, goal)
+        for need in needs
+        for goal in need.goals
+        if isinstance(goal["goal_options"], dict)
+    ]
+    if len(generated) < 2 * TEST_GOALS:
+        return [], []
+    random.Random(TEST_SEED).shuffle(generated)
+    test = generated[:TEST_GOALS]
+    tested = {id(goal) for _, goal in test}
+    remaining = []
+    for need in needs:
+        if goals := tuple(goal for goal in need.goals if id(goal) not in tested):
+            share = len(goals) / len(need.goals)
+            remaining.append(InstructionGoals(need.text, goals, need.weight * share))
+    return [InstructionGoals(need.text, (goal,), 1.0) for need, goal in test], remaining
 
 
 def _has_goal(product: Product) -> bool:

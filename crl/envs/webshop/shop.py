@@ -19,7 +19,7 @@ from pathlib import Path
 from crl.envs.places import PROBE_LAYOUTS, UNSEEN_LAYOUTS
 from crl.envs.webshop.catalogue import DOWNLOAD, VARIABLE, Product, products, read_files
 from crl.envs.webshop.generate import generate
-from crl.envs.webshop.goals import Goal, InstructionGoals, needs
+from crl.envs.webshop.goals import Goal, InstructionGoals, needs, split_test_goals
 from crl.envs.webshop.search import SearchEngine
 from crl.errors import ConfigError
 from crl.seeds import derive_seed, generator
@@ -38,14 +38,23 @@ class Shop:
     """Products of a shop with their needs. Immutable.
 
     `shares` maps layouts to the share of the needs that is reserved for them. `source` is where the
-    products are from, for messages. Raise `ConfigError` if there are too few needs to divide.
+    products are from, for messages. With `official`, the unseen split is the original's test goals
+    instead of a share, if the products have enough goals. Raise `ConfigError` if there are too few
+    needs to divide.
     """
 
     def __init__(
-        self, products: Sequence[Product], source: str, shares: Mapping[range, float]
-    ) -> None:
+        self, products: Sequence[Product], source: str, shares: Mapping[range, float],
+        *, official: bool = False,
+    ) -> None:  # fmt: skip
         self.products = tuple(products)
-        self._reserved, self._train = _split(needs(self.products), source, shares)
+        test, remaining = split_test_goals(needs(self.products)) if official else ([], [])
+        self.test_goals = len(test)
+        """Number of the original's test goals; 0 if the unseen split is a share of the needs."""
+        if test:
+            self._reserved, self._train = {UNSEEN_LAYOUTS: test}, remaining
+        else:
+            self._reserved, self._train = _split(needs(self.products), source, shares)
         self._cumulative = list(itertools.accumulate(need.weight for need in self._train))
 
     @cached_property
@@ -114,4 +123,4 @@ def _open(folder: str) -> Shop:
             VARIABLE,
         )
         return Shop(products(generate()), "the generated catalogue", GENERATED_SHARES)
-    return Shop(products(read_files(Path(folder)), folder), folder, SHARES)
+    return Shop(products(read_files(Path(folder)), folder), folder, SHARES, official=True)

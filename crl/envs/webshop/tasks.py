@@ -52,6 +52,14 @@ def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tup
     raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
 
 
+def split_sizes() -> dict[Split, int]:
+    """Return the number of the original's test goals; empty without the original's data."""
+    from crl.envs.webshop.shop import open_shop
+
+    number = open_shop().test_goals
+    return {"unseen": number} if number else {}
+
+
 def probe_tasks(n: int) -> tuple[Task, ...]:
     """Return n tasks for the advice probe. They have no other use."""
     return _fixed(PROBE_LAYOUTS, n)
@@ -91,4 +99,6 @@ def data() -> Data:
     return Data(f"the official data in {folder}", official=True)
 
 
-TASKS = EnvTasks(WebShopStream, eval_tasks, partial(revisited, NAME), data=data)
+TASKS = EnvTasks(
+    WebShopStream, eval_tasks, partial(revisited, NAME), data=data, split_sizes=split_sizes
+)

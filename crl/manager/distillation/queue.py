@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from crl.errors import RolloutError, TransientError
+from crl.failures import TaskGroup
 from crl.manager.records import Distilled, DistilRequest, Stamp
 from crl.manager.settings import ManagerSettings
 from crl.manager.storage.store import Store
@@ -70,7 +71,7 @@ class DistilQueue:
     async def run(self) -> None:
         """Distil requests until cancelled (see `ExperienceManager.run`)."""
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 while True:
                     for request in await self._lease_next():
                         tasks.create_task(self._process(request), name=f"distil {request.id}")
@@ -88,7 +89,7 @@ class DistilQueue:
         async with self._drain_lock:  # another call may have leased some of the requests
             requests = await self._store.lease()
             try:
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     outcomes = [tasks.create_task(self._outcome(request)) for request in requests]
                 # The tasks begin in request order. The writes and the changes in memory follow it.
                 await asyncio.gather(

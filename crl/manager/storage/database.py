@@ -299,6 +299,22 @@ def active_tasks(path: Path) -> frozenset[str]:
     return frozenset(task for (task,) in rows)
 
 
+def require_vectors_of(path: Path, embedder: str, key: str) -> None:
+    """Raise `ConfigError` under `key` if another embedder made the vectors of the bank at `path`.
+
+    `embedder` is the name of the embedder (`Embedder.name`). The file is only read. Call
+    `check_bank` first.
+    """
+    with as_store_errors(path), closing(connect_to_read(path)) as db:
+        row = db.execute("SELECT value FROM facts WHERE name = 'embedder'").fetchone()
+    if row and row[0].partition(": goal + ")[0] != embedder:
+        made_by = row[0].partition(": goal + ")[0]
+        reason = f"its vectors were made by the embedder {made_by}, not by {embedder}"
+        raise ConfigError(
+            key, str(path), reason, "Add --set embedder.model=… with the embedder of the bank"
+        )
+
+
 def _file_problem(path: Path) -> str:
     """Return why the file cannot be read, or "" if it can.
 

@@ -1,19 +1,56 @@
-"""Shutdown on SIGTERM that closes everything that is open."""
+"""Ctrl-C and SIGTERM during a run."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
+class Interrupts:
+    """Handler of Ctrl-C (SIGINT) and SIGTERM, from the start of a run to the end of its process.
+
+    The first signal calls `stop`, which begins the orderly end of the run. Before `stop` is set,
+    it raises `KeyboardInterrupt`. The second signal calls `exit_now`. This also works while the
+    event loop is busy, or while the parts of the run are being closed.
+    """
+
+    def __init__(self, exit_now: Callable[[], object]) -> None:
+        self.stop: Callable[[], object] | None = None
+        self.received = False
+        """True after the first signal."""
+        self._exit_now = exit_now
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals inside the context.
+
+        SIGINT remains ignored in a process that ignores it, such as a background job of a shell.
+        """
+        previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number, handler in previous.items():
+            if number == signal.SIGTERM or handler is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            self._exit_now()
+            return
+        self.received = True
+        if self.stop is None:
+            raise KeyboardInterrupt
+        self.stop()
+
+
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C inside the context, so that open resources are closed.
-
-    This also covers the time before and after the training loop.
-    """
+    """Handle SIGTERM like Ctrl-C inside the context, so that open resources are closed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         ctrl_c = signal.getsignal(signal.SIGINT)

@@ -144,6 +144,20 @@ def test_an_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path
     assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+def test_a_run_does_not_need_its_screen(tmp_path: Path):
+    run, sets = tmp_path / "run", ("tasks.room.eval.seen=0", "tasks.room.eval.unseen=0")
+    words = ["train", "--tasks", "room", "--method", "grpo", "--steps", "1", "--run-dir", str(run)]
+    for setting in (*sets, "tasks.room.eval.online_places=0", "eval.probe_every=0"):
+        words += ["--set", setting]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (run / "checkpoints" / "1").is_dir()
+    log = (run / "log.txt").read_text("utf-8")
+    assert log.count("warning: the sink screen failed and gets no further metrics (OSError") == 1
+
+
 @pytest.mark.parametrize("words", [["tasks"], ["bank", "ls"], ["bank", "stats", "--json"]])
 def test_a_closed_output_is_not_an_error(words: list[str], tmp_path: Path):
     if words[0] == "bank":
@@ -319,6 +333,7 @@ def test_the_config_of_the_plan_is_valid_toml(model: str):
         expected["engine"]["memory_fraction"],
     )  # unset: TOML has no null
     del expected["actor"]["importance_cap"]
+    del expected["eval"]["concurrency"]
     for name in ("max_entries", "evict_votes", "duplicate_similarity"):
         del expected["bank"][name]
     expected["prompts"] = {}

@@ -699,7 +699,7 @@ def test_compact_extractor_settings_only_apply_to_tiny_extractors(model: Path, t
         )  # fmt: skip
 
     tiny, paper = (40, 32, -1.0, 5e-4), (4096, 64, None, 1e-6)
-    compact, full = (8, "credit", "credit", 50, 1024), (None, "fifo", "diverse", 0, 32_768)
+    compact, full = (8, "credit", "credit", 100, 1024), (None, "fifo", "diverse", 0, 32_768)
     assert tables(f"actor.model={model}", f"extractor.model={model}") == (tiny, compact)
     assert tables(f"actor.model={model}", f"extractor.model={big}") == (paper, compact)
     assert tables(f"actor.model={big}", f"extractor.model={model}") == (tiny, full)

@@ -30,8 +30,22 @@ NOT_RUN = {
     ),
     "crl episodes runs/first --failed --limit 10": "needs a trained run; see test_episodes.py",
     "crl replay runs/first --guided --tokens": "needs a trained run; see test_episodes.py",
+    "crl rollout --tasks room --steps 2 --run-dir runs/played": (
+        "plays for a while; see tests/integration/test_halves.py"
+    ),
+    "crl learn --from runs/played --run-dir runs/learned --set "
+    "actor.optimizer.learning_rate=1e-4": "needs episodes; see tests/integration/test_halves.py",
     "crl export runs/first models/mine": "needs a run; see tests/integration/test_resume.py",
     "crl eval runs/first": "needs a trained run; see tests/integration/test_complementary.py",
+    "crl eval runs/first --samples 4": "needs a trained run; see tests/integration/test_eval.py",
+    "crl eval runs/first --step 3 --experience bank --temperature 0": (
+        "needs a trained run; see tests/integration/test_eval.py"
+    ),
+    "crl eval models/mine --tasks room,webshop --samples 8 --out results/mine": (
+        "needs a trained model; see tests/integration/test_eval.py"
+    ),
+    "crl eval runs/first --show": "needs a trained run; see tests/integration/test_eval.py",
+    "crl compare runs/first runs/other": ("needs trained runs; see tests/integration/test_eval.py"),
     "crl make-models --out models": "takes an hour",
 }
 """Commands that these tests do not run, and the reason."""

@@ -330,8 +330,8 @@ class Recorder(Monitor):
 
 
 def test_the_fan_out_reaches_everybody_and_closes_all():
-    one, two = Recorder(fails=True), Recorder(fails=True)
-    both = FanOut([one, two])
+    one, two = Recorder(fails=True), Recorder()
+    both = FanOut(one, {"screen": two})
     both.log(1, "train", {"a": 1})
     both.trajectories([trajectory()])
     both.experiences([])
@@ -349,6 +349,46 @@ def test_the_fan_out_reaches_everybody_and_closes_all():
             ("close",),
         ]
     )
+
+
+@pytest.mark.parametrize("method", ["log", "trajectories", "experiences", "note", "close"])
+def test_a_sink_that_fails_is_dropped_with_one_warning(method: str, run: RunDir):
+    class Failing(Recorder):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    def fail(*args: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+    failing, other = Failing(), Recorder()
+    setattr(failing, method, fail)
+    all_three = FanOut(FileMonitor(run), {"wandb": failing, "screen": other})
+    for step in (1, 2):
+        all_three.log(step, "train", {"a": step})
+        all_three.trajectories([trajectory()])
+        all_three.experiences([])
+        all_three.note(f"note {step}")
+    all_three.close()
+    assert [line["step"] for line in lines(run.metrics)] == [1, 2]
+    warning = (
+        "warning: the sink wandb failed and gets no further metrics (ConnectionError: no route to "
+        "host). The files of the run are complete"
+    )
+    assert run.log.read_text("utf-8").count(warning) == 1
+    assert failing.closed or method == "close"
+    notes = [call[1] for call in other.calls if call[0] == "note"]
+    assert [note for note in notes if note != warning] == ["note 1", "note 2"]
+    assert len([call for call in other.calls if call[-1] == {"a": 2}]) == 1
+
+
+def test_the_files_of_a_run_are_required(run: RunDir):
+    other = Recorder()
+    both = FanOut(Recorder(fails=True), {"screen": other})
+    with pytest.raises(OSError, match="disk full"):
+        both.close()
+    assert other.calls == [("close",)]
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path):
@@ -407,7 +447,7 @@ def test_every_sink_has_a_setting_and_an_extra():
 def test_sinks_that_are_on_are_required_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config, run = load(["room"]), RunDir(tmp_path)
     require_sinks(config.monitor)
-    assert open_sinks(config, run) == []
+    assert open_sinks(config, run) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     for setting in ("tensorboard=true", "wandb=mine"):
         name = setting.partition("=")[0]
@@ -415,4 +455,4 @@ def test_sinks_that_are_on_are_required_and_opened(tmp_path: Path, monkeypatch: 
             require_sinks(load(["room"], sets=[f"monitor.{setting}"]).monitor)
     monkeypatch.setattr("crl.monitor.tensorboard.TensorBoardMonitor", lambda folder: folder)
     config = load(["room"], sets=["monitor.tensorboard=true"])
-    assert open_sinks(config, run) == [tmp_path / "tensorboard"]
+    assert open_sinks(config, run) == {"tensorboard": tmp_path / "tensorboard"}

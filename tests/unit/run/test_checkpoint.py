@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,10 +24,10 @@ from crl.modeling.loading import load_model, named_weights
 from crl.run.checkpoint import (
     damage,
     latest_checkpoint,
+    prepare_checkpoint,
     prune_checkpoints,
     read_state,
     repair,
-    save_checkpoint,
     saved_states,
 )
 
@@ -48,7 +49,11 @@ async def learner(tiny_actor: Path) -> AsyncIterator[LocalLearner]:
 
 
 async def save(learner: LocalLearner, root: Path, step: int, model_dir: Path) -> Path:
-    return await save_checkpoint(root, step, {"actor": learner}, {"actor": model_dir}, STATE)
+    return await write(root, step, {"actor": learner}, {"actor": model_dir}, STATE)
+
+
+async def write(*args: Any, **options: Any) -> Path:
+    return (await prepare_checkpoint(*args, **options))()
 
 
 async def test_transformers_can_load_a_checkpoint(
@@ -124,16 +129,23 @@ async def test_states_of_complete_checkpoints(
     assert saved_states(tmp_path) == [STATE, STATE]
 
 
+@pytest.mark.parametrize("early", [True, False])
 async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
-    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+    early: bool, learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
     class Broken(LocalLearner):
         def __init__(self) -> None:
             self.saved = learner
 
-        async def save(self, directory: Path) -> None:
+        async def prepare_save(self, directory: Path) -> Callable[[], None]:
             await self.saved.save(directory)
-            raise LearnerError("the disk is full")
+            if early:
+                raise LearnerError("the disk is full")
+
+            def write() -> None:
+                raise OSError("the disk is full")
+
+            return write
 
     with pytest.raises(CheckpointError, match=r"3: the checkpoint cannot be written: the disk"):
         await save(Broken(), tmp_path / "run" / "checkpoints", 3, tiny_actor)
@@ -149,6 +161,27 @@ async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"], (
         "the partial directory was removed"
     )
+
+
+async def test_a_checkpoint_holds_the_models_of_the_time_of_its_preparation(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
+    """Train while a prepared checkpoint is not written yet."""
+    roles = {"actor": learner}, {"actor": tiny_actor}
+    before = await save(learner, tmp_path / "before", 1, tiny_actor)
+    prepared = await prepare_checkpoint(tmp_path / "prepared", 1, *roles, STATE)
+    with torch.no_grad():
+        for weight in learner.model.parameters():
+            weight.add_(0.125)
+            learner._trainer.optimizer.state[weight] = {"exp_avg": weight, "exp_avg_sq": weight}
+    after = await save(learner, tmp_path / "after", 1, tiny_actor)
+    first, second, third = (
+        json.loads((path / "manifest.json").read_text())["files"]
+        for path in (before, prepared(), after)
+    )
+    assert first == second
+    for file in ("actor/model.safetensors", "actor/optimizer.safetensors"):
+        assert third[file]["sha256"] != first[file]["sha256"]
 
 
 def checkpoint(root: Path, name: str, *, manifest: bool = True) -> Path:
@@ -228,9 +261,9 @@ async def test_a_checkpoint_is_replaced_only_if_asked_for(
 ) -> None:
     path = await save(learner, tmp_path, 1, tiny_actor)
     models = {"actor": tiny_actor}
-    await save_checkpoint(tmp_path, 1, {"actor": learner}, models, {"new": 1})
+    await write(tmp_path, 1, {"actor": learner}, models, {"new": 1})
     assert read_state(path) == STATE
-    await save_checkpoint(tmp_path, 1, {"actor": learner}, models, {"new": 1}, replace=True)
+    await write(tmp_path, 1, {"actor": learner}, models, {"new": 1}, replace=True)
     assert read_state(path) == {"new": 1}
     assert os.listdir(tmp_path) == ["1"]
 

@@ -240,7 +240,10 @@ async def test_every_replaced_worker_is_reported() -> None:
             await environment.step(fault)
         await host.release(environment)
     await acquire_and_reset(host)
-    assert Hosts({"toy": host}).metrics() == {"env/failures": 2, "env/replaced": 2}
+    hosts = Hosts({"toy": host})
+    assert hosts.metrics() == {"env/failures": 2, "env/replaced": 2}
+    hosts.resume({"env/failures": 5, "env/replaced": 3})
+    assert hosts.metrics() == {"env/failures": 7, "env/replaced": 5}
     await host.aclose()
     assert notes == [
         "environments: the worker process ended with exit code 7: the floor is lava; "

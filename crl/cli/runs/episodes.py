@@ -98,7 +98,7 @@ def episodes(
     free: Free = False, limit: Limit = 20, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """List training episodes of a run, the newest first. With --json one object per line."""
-    from crl.cli.episode_text import episode_table
+    from crl.cli.runs.episode_text import episode_table
 
     selection = Selection(step, group, member, task, won, failed, guided, free)
     records, total = selection.newest(run, limit)
@@ -125,7 +125,7 @@ def replay(
     """Show training episodes as the agent saw them, the newest first."""
     from rich.console import Console
 
-    from crl.cli.episode_text import replay_lines
+    from crl.cli.runs.episode_text import replay_lines
 
     selection = Selection(step, group, member, task, won, failed, guided, free)
     records, total = selection.newest(run, limit)

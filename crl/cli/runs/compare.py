@@ -1,0 +1,73 @@
+"""Command `crl compare`: differences between runs.
+
+Modules that need more than typer are imported inside the command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from crl.cli.command import command
+
+if TYPE_CHECKING:
+    from crl.evaluation.comparison import Comparison
+
+
+@command
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            metavar="NAME",
+            help="Compare RUN/eval/NAME.json of each run (default: the run's last evaluation).",
+        ),
+    ] = None,
+) -> None:
+    """Compare the success of runs, paired over seeds if possible."""
+    from crl.evaluation.comparison import compare, read_run
+
+    comparison = compare([read_run(run, name) for run in runs])
+    typer.echo("\n".join(_arms(comparison)))
+    _print_results(comparison)
+
+
+def _arms(comparison: Comparison) -> list[str]:
+    """Return the lines on the arms and on the settings in which they differ."""
+    lines = []
+    for arm in comparison.arms:
+        runs = ", ".join(f"{run.path} (seed {run.seed})" for run in arm.runs)
+        lines.append(f"{arm.name}: {runs}")
+    lines += [""] if comparison.differing else []
+    for key, values in comparison.differing.items():
+        texts = (f"{arm.name} {value}" for arm, value in zip(comparison.arms, values, strict=True))
+        lines.append(f"{key}: {', '.join(texts)}")
+    return [*lines, ""]
+
+
+def _print_results(comparison: Comparison) -> None:
+    from crl.cli.output import print_table
+
+    arms = comparison.arms
+    head = ["task", "split", "condition", *(arm.name for arm in arms)]
+    body = [
+        [*key, *(str(mean) if mean else "–" for mean in means)]
+        for key, means in comparison.means.items()
+    ]
+    typer.echo(
+        "mean success of each arm [95 % interval over its runs; with one run, over episodes]"
+    )
+    print_table(head, body, left=3)
+    if comparison.differences:
+        typer.echo("")
+        head = ["task", "split", "condition", "arms", "difference", "interval"]
+        typer.echo("difference of success [95 % interval]")
+        body = [
+            [*difference.key, difference.arms, str(difference), difference.method]
+            for difference in comparison.differences
+        ]
+        print_table(head, body, left=4)

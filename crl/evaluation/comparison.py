@@ -1,0 +1,230 @@
+"""Comparison of the final success of runs.
+
+Runs whose settings agree but for the seed are one arm. Arms are compared with the first one:
+
+* paired over seeds, if both arms have the same seeds, at least two: Student's t over the
+  differences of the runs with equal seeds;
+* not paired, if both arms have at least two runs: Welch's t over the runs;
+* else over the episodes of the runs, by MOVER. This interval does not contain the spread between
+  seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
+
+from crl.config.layers import leaves
+from crl.config.load import load_saved
+from crl.errors import ConfigError
+from crl.evaluation.evaluate import EvalKey
+from crl.evaluation.report import Estimate, mean_estimate
+from crl.evaluation.saved import read, saved_files
+from crl.intervals import Mean, t_975
+from crl.monitor.run_dir import RunDir
+from crl.wording import counted
+
+SEED = "run.seed"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Success of one run."""
+
+    path: Path
+    seed: int
+    settings: Mapping[str, Any]
+    """Settings by dotted key, without the seed. Options of a saved evaluation are included."""
+    rates: Mapping[EvalKey, Estimate]
+    """Success rates with their intervals over episodes."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs whose settings agree but for the seed."""
+
+    name: str
+    """A, B, C, …, in the order of the runs."""
+    runs: Sequence[RunResult]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+    def mean(self, key: EvalKey) -> Estimate | None:
+        """Return the mean success; None if a run has none for this key."""
+        if not all(key in run.rates for run in self.runs):
+            return None
+        if len(self.runs) == 1:
+            return self.runs[0].rates[key]
+        mean = Mean.of([run.rates[key].value for run in self.runs])
+        return Estimate(mean.value, mean.value - mean.half_width, mean.value + mean.half_width)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Success of an arm minus that of the first arm."""
+
+    key: EvalKey
+    arms: str
+    """Names of the arms, such as `B − A`."""
+    value: float
+    low: float
+    high: float
+    method: str
+    """Origin of the interval."""
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of a comparison."""
+
+    arms: Sequence[Arm]
+    differing: Mapping[str, Sequence[Any]]
+    """Value in each arm of the settings that differ, by dotted key. "unset" if an arm has none."""
+    means: Mapping[EvalKey, Sequence[Estimate | None]]
+    """Mean success of each arm."""
+    differences: Sequence[Difference]
+
+
+def read_run(path: Path, name: str | None = None) -> RunResult:
+    """Return the final success of a run: its last evaluation, or that of RUN/eval/`name`.json.
+
+    Raise `ConfigError` if `path` is not a run, or has no such evaluation.
+    """
+    saved, run = load_saved(path), RunDir(path)
+    settings = dict(leaves(saved.config.model_dump(mode="json")))
+    seed = settings.pop(SEED)
+    if name is None:
+        return RunResult(path, seed, settings, _final_rates(run, saved.config.run.steps))
+    file = path / "eval" / f"{name}.json"
+    if not file.is_file():
+        known = ", ".join(known.stem for known in saved_files(path / "eval")) or "none"
+        raise ConfigError(
+            "eval", name, f"{path} has no saved evaluation of this name", f"Available: {known}"
+        )
+    evaluation = read(file)
+    options = {f"--{option}": value for option, value in evaluation.about["options"].items()}
+    return RunResult(
+        path, seed, settings | options, {row.key: row.success for row in evaluation.rows}
+    )
+
+
+def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
+    """Return the success rates of the run's evaluation after its last step."""
+    evaluations = []
+    if run.metrics.is_file():
+        lines = run.metrics.read_text("utf-8").splitlines()
+        evaluations = [
+            line for line in map(_metrics, lines) if line.get("kind") == "eval" and line["step"] > 0
+        ]
+    final = [line for line in evaluations if line["step"] == steps]
+    if not final:
+        reason = f"it has no evaluation after its last step, {steps}: it is not finished"
+        raise ConfigError("run", str(run.path), reason, f"Continue it: crl resume {run.path}")
+    rates: dict[EvalKey, Estimate] = {}
+    for metric, value in final[-1].items():
+        match metric.split("/"):
+            case ["eval", task, split, "success", condition] if value is not None:
+                ends = [final[-1].get(f"{metric}/{end}") for end in ("low", "high")]
+                low, high = (math.nan if end is None else end for end in ends)
+                rates[task, split, condition] = Estimate(value, low, high)
+    return rates
+
+
+def _metrics(line: str) -> dict[str, Any]:
+    """Return a line of metrics.jsonl; empty if it is incomplete, as after a crash."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {}
+
+
+def compare(runs: Sequence[RunResult]) -> Comparison:
+    """Return the comparison of all arms with that of the first run.
+
+    Raise `ConfigError` with fewer than two runs, or if a run is given twice.
+    """
+    paths = [run.path.resolve() for run in runs]
+    if len(paths) < 2 or len(set(paths)) < len(paths):
+        reason = "is given twice" if len(paths) > 1 else "is a single run"
+        twice = next((path for path in paths if paths.count(path) > 1), paths[0])
+        raise ConfigError("run", str(twice), reason, "Give two or more different runs")
+    groups: dict[str, list[RunResult]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
+    arms = [Arm(_name(i), group) for i, group in enumerate(groups.values())]
+    settings = [arm.runs[0].settings for arm in arms]
+    names = dict.fromkeys(name for one in settings for name in one)
+    values = {name: [one.get(name, "unset") for one in settings] for name in names}
+    differing = {
+        name: of_arms for name, of_arms in values.items() if len(set(map(json.dumps, of_arms))) > 1
+    }
+    keys = dict.fromkeys(key for run in runs for key in run.rates)
+    return Comparison(
+        arms,
+        differing,
+        {key: [arm.mean(key) for arm in arms] for key in keys},
+        [
+            difference
+            for arm in arms[1:]
+            for key in keys
+            if (difference := _difference(key, arms[0], arm))
+        ],
+    )
+
+
+def _name(number: int) -> str:
+    return chr(ord("A") + number) if number < 26 else f"arm {number + 1}"
+
+
+def _difference(key: EvalKey, first: Arm, other: Arm) -> Difference | None:
+    """Return the difference of two arms; None if a run has no rate for this key."""
+    if first.mean(key) is None or other.mean(key) is None:
+        return None
+    arms = f"{other.name} − {first.name}"
+    a, b = ({run.seed: run.rates[key].value for run in arm.runs} for arm in (first, other))
+    value = fmean(run.rates[key].value for run in other.runs) - fmean(
+        run.rates[key].value for run in first.runs
+    )
+    unique = len(a) == len(first.runs) and len(b) == len(other.runs)
+    if unique and a.keys() == b.keys() and len(a) > 1:
+        half = Mean.of([b[seed] - a[seed] for seed in a]).half_width
+        method = f"paired over {counted(len(a), 'seed')}"
+    elif len(first.runs) > 1 and len(other.runs) > 1:
+        half = welch_half_width(
+            [run.rates[key].value for run in first.runs],
+            [run.rates[key].value for run in other.runs],
+        )
+        method = "not paired, over runs (Welch)"
+    else:
+        before = mean_estimate([run.rates[key] for run in first.runs])
+        after = mean_estimate([run.rates[key] for run in other.runs])
+        low = value - math.hypot(after.value - after.low, before.high - before.value)
+        high = value + math.hypot(after.high - after.value, before.value - before.low)
+        method = "not paired, over episodes: without the spread between seeds"
+        return Difference(key, arms, value, low, high, method)
+    return Difference(key, arms, value, value - half, value + half, method)
+
+
+def welch_half_width(first: Sequence[float], other: Sequence[float]) -> float:
+    """Return half the 95 % interval of a difference of means (Welch 1947).
+
+    Both samples have at least two values. The degrees of freedom are rounded down.
+    """
+    parts = [variance(values) / len(values) for values in (first, other)]
+    total = sum(parts)
+    if not total:
+        return 0.0
+    degrees = total**2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (first, other), strict=True)
+    )
+    return t_975(max(1, int(degrees))) * math.sqrt(total)

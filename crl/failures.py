@@ -1,0 +1,54 @@
+"""Task groups that report the first failure of a task immediately.
+
+`asyncio.TaskGroup` raises the error of a task when all other tasks of the group have ended. This
+may take long: a training step in a thread cannot be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+Report = Callable[[BaseException], object]
+
+_report: ContextVar[Report | None] = ContextVar("report", default=None)
+
+
+@contextmanager
+def reporting(report: Report) -> Iterator[None]:
+    """Pass the failures of all `TaskGroup`s that tasks of this context open to `report`."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """`asyncio.TaskGroup` for work whose errors end the run."""
+
+    def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = super().create_task(*args, **kwargs)
+        task.add_done_callback(_ended)
+        return task
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: Any
+    ) -> bool | None:
+        if error:
+            _failed(error)
+        return await super().__aexit__(kind, error, *rest)
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        _failed(error)
+
+
+def _failed(error: BaseException) -> None:
+    report = _report.get()
+    if report and not isinstance(error, asyncio.CancelledError):
+        report(error)

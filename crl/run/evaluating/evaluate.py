@@ -1,0 +1,76 @@
+"""Command behind `crl eval` with options: open the model, play, save the results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from crl.config.load import versions
+from crl.evaluation.samples import SavedEpisode, Source, play_samples
+from crl.evaluation.saved import SavedEvaluation, save
+from crl.planning import preflight
+from crl.planning.tasks import data_notes, specs
+from crl.run.assemble import open_evaluator
+from crl.run.bank import BankSource
+from crl.run.evaluating.request import Request
+from crl.run.main import first_cause
+from crl.run.models import actor_model, extractor_model
+
+SECTIONS = ("actor", "ask", "bank", "critic", "embedder", "engine", "eval", "retrieval", "tasks")
+"""Sections of the config that results depend on."""
+
+
+def evaluate(request: Request, folder: Path) -> Path:
+    """Play the evaluation, save it in `folder` and return the path of the JSON file.
+
+    Raise `CrlError` if it cannot start or fails.
+    """
+    preflight.require(request.config, checks=preflight.EVALUATION_CHECKS)
+    episodes = asyncio.run(_play(request))
+    return save(SavedEvaluation(_about(request), episodes), folder, request.name)
+
+
+async def _play(request: Request) -> list[SavedEpisode]:
+    config, state = request.config, request.state
+    async with open_evaluator(
+        config, actor_model(config), _bank_source(request), state.get("success_rates")
+    ) as evaluator:
+        try:
+            return await play_samples(evaluator, request.source, request.samples)
+        except BaseExceptionGroup as group:
+            raise (cause := first_cause(group)) from cause.__cause__ or group
+
+
+def _bank_source(request: Request) -> BankSource | None:
+    if request.bank is None:
+        return None
+    asked = request.source is Source.online or request.config.ask.enabled
+    extractor = extractor_model(request.config) if asked else None
+    bank = request.bank
+    return BankSource(bank.path, extractor, request.step or 0, bank.snapshot, bank.foreign)
+
+
+def _about(request: Request) -> Mapping[str, Any]:
+    """Return the model, the options and the settings of an evaluation, as JSON."""
+    config, bank = request.config, request.bank
+    settings = config.model_dump(mode="json", include=set(SECTIONS))
+    return {
+        "subject": str(request.subject),
+        "model": config.actor.model,
+        "step": request.step,
+        "weights": request.weights,
+        "experience": request.source.value,
+        "bank": bank and {"path": bank.path and str(bank.path), "snapshot": bank.snapshot},
+        "samples": request.samples,
+        "temperature": config.eval.temperature,
+        "seed": config.run.seed,
+        "deterministic": config.run.deterministic,
+        "options": request.options.given,
+        "settings": settings,
+        "data_notes": data_notes(specs(config)),
+        "versions": versions(),
+        "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+    }

@@ -1,0 +1,127 @@
+"""The halves of a run: `crl rollout` plays episodes, `crl learn` trains on recorded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crl.config.models import resolve_model
+from support.whole_runs import (
+    DETERMINISTIC,
+    SETS,
+    crl,
+    episode_files,
+    episodes,
+    equal_weights,
+    lines,
+    metrics,
+    one_line,
+    train,
+    untimed,
+)
+
+GROUPS = ("rollout.groups=4", "rollout.group_size=8", *SETS, *DETERMINISTIC)
+STEPS = 3
+
+
+def sets(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(run, *GROUPS, steps=STEPS)
+    return run
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("played") / "run"
+    result = crl("rollout", "--tasks", "room", "--method", "grpo", "--steps", 2, "--run-dir", run,
+                 *sets(*GROUPS))  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"the episodes: {run}/episodes" in result.stdout
+    return run
+
+
+def test_rollouts_are_the_episodes_of_the_first_step(played: Path, trained: Path) -> None:
+    files = [episode_files(run) for run in (played, trained)]
+    for name in ("000001.jsonl.gz", "000001.npz"):
+        assert files[0][name] == files[1][name]
+    assert len(episodes(played)) == 2 * 32
+    assert {v for t in episodes(played) for v in t["versions"]} == {-1, 0}, "nothing is trained"
+    assert {line["kind"] for line in lines(played / "metrics.jsonl")} == {"train"}
+    (first, second) = metrics(played, "train")
+    assert (first["step"], second["step"]) == (1, 2)
+    trained_line = metrics(trained, "train")[0]
+    for name, value in untimed(first).items():
+        if name.startswith(("rollout/", "staleness/")):
+            assert trained_line[name] == value, name
+    assert not (played / "checkpoints").exists()
+
+
+def test_learning_from_a_run_gives_the_weights_of_the_run(trained: Path, tmp_path: Path) -> None:
+    """The same steps on the recorded episodes change the weights in the same way, bit for bit."""
+    learned = tmp_path / "learned"
+    result = crl("learn", "--from", trained, "--run-dir", learned)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"the trained actor, in Hugging Face format: {learned}/actor" in result.stdout
+    assert equal_weights(learned / "actor", trained / "checkpoints" / str(STEPS) / "actor")
+    assert not equal_weights(learned / "actor", resolve_model("tiny-actor"))
+    for own, of_run in zip(metrics(learned, "train"), metrics(trained, "train"), strict=True):
+        for name in ("step", "actor/loss", "actor/grad_norm", "rollout/groups_with_signal"):
+            assert own[name] == of_run[name], name
+    names = {path.name for path in (learned / "actor").iterdir()}
+    assert "optimizer.safetensors" not in names
+    again = tmp_path / "again"
+    assert crl("train", "--tasks", "room", "--method", "grpo", "--run-dir", again, "--steps", 1,
+               *sets(*GROUPS, f"actor.model={learned}/actor")).exit_code == 0  # fmt: skip
+
+
+def test_learning_from_rollouts_with_other_settings(played: Path, tmp_path: Path) -> None:
+    learned = tmp_path / "learned"
+    options = (
+        "--steps",
+        1,
+        *sets("actor.optimizer.learning_rate=1e-3", "actor.optimizer.warmup_steps=0"),
+    )
+    assert crl("learn", "--from", played, "--run-dir", learned, *options).exit_code == 0
+    (line,) = metrics(learned, "train")
+    assert (line["actor/updates"], line["actor/learning_rate"]) == (1, 1e-3)
+
+
+def test_rollouts_read_a_bank(tmp_path: Path) -> None:
+    bank = tmp_path / "bank"
+    small = (*GROUPS, "rollout.groups=2")
+    result = crl("train", "--tasks", "room", "--run-dir", bank, "--steps", 2, *sets(*small))
+    assert result.exit_code == 0, result.output
+    before = (bank / "bank.sqlite").read_bytes()
+    run = tmp_path / "run"
+    result = crl("rollout", "--tasks", "room", "--steps", 3, "--run-dir", run,
+                 *sets(*small, f"bank.init={bank}/bank.sqlite"))  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    used = [t for t in episodes(run) if t["used"]]
+    assert used
+    assert {t["condition"] for t in used} == {"guided"}
+    assert (bank / "bank.sqlite").read_bytes() == before, "the bank is only read"
+    assert not (run / "bank.sqlite").exists()
+
+
+def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    for options, message in (
+        (("learn", "--from", tmp_path / "none", "--run-dir", new), "is not a run directory"),
+        (("learn", "--from", played, "--run-dir", played), "exists and is not empty"),
+        (
+            ("learn", "--from", played, "--run-dir", new, "--steps", 5),
+            "has episodes of only 2 steps",
+        ),
+        (("rollout", "--tasks", "room", "--run-dir", played), "exists and is not empty"),
+        (("rollout", "--tasks", "rom", "--run-dir", new), "is neither a task nor a path"),
+    ):
+        result = crl(*options)
+        assert result.exit_code == 2, result.output
+        assert message in one_line(result)
+    assert not new.exists()

@@ -1,0 +1,123 @@
+"""Comparison of runs: intervals worked by hand, and which runs are paired."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crl.config.load import dump, load
+from crl.errors import ConfigError
+from crl.evaluation.comparison import RunResult, compare, read_run, welch_half_width
+from crl.evaluation.evaluate import EvalKey
+from crl.evaluation.report import Estimate
+from crl.evaluation.saved import save
+from support.evaluations import episode, evaluation
+
+KEY: EvalKey = ("room", "unseen", "free")
+
+
+def run(name: str, seed: int, value: float, **settings: object) -> RunResult:
+    rates = {KEY: Estimate(value, value - 0.1, value + 0.2)}
+    return RunResult(Path(name), seed, {"actor.x": 1, **settings}, rates)
+
+
+def test_paired_over_seeds_by_hand() -> None:
+    comparison = compare(
+        [
+            run("a0", 0, 0.50), run("a1", 1, 0.60), run("a2", 2, 0.40),
+            run("b1", 1, 0.71, lr=2), run("b0", 0, 0.60, lr=2), run("b2", 2, 0.49, lr=2),
+        ]
+    )  # fmt: skip
+    (difference,) = comparison.differences
+    # Differences 0.10, 0.11, 0.09: mean 0.10, s = 0.01, t of 2 degrees of freedom is 4.302653.
+    assert difference.value == pytest.approx(0.10)
+    half = 4.302653 * 0.01 / 3**0.5
+    assert (difference.low, difference.high) == pytest.approx((0.1 - half, 0.1 + half))
+    assert (difference.arms, difference.method) == ("B − A", "paired over 3 seeds")
+    assert comparison.differing == {"lr": ["unset", 2]}
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1, 2], [1, 0, 2]]
+    mean = comparison.means[KEY][0]
+    assert mean is not None
+    assert mean.value == pytest.approx(0.5)
+
+
+def test_other_seeds_are_not_paired() -> None:
+    comparison = compare(
+        [run("a0", 0, 0.2), run("a1", 1, 0.4), run("b2", 2, 0.6, lr=2), run("b3", 3, 0.8, lr=2)]
+    )
+    (difference,) = comparison.differences
+    # Variances 0.02 / 2 each: total 0.02, 0.02² / (2 · 0.01²) = 2 degrees of freedom.
+    half = 4.302653 * 0.02**0.5
+    assert difference.value == pytest.approx(0.4)
+    assert (difference.low, difference.high) == pytest.approx((0.4 - half, 0.4 + half))
+    assert difference.method == "not paired, over runs (Welch)"
+    assert welch_half_width([0.5, 0.5], [0.5, 0.5]) == 0.0
+
+
+def test_one_run_per_arm_is_compared_over_episodes() -> None:
+    (difference,) = compare([run("a", 0, 0.3), run("b", 0, 0.5, lr=2)]).differences
+    half = (0.2**2 + 0.1**2) ** 0.5
+    # MOVER: the lower ends are 0.1 below, the upper ends 0.2 above.
+    assert (difference.value, difference.low, difference.high) == pytest.approx(
+        (0.2, 0.2 - half, 0.2 + half)
+    )
+    assert "without the spread between seeds" in difference.method
+
+
+def test_runs_of_one_arm_have_no_difference() -> None:
+    comparison = compare([run("a", 0, 0.3), run("b", 1, 0.5)])
+    assert (len(comparison.arms), comparison.differences, comparison.differing) == (1, [], {})
+
+
+def test_a_rate_that_a_run_lacks_is_left_out() -> None:
+    other = RunResult(Path("b"), 0, {"method": "grpo"}, {})
+    comparison = compare([run("a", 0, 0.3), other])
+    assert comparison.differences == []
+    assert comparison.means[KEY][1] is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "reason"), [(["a"], "is a single run"), (["a", "b", "a"], "is given twice")]
+)
+def test_fewer_than_two_runs_are_refused(runs: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        compare([run(name, i, 0.5) for i, name in enumerate(runs)])
+
+
+def saved_run(path: Path, lines: list[dict]) -> Path:
+    path.mkdir()
+    dump(load(["room"], options={"run.steps": 4, "run.seed": 5}), path / "config.json")
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def eval_line(step: int, value: float) -> dict:
+    name = "eval/room/unseen/success/free"
+    metrics = {name: value, f"{name}/low": value - 0.1, f"{name}/high": None}
+    return {"step": step, "kind": "eval", "time": None, **metrics, "eval/errors": 0}
+
+
+def test_the_last_evaluation_of_a_finished_run_is_read(tmp_path: Path) -> None:
+    path = saved_run(tmp_path / "run", [eval_line(0, 0.1), eval_line(4, 0.5)])
+    result = read_run(path)
+    assert (result.seed, result.rates[KEY].value, result.rates[KEY].low) == (5, 0.5, 0.4)
+    assert result.settings["run.steps"] == 4
+    assert "run.seed" not in result.settings
+
+
+def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
+    path = saved_run(tmp_path / "run", [eval_line(0, 0.1), eval_line(2, 0.5)])
+    with pytest.raises(ConfigError, match=r"no evaluation after its last step, 4.*crl resume"):
+        read_run(path)
+
+
+def test_a_saved_evaluation_is_read_by_name(tmp_path: Path) -> None:
+    path = saved_run(tmp_path / "run", [])
+    saved = evaluation(episode(0, 0), episode(1, 0, success=False), options={"samples": 1})
+    save(saved, path / "eval", "step4")
+    result = read_run(path, "step4")
+    assert (result.rates[KEY].value, result.settings["--samples"]) == (0.5, 1)
+    with pytest.raises(ConfigError, match="step4"):
+        read_run(path, "step9")
