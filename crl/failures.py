@@ -1,7 +1,8 @@
-"""Task groups that report the first failure of a task immediately.
+"""Reports of failures that are made before anything is closed.
 
 `asyncio.TaskGroup` raises the error of a task when all other tasks of the group have ended. This
-may take long: a training step in a thread cannot be cancelled.
+may take long: a training step in a thread cannot be cancelled. An exit stack raises the error of
+its body when all its parts are closed. This may take long too: a rank may hang.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ _report: ContextVar[Report | None] = ContextVar("report", default=None)
 
 @contextmanager
 def reporting(report: Report) -> Iterator[None]:
-    """Pass the failures of all `TaskGroup`s that tasks of this context open to `report`."""
+    """Pass the failures of all `TaskGroup`s and `reported` blocks of this context to `report`."""
     token = _report.set(report)
     try:
         yield
     finally:
         _report.reset(token)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Report an error of the body, which ends the run."""
+    try:
+        yield
+    except BaseException as error:
+        _failed(error)
+        raise
 
 
 class TaskGroup(asyncio.TaskGroup):

@@ -20,6 +20,7 @@ from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler
+from crl.failures import reported
 from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.planning.context import critic_prompt
@@ -88,48 +89,71 @@ async def open_training_loop(
       experiment).
     * `progress_bar`: allows a progress bar in the terminal.
     """
-    supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
     async with AsyncExitStack() as stack:
-        specs, gpus = tasks.specs(config), assigned_gpus(config)
-        method, actor = build_method(config, specs), actor_model(config, monitor.note)
-        if retriever_override:
-            method = replace(method, distiller=None, extractor=None)
-        learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-        engine = await open_role_engine(config, gpus, actor, stack)
-        pool = tasks.environment_pool(config, specs, stack, monitor.note)
-        experience, bank = await open_experience(
-            config, specs, gpus, method, run, monitor, stack,
-            checkpoint=checkpoint, progress_bar=progress_bar,
-            on_distilled=supervisor.watchdog.progress,
-        )  # fmt: skip
-        retriever = experience.retriever if experience else retriever_override or NullRetriever()
-        runner = replace(
-            _runner(config, specs, actor, method, engine, pool, retriever),
-            on_finished=supervisor.episode_finished,
-        )
-        critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
-        if critic:
-            runner = replace(runner, judge=critic.critic)
-        source = tasks.train_stream(config, specs)
-        evaluator, probe = _evaluation_parts(
-            config, specs, runner, engine, bank, critic.success_rates if critic else None
-        )
-        collector = _collector(config, runner, source, method, checkpoint)
-        models = _model_dirs(config, actor, with_extractor=experience is not None)
-        began = started or time.monotonic()
-        episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
-        stack.push_async_callback(episodes.aclose)
-        outputs = Outputs(monitor, run, models, episodes, began, supervisor)
-        yield TrainingLoop(
-            method,
-            _schedule(config),
-            Rollouts(source, collector, pool),
-            Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits)),
-            experience,
-            critic,
-            Measurements(evaluator, probe),
-            outputs,
-        )
+        with reported():  # parts may be slow to close
+            yield await _training_loop(
+                config,
+                run,
+                monitor,
+                stack,
+                started=time.monotonic() if started is None else started,
+                checkpoint=checkpoint,
+                retriever_override=retriever_override,
+                progress_bar=progress_bar,
+            )
+
+
+async def _training_loop(
+    config: RunConfig,
+    run: RunDir,
+    monitor: Monitor,
+    stack: AsyncExitStack,
+    *,
+    started: float,
+    checkpoint: Path | None,
+    retriever_override: Retriever | None,
+    progress_bar: bool,
+) -> TrainingLoop:
+    supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
+    specs, gpus = tasks.specs(config), assigned_gpus(config)
+    method, actor = build_method(config, specs), actor_model(config, monitor.note)
+    if retriever_override:
+        method = replace(method, distiller=None, extractor=None)
+    learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
+    engine = await open_role_engine(config, gpus, actor, stack)
+    pool = tasks.environment_pool(config, specs, stack, monitor.note)
+    experience, bank = await open_experience(
+        config, specs, gpus, method, run, monitor, stack,
+        checkpoint=checkpoint, progress_bar=progress_bar,
+        on_distilled=supervisor.watchdog.progress,
+    )  # fmt: skip
+    retriever = experience.retriever if experience else retriever_override or NullRetriever()
+    runner = replace(
+        _runner(config, specs, actor, method, engine, pool, retriever),
+        on_finished=supervisor.episode_finished,
+    )
+    critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
+    if critic:
+        runner = replace(runner, judge=critic.critic)
+    source = tasks.train_stream(config, specs)
+    evaluator, probe = _evaluation_parts(
+        config, specs, runner, engine, bank, critic.success_rates if critic else None
+    )
+    collector = _collector(config, runner, source, method, checkpoint)
+    models = _model_dirs(config, actor, with_extractor=experience is not None)
+    episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
+    stack.push_async_callback(episodes.aclose)
+    outputs = Outputs(monitor, run, models, episodes, started, supervisor)
+    return TrainingLoop(
+        method,
+        _schedule(config),
+        Rollouts(source, collector, pool),
+        Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits)),
+        experience,
+        critic,
+        Measurements(evaluator, probe),
+        outputs,
+    )
 
 
 def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) -> dict[str, Path]:

@@ -276,17 +276,13 @@ async def _train(
         checkpoint=resumption.checkpoint if resumption else None,
         progress_bar=isinstance(process.screen, PlainMonitor),
     ) as loop:
-        try:
-            if resumption:
-                await _restore(config, run, loop, resumption)
-            process.ending.completed_steps = lambda: loop.completed_steps
-            _stop_after_step(process.interrupts, loop)
-            with frozen_heap(), short_thread_turns():
-                await _run_loop(loop)
-            monitor.note((await _summary(config, run, loop, started)).text())
-        except BaseException as error:
-            process.ending.failed(error)
-            raise
+        if resumption:
+            await _restore(config, run, loop, resumption)
+        process.ending.completed_steps = lambda: loop.completed_steps
+        _stop_after_step(process.interrupts, loop)
+        with frozen_heap(), short_thread_turns():
+            await _run_loop(loop)
+        monitor.note((await _summary(config, run, loop, started)).text())
         return INTERRUPTED if loop.stop.is_set() else 0
 
 

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -35,6 +36,7 @@ from crl.monitor.snapshot import BankMetrics, Model, Rollout
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import open_training_loop
+from crl.run.checkpoint import complete_steps
 from crl.types import RolloutPlan, Segment, Task, TrackRecord, Trajectory
 from support.complementary_runs import (
     SIZES,
@@ -773,6 +775,8 @@ def test_the_bank_of_a_killed_run_is_complete(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         read_until_trained_with_experience(process.stdout)
+        while not complete_steps(run / "checkpoints"):
+            time.sleep(0.05)  # the first checkpoint is written while training continues
         process.kill()
     bank = run / "bank.sqlite"
     assert bank.with_name("bank.sqlite-wal").stat().st_size > 0

@@ -7,6 +7,7 @@ this process can end too.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,26 @@ def test_an_unexpected_failure_of_a_checkpoint_ends_the_run_while_the_actor_trai
 
     monkeypatch.setattr(checkpoint, "_finish", finish)
     check(busy, "TypeError: no JSON", tmp_path / "run", capfd)
+
+
+def test_a_failure_while_parts_are_opened_ends_the_run_though_another_part_does_not_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    busy = Busy(monkeypatch, "actor")
+    close = LocalLearner.aclose
+
+    async def hanging(learner: LocalLearner) -> None:
+        await asyncio.to_thread(busy.wait)
+        await close(learner)
+
+    monkeypatch.setattr(LocalLearner, "aclose", hanging)
+    monkeypatch.setattr(HashEmbedder, "__init__", failure(busy, KeyError("dimensions"), int))
+    busy.begun.set()
+    result = train(tmp_path / "run", *SETS, steps=1, code=1)
+    assert busy.exit_codes == [1], result.output
+    assert not busy.released_late, "the run waited for a part that does not close"
+    error = f"error: KeyError: 'dimensions' (traceback: {tmp_path / 'run' / 'log.txt'})"
+    assert error in capfd.readouterr().err.splitlines()
 
 
 def check(busy: Busy, cause: str, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
