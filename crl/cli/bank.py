@@ -360,11 +360,9 @@ def import_entries(
     A run can start from it with bank.init.
     """
     from crl.manager.inspection.upkeep import create_bank, parse_export
-    from crl.run.supervision.signals import sigterm_as_interrupt
 
     entries = parse_export(file)
-    with sigterm_as_interrupt():  # removes temporary files on SIGTERM
-        create_bank(bank, entries)
+    create_bank(bank, entries)
     if as_json:
         _print_json({"imported": len(entries), "bank": str(bank)})
     else:

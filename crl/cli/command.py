@@ -73,14 +73,17 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
     """Return a command that ends the process with an exit code.
 
     The exit code is the value that `run` returns, or that of the `CrlError` that `run` raises, 1
-    for an `OSError`, and 130 for an interrupt. A `CrlError` or an `OSError` is printed as one line
-    on stderr. Broken pipes and errors without a number are left to click.
+    for an `OSError`, and 130 for Ctrl-C or SIGTERM. A `CrlError` or an `OSError` is printed as one
+    line on stderr. Broken pipes and errors without a number are left to click.
     """
 
     @functools.wraps(run)
     def with_exit_code(*args: Any, **kwargs: Any) -> None:
+        from crl.run.supervision.signals import sigterm_as_interrupt
+
         try:
-            code = run(*args, **kwargs)
+            with sigterm_as_interrupt():
+                code = run(*args, **kwargs)
             if sys.stdout:  # None if it was closed
                 sys.stdout.flush()
         except CrlError as error:

@@ -7,7 +7,7 @@ one may not.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from crl.config.layers import Layer, leaves, merge, nested, parse_set
@@ -22,11 +22,15 @@ FIXED: Mapping[str, str] = {
     r"(actor|extractor)\.model": "the checkpoint has the models of the run",
     r"extractor\.train": "the checkpoint has the trained models of the run",
     r"critic\.enabled": "the checkpoint has the success rates of a run with a critic, or none",
-    r"embedder\.model": "the vectors in the bank were made by the embedder of the run",
+    r"embedder\.(model|name)": "the vectors in the bank were made by the embedder of the run",
     r"bank\.(init|frozen|scope)": "the bank of the run already exists",
     r"tasks\.[^.]+\.(name|env|rendering|stream\..*)": "the run has drawn its tasks with it",
 }
 """Reasons why settings cannot change, by a pattern of their keys."""
+
+
+EVALUATIONS = r"eval\.temperature|tasks\.[^.]+\.eval\..*"
+"""Settings after whose change evaluations cannot be compared with those before."""
 
 
 class Change(NamedTuple):
@@ -80,3 +84,8 @@ def resumed_config(
                     "Leave it out, or start a new run with crl train",
                 )
     return config, changes
+
+
+def changes_evaluations(changes: Iterable[Change]) -> bool:
+    """Return whether evaluations after these changes cannot be compared with those before."""
+    return any(re.fullmatch(EVALUATIONS, change.key) for change in changes)

@@ -5,8 +5,8 @@ Runs whose settings agree but for the seed are one arm. Arms are compared with t
 * paired over seeds, if both arms have the same seeds, at least two: Student's t over the
   differences of the runs with equal seeds;
 * not paired, if both arms have at least two runs: Welch's t over the runs;
-* else over the episodes of the runs, by MOVER. This interval does not contain the spread between
-  seeds.
+* else over the goals or the episodes of the runs, by MOVER. This interval does not contain the
+  spread between seeds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from crl.wording import counted
 
 SEED = "run.seed"
 
+CLUSTERED_CONDITIONS = ("online", "alone")
+"""Conditions whose intervals are clustered by goal in every evaluation."""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -41,7 +44,10 @@ class RunResult:
     settings: Mapping[str, Any]
     """Settings by dotted key, without the seed. Options of a saved evaluation are included."""
     rates: Mapping[EvalKey, Estimate]
-    """Success rates with their intervals over episodes."""
+    """Success rates with their intervals."""
+    clustered: bool = False
+    """True if all intervals are clustered by goal, as in the results of `crl eval`. An evaluation
+    of a run clusters only those of its online set."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     settings = dict(leaves(saved.config.model_dump(mode="json")))
     seed = settings.pop(SEED)
     if name is None:
-        return RunResult(path, seed, settings, _final_rates(run, saved.config.run.steps))
+        rates = _final_rates(run, saved.config.run.steps)
+        return RunResult(path, seed, settings, rates)
     file = path / "eval" / f"{name}.json"
     if not file.is_file():
         known = ", ".join(known.stem for known in saved_files(path / "eval")) or "none"
@@ -113,9 +120,8 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
         )
     evaluation = read(file)
     options = {f"--{option}": value for option, value in evaluation.about["options"].items()}
-    return RunResult(
-        path, seed, settings | options, {row.key: row.success for row in evaluation.rows}
-    )
+    rates = {row.key: row.success for row in evaluation.rows}
+    return RunResult(path, seed, settings | options, rates, clustered=True)
 
 
 def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
@@ -210,7 +216,9 @@ def _difference(key: EvalKey, first: Arm, other: Arm) -> Difference | None:
         after = mean_estimate([run.rates[key] for run in other.runs])
         low = value - math.hypot(after.value - after.low, before.high - before.value)
         high = value + math.hypot(after.high - after.value, before.value - before.low)
-        method = "not paired, over episodes: without the spread between seeds"
+        clustered = first.runs[0].clustered or key[2] in CLUSTERED_CONDITIONS
+        unit = "goals" if clustered else "episodes"
+        method = f"not paired, over {unit}: without the spread between seeds"
         return Difference(key, arms, value, low, high, method)
     return Difference(key, arms, value, value - half, value + half, method)
 

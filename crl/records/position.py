@@ -6,6 +6,7 @@ later shards of episodes are moved to another directory, so nothing is lost.
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -15,13 +16,28 @@ from crl.records.shards import shard_files
 
 
 def position(run: RunDir) -> State:
-    """Write the metrics to the disk. Return the length of their file in bytes, by name."""
+    """Write the metrics to the disk. Return the length of their complete lines in bytes, by name.
+
+    The last line is incomplete if the disk was full.
+    """
     length = 0
-    if run.metrics.exists():
+    if run.metrics.exists() and run.metrics.stat().st_size:
         with run.metrics.open("rb") as file:
             os.fsync(file.fileno())
-        length = run.metrics.stat().st_size
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                length = content.rfind(b"\n") + 1
     return {run.metrics.name: length}
+
+
+def missing_metrics(run: RunDir, saved: State) -> str:
+    """Return a warning if lines of metrics before the position `saved` are missing, else ""."""
+    length = run.metrics.stat().st_size if run.metrics.exists() else 0
+    if length >= saved[run.metrics.name]:
+        return ""
+    return (
+        f"warning: {run.metrics} has {length:,} bytes instead of {saved[run.metrics.name]:,}: "
+        "lines are missing"
+    )
 
 
 def discard(run: RunDir, saved: State, step: int, target: Path) -> None:

@@ -33,9 +33,10 @@ class EpisodeWriter:
 
     async def flush(self) -> None:
         """Wait until everything is on the disk. Raise `OSError` if it could not be written."""
-        if self._writing:
-            await asyncio.shield(self._writing)
-            self._writing = None
+        if writing := self._writing:
+            await asyncio.shield(writing)
+            if self._writing is writing:  # the next step's episodes may be under way
+                self._writing = None
 
     async def aclose(self) -> None:
         """Wait as `flush` does, and end the thread."""

@@ -54,6 +54,7 @@ from crl.run.models import (
     print_to_stderr,
 )
 from crl.run.progress import embedding_progress
+from crl.scratch import scratch_folder
 from crl.seeds import derive_seed
 
 EMBEDDING_CACHE_BYTES = 96 << 20
@@ -114,7 +115,7 @@ class RunBank:
     ) -> AsyncIterator[ExperienceManager]:
         """Yield a temporary copy of the bank, at the bank's step and without trials."""
         async with AsyncExitStack() as stack:
-            path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+            path = _temporary_bank(stack)
             await self.manager.export_copy(path)
             manager = await self.factory.without_trials.open(path, self.engine, stack, on_distilled)
             manager.advance(self.manager.step)
@@ -126,10 +127,15 @@ class RunBank:
     ) -> AsyncIterator[ExperienceManager]:
         """Yield an empty temporary bank with the extractor that the run started with."""
         async with AsyncExitStack() as stack:
-            path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+            path = _temporary_bank(stack)
             yield await self.factory.open(
                 path, await self.untrained_engine(stack), stack, on_distilled
             )
+
+
+def _temporary_bank(stack: AsyncExitStack) -> Path:
+    """Return the path of a new bank that is removed when `stack` closes."""
+    return Path(stack.enter_context(TemporaryDirectory(dir=scratch_folder()))) / "bank.sqlite"
 
 
 async def bank_factory(
@@ -277,7 +283,7 @@ async def open_bank_copy(
     factory = await bank_factory(config, specs, gpus, embedding_progress(print_to_stderr), stack)
     if source.path and source.foreign:
         require_vectors_of(source.path, factory.embedder.name, "bank")
-    path = Path(stack.enter_context(TemporaryDirectory())) / "bank.sqlite"
+    path = _temporary_bank(stack)
     if source.path:
         await copy_database(source.path, path)
     if source.snapshot is not None:

@@ -281,15 +281,24 @@ class TrainingLoop:
         """Write a checkpoint in a thread, and delete those that are no longer kept."""
         kept = self.schedule.checkpoints
 
-        def write_and_prune() -> Path:
+        def write_and_prune() -> tuple[Path, OSError | None]:
             path = write()
-            prune_checkpoints(
-                self.outputs.run.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every
-            )
-            return path
+            try:
+                prune_checkpoints(
+                    self.outputs.run.checkpoints,
+                    keep_last=kept.keep_last,
+                    keep_every=kept.keep_every,
+                )
+            except OSError as error:
+                return path, error
+            return path, None
 
         await self.outputs.episodes.flush()
-        return await finish_then_cancel(asyncio.ensure_future(asyncio.to_thread(write_and_prune)))
+        work = asyncio.ensure_future(asyncio.to_thread(write_and_prune))
+        path, error = await finish_then_cancel(work)
+        if error:
+            self._warn(f"an old checkpoint cannot be deleted: {error}.")
+        return path
 
     async def restore(self, checkpoint: Path) -> RolledBack | None:
         """Restore all parts to a checkpoint of this run. Call this method before `run`.
@@ -407,7 +416,7 @@ class TrainingLoop:
         except CheckpointError as error:
             self._warn(error)
 
-    def _warn(self, error: CheckpointError) -> None:
+    def _warn(self, error: CheckpointError | str) -> None:
         self.outputs.monitor.note(f"warning: {error} The run continues")
 
     async def _warm_up(self) -> None:
@@ -464,8 +473,8 @@ class TrainingLoop:
                 self.measurements.evaluator.evaluate(online=step > 0 or last, compare_lessons=last)
             )
         if evaluation is not None:
-            self.measurements.evaluations[step] = evaluation
             self.outputs.monitor.log(step, "eval", evaluation.metrics() | stopwatch.metrics())
+            self.measurements.evaluations[step] = evaluation
 
     async def _probe(self, step: int) -> None:
         if step in self.measurements.probes:
@@ -474,8 +483,8 @@ class TrainingLoop:
         with stopwatch("probe"):
             metrics = await self._unless_stopped(self.measurements.probe.measure())
         if metrics:
-            self.measurements.probes[step] = metrics
             self.outputs.monitor.log(step, "probe", {**metrics, **stopwatch.metrics()})
+            self.measurements.probes[step] = metrics
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`; None if the run is asked to stop first.

@@ -10,13 +10,13 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from crl.config.load import dump, load_saved
-from crl.config.resume import Change
+from crl.config.resume import Change, changes_evaluations
 from crl.config.schema import RunConfig
 from crl.errors import (
     CheckpointError,
@@ -42,13 +42,14 @@ from crl.protocols import Monitor
 from crl.run import export, resume
 from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.bank import run_bank_source
-from crl.run.checkpoint import latest_checkpoint, read_state
+from crl.run.checkpoint import latest_checkpoint, read_state, repair
 from crl.run.loop import TrainingLoop
 from crl.run.models import ModelRole, print_to_stderr
 from crl.run.resume import Resumption
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
 from crl.run.supervision.ending import Ending, first_cause, log_traceback, logged_failure
-from crl.run.supervision.signals import Interrupts
+from crl.run.supervision.signals import Interrupts, do_nothing
+from crl.scratch import scratch_folder
 from crl.wording import counted
 
 INTERRUPTED = 130
@@ -94,7 +95,11 @@ def resume_run(
     preflight.require(config, checks=preflight.RESUME_CHECKS)
     run = RunDir(run_dir)
     with run.lock():
-        resumption = resume.choose(run, step, print_to_stderr)
+        repair(run.checkpoints)
+        resumption = replace(
+            resume.choose(run, step, print_to_stderr),
+            keeps_evaluations=not changes_evaluations(changes),
+        )
         done = resumption.step - (0 if resumption.is_evaluated else 1)
         if done >= config.run.steps:
             reason = f"the run has completed {counted(resumption.step, 'step')}"
@@ -113,9 +118,9 @@ def fork_run(config: RunConfig, source: Path, target: Path, *, step: int | None)
     old = RunDir(source)
     require_free(target)
     with old.lock():
+        repair(old.checkpoints)
         resumption = resume.choose(old, step, print_to_stderr)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".fork-", dir=target.parent) as folder:
+        with TemporaryDirectory(dir=scratch_folder(target.parent)) as folder:
             new = RunDir(Path(folder) / "run")
             asyncio.run(resume.fork(old, new, resumption.checkpoint))
             dump(
@@ -164,7 +169,11 @@ def _run(
             ):
                 monitor.note(opening)
                 process = _Process(run, monitor, screen, ending, interrupts)
-                return asyncio.run(_train(config, process, started, resumption))
+                interrupts.stop = do_nothing  # until the event loop runs
+                try:
+                    return asyncio.run(_train(config, process, started, resumption))
+                finally:
+                    interrupts.stop = do_nothing  # only the outputs have to be closed
         except ConfigError:
             raise
         except Exception as error:
@@ -172,10 +181,14 @@ def _run(
                 raise
             raise failure from error
         except BaseException as error:
-            log_traceback(error, run)
-            if isinstance(error, asyncio.CancelledError) and interrupts.received:
-                raise KeyboardInterrupt from error
-            raise
+            if not interrupts.received:
+                log_traceback(error, run)
+                raise
+            text = f"interrupted before the first step of {run.path}"
+            print_to_stderr(text)
+            with suppress(OSError):
+                run.append_to_log(text)
+            raise KeyboardInterrupt from error
         finally:
             ending.done()
 
@@ -306,6 +319,8 @@ def _stop_by_cancelling(interrupts: Interrupts) -> None:
     event_loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     interrupts.stop = lambda: event_loop.call_soon_threadsafe(task.cancel)
+    if interrupts.received:
+        task.cancel()
 
 
 def _stop_after_step(interrupts: Interrupts, loop: TrainingLoop) -> None:
@@ -328,6 +343,9 @@ def _stop_after_step(interrupts: Interrupts, loop: TrainingLoop) -> None:
 async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: float) -> Summary:
     """Return the summary of a run that has ended."""
     evaluations = loop.measurements.evaluations
+    before, after = evaluations.get(0), evaluations.get(loop.completed_steps)
+    if before is None or not loop.completed_steps:
+        before, after = before or after, None
     return Summary(
         steps=loop.completed_steps,
         warnings=loop.supervisor.warnings.lines(),
@@ -335,8 +353,8 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
         totals=loop.totals,
         success=SuccessReport(
             config.eval.temperature,
-            before=evaluations.get(0),
-            after=evaluations.get(loop.completed_steps) if loop.completed_steps else None,
+            before,
+            after,
             data_notes=data_notes(specs(config)),
         ),
         skipped_updates=loop.skipped_updates
@@ -376,6 +394,12 @@ async def _restore(
     )
     if rolled_back := await loop.restore(resumption.checkpoint):
         resume.keep_archive(rolled_back.archive, resumption)
+    if not resumption.keeps_evaluations:
+        loop.measurements.evaluations.clear()
+        loop.outputs.monitor.note(
+            "the eval sets or their temperature have changed: "
+            "the summary is not compared with evaluations before this point"
+        )
 
 
 def open_monitor(config: RunConfig, run: RunDir, screen: Monitor, started: float) -> Monitor:

@@ -28,7 +28,6 @@ from crl.run.checkpoint import (
     later_checkpoints,
     latest_checkpoint,
     read_state,
-    repair,
 )
 from crl.wording import counted
 
@@ -40,6 +39,8 @@ class Resumption:
     checkpoint: Path
     discarded: Path
     """Directory of what is taken back. It does not exist if there is nothing."""
+    keeps_evaluations: bool = True
+    """False if evaluations of the run so far cannot be compared with later ones."""
 
     @property
     def step(self) -> int:
@@ -99,10 +100,10 @@ def discard(run: RunDir, resumption: Resumption) -> str:
         if (number := re.match(r"step(\d+)", path.name)) and int(number[1]) > resumption.step:
             (target / "eval").mkdir(parents=True, exist_ok=True)
             path.rename(target / "eval" / path.name)
-    repair(run.checkpoints)
     records = read_state(resumption.checkpoint)["records"]
+    warning = position.missing_metrics(run, records)
     position.discard(run, records, resumption.step, target)
-    text = f"resuming at step {resumption.step}"
+    text = "\n".join([*filter(None, [warning]), f"resuming at step {resumption.step}"])
     if not target.exists():
         return text
     last = max(_trained_steps(target / run.metrics.name), default=resumption.step)

@@ -21,6 +21,7 @@ from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.planning import tasks
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
+from crl.rollout.waves import LockstepSampler, SequentialSampler
 from crl.types import Completion, Outcome, RolloutPlan, Sampling, Task, Trajectory
 from support.complementary_runs import SIZES, address, log, manifest, rows, train
 from support.whole_runs import (
@@ -83,6 +84,8 @@ class ScriptedVerdicts:
             )
 
         monkeypatch.setattr(TorchEngine, "generate", generate)
+        # It hides the session from the engine.
+        monkeypatch.setattr(SequentialSampler, "generate", LockstepSampler.generate)
 
     def _verdict(self, session: str, rng: int | None) -> str:
         return (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from crl.scratch import remove_stale_folders
 from support import live_runs, worker_rooms
 from support.complementary_runs import SIZES, train
 from support.live_runs import kill_all, new_shared_memory, processes, temporary_files, wait_for_end
@@ -147,6 +148,28 @@ def test_a_second_ctrl_c_says_which_steps_are_lost(mark: str, tmp_path: Path) ->
         rf"Continue with: crl resume {run}\n$",
         output.read_text("utf-8"),
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_temporary_banks_do_not_survive(number: signal.Signals, mark: str, tmp_path: Path) -> None:
+    """End a run in its online evaluation, and `crl eval`. The next command removes the rest."""
+    run, temporary, output = (tmp_path / name for name in ("run", "tmp", "output"))
+    temporary.mkdir()
+    sets = (*SIZES, "eval.probe_every=0", "tasks.room.eval.online_places=500")
+    train(run, *sets[:-1], "tasks.room.eval.online_places=1", steps=1)
+    words = arguments(tmp_path / "other", "room", sets, 1, 0, "complementary")
+    evaluation = ["eval", str(run), "--experience", "online", "--set", sets[-1]]
+    for command in ([*words, "--plain"], evaluation):
+        with output.open("w") as stream:
+            process = live_runs.start(command, mark, temporary, stream)
+            while not list(temporary.rglob("bank.sqlite")):
+                assert process.poll() is None, output.read_text("utf-8")
+                time.sleep(0.02)
+            process.send_signal(number)
+            assert process.wait(60) == (130 if number == signal.SIGTERM else -9)
+    if number == signal.SIGKILL:
+        remove_stale_folders(temporary)
+    assert temporary_files(temporary) == []
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -89,7 +89,8 @@ def test_learning_from_rollouts_with_other_settings(played: Path, tmp_path: Path
     )
     assert crl("learn", "--from", played, "--run-dir", learned, *options).exit_code == 0
     (line,) = metrics(learned, "train")
-    assert (line["actor/updates"], line["actor/learning_rate"]) == (1, 1e-3)
+    assert line["actor/updates"] > 0
+    assert line["actor/learning_rate"] == 1e-3
 
 
 def test_rollouts_read_a_bank(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
             "has episodes of only 2 steps",
         ),
         (("rollout", "--tasks", "room", "--run-dir", played), "exists and is not empty"),
-        (("rollout", "--tasks", "rom", "--run-dir", new), "is neither a task nor a path"),
+        (("rollout", "--tasks", "rom", "--run-dir", new), "is not a known task"),
     ):
         result = crl(*options)
         assert result.exit_code == 2, result.output

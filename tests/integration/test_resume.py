@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crl.config.models import resolve_model
+from crl.monitor import files
 from crl.monitor.run_dir import RunDir
 from crl.protocols import State
 from crl.records import position
@@ -308,6 +311,16 @@ def test_a_fork_has_the_bank_of_its_checkpoint(straight: Path, tmp_path: Path) -
     assert f"continue it with: crl resume {finished} --steps 12\n" in result.stdout
 
 
+def test_evaluations_of_other_sets_are_not_compared(straight: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    output = resume(run, "--steps", 7, "--set", "tasks.room.eval.seen=4")
+    assert "the summary is not compared with evaluations before this point" in output
+    (row,) = [line for line in output.splitlines() if line.startswith("  room seen   without")]
+    assert len(row.split("[")) == 2, "there is one rate with its interval"
+    assert [line["step"] for line in metrics(run, "eval")] == [0, 6, 7]
+
+
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
@@ -405,6 +418,48 @@ def test_a_resume_that_is_killed_while_it_discards_can_be_repeated(
         assert crl("resume", run, "--plain", "--from", 4).exit_code == 1
     assert "resuming at step 4" in resume(run)
     assert_same_run(run, straight, STEPS)
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_used(straight: Path, tmp_path: Path) -> None:
+    """The process was killed after the old checkpoint was renamed, before the new one was."""
+    run, fork = tmp_path / "run", tmp_path / "fork"
+    shutil.copytree(straight, run)
+    (run / "checkpoints/6").rename(run / "checkpoints/.6.old")
+    assert "the run has completed 6 steps" in resume(run, code=2)
+    (run / "checkpoints/6").rename(run / "checkpoints/.6.old")
+    assert crl("fork", run, fork).exit_code == 0
+    assert checkpoints(fork) == {"6"}
+    assert_same_run(run, straight, STEPS)
+
+
+def test_a_metric_that_was_written_in_part_is_repeated(
+    killed: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full in the middle of the line of the final evaluation."""
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    write = files._write
+
+    def in_part(stream: TextIO, record: Mapping[str, Any]) -> None:
+        if (record["kind"], record["step"]) == ("eval", STEPS):
+            stream.write(json.dumps(record)[:50])
+            stream.flush()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(stream, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_write", in_part)
+        assert "No space left on device" in resume(run, code=1)
+    resume(run)
+    evaluations = [list(map(untimed, metrics(path, "eval"))) for path in (run, straight)]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_lost_metrics_are_noticed(killed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    (run / "metrics.jsonl").unlink()
+    assert f"warning: {run}/metrics.jsonl has 0 bytes instead of" in resume(run, "--steps", 3)
 
 
 # ── exports ───────────────────────────────────────────────────────────────────────────────────────

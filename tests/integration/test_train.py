@@ -28,6 +28,7 @@ from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Game
 from crl.envs.places import UNSEEN_LAYOUTS, PlaceStream, fixed_tasks, seen_tasks
 from crl.evaluation.evaluate import SuccessRate
 from crl.methods.parts.training import SurrogateLoss
+from crl.monitor.files import FileMonitor
 from crl.records import writer
 from crl.records.shards import COLUMNS
 from crl.run import loop
@@ -530,8 +531,8 @@ def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
         "error: task broken: the first 16 episodes all failed. The last error: env: broken: step: "
         f"OSError: the game is broken (traceback: {run / 'log.txt'}"
     )
-    log = (run / "log.txt").read_text()
-    assert 'raise OSError("the game\\nis broken")' in log, "the traceback shows the origin"
+    for text in (result.stdout, (run / "log.txt").read_text()):
+        assert 'raise OSError("the game\\nis broken")' in text, "the traceback shows the origin"
 
 
 def test_an_environment_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
@@ -704,11 +705,10 @@ def test_a_run_interrupted_before_its_start_shuts_down_cleanly(
         assert process.stdout is not None
         assert process.stdout.readline().startswith("run ")
         process.send_signal(number)
-        process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "KeyboardInterrupt" in (tmp_path / "run" / "log.txt").read_text(), (
-        "the process was interrupted and closed its resources"
-    )
+    assert errors == (text := f"interrupted before the first step of {tmp_path / 'run'}\n")
+    assert text in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) -> None:
@@ -727,7 +727,29 @@ def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "KeyboardInterrupt" in (run / "log.txt").read_text()
+    assert f"interrupted before the first step of {run}\n" in (run / "log.txt").read_text()
+
+
+def test_ctrl_c_after_the_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = FileMonitor.close
+
+    def interrupted(monitor: FileMonitor) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        close(monitor)
+
+    monkeypatch.setattr(FileMonitor, "close", interrupted)
+    assert "the trained models" in train(tmp_path / "run").stdout
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(root: Path, **kept: int) -> None:
+        raise PermissionError(13, "Permission denied", str(root))
+
+    monkeypatch.setattr(loop, "prune_checkpoints", failing)
+    result = train(tmp_path / "run")
+    assert "warning: an old checkpoint cannot be deleted: [Errno 13] Permission" in result.stdout
 
 
 def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:

@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+def do_nothing() -> None:
+    """Ignore the first interrupt."""
+
+
 class Interrupts:
     """Handler of Ctrl-C (SIGINT) and SIGTERM, from the start of a run to the end of its process.
 

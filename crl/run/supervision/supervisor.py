@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from crl.config.schema import RunSection
-from crl.errors import RolloutError
+from crl.errors import CrlError, RolloutError
 from crl.run.supervision.health import EpisodeHealth, Warnings
 from crl.run.supervision.watchdog import Watchdog
 
@@ -20,6 +21,7 @@ class Supervisor:
     def __init__(
         self, settings: RunSection, note: Callable[[str], object], log: Callable[[str], object]
     ) -> None:
+        self._note = note
         self.health = EpisodeHealth(settings.max_error_rate)
         self.warnings = Warnings(note)
         self.watchdog = Watchdog(
@@ -27,6 +29,14 @@ class Supervisor:
         )
 
     def episode_finished(self, task: str, error: RolloutError | None) -> None:
-        """Observe a finished episode of any kind. Raise `CrlError` as `EpisodeHealth` does."""
+        """Observe a finished episode of any kind.
+
+        Raise `CrlError` as `EpisodeHealth` does, after a note with the traceback of its cause.
+        """
         self.watchdog.progress()
-        self.health.observe(task, error)
+        try:
+            self.health.observe(task, error)
+        except CrlError as failure:
+            cause = failure.__cause__ or failure
+            self._note("".join(traceback.format_exception(cause)).rstrip())
+            raise
