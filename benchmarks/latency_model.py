@@ -135,6 +135,9 @@ class LatencyModel:
     async def health(self) -> None:
         """Do nothing: a clock cannot fail."""
 
+    def details(self) -> list[str]:
+        return []
+
     async def aclose(self) -> None:
         if self._timer:
             self._timer.cancel()

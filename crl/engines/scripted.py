@@ -46,5 +46,8 @@ class ScriptedEngine:
     async def health(self) -> None:
         """Return without an error; a scripted engine cannot fail."""
 
+    def details(self) -> list[str]:
+        return []
+
     async def aclose(self) -> None:
         """Do nothing; there is no resource to release."""

@@ -43,6 +43,7 @@ from crl.modeling.loading import (
 from crl.modeling.weights import FileWeights
 from crl.protocols import PublishHandle
 from crl.types import Completion, Finish, Sampling
+from crl.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -382,6 +383,11 @@ class TorchEngine:
         """Raise the `EngineError` that ended the engine, if there is one."""
         if self._failure is not None:
             raise self._failure
+
+    def details(self) -> list[str]:
+        requests = counted(len(self._open_futures), "request")
+        swap = "; new weights wait for them" if self._swap else ""
+        return [f"{requests} in flight, {len(self._waiting)} of them not begun{swap}"]
 
     async def aclose(self) -> None:
         """Stop the compute thread and fail all open requests with `EngineError`."""

@@ -59,6 +59,7 @@ from crl.modeling.weights import (
 from crl.protocols import PublishHandle
 from crl.scratch import scratch_folder
 from crl.types import Completion, Sampling
+from crl.wording import counted
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the attention kernels of vLLM's CPU build support."""
@@ -238,6 +239,12 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
         await asyncio.gather(*(replica.ready() for replica in self._replicas))
+
+    def details(self) -> list[str]:
+        return [
+            f"replica {number}: {counted(replica.in_flight, 'request')} in flight"
+            for number, replica in enumerate(self._replicas)
+        ]
 
     async def aclose(self) -> None:
         self._failure = self._failure or EngineError("the engine is closed")

@@ -207,6 +207,15 @@ class DeepSpeedLearner:
         async with self._lock:
             raise self._failure or await self._fail("idle")
 
+    def details(self) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        return [
+            f"rank {rank.number}: "
+            + (f"no progress for {now - rank.last_progress:.0f} s" if rank.busy else "idle")
+            + f", last heartbeat {now - rank.last_message:.0f} s ago"
+            for rank in self._ranks
+        ]
+
     def state(self) -> State:
         return {"version": self.version}
 

@@ -94,6 +94,9 @@ class LocalLearner:
     def load_state(self, state: State) -> None:
         self.version = state["version"]
 
+    def details(self) -> list[str]:
+        return []
+
     async def aclose(self) -> None:
         self._thread.shutdown()
 

@@ -285,6 +285,10 @@ class ExperiencePipeline:
                 await self.manager.merge()
         await self._log_metrics(batch)
 
+    def details(self) -> list[str]:
+        """Return lines on the extractor's engine, for the report of a stall."""
+        return self._engine.details()
+
     async def finish(self) -> None:
         """Distil and train everything that is left after the last step, and log the metrics."""
         await self.finish_pending()

@@ -518,13 +518,16 @@ class TrainingLoop:
 
     def _details(self) -> list[str]:
         """Return lines on the parts of the run that are not tasks, for the watchdog."""
-        environments = self.rollouts.environments.metrics().items()
+        parts = {
+            "rollouts": self.rollouts.collector.details(),
+            "environments": self.rollouts.environments.details(),
+            "actor engine": self.actor.engine.details(),
+            "extractor engine": self.experience.details() if self.experience else [],
+            **{f"{role} learner": learner.details() for role, learner in self._learners.items()},
+        }
         return [
             f"{self.completed_steps} of {self.schedule.steps} steps completed",
-            *self.rollouts.collector.details(),
-            f"actor engine: version {self.actor.engine.version}, "
-            f"{self.actor.engine.busy_s:.0f} s of compute so far",
-            *(f"{name}: {value}" for name, value in environments),
+            *(f"{part}: {line}" for part, lines in parts.items() for line in lines),
         ]
 
     def _due(self, step: int, every: int) -> bool:

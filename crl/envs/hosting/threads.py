@@ -27,6 +27,7 @@ from crl.errors import CrlError, RolloutError
 from crl.protocols import Environment, EnvironmentPool
 from crl.scratch import scratch_folder
 from crl.types import Observation, StepResult, Task
+from crl.wording import counted
 
 _Key = tuple[EnvSpec, Rendering]
 
@@ -161,6 +162,15 @@ class Hosts:
     def resume(self, metrics: Mapping[str, float]) -> None:
         """Continue to count from the metrics of an earlier process."""
         self._before = dict(metrics)
+
+    def details(self) -> list[str]:
+        """Return lines on the environments in use, for the report of a stall."""
+        hosts = set(self._hosts.values())
+        return [
+            f"{counted(len(self._owners), 'environment')} in use, "
+            f"{sum(host.failures for host in hosts)} failed, "
+            f"{sum(host.replaced for host in hosts)} replaced"
+        ]
 
     async def acquire(self, task: Task) -> Environment:
         host = self._hosts[task.name]

@@ -11,6 +11,7 @@ from types import CoroutineType
 from typing import Any
 
 import crl
+from crl import failures
 from crl.errors import StallError
 
 MIN_INTERVAL_S = 0.1
@@ -18,6 +19,7 @@ MAX_INTERVAL_S = 10.0
 """Limits of the time between two looks at the tasks, in seconds."""
 
 _ROOT = Path(crl.__file__).resolve().parents[1]
+_TASK_GROUPS = Path(failures.__file__).resolve()
 
 Place = str
 """File, line and function in which a task waits."""
@@ -85,7 +87,7 @@ class Watchdog:
         counts: Counter[tuple[str, Place]] = Counter()
         since: dict[tuple[str, Place], float] = {}
         for task, (place, first_seen) in self._waiting.items():
-            key = (_kind(task.get_name()), place)
+            key = (_kind(task), place)
             counts[key] += 1
             since[key] = min(since.get(key, now), first_seen)
         lines = [
@@ -106,10 +108,14 @@ class Watchdog:
         }
 
 
-def _kind(name: str) -> str:
-    """Return the name of a task without numbers, so that similar tasks are counted together."""
-    words = [word for word in name.split() if not any(letter.isdigit() for letter in word)]
-    return " ".join(words) or "task"
+def _kind(task: asyncio.Task[Any]) -> str:
+    """Return the name of a task without numbers, so that similar tasks are counted together.
+
+    A task without a name is called by its coroutine.
+    """
+    words = task.get_name().split()
+    named = [word for word in words if not any(letter.isdigit() for letter in word)]
+    return " ".join(named) or getattr(task.get_coro(), "__qualname__", "task")
 
 
 def _place(task: asyncio.Task[Any]) -> Place:
@@ -117,7 +123,7 @@ def _place(task: asyncio.Task[Any]) -> Place:
     place, waiting = "", task.get_coro()
     while isinstance(waiting, CoroutineType) and (frame := waiting.cr_frame):
         path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(_ROOT)
+        inside = path.is_relative_to(_ROOT) and path != _TASK_GROUPS
         if inside or not place:
             shown = path.relative_to(_ROOT) if inside else path.name
             place = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
