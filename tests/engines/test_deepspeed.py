@@ -9,6 +9,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -272,6 +273,8 @@ async def test_ranks_train_as_one_process_does(
     async with ranks(model, zero=zero, **options) as learner:
         together = await outcome(learner, new_folder(tmp_path / "ranks"), STEPS)
         assert learner.version == 3
+        details = [re.sub(r"\d+ s ago", "now", line) for line in learner.details()]
+        assert details == [f"rank {rank}: idle, last heartbeat now" for rank in range(2)]
     assert [(s.updates, s.skipped) for s in together.stats] == [(1, 0), (2, 1), (2, 0)]
     for stats, other in zip(together.stats, alone.stats, strict=True):
         assert stats.metrics.keys() == other.metrics.keys()

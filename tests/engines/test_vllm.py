@@ -422,6 +422,7 @@ async def test_an_engine_is_shut_down_if_a_step_after_its_start_fails(
         engine._replicas[0]._prepare = fails
         request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
         await in_flight(await engine._replicas[0].ready())
+        assert engine.details() == ["replica 0: 1 request in flight"]
         kill_worker()
         with pytest.raises(RuntimeError, match="on purpose"):
             await asyncio.wait_for(request, 120)
