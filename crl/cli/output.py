@@ -20,6 +20,8 @@ LEFT_ALIGNED = frozenset(
     {
         "uid",
         "task",
+        "split",
+        "condition",
         "status",
         "goal",
         "text",
@@ -32,6 +34,8 @@ LEFT_ALIGNED = frozenset(
         "by",
         "answer",
         "when",
+        "arms",
+        "interval",
     }
 )
 """Columns of text, which are aligned on the left. All other columns contain numbers."""
@@ -111,24 +115,7 @@ def _fitted(text: str, width: int, left: bool) -> str:
     return text + padding if left else padding + text
 
 
-PIPE_WIDTH = 240
-"""Columns of a table that is not printed to a terminal."""
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 2) -> None:
-    """Print a table to stdout. The first `left` columns are left-justified, the others right.
-
-    In a pipe, no line is wrapped.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, name in enumerate(head):
-        table.add_column(
-            name, justify="left" if number < left else "right", no_wrap=not sys.stdout.isatty()
-        )
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(file=sys.stdout, width=width, markup=False, highlight=False).print(table)
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table to stdout. Nothing is cut."""
+    columns = {name: [row[number] for row in rows] for number, name in enumerate(head)}
+    print_lines(table(columns, None))

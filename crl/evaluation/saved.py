@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from crl.errors import ConfigError
 from crl.evaluation.report import Estimate, ReportRow, report_rows
-from crl.evaluation.samples import SavedEpisode
+from crl.evaluation.samples import SavedEpisode, Source
 
 FORMAT = 1
 """Version of the files."""
@@ -26,11 +26,27 @@ _EPISODES = TypeAdapter(list[SavedEpisode])
 
 
 @dataclass(frozen=True)
+class About:
+    """Fields of `SavedEvaluation.about` that commands read."""
+
+    subject: str
+    step: int | None
+    experience: Source
+    samples: int
+    temperature: float
+    options: dict[str, Any]
+    data_notes: dict[str, str]
+
+
+_ABOUT = TypeAdapter(About)
+
+
+@dataclass(frozen=True)
 class SavedEvaluation:
     """Content of a file."""
 
     about: Mapping[str, Any]
-    """Model, step, options, settings, versions and time."""
+    """Model, step, options, settings, versions and time. It has the fields of `About`."""
     episodes: Sequence[SavedEpisode]
 
     @property
@@ -67,6 +83,7 @@ def read(path: Path) -> SavedEvaluation:
         if record["format"] != FORMAT:
             raise ValueError(f"its format is {record['format']}, not {FORMAT}")
         episodes = _EPISODES.validate_python(record["episodes"], strict=False)
+        _ABOUT.validate_python(record["about"])
         return SavedEvaluation(dict(record["about"]), episodes)
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         reason = f"is not a saved evaluation ({type(error).__name__}: {error})"
@@ -74,8 +91,18 @@ def read(path: Path) -> SavedEvaluation:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the JSON files in `folder`, the oldest first."""
-    return sorted(folder.glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    """Return the files of evaluations in `folder`, the oldest first."""
+    files = filter(_is_evaluation, folder.glob("*.json"))
+    return sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def _is_evaluation(path: Path) -> bool:
+    """Return whether a JSON file is an evaluation, or too damaged to tell."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return True
+    return isinstance(record, dict) and {"format", "episodes"} <= record.keys()
 
 
 def write_csv(rows: Iterable[ReportRow], path: Path) -> None:

@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class FileTokenizer:
-    """Tokenizer with the methods that `ChatRenderer` calls. Create it with `read_tokenizer`."""
+    """Tokenizer with the methods that crl calls. Create it with `read_tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, special: Mapping[str, str]) -> None:
         """Compile the chat template. `special`: special tokens by name."""
@@ -36,6 +36,10 @@ class FileTokenizer:
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         """Added tokens by id."""
         return self._tokenizer.get_added_tokens_decoder()
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return the ids of all tokens, added tokens included."""
+        return self._tokenizer.get_vocab()
 
     @property
     def all_special_tokens(self) -> Sequence[str]:

@@ -19,6 +19,7 @@ from crl.errors import ConfigError
 from crl.modeling.gguf import described, find_folder
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
+from crl.monitor.run_dir import RunDir
 from crl.planning.context import merge_prompt
 
 if TYPE_CHECKING:
@@ -211,6 +212,31 @@ def require_merge_tokens(config: RunConfig) -> None:
             reason,
             f"{choose} extractor.max_context_tokens",
         )
+
+
+def recording_model(run: RunDir, model: str) -> Path:
+    """Return the directory of the model whose tokens the episodes of a run are.
+
+    It has the tokenizer: the actor of a checkpoint, or else the initial model `model`. Raise
+    `ConfigError` if there is neither.
+    """
+    if saved := sorted(run.checkpoints.glob("[0-9]*/actor")):
+        return saved[0]
+    key = f"actor.model of {run.path}"
+    return described(resolve_model(model, key), key)
+
+
+def require_same_tokenizer(name: str, recorder: Path) -> None:
+    """Raise `ConfigError` if the model `name` has another tokenizer than the model in `recorder`.
+
+    Only the tokens and their ids are compared. The chat template may differ.
+    """
+    key = "actor.model"
+    tokenizers = [_tokenizer(path, key) for path in (described(resolve_model(name), key), recorder)]
+    if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        reason = f"has another tokenizer than {recorder}, whose tokens the recorded episodes have"
+        remedy = "Use a model with the same tokenizer, or record episodes of this model"
+        raise ConfigError(key, name, reason, remedy)
 
 
 def _tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:

@@ -1,8 +1,9 @@
 """Checks that a run makes before anything is started: one list for run, dry run and `crl doctor`.
 
 `CHECKS` is the list, in the order in which problems are reported. `EVALUATION_CHECKS` is the part
-that `crl eval` needs. The checks need neither weights nor engines. They import torch only for a
-device that is asked for, for DeepSpeed and vLLM, and for models of uncommon architectures.
+that `crl eval` needs, `ROLLOUT_CHECKS` that of `crl rollout`. The checks need neither weights nor
+engines. They import torch only for a device that is asked for, for DeepSpeed and vLLM, and for
+models of uncommon architectures.
 
 Checks of weights stay in the run, in `crl.modeling.loading`: weights that are missing in a file,
 logits that are changed after the output head, and packed sequences. So do answers of an endpoint.
@@ -277,3 +278,9 @@ EVALUATION_CHECKS: tuple[Check, ...] = (
     Check("devices", "machine", machine_checks.require_engine_devices),
 )
 """Checks of an evaluation. Its models and its bank are those of a checkpoint."""
+
+ROLLOUT_CHECKS = (
+    *EVALUATION_CHECKS,
+    *(check for check in CHECKS if check.name in ("bank", "monitors")),
+)
+"""Checks of rollouts without training."""

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
@@ -59,6 +60,19 @@ SLICE = 16_384
 
 Record = dict[str, Any]
 """Episode as JSON."""
+
+FIELDS: Mapping[str, type | UnionType] = {
+    **dict.fromkeys(("step", "group", "member", "seed", "turns"), int),
+    **dict.fromkeys(("overtime_turns", "invalid_actions", "sampled_tokens"), int),
+    **dict.fromkeys(("condition", "task", "goal", "split"), str),
+    **dict.fromkeys(("success", "truncated"), bool),
+    **dict.fromkeys(("params", "rewards"), dict),
+    **dict.fromkeys(("turn_rewards", "segments", "used", "shown", "rejected", "tokens"), list),
+    "reward": int | float,
+    "score": int | float | None,
+    "error": str | None,
+}
+"""Fields of an episode as JSON, with their types."""
 
 
 def write_shard(folder: Path, step: int, trajectories: Sequence[Trajectory]) -> None:
@@ -98,7 +112,7 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     with _readable(path), gzip.open(path, "rt", encoding="utf-8") as file:
         for line in file:
-            yield json.loads(line)
+            yield _checked(json.loads(line))
 
 
 def read_shard(path: Path) -> Iterator[Trajectory]:
@@ -120,6 +134,27 @@ def read_shard(path: Path) -> Iterator[Trajectory]:
                 if len(traces[-1].ids) != length:
                     raise ValueError(f"it has only {columns['ids'].size:,} tokens")
         yield trajectory_of(record, traces)
+
+
+def _checked(record: Record) -> Record:
+    """Return a record. Raise `TypeError`, `KeyError` or `ValueError` if a field is wrong."""
+    for name, kind in FIELDS.items():
+        if not isinstance(record, dict) or name not in record:
+            raise ValueError(f"an episode has no field {name}")
+        if not isinstance(record[name], kind):
+            raise TypeError(f"the field {name} of an episode is {type(record[name]).__name__}")
+    trajectory = trajectory_of(record)
+    uses = (*trajectory.guidance.used, *trajectory.guidance.rejected)
+    texts = (segment.text for segment in trajectory.segments)
+    parts = (
+        (str, (*texts, *(use.uid for use in uses), *record["shown"])),
+        (int | float, (*record["rewards"].values(), *trajectory.activity.turn_rewards)),
+        (int, record["tokens"]),
+    )
+    for kind, values in parts:
+        if not all(isinstance(value, kind) for value in values):
+            raise TypeError(f"a field of an episode does not contain {kind}")
+    return record
 
 
 # ── episodes as JSON ──────────────────────────────────────────────────────────────────────────────

@@ -201,22 +201,29 @@ async def open_collector(
 ) -> AsyncIterator[Collector]:
     """Yield the collector of a run whose actor is not trained. Its bank, if any, is only read."""
     async with AsyncExitStack() as stack:
-        specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
-        method, actor = build_method(config, specs), actor_model(config, monitor.note)
-        engine = await open_role_engine(config, gpus, actor, stack)
-        pool = tasks.environment_pool(config, specs, stack, monitor.note)
-        retriever: Retriever = NullRetriever()
-        if config.bank.init and method.distiller:
-            extractor = extractor_model(config) if config.ask.enabled else None
-            source = BankSource(Path(config.bank.init), extractor, foreign=True)
-            bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
-            retriever = ReadOnlyRetriever(bank.manager)
-        supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
-        runner = replace(
-            _runner(config, specs, actor, method, engine, pool, retriever),
-            on_finished=supervisor.episode_finished,
-        )
-        yield _collector(config, runner, tasks.train_stream(config, specs), method, None)
+        with reported():  # parts may be slow to close
+            yield await _open_collector(config, run, monitor, stack)
+
+
+async def _open_collector(
+    config: RunConfig, run: RunDir, monitor: Monitor, stack: AsyncExitStack
+) -> Collector:
+    specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
+    method, actor = build_method(config, specs), actor_model(config, monitor.note)
+    engine = await open_role_engine(config, gpus, actor, stack)
+    pool = tasks.environment_pool(config, specs, stack, monitor.note)
+    retriever: Retriever = NullRetriever()
+    if config.bank.init and method.distiller:
+        extractor = extractor_model(config) if config.ask.enabled else None
+        source = BankSource(Path(config.bank.init), extractor, foreign=True)
+        bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
+        retriever = ReadOnlyRetriever(bank.manager)
+    supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
+    runner = replace(
+        _runner(config, specs, actor, method, engine, pool, retriever),
+        on_finished=supervisor.episode_finished,
+    )
+    return _collector(config, runner, tasks.train_stream(config, specs), method, None)
 
 
 @asynccontextmanager

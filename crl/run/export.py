@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from crl.config.load import SavedRun
@@ -18,7 +19,7 @@ from crl.manager.storage.database import copy_database
 from crl.manager.storage.store import Store
 from crl.monitor.run_dir import RunDir
 from crl.run.bank import require_bank
-from crl.run.checkpoint import read_state
+from crl.run.checkpoint import MANIFEST, read_state
 from crl.wording import counted
 
 CARD = "README.md"
@@ -33,48 +34,85 @@ _LICENCE = re.compile(r"^license:\s*([\w.+-]+)\s*$", re.MULTILINE)
 def export_model(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> None:
     """Write a trained model to the new directory `target`, in Hugging Face format with a card.
 
-    Raise `ConfigError` if the checkpoint has no model of this role, or if `target` is not empty.
+    Raise `ConfigError` if the checkpoint has no model of this role, if `target` is not empty, or if
+    the run deletes the checkpoint meanwhile.
     """
-    source = checkpoint / role
-    if not source.is_dir():
-        reason = f"{checkpoint} has no {role}, because the run did not train one"
-        raise ConfigError("role", role, reason, "Export the actor")
-    _make_empty(target)
-    shutil.copytree(
-        source, target, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True
-    )
-    (target / CARD).write_text(_model_card(saved, checkpoint, role), "utf-8")
+    with _new_directory(target, checkpoint):
+        source = checkpoint / role
+        if not source.is_dir():
+            reason = f"{checkpoint} has no {role}, because the run did not train one"
+            raise ConfigError("role", role, reason, "Export the actor")
+        shutil.copytree(
+            source, target, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True
+        )
+        (target / CARD).write_text(_model_card(saved, checkpoint, role), "utf-8")
 
 
 async def export_bank(saved: SavedRun, run: RunDir, checkpoint: Path, target: Path) -> None:
     """Write the bank at a checkpoint to the new directory `target`, with a card.
 
     The copy starts a new run (`bank.init`): it has neither the queue nor pending rewards. Raise
-    `ConfigError` if the run has no bank, or if `target` is not empty, and `StoreError` if the copy
-    fails.
+    `ConfigError` if the run has no bank, if `target` is not empty, or if the run deletes the
+    checkpoint meanwhile, and `StoreError` if the copy fails.
     """
+    if not saved.config.with_bank:
+        reason = f"the method {saved.config.spec.name} of the run has no bank"
+        raise ConfigError("run", str(run.path), reason, "Leave out --bank to export the actor")
     require_bank(run)
-    _make_empty(target)
-    whole = target / "whole.sqlite"
-    await copy_database(run.bank, whole)
-    store = await Store.open(whole)
-    try:
-        archive = (await store.rollback(read_state(checkpoint)["bank"])).archive
-        entries = len(await store.entries())
-    finally:
-        await store.aclose()
-    await ExperienceManager.start_from(whole, target / run.bank.name)
-    for path in (whole, *([archive] if archive else [])):
-        path.unlink()
-    (target / CARD).write_text(_bank_card(saved, checkpoint, entries), "utf-8")
+    with _new_directory(target, checkpoint):
+        whole = target / "whole.sqlite"
+        await copy_database(run.bank, whole)
+        store = await Store.open(whole)
+        try:
+            archive = (await store.rollback(read_state(checkpoint)["bank"])).archive
+            entries = len(await store.entries())
+        finally:
+            await store.aclose()
+        await ExperienceManager.start_from(whole, target / run.bank.name)
+        for path in (whole, *([archive] if archive else [])):
+            path.unlink()
+        (target / CARD).write_text(_bank_card(saved, checkpoint, entries), "utf-8")
 
 
-def _make_empty(target: Path) -> None:
-    """Create the directory `target`. Raise `ConfigError` if it exists and is not empty."""
+@contextmanager
+def _new_directory(target: Path, checkpoint: Path) -> Iterator[None]:
+    """Create the directory `target` for an export. After an error, remove what was created.
+
+    Raise `ConfigError` if `target` exists and is not empty, or if `checkpoint` has been deleted at
+    the end of the context.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         reason = "exists and is not an empty directory"
         raise ConfigError("DIR", str(target), reason, "Choose another directory")
+    created = [path for path in (target, *target.parents) if not path.exists()]
     target.mkdir(parents=True, exist_ok=True)
+    try:
+        with _complete(checkpoint):
+            yield
+    except BaseException:
+        RunDir(target).clear()
+        for path in created:
+            path.rmdir()
+        raise
+
+
+@contextmanager
+def _complete(checkpoint: Path) -> Iterator[None]:
+    """Raise `ConfigError` if the run deletes `checkpoint` inside the context.
+
+    The manifest is deleted first. While it exists, all other files exist.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if not (checkpoint / MANIFEST).is_file():
+        reason = "was deleted by the run while it was being copied"
+        remedy = "Export again: the last checkpoint is kept, and so are those of run.keep_every"
+        raise ConfigError("checkpoint", str(checkpoint), reason, remedy) from error
+    if error:
+        raise error
 
 
 # ── cards ─────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from crl.run import checkpoint, loop
 from crl.run.loop import TrainingLoop
 from crl.run.supervision import ending
 from support.complementary_runs import train
-from support.whole_runs import metrics
+from support.whole_runs import crl, metrics
 
 SETS = (
     "eval.probe_every=0", "tasks.room.eval.seen=2",
@@ -194,6 +194,22 @@ def test_a_failure_while_parts_are_opened_ends_the_run_though_another_part_does_
     assert busy.exit_codes == [1], result.output
     assert not busy.released_late, "the run waited for a part that does not close"
     error = f"error: KeyError: 'dimensions' (traceback: {tmp_path / 'run' / 'log.txt'})"
+    assert error in capfd.readouterr().err.splitlines()
+
+
+def test_a_failure_of_the_engine_ends_rollouts_though_games_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from crl.envs.minihack.game import LevelGame
+
+    busy, run = Busy(monkeypatch, "actor"), tmp_path / "run"
+    busy.failing.set()  # the games hang from their first steps on
+    monkeypatch.setattr(LevelGame, "close", lambda game: busy.wait())
+    monkeypatch.setattr(Decoder, "step", failure(busy, RuntimeError("bad kernel"), Decoder.step))
+    result = crl("rollout", "--tasks", "room", "--run-dir", run)
+    assert busy.exit_codes == [1], result.output
+    assert not busy.released_late, "the rollouts waited for a game that hangs"
+    error = f"error: the engine failed: RuntimeError: bad kernel (traceback: {run / 'log.txt'})"
     assert error in capfd.readouterr().err.splitlines()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from crl.config.models import resolve_model
+from support.live_runs import mark, start
 from support.whole_runs import (
     DETERMINISTIC,
     SETS,
@@ -87,10 +91,22 @@ def test_learning_from_rollouts_with_other_settings(played: Path, tmp_path: Path
         1,
         *sets("actor.optimizer.learning_rate=1e-3", "actor.optimizer.warmup_steps=0"),
     )
-    assert crl("learn", "--from", played, "--run-dir", learned, *options).exit_code == 0
+    result = crl("learn", "--from", played, "--run-dir", learned, *options)
+    assert result.exit_code == 0
+    assert "train 1/1 " in result.stdout
     (line,) = metrics(learned, "train")
     assert line["actor/updates"] > 0
     assert line["actor/learning_rate"] == 1e-3
+
+
+def test_another_model_with_the_same_tokenizer_learns(
+    played: Path, trained: Path, tmp_path: Path
+) -> None:
+    other = trained / "checkpoints" / str(STEPS) / "actor"
+    learn = ("learn", "--from", played, "--run-dir", tmp_path / "learned", "--steps", 1)
+    assert crl(*learn, *sets(f"actor.model={other}")).exit_code == 0
+    (line,) = metrics(tmp_path / "learned", "train")
+    assert line["actor/approx_kl"] > 0
 
 
 def test_rollouts_read_a_bank(tmp_path: Path) -> None:
@@ -121,8 +137,44 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
         ),
         (("rollout", "--tasks", "room", "--run-dir", played), "exists and is not empty"),
         (("rollout", "--tasks", "rom", "--run-dir", new), "is not a known task"),
+        (
+            ("rollout", "--tasks", "room", "--run-dir", new, *sets(f"bank.init={new}")),
+            f"bank.init = '{new}': ",
+        ),
+        (
+            ("learn", "--from", played, "--run-dir", new, *sets("actor.model=tiny-extractor")),
+            "actor.model = 'tiny-extractor': has another tokenizer than ",
+        ),
     ):
         result = crl(*options)
         assert result.exit_code == 2, result.output
         assert message in one_line(result)
     assert not new.exists()
+
+
+HANGING_GAMES = """
+import time
+from crl.envs.minihack.game import LevelGame
+LevelGame.close = lambda game: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("program", ["", HANGING_GAMES])
+def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(program: str, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "output"
+    words = ["rollout", "--tasks", "room", "--steps", "1000", "--run-dir", str(run), *sets(*GROUPS)]
+    with output.open("w") as stream:
+        process = start(words, mark(), tmp_path, stream, python=program)
+        deadline = time.monotonic() + 60
+        while not re.search("train +2/1000", output.read_text()):
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        if program:
+            time.sleep(1)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+    last = output.read_text().splitlines()[-1]
+    assert (last == f"exiting immediately: {run} is incomplete") is bool(program)
+    assert "Traceback" not in output.read_text()

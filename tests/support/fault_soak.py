@@ -18,7 +18,8 @@ the run. A fault is one of:
 * `interrupt`, `terminate`: SIGINT, SIGTERM. `twice`: a second SIGINT up to a second later.
 * `disk`: a file fills the disk for some seconds.
 
-The program prints a report in JSON: see `Report`.
+`is_expected` has the exit codes that a run may end with. The program prints a report in JSON: see
+`Report`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -60,6 +63,16 @@ PARTS = {
     "local": "crl.envs.hosting.worker", "deepspeed": "deepspeed_worker", "vllm": "EngineCore",
 }  # fmt: skip
 """Words in the command lines of the processes that the fault `part` kills."""
+CAUSES = {
+    "disk": r"disk|No space left on device",
+    "local": r"worker", "deepspeed": r"rank", "vllm": r"engine",
+}  # fmt: skip
+"""Words of an error that names the full disk or, by stack, the killed part."""
+SIGNALS = {
+    "kill": signal.SIGKILL, "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT, "twice": signal.SIGINT,
+}  # fmt: skip
+"""Signals that are sent to the run."""
 FAULTS = ("kill", "kill", "part", "part", "interrupt", "terminate", "twice", "disk", "disk")
 DISK_BYTES = 64 << 20
 PENDING = "SELECT COUNT(*) FROM requests WHERE state IN ('pending', 'leased')"
@@ -76,7 +89,7 @@ class Report:
     seconds: float = 0.0
     """Time in which faults were injected."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Number of faults by kind."""
+    """Number of injected faults by kind."""
     exits: dict[str, int] = field(default_factory=dict)
     """Number of ends of processes, by fault and exit code."""
     resumes: int = 0
@@ -97,9 +110,12 @@ class Soak:
         self.disk, self.temporary = folder / "disk", folder / "tmp"
         self.start_s = 0.0
         """Longest time until the first step of an undisturbed run, in seconds."""
+        self.next_faults: list[str] = []
+        """Faults that are injected next, the last one first. All of FAULTS occur equally often."""
         self.faults: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
-        self.output = (folder / "output.txt").open("a", encoding="utf-8")
+        self._output_path = folder / "output.txt"
+        self.output = self._output_path.open("a", encoding="utf-8")
 
     def run(self) -> Report:
         for folder in (self.disk, self.temporary):
@@ -130,58 +146,75 @@ class Soak:
         """Train a run under faults to its last step, and check its files."""
         arguments, code = self._train(run, seed), -1
         while code:
-            if (run / "config.json").exists():
-                if not list((run / "checkpoints").glob("*/manifest.json")):
-                    shutil.rmtree(run)  # as the message says: train again
-                else:
-                    arguments = ["resume", str(run), "--plain"]
-                    self.report.resumes += 1
-            name = mark()
-            process = self._start(arguments, name)
-            begun = time.monotonic()
-            disturbed = self.report.seconds < self.limit
-            fault = self._inject(process, name) if disturbed else "none"
-            code = self._wait(process, name)
-            if disturbed:
-                self.report.seconds += time.monotonic() - begun
-            self.exits[f"{fault}: {code}"] += 1
-            print(
-                f"{time.ctime()} {fault}: exit code {code}, {trained(run)} steps",
-                flush=True,
-                file=sys.stderr,
-            )
-            self._check_end(name, fault, clean=code in (0, 1))
-            if code == 2 and "the run has completed" in self._last_line():
-                break  # the signal came after the last checkpoint
-            if code == 2 or (fault == "none" and code):
-                self.report.problems.append(f"exit code {code} after {fault}: {self._last_line()}")
-                break
+            if list((run / "checkpoints").glob("*/manifest.json")):
+                arguments = ["resume", str(run), "--plain"]
+                self.report.resumes += 1
+            elif run.exists():
+                shutil.rmtree(run)  # as the message says: train again
+            code, expected = self._disturb_process(arguments, run)
+            if code == 2 or not (expected or self.report.seconds < self.limit):
+                break  # the signal came after the last checkpoint, or the run cannot go on
         self.report.problems += [f"{run.name} {seed}: {text}" for text in check(run, self.stack)]
         self.report.disturbed.append(success(run))
 
-    def _inject(self, process: subprocess.Popen[str], name: str) -> str:
-        """Inject faults until one of them ends the process, or its last step is trained."""
-        fault = "none"
+    def _disturb_process(self, arguments: list[str], run: Path) -> tuple[int, bool]:
+        """Start a process and inject faults. Return its exit code, and whether it is expected."""
+        name, printed = mark(), self._output_path.stat().st_size
+        process = self._start(arguments, name)
+        begun = time.monotonic()
+        disturbed = self.report.seconds < self.limit
+        faults = self._inject(process, name) if disturbed else []
+        code = self._wait(process, name)
+        if disturbed:
+            self.report.seconds += time.monotonic() - begun
+        fault = faults[-1] if faults else "none"
+        self.exits[f"{fault}: {code}"] += 1
+        print(
+            f"{time.ctime()} {fault}: exit code {code}, {trained(run)} steps",
+            flush=True,
+            file=sys.stderr,
+        )
+        self._check_end(name, fault, clean=code in (0, 1))
+        output = self._output_path.read_bytes()[printed:].decode("utf-8", "replace")
+        if not (expected := is_expected(code, faults, output, self.stack)):
+            self.report.problems.append(f"exit code {code} after {faults}: {last_line(output)}")
+        return code, expected
+
+    def _inject(self, process: subprocess.Popen[str], name: str) -> list[str]:
+        """Inject faults until one of them ends the process, or its last step is trained.
+
+        Return the faults in order.
+        """
+        faults: list[str] = []
         while True:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(self.random.uniform(0, 2 * self.start_s))
             if process.poll() is not None:
-                return fault
-            fault = self.random.choice(FAULTS)
+                return faults
+            self.next_faults = self.next_faults or self.random.sample(FAULTS, len(FAULTS))
+            fault = self.next_faults[-1]
+            if fault == "part" and not self._kill_part(name):
+                continue
+            self.next_faults.pop()
             self.faults[fault] += 1
-            if fault == "part":
-                found = list(processes(name, PARTS[self.stack]))
-                if found:
-                    os.kill(self.random.choice(found), signal.SIGKILL)
-            elif fault == "disk":
+            faults.append(fault)
+            if fault == "disk":
                 self._fill_disk()
-            else:
-                numbers = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
-                process.send_signal(numbers.get(fault, signal.SIGINT))
+            elif fault in SIGNALS:
+                process.send_signal(SIGNALS[fault])
                 if fault == "twice":
                     time.sleep(self.random.random())
                     process.send_signal(signal.SIGINT)
-                return fault
+                return faults
+
+    def _kill_part(self, name: str) -> bool:
+        """Kill a part of the run. Return False if the run has none at the moment."""
+        found = list(processes(name, PARTS[self.stack]))
+        with suppress(ProcessLookupError):
+            if found:
+                os.kill(self.random.choice(found), signal.SIGKILL)
+                return True
+        return False
 
     def _fill_disk(self) -> None:
         ballast = self.disk / "ballast"
@@ -200,7 +233,7 @@ class Soak:
             "extractor.batch=8", "run.checkpoint_every=2", "eval.probe_every=0",
             "tasks.room.stream.places=8", "tasks.room.stream.permanent=4",
             "tasks.room.eval.seen=128", "tasks.room.eval.unseen=128",
-            "tasks.room.eval.online_places=0",
+            "tasks.room.eval.online_places=4",
         )  # fmt: skip
         options = [part for setting in sets for part in ("--set", setting)]
         steps = str(STEPS[self.stack])
@@ -211,7 +244,8 @@ class Soak:
         try:
             return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self.report.problems.append(f"the run hangs: {self._last_line()}")
+            line = last_line(self._output_path.read_text("utf-8", "replace"))
+            self.report.problems.append(f"the run hangs: {line}")
             kill_all(name)
             return process.wait()
 
@@ -230,8 +264,32 @@ class Soak:
                 for path in temporary_files(folder)
             ]
 
-    def _last_line(self) -> str:
-        return (self.folder / "output.txt").read_text("utf-8").strip().splitlines()[-1]
+
+def is_expected(code: int, faults: Sequence[str], output: str, stack: str) -> bool:
+    """Return whether a run may end with the exit code `code` after `faults`, in this order.
+
+    `output` is the output of the process. `check` finds a run that ended with 0 too early.
+    """
+    line, last = last_line(output), faults[-1] if faults else "none"
+    stopped = last in ("interrupt", "terminate", "twice")
+    if code == 1:
+        causes = [
+            CAUSES[stack if fault == "part" else fault] for fault in {*faults} & {"part", "disk"}
+        ]
+        return line.startswith("error: ") and any(re.search(words, line) for words in causes)
+    if code == 2:
+        return "the run has completed" in line
+    if code == 130:
+        return stopped
+    if code < 0:
+        # Before its first line, a run does not handle signals.
+        unhandled = stopped and not re.search("^run ", output, re.MULTILINE)
+        return -code == SIGNALS.get(last) and (last == "kill" or unhandled)
+    return code == 0
+
+
+def last_line(output: str) -> str:
+    return (output.strip().splitlines() or [""])[-1]
 
 
 def mount(folder: Path, size: int) -> None:
@@ -319,10 +377,12 @@ def assert_as_undisturbed(report: Report) -> None:
     """Check that nothing was lost, doubled or left, and that the disturbed runs learned as well.
 
     The mean success of the disturbed runs lies within [min − s, max + s] of the undisturbed ones. s
-    is the range max − min. This is about three standard deviations to each side for four seeds.
+    is the range max − min. This is about three standard deviations to each side for four seeds. In
+    ten minutes, every kind of fault is injected.
     """
     assert report.problems == []
     assert report.resumes > 0
+    assert report.seconds < 600 or report.faults.keys() == {*FAULTS}, report.faults
     for kind in ("eval", "train"):
         rates = [run[kind] for run in report.undisturbed]
         low, high = min(rates), max(rates)

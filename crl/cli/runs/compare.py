@@ -29,10 +29,11 @@ def compare(
     ] = None,
 ) -> None:
     """Compare the success of runs, paired over seeds if possible."""
+    from crl.cli.output import print_lines
     from crl.evaluation.comparison import compare, read_run
 
     comparison = compare([read_run(run, name) for run in runs])
-    typer.echo("\n".join(_arms(comparison)))
+    print_lines(_arms(comparison))
     _print_results(comparison)
 
 
@@ -61,7 +62,7 @@ def _print_results(comparison: Comparison) -> None:
     typer.echo(
         "mean success of each arm [95 % interval over its runs; with one run, over episodes]"
     )
-    print_table(head, body, left=3)
+    print_table(head, body)
     if comparison.differences:
         typer.echo("")
         head = ["task", "split", "condition", "arms", "difference", "interval"]
@@ -70,4 +71,4 @@ def _print_results(comparison: Comparison) -> None:
             [*difference.key, difference.arms, str(difference), difference.method]
             for difference in comparison.differences
         ]
-        print_table(head, body, left=4)
+        print_table(head, body)

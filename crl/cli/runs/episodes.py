@@ -150,14 +150,11 @@ def _complete(run: Path, records: Sequence[dict[str, Any]]) -> Iterator[Trajecto
 def _decoder(run: Path) -> Callable[[int], str]:
     """Return the function that returns the text of one of the actor's tokens."""
     from crl.config.load import load_saved
-    from crl.config.models import resolve_model
     from crl.modeling.loading import load_tokenizer
     from crl.monitor.run_dir import RunDir
+    from crl.planning.model_checks import recording_model
 
-    config = load_saved(run).config
-    saved = sorted(RunDir(run).checkpoints.glob("[0-9]*/actor"))
-    path = saved[0] if saved else resolve_model(config.actor.model)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(recording_model(RunDir(run), load_saved(run).config.actor.model))
     return lambda token: str(tokenizer.decode([token]))
 
 

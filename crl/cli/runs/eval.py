@@ -160,18 +160,18 @@ def _show(folder: Path) -> int:
 
 
 def _print(evaluation: SavedEvaluation, path: Path) -> None:
-    from crl.cli.output import print_table
+    from crl.cli.output import print_lines, print_table
 
     rows = evaluation.rows
     conditions = {row.key[2] for row in rows}
-    typer.echo("\n".join(_head(evaluation)))
+    print_lines(_head(evaluation))
     ks = list(dict.fromkeys(k for row in rows for k in row.pass_at))
     graded = any("score" in row.means for row in rows)
     head = ["task", "split", *(["condition"] if len(conditions) > 1 else []), "games", "success"]
     head += [f"pass@{k}" for k in ks] + (["score"] if graded else []) + ["turns", "tokens"]
     body = [_cells(row, ks, graded=graded, condition=len(conditions) > 1) for row in rows]
-    print_table(head, body, left=3 if len(conditions) > 1 else 2)
-    typer.echo("\n".join([*_notes(evaluation, rows), f"saved in {path} and {path.stem}.csv", ""]))
+    print_table(head, body)
+    print_lines([*_notes(evaluation, rows), f"saved in {path} and {path.stem}.csv", ""])
 
 
 def _head(evaluation: SavedEvaluation) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _head(evaluation: SavedEvaluation) -> Iterator[str]:
 
 def _cells(row: ReportRow, ks: Sequence[int], *, graded: bool, condition: bool) -> list[str]:
     task, split, name = row.key
-    cells = [task, split, *([CONDITION_LABELS[name]] if condition else []), f"{row.games:,}"]
+    cells = [task, split, *([CONDITION_LABELS.get(name, name)] if condition else []), f"{row.games:,}"]
     cells += [str(row.success), *(str(row.pass_at[k]) if k in row.pass_at else "" for k in ks)]
     if graded:
         cells.append(row.means["score"].text(1) if "score" in row.means else "")

@@ -64,6 +64,8 @@ def learn(
     """Train the actor on recorded episodes, with the settings of their run."""
     from crl.config.load import load_saved
     from crl.config.resume import changed_config
+    from crl.monitor.run_dir import RunDir
+    from crl.planning.model_checks import recording_model
     from crl.records.reader import episode_shards
 
     saved = load_saved(source).config
@@ -72,10 +74,14 @@ def learn(
         reason = f"{source} has episodes of only {len(shards)} steps"
         raise ConfigError("--steps", steps, reason, "Use a smaller number")
     config, _ = changed_config(saved, options={}, sets=sets or ())
+    recorder = None
+    if config.actor.model != saved.actor.model:
+        recorder = recording_model(RunDir(source), saved.actor.model)
     from crl.run.halves.commands import learn_from_episodes
 
     chosen = dict(list(shards.items())[:steps])
-    return learn_from_episodes(config, chosen, run_dir or _new_folder("learn"))
+    folder = run_dir or _new_folder("learn")
+    return learn_from_episodes(config, chosen, folder, recorder=recorder)
 
 
 def _new_folder(command: str) -> Path:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from crl.config.load import dump
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
+from crl.failures import reporting
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
 from crl.planning import preflight
+from crl.planning.model_checks import require_same_tokenizer
 from crl.planning.plan import overview
 from crl.prompts import hashes
 from crl.protocols import Monitor
 from crl.run.halves.learn import learn
 from crl.run.halves.play import play
-from crl.run.main import open_monitor
-from crl.run.supervision.ending import first_cause, logged_failure
-from crl.run.supervision.signals import sigterm_as_interrupt
+from crl.run.main import INTERRUPTED, open_monitor
+from crl.run.supervision.ending import Ending, first_cause, logged_failure
+from crl.run.supervision.signals import Interrupts, do_nothing
 from crl.wording import counted
 
 
@@ -31,33 +33,37 @@ def play_episodes(config: RunConfig, folder: Path) -> int:
 
     Raise `CrlError` if this cannot start or fails.
     """
-    preflight.require(config, checks=preflight.EVALUATION_CHECKS)
-    run = _new_folder(config, folder)
-    with _outputs(config, run) as monitor:
-        asyncio.run(_first_cause(play(config, run, monitor)))
-        monitor.note(
-            f"played {counted(config.run.steps, 'step')}; the episodes: {run.episodes}\n"
-            f"  list them:     crl episodes {run.path}\n"
-            f"  train on them: crl learn --from {run.path}"
-        )
+    preflight.require(config, checks=preflight.ROLLOUT_CHECKS)
+    run, steps = _new_folder(config, folder), config.run.steps
+    done = (
+        f"played {counted(steps, 'step')}; the episodes: {run.episodes}\n"
+        f"  list them:     crl episodes {run.path}\n"
+        f"  train on them: crl learn --from {run.path}"
+    )
+    _carry_out(config, run, steps, lambda monitor: play(config, run, monitor), done)
     return 0
 
 
-def learn_from_episodes(config: RunConfig, shards: Mapping[int, Path], folder: Path) -> int:
+def learn_from_episodes(
+    config: RunConfig, shards: Mapping[int, Path], folder: Path, *, recorder: Path | None
+) -> int:
     """Train the actor on recorded episodes, write it to the new directory `folder`, return 0.
 
-    `shards` are those of `crl.records.reader.episode_shards`. Raise `CrlError` if this cannot start
-    or fails.
+    `shards` are those of `crl.records.reader.episode_shards`. `recorder` is the model that played
+    them, or None if the actor is the same model. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config)
+    if recorder:
+        require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
     (target := run.path / "actor").mkdir()
-    with _outputs(config, run) as monitor:
-        asyncio.run(_first_cause(learn(config, shards, target, monitor)))
-        monitor.note(
-            f"trained on {counted(len(shards), 'step')}; "
-            f"the trained actor, in Hugging Face format: {target}"
-        )
+    done = (
+        f"trained on {counted(len(shards), 'step')}; "
+        f"the trained actor, in Hugging Face format: {target}"
+    )
+    _carry_out(
+        config, run, max(shards), lambda monitor: learn(config, shards, target, monitor), done
+    )
     return 0
 
 
@@ -67,28 +73,52 @@ def _new_folder(config: RunConfig, folder: Path) -> RunDir:
     return run
 
 
-@contextmanager
-def _outputs(config: RunConfig, run: RunDir) -> Iterator[Monitor]:
-    """Yield the monitor. Write the traceback of an error to the log, as a run does."""
-    screen = PlainMonitor(steps=config.run.steps)
-    try:
-        with (
-            run.lock(),
-            sigterm_as_interrupt(),
-            closing(open_monitor(config, run, screen, time.monotonic())) as monitor,
-        ):
-            monitor.note(f"{run.path}\n{overview(config)}\n")
-            yield monitor
-    except ConfigError:
-        run.clear()
-        raise
-    except Exception as error:
-        raise logged_failure(error, run) from error
+def _carry_out(
+    config: RunConfig, run: RunDir, steps: int,
+    work: Callable[[Monitor], Coroutine[Any, Any, None]], done: str,
+) -> None:  # fmt: skip
+    """Await `work` and note `done`. Failures and interrupts end the process as those of a run do.
+
+    `steps` is the last step that `work` logs.
+    """
+    screen = PlainMonitor(steps=steps)
+    ending = Ending(run, screen)
+    exiting = f"exiting immediately: {run.path} is incomplete"
+    interrupts = Interrupts(lambda: ending.exit_now(INTERRUPTED, exiting))
+    with interrupts.handled():
+        try:
+            with (
+                run.lock(),
+                closing(open_monitor(config, run, screen, time.monotonic())) as monitor,
+                reporting(ending.failed),
+            ):
+                monitor.note(f"{run.path}\n{overview(config)}\n")
+                interrupts.stop = do_nothing  # until the event loop runs
+                asyncio.run(_interruptible(work(monitor), interrupts))
+                monitor.note(done)
+        except ConfigError:
+            run.clear()
+            raise
+        except Exception as error:
+            if (failure := logged_failure(error, run)) is error:
+                raise
+            raise failure from error
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
+        finally:
+            ending.done()
 
 
-async def _first_cause(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`. If it fails with an exception group, raise the first error in it."""
+async def _interruptible(work: Coroutine[Any, Any, None], interrupts: Interrupts) -> None:
+    """Await `work`. The first interrupt cancels it. Raise the first error of an exception group."""
+    event_loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    interrupts.stop = lambda: event_loop.call_soon_threadsafe(task.cancel)
+    if interrupts.received:
+        task.cancel()
     try:
         await work
     except BaseExceptionGroup as group:
         raise (cause := first_cause(group)) from cause.__cause__ or group
+    finally:
+        interrupts.stop = do_nothing  # only the outputs have to be closed

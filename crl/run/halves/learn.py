@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crl.algo.training_batch import training_batch
 from crl.config.schema import RunConfig
+from crl.failures import reported
 from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.planning import tasks
 from crl.planning.gpu_plan import assigned_gpus
@@ -33,27 +34,35 @@ async def learn(
     have no answers of it.
     """
     async with AsyncExitStack() as stack:
-        specs, gpus = tasks.specs(config), assigned_gpus(config)
-        method, actor = build_method(config, specs), actor_model(config, monitor.note)
-        learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-        rerender = Rerenderer(actor.renderer, episode_limits(config))
-        for step, path in shards.items():
-            stopwatch = Stopwatch()
-            with stopwatch("prepare"):
-                batch = list(read_shard(path))
-                minibatches, signal = training_batch(
-                    method.actor,
-                    rerender,
-                    batch,
-                    count=config.actor.minibatches,
-                    rng=generator(config.run.seed, "minibatches", step - 1),
-                )
-            with stopwatch("train"):
-                stats = await learner.step(minibatches)
-            metrics = {f"actor/{name}": value for name, value in stats.metrics.items()}
-            metrics |= {"actor/updates": stats.updates, "actor/skipped_updates": stats.skipped}
-            monitor.log(step, "train", signal | metrics | stopwatch.metrics())
-        await _write(learner, actor.path, target)
+        with reported():  # the learner may be slow to close
+            await _learn(config, shards, target, monitor, stack)
+
+
+async def _learn(
+    config: RunConfig, shards: Mapping[int, Path], target: Path, monitor: Monitor,
+    stack: AsyncExitStack,
+) -> None:  # fmt: skip
+    specs, gpus = tasks.specs(config), assigned_gpus(config)
+    method, actor = build_method(config, specs), actor_model(config, monitor.note)
+    learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
+    rerender = Rerenderer(actor.renderer, episode_limits(config))
+    for step, path in shards.items():
+        stopwatch = Stopwatch()
+        with stopwatch("prepare"):
+            batch = list(read_shard(path))
+            minibatches, signal = training_batch(
+                method.actor,
+                rerender,
+                batch,
+                count=config.actor.minibatches,
+                rng=generator(config.run.seed, "minibatches", step - 1),
+            )
+        with stopwatch("train"):
+            stats = await learner.step(minibatches)
+        metrics = {f"actor/{name}": value for name, value in stats.metrics.items()}
+        metrics |= {"actor/updates": stats.updates, "actor/skipped_updates": stats.skipped}
+        monitor.log(step, "train", signal | metrics | stopwatch.metrics())
+    await _write(learner, actor.path, target)
 
 
 async def _write(learner: Learner, initial: Path, target: Path) -> None:

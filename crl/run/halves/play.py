@@ -6,6 +6,7 @@ import asyncio
 
 from crl.config.schema import RunConfig
 from crl.evaluation.metrics import rollout_metrics
+from crl.failures import TaskGroup
 from crl.monitor.run_dir import RunDir
 from crl.protocols import Monitor
 from crl.records.writer import EpisodeWriter
@@ -21,7 +22,7 @@ async def play(config: RunConfig, run: RunDir, monitor: Monitor) -> None:
     """
     writer = EpisodeWriter(run.episodes, config.run.keep_episodes)
     try:
-        async with open_collector(config, run, monitor) as collector, asyncio.TaskGroup() as tasks:
+        async with open_collector(config, run, monitor) as collector, TaskGroup() as tasks:
             tasks.create_task(collector.run(), name="collector")
             for step in range(config.run.steps):
                 stopwatch = Stopwatch()

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from crl.errors import ConfigError
 from crl.monitor.run_dir import RunDir
 from crl.records import position
 from crl.records.reader import read_episode_records, read_episodes
-from crl.records.shards import COLUMNS, SLICE, episode_record, shards, write_shard
+from crl.records.shards import COLUMNS, FIELDS, SLICE, episode_record, shards, write_shard
 from crl.records.writer import EpisodeWriter
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
 from support.trajectories import build_trajectory
@@ -88,6 +89,7 @@ def test_an_episode_has_exactly_the_documented_fields(run: RunDir):
         ],
         "tokens": [3],
     }
+    assert line.keys() == FIELDS.keys()
     with np.load(run.episodes / "000003.npz") as columns:
         assert {name: columns[name].dtype for name in columns} == dict(COLUMNS)
         assert columns["ids"].tolist() == [5, 6, 7]
@@ -160,6 +162,33 @@ def test_damaged_files_are_named(run: RunDir, name: str, damage: str):
         path.write_bytes(content[:middle] + b"\xff\xff\xff\xff" + content[middle + 4 :])
     with pytest.raises(ConfigError, match=name):
         list(read_episodes(run.path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: ...} for name in FIELDS),
+        {"success": None},
+        {"reward": "high"},
+        {"rewards": {"outcome": "high"}},
+        {"split": "other"},
+        {"segments": [{}]},
+        {"segments": [{"role": "user", "origin": "env", "text": 1}]},
+        {"used": [{"uid": "e1"}]},
+        {"shown": [1]},
+        {"tokens": [1.5]},
+        {"turn_rewards": ["high"]},
+    ],
+)
+def test_wrong_fields_are_damage(run: RunDir, change: dict[str, Any]):
+    """... stands for a missing field."""
+    write_shard(run.episodes, 3, [guided()])
+    record = {k: v for k, v in (episode_record(guided()) | change).items() if v is not ...}
+    path = run.episodes / "000003.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(record).encode()))
+    for read in (read_episodes, read_episode_records):
+        with pytest.raises(ConfigError, match=rf"episodes = .*{path.name}': cannot be read"):
+            list(read(run.path))
 
 
 def test_a_missing_file_of_tokens_is_named(run: RunDir):
