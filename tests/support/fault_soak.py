@@ -43,6 +43,7 @@ from statistics import fmean
 from typing import Any
 
 from crl.monitor.run_dir import RunDir
+from crl.run.checkpoint import complete_steps
 from support.complementary_runs import address, log, rows
 from support.live_runs import kill_all, mark, processes, start, temporary_files, wait_for_end
 from support.paths import python_environment
@@ -146,7 +147,7 @@ class Soak:
         """Train a run under faults to its last step, and check its files."""
         arguments, code = self._train(run, seed), -1
         while code:
-            if list((run / "checkpoints").glob("*/manifest.json")):
+            if has_checkpoint(run):
                 arguments = ["resume", str(run), "--plain"]
                 self.report.resumes += 1
             elif run.exists():
@@ -294,6 +295,12 @@ def last_line(output: str) -> str:
 
 def mount(folder: Path, size: int) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Return whether a run has a complete checkpoint, or one that was being replaced."""
+    replaced = (run / "checkpoints").glob(".*.old/manifest.json")
+    return bool(complete_steps(run / "checkpoints") or list(replaced))
 
 
 def trained(run: Path) -> int:
