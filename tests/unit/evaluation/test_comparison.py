@@ -63,7 +63,17 @@ def test_one_run_per_arm_is_compared_over_episodes() -> None:
     assert (difference.value, difference.low, difference.high) == pytest.approx(
         (0.2, 0.2 - half, 0.2 + half)
     )
-    assert "without the spread between seeds" in difference.method
+    assert difference.method == "not paired, over episodes: without the spread between seeds"
+
+
+def test_intervals_of_saved_evaluations_are_over_goals(tmp_path: Path) -> None:
+    folder = saved_run(tmp_path / "run", []) / "eval"
+    save(evaluation(), folder, "name")
+    saved = read_run(folder.parent, "name")
+    assert saved.clustered
+    other = RunResult(Path("b"), 0, {"lr": 2}, saved.rates, clustered=True)
+    (difference,) = compare([saved, other]).differences
+    assert difference.method == "not paired, over goals: without the spread between seeds"
 
 
 def test_runs_of_one_arm_have_no_difference() -> None:
