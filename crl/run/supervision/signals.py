@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -54,7 +55,13 @@ class Interrupts:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C inside the context, so that open resources are closed."""
+    """Handle SIGTERM like Ctrl-C inside the context, so that open resources are closed.
+
+    Only the main thread handles signals; in another thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         ctrl_c = signal.getsignal(signal.SIGINT)
