@@ -120,12 +120,13 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
             return path
         note(f"{reason}: the checkpoint of step {path.name} is not used")
         damaged.append(path)
-    raise ConfigError(
-        "run",
-        str(root.parent),
-        "has no undamaged checkpoint" if damaged else "has no complete checkpoint",
-        "Use a run that has written a checkpoint",
-    )
+    if damaged:
+        reason = "has no undamaged checkpoint"
+        remedy = "Restore a copy of a checkpoint, or train again in another directory"
+    else:
+        reason = "has no complete checkpoint"
+        remedy = "Wait for the first one of a run that goes on. Otherwise remove it and train again"
+    raise ConfigError("run", str(root.parent), reason, remedy)
 
 
 def checkpoint_of(root: Path, step: int) -> Path:

@@ -96,14 +96,20 @@ def resume_run(
     run = RunDir(run_dir)
     with run.lock():
         repair(run.checkpoints)
+
+        def note(text: str) -> None:
+            print_to_stderr(text)
+            run.append_to_log(text)
+
         resumption = replace(
-            resume.choose(run, step, print_to_stderr),
+            resume.choose(run, step, note),
             keeps_evaluations=not changes_evaluations(changes),
         )
         done = resumption.step - (0 if resumption.is_evaluated else 1)
         if done >= config.run.steps:
             reason = f"the run has completed {counted(resumption.step, 'step')}"
-            raise ConfigError("run.steps", config.run.steps, reason, "Extend it with --steps N")
+            remedy = f"Extend it with --steps {resumption.step + 1} or more"
+            raise ConfigError("run.steps", config.run.steps, reason, remedy)
         started -= read_state(resumption.checkpoint)["seconds"]
         opening = "\n".join([f"run {run.path}", *(f"  {change}" for change in changes)])
         return _run(config, run, screen, started, opening, resumption)

@@ -249,8 +249,9 @@ def test_nothing_is_lost_or_doubled_in_a_concurrent_run(tmp_path: Path) -> None:
 def test_a_finished_run_can_be_extended(straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(straight, run)
-    assert "run.steps = 6: the run has completed 6 steps. Extend it with --steps N." in resume(
-        run, code=2
+    assert (
+        "run.steps = 6: the run has completed 6 steps. Extend it with --steps 7 or more."
+        in resume(run, code=2)
     )
     output = resume(run, "--steps", 7)
     assert "resuming at step 6\n" in output
@@ -358,6 +359,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
         f"{weights} has {size - 1:,} bytes instead of {size:,}: the checkpoint of step 6 is not "
         "used\n"
     )
+    assert result.stderr in (run / "log.txt").read_text("utf-8")
     assert_same_run(run, straight, STEPS)
     flipped = run / "checkpoints/6/extractor/optimizer.safetensors"
     data = bytearray(flipped.read_bytes())

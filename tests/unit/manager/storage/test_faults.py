@@ -401,31 +401,28 @@ def test_no_run_starts_in_a_read_only_directory(tmp_path: Path) -> None:
     assert "Read-only file system" in done.stderr
 
 
+DISK_ERRORS = {
+    "bank": (
+        "/mine/bank.sqlite: database or disk is full. Free some disk space. "
+        "All acknowledged changes are saved."
+    ),
+    "others": (
+        "/mine: No space left on device. Free some disk space. "
+        "All existing checkpoints are complete."
+    ),
+}
+"""Messages about a full disk, by the files for which there is no space."""
+
+
 @needs_mounts
 @pytest.mark.parametrize(
-    ("method", "size", "message"),
-    [
-        (
-            "complementary",
-            "500k",
-            (
-                "/mine/bank.sqlite: database or disk is full. Free some disk space. "
-                "All acknowledged changes are saved."
-            ),
-        ),
-        (
-            "grpo",
-            "60k",
-            (
-                "/mine: No space left on device. Free some disk space. "
-                "All existing checkpoints are complete."
-            ),
-        ),
-    ],
+    ("method", "size", "files"),
+    [("complementary", "500k", ("bank", "others")), ("grpo", "60k", ("others",))],
 )
 def test_a_run_that_fills_the_disk_ends_with_one_line(
-    method: str, size: str, message: str, tmp_path: Path
+    method: str, size: str, files: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """The bank or the episodes may be the first for which there is no space."""
     (folder := tmp_path / "full").mkdir()
     (safe := tmp_path / "safe").mkdir()
     done = train(
@@ -435,7 +432,7 @@ def test_a_run_that_fills_the_disk_ends_with_one_line(
         then=f"cp {{}}/mine/bank.sqlite* {safe} 2> /dev/null || true",
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert done.stderr.startswith(f"error: {folder}{message}")
+    assert done.stderr.startswith(tuple(f"error: {folder}{DISK_ERRORS[name]}" for name in files))
     if method == "complementary":
         with closing(sqlite3.connect(safe / "bank.sqlite")) as db:
             assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
