@@ -527,7 +527,8 @@ def test_a_run_of_zero_steps_only_evaluates(tmp_path: Path, tiny_actor: Path) ->
 def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = train(run, tasks=task_file(tmp_path, "broken"), steps=20, code=1)
-    assert one_line(result).startswith(
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(
         "error: task broken: the first 16 episodes all failed. The last error: env: broken: step: "
         f"OSError: the game is broken (traceback: {run / 'log.txt'}"
     )
@@ -542,7 +543,7 @@ def test_an_environment_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
         result = train(run, *sets, tasks=task_file(tmp_path, "stuck"), steps=20, code=1)
     finally:
         Stuck.released.set()
-    assert "error: task stuck: the first 16 episodes all failed" in one_line(result)
+    assert "error: task stuck: the first 16 episodes all failed" in result.stderr
     assert "exceeded its timeout of 0.05 s" in result.stderr
 
 
