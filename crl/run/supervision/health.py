@@ -63,6 +63,11 @@ class EpisodeHealth:
         raise CrlError(f"task {task}: {reason}. The last error: {error}") from error
 
 
+NO_EXPERIENCE = "no experience guided an episode"
+
+NO_EXPERIENCE_STEPS = 20
+"""The same number for `NO_EXPERIENCE`. A young bank has experiences of few places."""
+
 Signs = Mapping[str, Callable[[Metrics, Metrics], bool]]
 """Functions of a step's metrics and those of the step before, by the text of their warning."""
 
@@ -73,7 +78,7 @@ SIGNS: Signs = {
         _increase("queue/done", now, before) > 0
         and not any(_increase(f"ops/{op}", now, before) for op in ("add", "update", "return"))
     ),
-    "no experience guided an episode": lambda now, before: (
+    NO_EXPERIENCE: lambda now, before: (
         _number(before, "bank/size") > 0 and now.get("rollout/used") == 0
     ),
 }
@@ -100,7 +105,8 @@ class Warnings:
                 continue
             self._seen[text] += 1
             self._streaks[text] += 1
-            if self._streaks[text] >= CONSECUTIVE_STEPS and step >= self._next_note.get(text, 0):
+            enough = NO_EXPERIENCE_STEPS if text == NO_EXPERIENCE else CONSECUTIVE_STEPS
+            if self._streaks[text] >= enough and step >= self._next_note.get(text, 0):
                 self._next_note[text] = step + REPEAT_STEPS
                 self._note(f"warning: in the last {self._streaks[text]} steps {text}")
         self._before = metrics

@@ -70,17 +70,18 @@ def test_a_warning_after_five_steps_that_is_repeated_rarely():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "text"),
+    ("metrics", "text", "steps", "seen"),
     [
-        ({"rollout/invalid_actions": 0.51}, "most actions were invalid"),
-        ({"bank/size": 3, "rollout/used": 0.0}, "no experience guided an episode"),
+        ({"rollout/invalid_actions": 0.51}, "most actions were invalid", 5, 5),
+        ({"bank/size": 3, "rollout/used": 0.0}, "no experience guided an episode", 21, 20),
     ],
 )
-def test_signs(metrics: dict[str, float], text: str):
-    assert observed(*[metrics] * 6)[1] == [
-        f"warning: in {6 - ('bank/size' in metrics)} of 6 steps {text}"
-    ]
-    assert observed(*[{**metrics, "rollout/invalid_actions": 0.5, "rollout/used": 0.1}] * 6) == (
+def test_signs(metrics: dict[str, float], text: str, steps: int, seen: int):
+    assert observed(*[metrics] * (steps - 1))[1] == []
+    assert observed(*[metrics] * steps)[1] == [f"warning: in {seen} of {steps} steps {text}"]
+    assert observed(
+        *[{**metrics, "rollout/invalid_actions": 0.5, "rollout/used": 0.1}] * steps
+    ) == (
         [],
         [],
     )
