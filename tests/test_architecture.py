@@ -169,6 +169,11 @@ def test_every_package_has_a_rank():
     assert {package(module) for module in MODULES} - set(RANKS) == set()
 
 
+def test_every_folder_is_a_package():
+    """A folder without this file, or one that git ignores, would be missing in a wheel."""
+    assert {path.parent for path in PATHS if not (path.parent / "__init__.py").exists()} == set()
+
+
 # ── tests of the rule ─────────────────────────────────────────────────────────────────────────────
 
 

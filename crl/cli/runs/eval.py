@@ -187,7 +187,12 @@ def _head(evaluation: SavedEvaluation) -> Iterator[str]:
 
 def _cells(row: ReportRow, ks: Sequence[int], *, graded: bool, condition: bool) -> list[str]:
     task, split, name = row.key
-    cells = [task, split, *([CONDITION_LABELS.get(name, name)] if condition else []), f"{row.games:,}"]
+    cells = [
+        task,
+        split,
+        *([CONDITION_LABELS.get(name, name)] if condition else []),
+        f"{row.games:,}",
+    ]
     cells += [str(row.success), *(str(row.pass_at[k]) if k in row.pass_at else "" for k in ks)]
     if graded:
         cells.append(row.means["score"].text(1) if "score" in row.means else "")

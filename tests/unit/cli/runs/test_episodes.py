@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from crl.cli.runs.episode_text import replay_lines
 from crl.cli.main import app
+from crl.cli.runs.episode_text import replay_lines
 from crl.records.shards import write_shard
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
 from support.trajectories import build_trajectory

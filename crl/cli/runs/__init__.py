@@ -1,0 +1,1 @@
+"""Commands on the episodes and the results of runs, and on the halves of a run."""
