@@ -60,7 +60,7 @@ def _print_results(comparison: Comparison) -> None:
         for key, means in comparison.means.items()
     ]
     typer.echo(
-        "mean success of each arm [95 % interval over its runs; with one run, over episodes]"
+        "mean success of each arm [95 % interval over its runs; with one run, that of the run]"
     )
     print_table(head, body)
     if comparison.differences:
