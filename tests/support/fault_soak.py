@@ -57,7 +57,7 @@ SETS = {
     "vllm": ("engine.kind=vllm",),
 }
 """Settings of the stacks."""
-STEPS = {"local": 40, "deepspeed": 12, "vllm": 12}
+STEPS = {"local": 40, "deepspeed": 30, "vllm": 30}
 UNDISTURBED = {"local": 4, "deepspeed": 3, "vllm": 3}
 """Number of undisturbed runs."""
 PARTS = {
