@@ -32,6 +32,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -108,7 +109,9 @@ class Soak:
     def __init__(self, folder: Path, seconds: float, seed: int, stack: str) -> None:
         self.folder, self.limit, self.stack = folder, seconds, stack
         self.random, self.report = random.Random(seed), Report()
-        self.disk, self.temporary = folder / "disk", folder / "tmp"
+        self.disk = folder / "disk"
+        # A path of a socket has at most 107 bytes, so that the folder of a test would be too long.
+        self.temporary = Path(tempfile.mkdtemp(prefix="soak-"))
         self.start_s = 0.0
         """Longest time until the first step of an undisturbed run, in seconds."""
         self.next_faults: list[str] = []
@@ -119,8 +122,7 @@ class Soak:
         self.output = self._output_path.open("a", encoding="utf-8")
 
     def run(self) -> Report:
-        for folder in (self.disk, self.temporary):
-            folder.mkdir(exist_ok=True)
+        self.disk.mkdir(exist_ok=True)
         mount(self.disk, DISK_BYTES)
         mount(Path("/dev/shm"), 1 << 30)
         for seed in range(UNDISTURBED[self.stack]):
@@ -402,7 +404,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, seconds, seed, *stack = sys.argv[1:]
     soak = Soak(Path(folder), float(seconds), int(seed), *(stack or ["local"]))
-    print(json.dumps(asdict(soak.run())))
+    try:
+        print(json.dumps(asdict(soak.run())))
+    finally:
+        shutil.rmtree(soak.temporary)
 
 
 if __name__ == "__main__":
