@@ -179,10 +179,15 @@ def resume(
     """Continue a run from its last checkpoint, however it ended."""
     from crl.config.load import load_saved
     from crl.config.resume import resumed_config
+    from crl.monitor.run_dir import RunDir
+    from crl.run.resume import has_moved
 
-    saved = load_saved(run).config
-    options = {} if steps is None else {"run.steps": steps}
-    config, changes = resumed_config(saved, options=options, sets=sets or ())
+    config, changes = resumed_config(
+        load_saved(run).config,
+        options={} if steps is None else {"run.steps": steps},
+        sets=sets or (),
+        has_moved=has_moved(RunDir(run)),
+    )
     from crl.run.main import resume_run
 
     return resume_run(config, changes, run, step=checkpoint, screen=_screen(config, run, plain))
@@ -199,8 +204,12 @@ def fork(
     """Copy a run as it was at a checkpoint, to continue it with other settings."""
     from crl.config.load import load_saved
     from crl.config.resume import resumed_config
+    from crl.monitor.run_dir import RunDir
+    from crl.run.resume import has_moved
 
-    config, changes = resumed_config(load_saved(run).config, options={}, sets=sets or ())
+    config, changes = resumed_config(
+        load_saved(run).config, options={}, sets=sets or (), has_moved=has_moved(RunDir(run))
+    )
     from crl.run.main import fork_run
 
     step = fork_run(config, run, new_run, step=checkpoint)

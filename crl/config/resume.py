@@ -7,7 +7,7 @@ one may not.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from crl.config.layers import Layer, leaves, merge, nested, parse_set
@@ -29,8 +29,8 @@ FIXED: Mapping[str, str] = {
 """Reasons why settings cannot change, by a pattern of their keys."""
 
 
-EVALUATIONS = r"eval\.temperature|tasks\.[^.]+\.eval\..*"
-"""Settings after whose change evaluations cannot be compared with those before."""
+MEASURED = r"eval\.temperature|actor\.max_context_tokens|tasks\.[^.]+\.(?!stream\.).*"
+"""Settings that define what an evaluation measures, by a pattern of their keys."""
 
 
 class Change(NamedTuple):
@@ -55,6 +55,7 @@ def changed_config(
     tree = saved.model_dump(mode="json")
     overrides = [Layer("--" + key.rpartition(".")[2], nested(key, v)) for key, v in options.items()]
     overrides += [parse_set(text) for text in sets]
+    _refuse_other_runs(overrides, tree["tasks"])
     merged, origins = merge([Layer("", tree), *overrides])
     config = run_config(merged, origins={key: value for key, value in origins.items() if value})
     before, after = dict(leaves(tree)), dict(leaves(config.model_dump(mode="json")))
@@ -67,25 +68,48 @@ def changed_config(
 
 
 def resumed_config(
-    saved: RunConfig, *, options: Mapping[str, Any], sets: Sequence[str]
+    saved: RunConfig,
+    *,
+    options: Mapping[str, Any],
+    sets: Sequence[str],
+    has_moved: Callable[[str, str, str], bool],
 ) -> tuple[RunConfig, list[Change]]:
-    """Return the configuration of a resumed run like `changed_config`.
+    """Return the configuration of a resumed or forked run like `changed_config`.
 
-    Raise `ConfigError` also for a setting that cannot change.
+    `has_moved(role, before, after)` returns whether the model of a role has moved from one place to
+    another. Raise `ConfigError` also for a setting that cannot change.
     """
     config, changes = changed_config(saved, options=options, sets=sets)
     for change in changes:
+        role, _, name = change.key.partition(".")
+        if name == "model" and has_moved(role, change.before, change.after):
+            continue
         for pattern, reason in FIXED.items():
             if re.fullmatch(pattern, change.key):
                 raise ConfigError(
                     change.key,
                     change.after,
-                    f"cannot change from {change.before!r} when a run is resumed: {reason}",
+                    f"cannot change from {change.before!r} in a run that continues: {reason}",
                     "Leave it out, or start a new run with crl train",
                 )
     return config, changes
 
 
-def changes_evaluations(changes: Iterable[Change]) -> bool:
-    """Return whether evaluations after these changes cannot be compared with those before."""
-    return any(re.fullmatch(EVALUATIONS, change.key) for change in changes)
+def _refuse_other_runs(overrides: Sequence[Layer], tasks: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a preset and for a task that the run does not have."""
+    for key, value in (leaf for layer in overrides for leaf in leaves(layer.data)):
+        if key == "preset":
+            reason = "other settings were based on the preset when the run began"
+            raise ConfigError(key, value, reason, "Set these settings themselves")
+        if key.startswith("tasks.") and (name := key.split(".")[1]) not in tasks:
+            reason = f"{name} is not a task of this run ({', '.join(tasks)}), and none can be added"
+            raise ConfigError(key, value, reason, "Correct the name, or start a new run")
+
+
+def measured_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that define what an evaluation measures, by dotted key.
+
+    Evaluations with different values cannot be compared.
+    """
+    settings = leaves(config.model_dump(mode="json"))
+    return {key: value for key, value in settings if re.fullmatch(MEASURED, key)}

@@ -24,6 +24,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,15 +189,19 @@ class DeepSpeedLearner:
         )
 
     async def save(self, directory: Path) -> None:
-        await self._shielded(self._command("save", directory))
+        """Write the model in Hugging Face format and the optimizer state to `directory`."""
+        await asyncio.to_thread(await self.prepare_save(directory))
 
     async def prepare_save(self, directory: Path) -> Callable[[], None]:
-        """Save everything. The ranks keep no copy of their states, so nothing is left to write.
+        """Copy everything to the host memory of rank 0, which then writes the files.
 
-        See `crl.protocols.Learner`.
+        The returned function waits for the end of the writing. See `crl.protocols.Learner`.
         """
-        await self.save(directory)
-        return lambda: None
+        if before := self._ranks[0].written:
+            await asyncio.wait({asyncio.wrap_future(before)})  # two copies are never in memory
+        written = self._ranks[0].written = Future()
+        await self._shielded(self._command("save", directory))
+        return written.result
 
     async def load(self, directory: Path) -> None:
         await self._shielded(self._command("load", directory))
@@ -436,6 +441,8 @@ class _RankProcess:
         self.busy = self.died = self.heartbeat_lost = False
         """State of the rank: works on a command, process has ended, heartbeats are missing."""
         self.raised: _RankError | None = None
+        self.written: Future[None] | None = None
+        """Result of the last checkpoint, which the rank writes beside its commands."""
         self._process: asyncio.subprocess.Process | None = None
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -480,12 +487,25 @@ class _RankProcess:
                     self.progress = value
                 elif kind == "done":
                     self._answers.put_nowait(value)
+                elif kind == "written":
+                    self._set_written(value)
                 elif kind == "failed":
                     summary, traceback, error = value
                     self.raised = _RankError(summary, traceback, pickle.loads(error))
                     failed.set()
         await self._process.wait()
         self.died = True
+        if self.written and not self.written.done():
+            self._set_written("the process has ended")
+
+    def _set_written(self, problem: str | None) -> None:
+        """Set the result of the checkpoint that the rank has written, or could not write."""
+        assert self.written is not None
+        if problem is None:
+            self.written.set_result(None)
+        else:
+            error = LearnerError(f"rank {self.number} cannot write the files: {problem}")
+            self.written.set_exception(error)
 
     def cause_order(self) -> int:
         """Return a sort key: a smaller number means a more likely cause of the other ranks' errors.

@@ -65,7 +65,7 @@ from crl.learners.optimizer_file import (
 )
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, adamw, probe_minibatch
 from crl.modeling.loading import TokenStats, checksum, load_model, require_packing, token_logprobs
-from crl.modeling.weights import LOOPBACK_ADDRESS, write_tensors
+from crl.modeling.weights import LOOPBACK_ADDRESS, manifest_of, write_tensors
 from crl.protocols import WeightManifest
 from crl.scratch import remove_all_stale_folders
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
@@ -145,7 +145,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the parent requests stack dumps of a stuck rank
     pipe = ParentPipe()
     try:
-        rank = Rank(pipe.read_assignment(), pipe.tick)
+        rank = Rank(pipe.read_assignment(), pipe)
         pipe.send("done")
         while True:
             name, arguments = pipe.command()
@@ -382,8 +382,8 @@ def zero_config(settings: RankSettings, ranks: int) -> dict[str, Any]:
 class Rank:
     """Commands of the parent. The parent uses the answer of rank 0."""
 
-    def __init__(self, assignment: RankAssignment, tick: Callable[[], None]) -> None:
-        """Join the process group and load the model. `tick` is called when the work progresses."""
+    def __init__(self, assignment: RankAssignment, pipe: ParentPipe) -> None:
+        """Join the process group and load the model. `pipe` is told when the work progresses."""
         settings = assignment.settings
         compute = settings.compute
         torch.set_num_threads(compute.threads)
@@ -403,8 +403,8 @@ class Rank:
             # the stacks of all ranks.
             timeout=timedelta(seconds=2 * max(settings.timeout, LOAD_TIMEOUT_S)),
         )
-        self._tick = tick
-        self._trainer = ZeroTrainer(settings, assignment.ranks, self._device, tick)
+        self._pipe, self._tick = pipe, pipe.tick
+        self._trainer = ZeroTrainer(settings, assignment.ranks, self._device, pipe.tick)
         self._model = self._trainer.model
         self._nccl_group: Any = None
 
@@ -456,27 +456,52 @@ class Rank:
         )
 
     def save(self, directory: Path) -> None:
-        """Write the model in Hugging Face format and the optimizer state to `directory`.
+        """Copy the model and the optimizer state to the host memory of rank 0.
 
-        The optimizer state is stored as whole tensors that do not depend on the number of ranks.
+        A thread of rank 0 writes the copies to `directory` while the next commands run. It sends
+        the message "written" at its end. The optimizer state is stored as whole tensors that do not
+        depend on the number of ranks.
         """
-        whole = {name: tensor.cpu().clone() for name, tensor in self._weights() if self._is_rank0}
-        if self._is_rank0:
-            saved_names = self._model.state_dict().keys()
-            whole |= {
-                name: buffer for name, buffer in self._model.named_buffers() if name in saved_names
-            }
-            self._model.save_pretrained(directory, state_dict=whole)
-        del whole
-        names = {
-            f"{kind}.{name}": "torch.float32"
-            for kind in self._state_kinds
-            for name, _ in self._model.named_parameters()
+        weights = dict(self._copies(self._weights()))
+        optimizer = dict(self._copies(self._optimizer_tensors()))
+        if not self._is_rank0:
+            return
+        saved_names = self._model.state_dict().keys()
+        weights |= {
+            name: _host_copy(buffer)
+            for name, buffer in self._model.named_buffers()
+            if name in saved_names
         }
         metadata = optimizer_metadata(self._trainer.updates)
-        self._write(
-            directory / OPTIMIZER_FILE, self._manifest(names), self._optimizer_tensors(), metadata
-        )
+        threading.Thread(
+            target=self._write_copies, args=(directory, weights, optimizer, metadata), daemon=True
+        ).start()
+
+    def _copies(
+        self, named: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield copies in host memory on rank 0. Other ranks only take part in the gathering."""
+        for name, tensor in named:
+            if self._is_rank0:
+                yield name, _host_copy(tensor)
+
+    def _write_copies(
+        self,
+        directory: Path,
+        weights: dict[str, torch.Tensor],
+        optimizer: dict[str, torch.Tensor],
+        metadata: dict[str, str],
+    ) -> None:
+        """Write copies in Hugging Face format and as an optimizer file. Send the result."""
+        problem = None
+        try:
+            self._model.save_pretrained(directory, state_dict=weights)
+            write_tensors(
+                directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
+            )
+        except Exception as error:  # such as a full disk; safetensors has errors of its own
+            problem = f"{type(error).__name__}: {error}"
+        self._pipe.send("written", problem)
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint of any learner, which may have had another number of ranks.
@@ -603,7 +628,6 @@ class Rank:
         path: Path,
         manifest: WeightManifest,
         named: Iterator[tuple[str, torch.Tensor]],
-        metadata: dict[str, str] | None = None,
     ) -> int:
         """Write the tensors to `path` on rank 0 and return their checksum.
 
@@ -611,10 +635,14 @@ class Rank:
         """
         tensors = (tensor for _, tensor in named)
         if self._is_rank0:
-            return write_tensors(path, manifest, tensors, metadata)
+            return write_tensors(path, manifest, tensors)
         for _ in tensors:
             pass
         return 0
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 if __name__ == "__main__":

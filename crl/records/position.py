@@ -16,17 +16,11 @@ from crl.records.shards import shard_files
 
 
 def position(run: RunDir) -> State:
-    """Write the metrics to the disk. Return the length of their complete lines in bytes, by name.
+    """Return the length of the complete lines of the metrics in bytes, by name of the file.
 
     The last line is incomplete if the disk was full.
     """
-    length = 0
-    if run.metrics.exists() and run.metrics.stat().st_size:
-        with run.metrics.open("rb") as file:
-            os.fsync(file.fileno())
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                length = content.rfind(b"\n") + 1
-    return {run.metrics.name: length}
+    return {run.metrics.name: _complete_length(run.metrics)}
 
 
 def missing_metrics(run: RunDir, saved: State) -> str:
@@ -50,7 +44,7 @@ def discard(run: RunDir, saved: State, step: int, target: Path) -> None:
     for path in later:
         (folder := target / run.episodes.name).mkdir(parents=True, exist_ok=True)
         path.rename(folder / path.name)
-    length = saved[run.metrics.name]
+    length = _complete_length(run.metrics, saved[run.metrics.name])
     if not run.metrics.exists() or run.metrics.stat().st_size <= length:
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -61,3 +55,14 @@ def discard(run: RunDir, saved: State, step: int, target: Path) -> None:
         discarded.flush()
         os.fsync(discarded.fileno())
         file.truncate(length)
+
+
+def _complete_length(path: Path, limit: int | None = None) -> int:
+    """Return the length of the complete lines among the first `limit` bytes of a file."""
+    if not path.exists() or not path.stat().st_size:
+        return 0
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return content.rfind(b"\n", 0, len(content) if limit is None else limit) + 1

@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from crl.config import RunConfig
 from crl.config.models import profile_of
+from crl.config.resume import measured_settings
 from crl.config.schema import RATE_WINDOW
 from crl.envs.base import EnvSpec
 from crl.evaluation.evaluate import Evaluator
@@ -26,6 +28,7 @@ from crl.planning import tasks
 from crl.planning.context import critic_prompt
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
+from crl.prompts import hashes
 from crl.protocols import (
     Engine,
     EnvironmentPool,
@@ -151,9 +154,15 @@ async def _training_loop(
         Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits)),
         experience,
         critic,
-        Measurements(evaluator, probe),
+        Measurements(evaluator, probe, _measured_settings(config)),
         outputs,
     )
+
+
+def _measured_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings and the SHA-256 of the prompt that define what an evaluation measures."""
+    actor_prompt = hashes(config.prompts.files)["actor"]
+    return measured_settings(config) | {"prompts.actor": actor_prompt}
 
 
 def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) -> dict[str, Path]:

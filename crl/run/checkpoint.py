@@ -1,8 +1,9 @@
 """Checkpoints of a run: RUN/checkpoints/STEP with the models, all parts' states and a manifest.
 
 A checkpoint is written under a temporary name, synchronised to disk and then renamed. Its manifest
-lists the size and the SHA-256 of every file, so that a damaged file is found before it is loaded. A
-directory without a manifest is not a checkpoint.
+lists the size and the SHA-256 of every file, and its own SHA-256, so that a damaged file is found
+before it is loaded. A checkpoint is renamed before it is deleted, so that a directory without a
+manifest is a damaged checkpoint. Nothing here deletes it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from crl.errors import CheckpointError, ConfigError, LearnerError
 from crl.protocols import Learner, State
 
 MANIFEST = "manifest.json"
+
+DIGEST = "sha256"
+"""Key of the manifest's own SHA-256, which is computed without this key."""
 
 SIZE_FACTOR = 7
 """Upper bound of the size of a checkpoint relative to the weights.
@@ -34,6 +39,7 @@ async def prepare_checkpoint(
     model_dirs: Mapping[str, Path],
     state: State,
     *,
+    records: Sequence[Path] = (),
     replace: bool = False,
 ) -> Callable[[], Path]:
     """Copy the models for the checkpoint of `step` under `root` (RUN/checkpoints).
@@ -41,7 +47,8 @@ async def prepare_checkpoint(
     Return a function that writes the checkpoint and returns its path. It may be called in any
     thread, also while the next steps are being trained. A complete checkpoint of the same step is
     kept and nothing is written, unless `replace` is true. `model_dirs` maps each role to a model
-    directory: its tokenizer files and profile are copied beside the role's weights.
+    directory: its tokenizer files and profile are copied beside the role's weights. `records` are
+    existing files of the run that are synchronised to disk before the checkpoint becomes valid.
 
     Both functions raise `CheckpointError` if the disk has not enough space, a learner cannot save
     or a file cannot be written. The incomplete directory is then removed.
@@ -63,8 +70,10 @@ async def prepare_checkpoint(
             for role, save in saves.items():
                 save()
                 copy_model_files(model_dirs[role], partial_dir / role)
-            complete = json.dumps(manifest | {"files": _synchronised(partial_dir)})
-            _finish(partial_dir, target, complete)
+            for path in records:
+                _sync(path)
+            write_manifest(partial_dir, manifest | {"files": _synchronised(partial_dir)})
+            _finish(partial_dir, target)
         return target
 
     return write
@@ -98,14 +107,47 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every: int) -> None:
     paths = _complete_checkpoints(root)
     for path in paths[: max(0, len(paths) - keep_last)]:
         if not (keep_every and int(path.name) % keep_every == 0):
-            # Without its manifest the rest is not a checkpoint, even if the process is killed here.
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
+            # `repair` deletes the rest if the process is killed here.
+            path.rename(deleted := path.with_name(f".{path.name}.deleted"))
+            shutil.rmtree(deleted)
 
 
 def read_state(checkpoint: Path) -> State:
     """Return the state of every part, as it was passed to `prepare_checkpoint`."""
-    return json.loads((checkpoint / MANIFEST).read_text("utf-8"))["state"]
+    return read_manifest(checkpoint)["state"]
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raise `OSError` if it cannot be read, and `ValueError` if it is not a manifest.
+    """
+    manifest = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("state"), dict):
+        raise ValueError("it has no state")
+    if not isinstance(manifest.get("files", {}), dict):
+        raise ValueError("its list of files is not an object")
+    return manifest
+
+
+def write_manifest(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint with its SHA-256, and synchronise it to disk."""
+    # In small parts, because `json.dumps` holds the interpreter lock.
+    body = {key: value for key, value in manifest.items() if key != DIGEST}
+    text = "".join(json.JSONEncoder().iterencode(body))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    temporary = checkpoint / f"{MANIFEST}.part"
+    temporary.write_text(f'{text[:-1]}, "{DIGEST}": "{digest}"}}', "utf-8")
+    _sync(temporary)
+    temporary.rename(checkpoint / MANIFEST)
+
+
+def chosen_checkpoint(root: Path, step: int | None, note: Callable[[str], object]) -> Path:
+    """Return the checkpoint of `step`, or the last undamaged one if `step` is None.
+
+    `note` and errors are those of `latest_checkpoint` and `checkpoint_of`.
+    """
+    return latest_checkpoint(root, note) if step is None else checkpoint_of(root, step)
 
 
 def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
@@ -115,7 +157,7 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
     `ConfigError` if there is no undamaged checkpoint.
     """
     damaged = []
-    for path in reversed(_complete_checkpoints(root)):
+    for path in reversed(_checkpoints(root)):
         if not (reason := damage(path)):
             return path
         note(f"{reason}: the checkpoint of step {path.name} is not used")
@@ -131,7 +173,7 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
 
 def checkpoint_of(root: Path, step: int) -> Path:
     """Return the checkpoint of `step`. Raise `ConfigError` if there is none or it is damaged."""
-    paths = _complete_checkpoints(root)
+    paths = _checkpoints(root)
     if (path := root / str(step)) not in paths:
         steps = ", ".join(path.name for path in paths) or "none"
         reason = f"{root.parent} has no checkpoint of this step"
@@ -144,12 +186,18 @@ def checkpoint_of(root: Path, step: int) -> Path:
 def damage(checkpoint: Path) -> str:
     """Return which file of a checkpoint is damaged, and how; "" if none is.
 
-    Checkpoints of older versions have no list of files, and are not checked.
+    Checkpoints of older versions have no list of files and no SHA-256 of the manifest, which are
+    then not checked.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+        manifest = read_manifest(checkpoint)
+    except FileNotFoundError:
+        return f"{checkpoint / MANIFEST} is missing"
     except (OSError, ValueError) as error:
         return f"{checkpoint / MANIFEST} cannot be read ({error})"
+    digest = manifest.pop(DIGEST, None)
+    if digest and digest != hashlib.sha256(json.dumps(manifest).encode()).hexdigest():
+        return f"{checkpoint / MANIFEST} has changed since it was written (its SHA-256 differs)"
     for name, expected in manifest.get("files", {}).items():
         path = checkpoint / name
         if not path.is_file():
@@ -168,7 +216,7 @@ def saved_states(root: Path) -> list[State]:
     """
     states = []
     for path in _complete_checkpoints(root):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # a damaged manifest
             states.append(read_state(path))
     return states
 
@@ -179,14 +227,19 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def later_checkpoints(root: Path, step: int) -> list[Path]:
-    """Return the complete checkpoints after `step`."""
-    return [path for path in _complete_checkpoints(root) if int(path.name) > step]
+    """Return the checkpoints after `step`, also damaged ones."""
+    return [path for path in _checkpoints(root) if int(path.name) > step]
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    """Return the directories of all checkpoints, the oldest first."""
+    paths = [path for path in root.glob("*") if path.name.isdigit()]
+    return sorted(paths, key=lambda path: int(path.name))
 
 
 def _complete_checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints, the oldest first."""
-    paths = [path.parent for path in root.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()]
-    return sorted(paths, key=lambda path: int(path.name))
+    """Return the checkpoints that have a manifest, the oldest first."""
+    return [path for path in _checkpoints(root) if (path / MANIFEST).is_file()]
 
 
 def _require_space(root: Path, model_dirs: list[Path]) -> None:
@@ -217,10 +270,8 @@ def _synchronised(folder: Path) -> dict[str, dict[str, int | str]]:
     return files
 
 
-def _finish(partial_dir: Path, target: Path, manifest: str) -> None:
-    """Write the manifest, rename the directory to `target`, and write both to the disk."""
-    (partial_dir / MANIFEST).write_text(manifest, "utf-8")
-    _sync(partial_dir / MANIFEST)
+def _finish(partial_dir: Path, target: Path) -> None:
+    """Rename a complete checkpoint to `target`, and write its directories to the disk."""
     for folder in (*(path for path in partial_dir.iterdir() if path.is_dir()), partial_dir):
         _sync(folder)
     old = target.with_name(f".{target.name}.old")
@@ -241,11 +292,8 @@ def repair(root: Path) -> None:
             old.rename(target)
         else:
             shutil.rmtree(old)
-    for path in root.glob(".*.part"):
+    for path in (*root.glob(".*.part"), *root.glob(".*.deleted")):
         shutil.rmtree(path)
-    for path in root.glob("*"):
-        if path.name.isdigit() and not (path / MANIFEST).is_file():
-            shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

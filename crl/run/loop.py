@@ -110,6 +110,8 @@ class Measurements:
 
     evaluator: Evaluator
     probe: AdviceProbe
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that results depend on, by dotted key. Results with other settings differ."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """Finished evaluations, by the number of completed steps."""
     probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Measurements:
     def state(self) -> State:
         """Return the results as JSON."""
         return {
+            "settings": dict(self.settings),
             "evaluations": [
                 [step, evaluation_record(evaluation)]
                 for step, evaluation in self.evaluations.items()
@@ -125,10 +128,22 @@ class Measurements:
             "probes": [[step, dict(metrics)] for step, metrics in self.probes.items()],
         }
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: State) -> list[str]:
+        """Load results. Return the keys of settings that differ from those of the results.
+
+        Results with other settings are not loaded.
+        """
+        before = state.get("settings", self.settings)
+        if changed := [
+            key
+            for key in dict.fromkeys((*before, *self.settings))
+            if before.get(key) != self.settings.get(key)
+        ]:
+            return changed
         for step, record in state["evaluations"]:
             self.evaluations[step] = read_evaluation(record)
         self.probes.update(state["probes"])
+        return []
 
 
 @dataclass(frozen=True)
@@ -258,7 +273,8 @@ class TrainingLoop:
         }
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
-                state |= await self.experience.state(saved_states(self.outputs.run.checkpoints))
+                saved = await asyncio.to_thread(saved_states, self.outputs.run.checkpoints)
+                state |= await self.experience.state(saved)
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["environments"] = self.rollouts.environments.metrics()
@@ -274,6 +290,7 @@ class TrainingLoop:
                 self._learners,
                 self.outputs.model_dirs,
                 state,
+                records=[path for path in [self.outputs.run.metrics] if path.exists()],
                 replace=replace,
             )
 
@@ -317,7 +334,11 @@ class TrainingLoop:
         self.warmed_up = state["warmed_up"]
         self.skipped_updates = state["skipped_updates"]
         self.totals = Totals(**state["totals"])
-        self.measurements.load_state(state["measurements"])
+        if changed := self.measurements.load_state(state["measurements"]):
+            self.outputs.monitor.note(
+                f"{', '.join(changed)} changed after the last evaluation: "
+                "the summary is not compared with evaluations before this point"
+            )
         return await self.experience.restore(checkpoint, state) if self.experience else None
 
     async def _step(self, step: int) -> bool:
@@ -383,11 +404,14 @@ class TrainingLoop:
         """Complete a trained step. Run evaluation, probe and checkpoint if they are due.
 
         Evaluation and probe come first. A synchronous run has no rollout in flight then, so no
-        rollout shares a forward pass with an eval episode.
+        rollout shares a forward pass with an eval episode. If they fail, the step is completed all
+        the same, so that a checkpoint can be written.
         """
-        await self._measure_if_due(step + 1)
-        await self.rollouts.collector.complete(step)
-        self.mid_step = False
+        try:
+            await self._measure_if_due(step + 1)
+        finally:
+            await self.rollouts.collector.complete(step)
+            self.mid_step = False
         if self._checkpoint_due(step + 1):
             await self._try_checkpoint()
 

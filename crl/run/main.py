@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from crl.config.load import dump, load_saved
-from crl.config.resume import Change, changes_evaluations
+from crl.config.resume import Change
 from crl.config.schema import RunConfig
 from crl.errors import (
     CheckpointError,
@@ -42,7 +42,7 @@ from crl.protocols import Monitor
 from crl.run import export, resume
 from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.bank import run_bank_source
-from crl.run.checkpoint import latest_checkpoint, read_state, repair
+from crl.run.checkpoint import chosen_checkpoint, latest_checkpoint, read_state, repair
 from crl.run.loop import TrainingLoop
 from crl.run.models import ModelRole, print_to_stderr
 from crl.run.resume import Resumption
@@ -101,17 +101,16 @@ def resume_run(
             print_to_stderr(text)
             run.append_to_log(text)
 
-        resumption = replace(
-            resume.choose(run, step, note),
-            keeps_evaluations=not changes_evaluations(changes),
-        )
+        resumption = resume.choose(run, step, note)
         done = resumption.step - (0 if resumption.is_evaluated else 1)
         if done >= config.run.steps:
             reason = f"the run has completed {counted(resumption.step, 'step')}"
             remedy = f"Extend it with --steps {resumption.step + 1} or more"
             raise ConfigError("run.steps", config.run.steps, reason, remedy)
         started -= read_state(resumption.checkpoint)["seconds"]
-        opening = "\n".join([f"run {run.path}", *(f"  {change}" for change in changes)])
+        saved = load_saved(run_dir)
+        others = resume.unset_changes(saved, hashes(config.prompts.files))
+        opening = "\n".join([f"run {run.path}", *(f"  {change}" for change in (*changes, *others))])
         return _run(config, run, screen, started, opening, resumption)
 
 
@@ -123,6 +122,9 @@ def fork_run(config: RunConfig, source: Path, target: Path, *, step: int | None)
     """
     old = RunDir(source)
     require_free(target)
+    if source.resolve() in target.resolve().parents:
+        reason = f"lies in the run {source}"
+        raise ConfigError("run_dir", str(target), reason, "Choose a directory beside it")
     with old.lock():
         repair(old.checkpoints)
         resumption = resume.choose(old, step, print_to_stderr)
@@ -147,10 +149,11 @@ def export_run(run_dir: Path, target: Path, *, role: str | None, step: int | Non
     `export.export_model` and `export.export_bank` do.
     """
     run, saved = RunDir(run_dir), load_saved(run_dir)
-    checkpoint = resume.choose(run, step, print_to_stderr).checkpoint
     if role is None:
+        checkpoint = resume.choose(run, step, print_to_stderr).checkpoint
         asyncio.run(export.export_bank(saved, run, checkpoint, target))
-    else:
+    else:  # needs no bank
+        checkpoint = chosen_checkpoint(run.checkpoints, step, print_to_stderr)
         export.export_model(saved, checkpoint, role, target)
     return checkpoint
 
@@ -398,14 +401,8 @@ async def _restore(
         command=saved.command,
         lineage=saved.lineage,
     )
-    if rolled_back := await loop.restore(resumption.checkpoint):
-        resume.keep_archive(rolled_back.archive, resumption)
-    if not resumption.keeps_evaluations:
-        loop.measurements.evaluations.clear()
-        loop.outputs.monitor.note(
-            "the eval sets or their temperature have changed: "
-            "the summary is not compared with evaluations before this point"
-        )
+    if await loop.restore(resumption.checkpoint):
+        resume.keep_archives(run, resumption)
 
 
 def open_monitor(config: RunConfig, run: RunDir, screen: Monitor, started: float) -> Monitor:

@@ -8,14 +8,15 @@ of it is kept in RUN/discarded/N. The log keeps its lines.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from crl.config.load import load_saved
+from crl.config.load import SavedRun, load_saved, versions
+from crl.config.models import find_model
 from crl.errors import ConfigError
 from crl.manager.storage.database import copy_database, snapshots
 from crl.manager.storage.store import Store
@@ -23,13 +24,17 @@ from crl.monitor.run_dir import RunDir
 from crl.records import position
 from crl.run.bank import require_bank
 from crl.run.checkpoint import (
-    MANIFEST,
-    checkpoint_of,
+    chosen_checkpoint,
+    complete_steps,
     later_checkpoints,
-    latest_checkpoint,
+    read_manifest,
     read_state,
+    write_manifest,
 )
 from crl.wording import counted
+
+NOT_SHAPE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
+"""Keys of a model's config.json that say nothing about its shape."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,6 @@ class Resumption:
     checkpoint: Path
     discarded: Path
     """Directory of what is taken back. It does not exist if there is nothing."""
-    keeps_evaluations: bool = True
-    """False if evaluations of the run so far cannot be compared with later ones."""
 
     @property
     def step(self) -> int:
@@ -60,11 +63,7 @@ def choose(run: RunDir, step: int | None, note: Callable[[str], object]) -> Resu
     `note` is called with a line of text for every damaged checkpoint that is skipped. Raise
     `ConfigError` if there is no such checkpoint, or if the bank does not have its snapshot.
     """
-    checkpoint = (
-        latest_checkpoint(run.checkpoints, note)
-        if step is None
-        else checkpoint_of(run.checkpoints, step)
-    )
+    checkpoint = chosen_checkpoint(run.checkpoints, step, note)
     state = read_state(checkpoint)
     if "records" not in state:
         raise ConfigError(
@@ -113,11 +112,68 @@ def discard(run: RunDir, resumption: Resumption) -> str:
     return f"{text}; {what} after it {verb} discarded (kept in {target})"
 
 
-def keep_archive(archive: Path | None, resumption: Resumption) -> None:
-    """Move the copy of a bank that was rolled back to the other discarded files."""
-    if archive:
+def keep_archives(run: RunDir, resumption: Resumption) -> None:
+    """Move the copy of a bank that was rolled back to the other discarded files.
+
+    A resume that was killed may have left another one.
+    """
+    for archive in sorted(run.path.glob(f"{run.bank.stem}-before-rollback-*")):
         resumption.discarded.mkdir(parents=True, exist_ok=True)
-        archive.rename(resumption.discarded / "bank.sqlite")
+        target = resumption.discarded / run.bank.name
+        archive.rename(target.with_name(archive.name) if target.exists() else target)
+
+
+def has_moved(run: RunDir) -> Callable[[str, str, str], bool]:
+    """Return a function that tells whether the initial model of a role has moved.
+
+    Its arguments are the role, and the places before and after. There must be no model at the place
+    before, and that at the place after must have the shape of the trained model.
+    """
+
+    def moved(role: str, before: str, after: str) -> bool:
+        trained = [run.checkpoint(step) / role for step in complete_steps(run.checkpoints)]
+        if not trained or _exists(before):
+            return False
+        found = find_model(after, f"{role}.model")
+        return found is not None and _shape(trained[-1]) == _shape(found) is not None
+
+    return moved
+
+
+def _exists(model: str) -> bool:
+    try:
+        return find_model(model, "model") is not None
+    except ConfigError:
+        return False
+
+
+def _shape(model: Path) -> dict[str, Any] | None:
+    """Return what the config.json of a model says about its shape; None without the file."""
+    try:
+        config = json.loads((model / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {key: value for key, value in config.items() if key not in NOT_SHAPE}
+
+
+def unset_changes(saved: SavedRun, prompts: Mapping[str, str]) -> list[str]:
+    """Return what differs from a saved run apart from its settings: prompts and packages.
+
+    `prompts` are the SHA-256 of the prompts now, by name.
+    """
+    now = versions()
+    return [
+        *(
+            f"prompts.{name}: the text has changed"
+            for name, digest in saved.prompts.items()
+            if digest != prompts.get(name)
+        ),
+        *(
+            f"{name}: {before} → {now[name]}"
+            for name, before in saved.versions.items()
+            if name in now and before != now[name]
+        ),
+    ]
 
 
 async def fork(source: RunDir, target: RunDir, checkpoint: Path) -> None:
@@ -136,14 +192,12 @@ async def fork(source: RunDir, target: RunDir, checkpoint: Path) -> None:
             await store.aclose()
         if archive:
             archive.unlink()
-    manifest = json.loads((copy / MANIFEST).read_text("utf-8"))
+    manifest = read_manifest(copy)
     length = manifest["state"]["records"][source.metrics.name]
     with source.metrics.open("rb") as file:
         target.metrics.write_bytes(file.read(length))
     manifest["state"]["records"] = position.position(target)
-    temporary = copy / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest), "utf-8")
-    os.replace(temporary, copy / MANIFEST)
+    write_manifest(copy, manifest)
 
 
 def lineage(source: RunDir, step: int) -> list[Mapping[str, str | int]]:

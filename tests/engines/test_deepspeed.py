@@ -38,6 +38,7 @@ from crl.learners.deepspeed import (
     ZeroSettings,
 )
 from crl.learners.local import LocalLearner
+from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
 from crl.modeling.loading import checksum, load_model, named_weights
@@ -338,6 +339,43 @@ async def test_a_checkpoint_resumes_with_other_ranks_and_another_stage(
             assert resumed.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-4)
+
+
+async def test_a_checkpoint_is_written_while_training_goes_on(model: Path, tmp_path: Path) -> None:
+    """Write to a pipe that nothing reads yet: a step is trained before the writing can end."""
+    async with ranks(model, zero=2) as learner:
+        await learner.step(STEPS[0])
+        await learner.save(before := new_folder(tmp_path / "before"))
+        later = new_folder(tmp_path / "later")
+        os.mkfifo(later / OPTIMIZER_FILE)
+        wait = await learner.prepare_save(later)
+        await learner.step(STEPS[2])
+        assert not learner._ranks[0].written.done()
+        read = await asyncio.to_thread((later / OPTIMIZER_FILE).read_bytes)
+        await asyncio.to_thread(wait)
+        assert read == (before / OPTIMIZER_FILE).read_bytes()
+    saved, expected = ((folder / "model.safetensors").read_bytes() for folder in (later, before))
+    assert saved == expected, "the weights as they were before the step"
+
+
+async def test_a_checkpoint_that_cannot_be_written_leaves_the_ranks_running(
+    model: Path, tmp_path: Path
+) -> None:
+    async with ranks(model) as learner:
+        with pytest.raises(LearnerError, match="rank 0 cannot write the files: "):
+            await learner.save(Path("/dev/null/checkpoint"))
+        await learner.step(STEPS[0])
+        await learner.save(tmp_path)
+    assert (tmp_path / OPTIMIZER_FILE).exists()
+
+
+async def test_a_rank_that_dies_while_it_writes_ends_the_wait(model: Path, tmp_path: Path) -> None:
+    async with ranks(model) as learner:
+        os.mkfifo(tmp_path / OPTIMIZER_FILE)
+        wait = await learner.prepare_save(tmp_path)
+        learner._ranks[0]._process.kill()
+        with pytest.raises(LearnerError, match="the process has ended"):
+            await asyncio.to_thread(wait)
 
 
 async def test_a_saved_model_is_a_hugging_face_model(model: Path, tmp_path: Path) -> None:

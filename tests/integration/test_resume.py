@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +23,7 @@ from crl.monitor.run_dir import RunDir
 from crl.protocols import State
 from crl.records import position
 from crl.run.checkpoint import MANIFEST
+from crl.run.loop import TrainingLoop
 from support.complementary_runs import SIZES, address, dump, log, manifest, rows
 from support.whole_runs import (
     DETERMINISTIC,
@@ -83,9 +84,19 @@ def kill(
     number: signal.Signals = signal.SIGKILL,
 ) -> str:  # fmt: skip
     """Start a run and send a signal to its process when `ready()` is true. Return its output."""
-    command = [sys.executable, "-m", "crl"]
+    return _kill(arguments(run, tasks, sets, steps, 0, "complementary"), ready, number)
+
+
+def kill_resumed(
+    run: Path, ready: Callable[[], bool], number: signal.Signals = signal.SIGKILL
+) -> str:
+    """Resume a run and send a signal to its process when `ready()` is true. Return its output."""
+    return _kill(["resume", str(run), "--plain"], ready, number)
+
+
+def _kill(command: Sequence[str], ready: Callable[[], bool], number: signal.Signals) -> str:
     with subprocess.Popen(
-        [*command, *arguments(run, tasks, sets, steps, 0, "complementary")],
+        [sys.executable, "-m", "crl", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -168,11 +179,13 @@ def test_a_run_killed_at_a_checkpoint(straight: Path, tmp_path: Path) -> None:
     assert_same_run(run, straight, STEPS)
 
 
-def test_a_mixture_killed_between_two_checkpoints(tmp_path: Path) -> None:
+def test_a_mixture_killed_at_a_checkpoint_and_between_two(tmp_path: Path) -> None:
+    """Kill one run twice: at the checkpoint of step 2, and after the next step."""
     tasks, straight, run = ",".join(TASKS), tmp_path / "straight", tmp_path / "run"
     undisturbed(straight, tasks, MIXTURE, 4)
-    kill(run, tasks, MIXTURE, 4, lambda: trained(run) == 3 and "2" in checkpoints(run))
-    resume(run)
+    kill(run, tasks, MIXTURE, 4, lambda: "2" in checkpoints(run))
+    kill_resumed(run, lambda: trained(run) == 3)
+    assert "resuming at step 2" in resume(run)
     assert_same_run(run, straight, 4)
 
 
@@ -201,12 +214,7 @@ def test_an_interrupted_evaluation_is_repeated(straight: Path, tmp_path: Path) -
     """Interrupt a periodic evaluation, and then the final one."""
     run, sets = tmp_path / "run", (*EXACT, "run.eval_every=3")
     kill(run, "room", sets, STEPS, lambda: trained(run) == 3, signal.SIGINT)
-    command = [sys.executable, "-m", "crl", "resume", str(run), "--plain"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while trained(run) < STEPS:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
+    kill_resumed(run, lambda: trained(run) == STEPS, signal.SIGINT)
     resume(run)
     assert [line["step"] for line in metrics(run, "eval")] == [0, 3, 6]
     assert untimed(metrics(run, "eval")[-1]) == untimed(metrics(straight, "eval")[-1])
@@ -222,12 +230,7 @@ def test_nothing_is_lost_or_doubled_in_a_concurrent_run(tmp_path: Path) -> None:
     """Kill a run in the background mode twice, in steps that overlap."""
     run, sets = tmp_path / "run", (*ROOM, "rollout.max_staleness=1", "bank.queue_size=16")
     kill(run, "room", sets, 8, lambda: trained(run) == 3 and "2" in checkpoints(run))
-    command = [sys.executable, "-m", "crl", "resume", str(run), "--plain"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while trained(run) < 6:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
+    kill_resumed(run, lambda: trained(run) >= 6)
     resume(run)
     played = episodes(run)
     assert [line["step"] for line in metrics(run, "train")] == list(range(1, 9))
@@ -322,6 +325,53 @@ def test_evaluations_of_other_sets_are_not_compared(straight: Path, tmp_path: Pa
     assert [line["step"] for line in metrics(run, "eval")] == [0, 6, 7]
 
 
+def test_evaluations_with_other_settings_are_not_compared_in_forks_and_after_a_kill(
+    killed: Path, tmp_path: Path
+) -> None:
+    """The settings changed before the checkpoint was resumed: in the fork, or by a killed resume."""
+    for run, command in (
+        (tmp_path / "fork", ["fork", killed, tmp_path / "fork"]),
+        (tmp_path / "copy", None),
+    ):
+        if command is None:
+            shutil.copytree(killed, run)
+            config = json.loads((run / "config.json").read_text("utf-8"))
+            config["config"]["tasks"]["room"]["max_turns"] = 3
+            (run / "config.json").write_text(json.dumps(config), "utf-8")
+        else:
+            assert crl(*command, "--set", "tasks.room.max_turns=3").exit_code == 0
+        output = resume(run, "--steps", 3)
+        note = "tasks.room.max_turns changed after the last evaluation: the summary is not compared"
+        assert note in output
+        (row,) = [line for line in output.splitlines() if line.startswith("  room seen   without")]
+        assert len(row.split("[")) == 2, "there is one rate with its interval"
+
+
+def test_a_model_that_has_moved(straight: Path, tmp_path: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(straight, run)
+    shutil.copytree(resolve_model("tiny-actor"), model)
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    config["config"]["actor"]["model"] = str(tmp_path / "gone")
+    (run / "config.json").write_text(json.dumps(config), "utf-8")
+    assert "is neither a bundled model nor a directory" in resume(run, "--steps", 7, code=2)
+    output = resume(run, "--steps", 7, "--set", f"actor.model={model}")
+    assert f"actor.model: {tmp_path / 'gone'} → {model}" in output
+    assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_changed_prompts_and_packages_are_named(straight: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    config["prompts"]["distil"] = "0" * 64
+    torch, config["versions"]["torch"] = config["versions"]["torch"], "1.0"
+    (run / "config.json").write_text(json.dumps(config), "utf-8")
+    output = resume(run, "--steps", 7)
+    assert "  prompts.distil: the text has changed\n" in output
+    assert f"  torch: 1.0 → {torch}\n" in output
+
+
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
@@ -337,7 +387,7 @@ def test_evaluations_of_other_sets_are_not_compared(straight: Path, tmp_path: Pa
 def test_settings_that_would_make_another_run(killed: Path, setting: str, reason: str) -> None:
     before = contents(killed)
     error = resume(killed, "--set", setting, code=2)
-    assert f"when a run is resumed: {reason}" in error
+    assert f"in a run that continues: {reason}" in error
     assert contents(killed) == before
 
 
@@ -366,6 +416,19 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
     data[len(data) // 2] ^= 1
     flipped.write_bytes(data)
     assert "its SHA-256 differs" in resume(run, "--from", 6, "--steps", 7, code=2)
+
+
+def test_a_checkpoint_without_a_manifest_is_named_and_kept(straight: Path, tmp_path: Path) -> None:
+    run, fork = tmp_path / "run", tmp_path / "fork"
+    shutil.copytree(straight, run)
+    (lost := run / "checkpoints/6" / MANIFEST).unlink()
+    before = contents(run)
+    result = crl("fork", run, fork)
+    assert f"{lost} is missing: the checkpoint of step 6 is not used" in result.stderr
+    assert (checkpoints(fork), contents(run)) == ({"4"}, before)
+    assert crl("resume", run, "--plain").exit_code == 0
+    assert (run / "discarded/1/checkpoints/6/actor/model.safetensors").is_file()
+    assert_same_run(run, straight, STEPS)
 
 
 def test_a_run_in_progress_is_not_resumed(killed: Path, tmp_path: Path) -> None:
@@ -455,6 +518,28 @@ def test_a_metric_that_was_written_in_part_is_repeated(
     resume(run)
     evaluations = [list(map(untimed, metrics(path, "eval"))) for path in (run, straight)]
     assert evaluations[0] == evaluations[1]
+
+
+def test_a_failed_evaluation_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The periodic evaluation after step 1 fails. No checkpoint was due before."""
+
+    measure = TrainingLoop._measure_if_due
+
+    async def fail_after_step_1(self: TrainingLoop, step: int) -> None:
+        if step == 1:
+            raise RuntimeError("no evaluation")
+        await measure(self, step)
+
+    run, sets = tmp_path / "run", (*EXACT, "run.checkpoint_every=0", "run.eval_every=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_measure_if_due", fail_after_step_1)
+        result = crl(*arguments(run, "room", sets, 2, 0, "complementary"))
+    assert result.exit_code == 1
+    assert "last checkpoint: step 1; continue with" in one_line(result)
+    resume(run)
+    assert [line["step"] for line in metrics(run, "eval")] == [0, 1, 2]
 
 
 def test_lost_metrics_are_noticed(killed: Path, tmp_path: Path) -> None:

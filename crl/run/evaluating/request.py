@@ -24,7 +24,7 @@ from crl.manager.storage.database import active_tasks, check_bank, require_vecto
 from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.protocols import State
-from crl.run.checkpoint import MANIFEST, checkpoint_of, latest_checkpoint, read_state
+from crl.run.checkpoint import chosen_checkpoint, read_manifest, read_state
 
 REFUSED: Mapping[str, str] = {
     r"(method|learner\..*|monitor\..*)": "an evaluation trains nothing",
@@ -108,7 +108,7 @@ class Request:
         """SHA-256 of the files of weights that the checkpoint lists, by relative path."""
         if self.checkpoint is None:
             return {}
-        files = json.loads((self.checkpoint / MANIFEST).read_text("utf-8")).get("files", {})
+        files = read_manifest(self.checkpoint).get("files", {})
         return {
             name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")
         }
@@ -178,11 +178,7 @@ def _of_run(path: Path, options: Options, source: Source, samples: int, note: An
     if options.preset:
         reason = "does not apply to a run, which has its own settings"
         raise ConfigError("preset", options.preset, reason, "Leave it out, or use --set")
-    checkpoint = (
-        latest_checkpoint(run.checkpoints, note)
-        if options.step is None
-        else checkpoint_of(run.checkpoints, options.step)
-    )
+    checkpoint = chosen_checkpoint(run.checkpoints, options.step, note)
     tree = saved.model_dump(mode="json")
     if options.tasks is not None:
         tree["tasks"] = _tasks_of_run(tree["tasks"], options.tasks, checkpoint)

@@ -19,6 +19,14 @@ def test_an_incomplete_last_line_is_after_the_position(tmp_path: Path) -> None:
     assert (tmp_path / "discarded" / "metrics.jsonl").read_bytes() == b'{"st'
 
 
+def test_an_incomplete_line_is_taken_back_from_a_file_that_is_too_short(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.metrics.write_bytes(b'{}\n{"st')
+    discard(run, {"metrics.jsonl": 100}, 0, tmp_path / "discarded")
+    assert run.metrics.read_bytes() == b"{}\n"
+    assert (tmp_path / "discarded" / "metrics.jsonl").read_bytes() == b'{"st'
+
+
 def test_missing_lines_are_noticed(tmp_path: Path) -> None:
     run, saved = RunDir(tmp_path), {"metrics.jsonl": 3}
     warning = f"warning: {run.metrics} has 0 bytes instead of 3: lines are missing"

@@ -23,6 +23,7 @@ from crl.methods.parts.training import SurrogateLoss
 from crl.modeling.loading import load_model, named_weights
 from crl.run.checkpoint import (
     damage,
+    later_checkpoints,
     latest_checkpoint,
     prepare_checkpoint,
     prune_checkpoints,
@@ -62,7 +63,8 @@ async def test_transformers_can_load_a_checkpoint(
     path = await save(learner, tmp_path / "checkpoints", 4, tiny_actor)
     assert path == tmp_path / "checkpoints" / "4"
     manifest = json.loads((path / "manifest.json").read_text())
-    files = manifest.pop("files")
+    files, digest = manifest.pop("files"), manifest.pop("sha256")
+    assert len(digest) == 64
     assert manifest == {"step": 4, "models": ["actor"], "state": STATE}
     assert set(files) == {f"actor/{file.name}" for file in (path / "actor").iterdir()}
     assert files["actor/config.json"]["size"] == (path / "actor" / "config.json").stat().st_size
@@ -187,17 +189,20 @@ async def test_a_checkpoint_holds_the_models_of_the_time_of_its_preparation(
 def checkpoint(root: Path, name: str, *, manifest: bool = True) -> Path:
     (root / name / "actor").mkdir(parents=True)
     if manifest:
-        (root / name / "manifest.json").write_text("{}")
+        (root / name / "manifest.json").write_text('{"state": {}}')
     return root / name
 
 
 def test_the_newest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path: Path) -> None:
     for name in ("2", "9", "10"):
         checkpoint(tmp_path, name)
-    checkpoint(tmp_path, "80", manifest=False)
+    lost = checkpoint(tmp_path, "80", manifest=False) / "manifest.json"
     checkpoint(tmp_path, ".90.part")
     checkpoint(tmp_path, "best")
-    assert latest_checkpoint(tmp_path, print) == tmp_path / "10"
+    notes: list[str] = []
+    assert latest_checkpoint(tmp_path, notes.append) == tmp_path / "10"
+    assert notes == [f"{lost} is missing: the checkpoint of step 80 is not used"]
+    assert [path.name for path in later_checkpoints(tmp_path, 9)] == ["10", "80"]
 
 
 def test_a_run_without_a_checkpoint_is_a_config_error(tmp_path: Path) -> None:
@@ -273,9 +278,43 @@ def test_what_a_killed_process_left_is_repaired(tmp_path: Path) -> None:
     checkpoint(tmp_path, ".1.old")  # killed after both renames
     checkpoint(tmp_path, ".2.old")  # killed between the two renames
     checkpoint(tmp_path, ".3.part")
-    checkpoint(tmp_path, "4", manifest=False)  # killed while it was deleted
+    checkpoint(tmp_path, ".4.deleted", manifest=False)  # killed while it was deleted
+    checkpoint(tmp_path, "5", manifest=False)  # damaged; its models may still be of use
     repair(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "5"}
+
+
+def test_a_checkpoint_is_renamed_before_it_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed in between leaves no directory that looks like a damaged one."""
+    for step in (1, 2):
+        checkpoint(tmp_path, str(step))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    prune_checkpoints(tmp_path, keep_last=1, keep_every=0)
+    assert {path.name for path in tmp_path.iterdir()} == {".1.deleted", "2"}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "7", '{"state": 1}', '{"state": {}, "files"'])
+def test_a_manifest_without_a_state_is_damaged(text: str, tmp_path: Path) -> None:
+    (checkpoint(tmp_path, "1") / "manifest.json").write_text(text)
+    assert damage(tmp_path / "1").startswith(f"{tmp_path / '1' / 'manifest.json'} cannot be read (")
+    assert saved_states(tmp_path) == []
+
+
+async def test_a_changed_manifest_is_damaged(
+    learner: LocalLearner, tmp_path: Path, tiny_actor: Path
+) -> None:
+    path = await write(
+        tmp_path, 1, {"actor": learner}, {"actor": tiny_actor}, {"é": [1, None, 0.1]}
+    )
+    assert damage(path) == ""
+    assert read_state(path) == {"é": [1, None, 0.1]}
+    text = (path / "manifest.json").read_text("utf-8")
+    (path / "manifest.json").write_text(text.replace("0.1", "0.2"), "utf-8")
+    assert damage(path) == (
+        f"{path / 'manifest.json'} has changed since it was written (its SHA-256 differs)"
+    )
 
 
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
