@@ -12,6 +12,7 @@ the lag without work, which is that of the machine.
 * minibatches: advantages and minibatches of the actor's training step
 * samples: the samples are pickled for the ranks of a DeepSpeed learner
 * prompt: a first prompt of 65,000 tokens is rendered
+* checkpoint: the manifest of a run of 1,000 steps with 48 groups each is written
 * bank: the experiences of all episodes are credited, and the episodes are queued for distillation
 """
 
@@ -47,6 +48,7 @@ from crl.prompts import prompt
 from crl.protocols import Rerender
 from crl.records.shards import write_shard
 from crl.rollout.crediting import credit_and_submit
+from crl.run.checkpoint import write_manifest
 from crl.run.main import frozen_heap, short_thread_turns
 from crl.types import (
     Activity,
@@ -62,6 +64,8 @@ from crl.types import (
 
 EPISODES, TOKENS, TURNS = 384, 8_000, 20
 LONG_PROMPT_TOKENS = 65_000
+STEPS, GROUPS, GAP = 1_000, 48, ("webshop", "find me trail mix, fair trade, non gmo", 0.25)
+"""Steps, groups of a step, and the record of a group in the manifest of a checkpoint."""
 
 Work = Callable[[], Awaitable[object]]
 
@@ -151,12 +155,16 @@ def computations(
         assert conversation.is_long, "a run renders it in a thread"
         return conversation.prompt()
 
+    steps = STEPS * len(batch) // EPISODES
+    manifest = {"state": {"diagnostics": {"gaps": [[GAP] * GROUPS] * steps}}}
+    (folder / "7").mkdir()
     return {
         "records": partial(write_shard, folder / "episodes", 7, batch),
         "metrics": partial(rollout_metrics, batch, 7),
         "minibatches": minibatches,
         "samples": partial(pickle.dumps, [t.traces for t in batch]),
         "prompt": long_prompt,
+        "checkpoint": partial(write_manifest, folder / "7", manifest),
     }
 
 

@@ -342,17 +342,19 @@ def _shapes(config: RunConfig) -> dict[str, ModelShape]:
 def _memory(config: RunConfig) -> Finding:
     """Check the machine's memory.
 
-    It must hold offloaded optimizers, published weights, and models that starting ranks copy.
+    It must hold offloaded optimizers, published weights, and either models that starting ranks copy
+    or the copies for a checkpoint.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offloaded = sum(
         LEARNERS[config.learner.kind].host_bytes(config.learner, shape)
         for shape in _shapes(config).values()
     )
-    needed = offloaded + _published_bytes(config, _weight_bytes(config)) + _starting_bytes(config)
+    needed = offloaded + _published_bytes(config, _weight_bytes(config))
+    needed += max(_starting_bytes(config), _checkpoint_bytes(config))
     text = (
-        f"{total / GIB:.1f} GiB; offloaded optimizers, published weights and starting learners "
-        f"need {needed / GIB:.1f} GiB"
+        f"{total / GIB:.1f} GiB; offloaded optimizers, published weights, and starting learners or "
+        f"copies for a checkpoint need {needed / GIB:.1f} GiB"
     )
     if total >= max(2 * GIB, needed / MAX_MEMORY_SHARE):
         return Finding("memory", "ok", text)
@@ -373,7 +375,7 @@ def _disk(config: RunConfig, directory: Path) -> Finding:
     least.
     """
     free = shutil.disk_usage(directory).free
-    needed = max(GIB, 2 * CHECKPOINT_BYTES * sum(s.parameters for s in _shapes(config).values()))
+    needed = max(GIB, 2 * _checkpoint_bytes(config))
     text = f"{free / GIB:.1f} GiB free in {directory}, two checkpoints need {needed / GIB:.1f} GiB"
     status = "ok" if free >= 2 * needed else "warn" if free >= needed else "fail"
     return Finding(
@@ -382,6 +384,11 @@ def _disk(config: RunConfig, directory: Path) -> Finding:
         text,
         "" if status == "ok" else "Free some space, or give a --run-dir on another disk",
     )
+
+
+def _checkpoint_bytes(config: RunConfig) -> int:
+    """Return the bytes of a checkpoint of all models. Learners copy them to host memory first."""
+    return CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config).values())
 
 
 def _shared_memory(config: RunConfig, directory: Path) -> Finding:

@@ -209,16 +209,18 @@ def damage(checkpoint: Path) -> str:
     return ""
 
 
-def saved_states(root: Path) -> list[State]:
-    """Return the states of all complete checkpoints under `root` (RUN/checkpoints).
+def saved_snapshots(root: Path, known: Mapping[int, int]) -> dict[int, int]:
+    """Return the bank's snapshot of every complete checkpoint under `root`, by step.
 
-    Checkpoints with a damaged manifest are left out.
+    Only manifests of steps that `known` lacks are read. Checkpoints without a bank, or with a
+    damaged manifest, are left out.
     """
-    states = []
+    found: dict[int, int] = {}
     for path in _complete_checkpoints(root):
-        with suppress(OSError, ValueError):  # a damaged manifest
-            states.append(read_state(path))
-    return states
+        step = int(path.name)
+        with suppress(OSError, ValueError, KeyError):
+            found[step] = known[step] if step in known else read_state(path)["bank"]
+    return found
 
 
 def complete_steps(root: Path) -> list[int]:

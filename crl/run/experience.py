@@ -322,16 +322,13 @@ class ExperiencePipeline:
     def learners(self) -> dict[str, Learner]:
         return {"extractor": self.trainer.learner} if self.trainer else {}
 
-    async def state(self, saved: Iterable[State]) -> State:
+    async def state(self, kept: Iterable[int]) -> State:
         """Return the state for a checkpoint: a new snapshot of the bank and the extractor's state.
 
-        `saved` holds the states of the existing checkpoints. The bank keeps their snapshots and
-        deletes all others.
+        `kept` are the snapshots of the existing checkpoints. The bank deletes all others.
         """
         state: State = {
-            "bank": await self.manager.snapshot(
-                kept=[saved_state["bank"] for saved_state in saved]
-            ),
+            "bank": await self.manager.snapshot(kept=list(kept)),
             "mark": self._settings.run_name,
             "manager": self.manager.state(),
             "diagnostics": self.diagnostics.state(),

@@ -41,7 +41,7 @@ from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, Tas
 from crl.records.position import position
 from crl.records.writer import EpisodeWriter
 from crl.rollout.collector import Collector
-from crl.run.checkpoint import prepare_checkpoint, prune_checkpoints, read_state, saved_states
+from crl.run.checkpoint import prepare_checkpoint, prune_checkpoints, read_state, saved_snapshots
 from crl.run.critic import CriticParts
 from crl.run.experience import ExperiencePipeline
 from crl.run.supervision.mismatch import MismatchDetector
@@ -202,6 +202,8 @@ class TrainingLoop:
         self._mismatch = MismatchDetector("actor", outputs.monitor)
         self._checkpoint_time = time.monotonic()
         self._tasks = TaskGroup()
+        self._snapshots: dict[int, int] = {}
+        """The bank's snapshots that checkpoints refer to, by step."""
         self._writing: asyncio.Task[None] | None = None
         """Task that writes a checkpoint while the run continues."""
 
@@ -273,8 +275,11 @@ class TrainingLoop:
         }
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
-                saved = await asyncio.to_thread(saved_states, self.outputs.run.checkpoints)
-                state |= await self.experience.state(saved)
+                self._snapshots = await asyncio.to_thread(
+                    saved_snapshots, self.outputs.run.checkpoints, self._snapshots
+                )
+                state |= await self.experience.state(self._snapshots.values())
+                self._snapshots[self.completed_steps] = state["bank"]
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["environments"] = self.rollouts.environments.metrics()

@@ -295,7 +295,7 @@ def test_the_lag_of_the_event_loop_is_measured_for_every_part(tmp_path: Path):
     command = [sys.executable, script, "--quick", "--repetitions", "1", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = json.loads(out.read_text("utf-8"))["rows"]
-    parts = ["idle", "records", "metrics", "minibatches", "samples", "prompt", "bank"]
+    parts = ["idle", "records", "metrics", "minibatches", "samples", "prompt", "checkpoint", "bank"]
     assert [row["part"] for row in rows] == parts
     for row in rows:
         assert 0 < row["p50"] <= row["p99"] <= row["max"]

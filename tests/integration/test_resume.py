@@ -328,7 +328,7 @@ def test_evaluations_of_other_sets_are_not_compared(straight: Path, tmp_path: Pa
 def test_evaluations_with_other_settings_are_not_compared_in_forks_and_after_a_kill(
     killed: Path, tmp_path: Path
 ) -> None:
-    """The settings changed before the checkpoint was resumed: in the fork, or by a killed resume."""
+    """The settings changed before the run was resumed: in the fork, or by a killed resume."""
     for run, command in (
         (tmp_path / "fork", ["fork", killed, tmp_path / "fork"]),
         (tmp_path / "copy", None),

@@ -177,7 +177,7 @@ class Soak:
             flush=True,
             file=sys.stderr,
         )
-        self._check_end(name, fault, clean=code in (0, 1))
+        self._check_end(name, fault, clean=code in (0, 1, 130))
         output = self._output_path.read_bytes()[printed:].decode("utf-8", "replace")
         if not (expected := is_expected(code, faults, output, self.stack)):
             self.report.problems.append(f"exit code {code} after {faults}: {last_line(output)}")

@@ -29,7 +29,7 @@ from crl.run.checkpoint import (
     prune_checkpoints,
     read_state,
     repair,
-    saved_states,
+    saved_snapshots,
 )
 
 STATE = {"learner": {"version": 3}, "source": {"drawn": 8}}
@@ -121,14 +121,16 @@ async def test_saving_twice_changes_nothing(
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
 
 
-async def test_states_of_complete_checkpoints(
+async def test_snapshots_of_complete_checkpoints(
     learner: LocalLearner, tmp_path: Path, tiny_actor: Path
 ) -> None:
-    assert saved_states(tmp_path) == []
+    assert saved_snapshots(tmp_path, {7: 70}) == {}
     for step in (1, 2):
-        await save(learner, tmp_path, step, tiny_actor)
-    checkpoint(tmp_path, "3", manifest=False)
-    assert saved_states(tmp_path) == [STATE, STATE]
+        await write(tmp_path, step, {"actor": learner}, {"actor": tiny_actor}, {"bank": 10 * step})
+    await save(learner, tmp_path, 3, tiny_actor)  # a run without a bank
+    checkpoint(tmp_path, "4", manifest=False)
+    assert saved_snapshots(tmp_path, {}) == {1: 10, 2: 20}
+    assert saved_snapshots(tmp_path, {2: 99, 7: 70}) == {1: 10, 2: 99}, "only step 1 is read"
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -299,7 +301,7 @@ def test_a_checkpoint_is_renamed_before_it_is_deleted(
 def test_a_manifest_without_a_state_is_damaged(text: str, tmp_path: Path) -> None:
     (checkpoint(tmp_path, "1") / "manifest.json").write_text(text)
     assert damage(tmp_path / "1").startswith(f"{tmp_path / '1' / 'manifest.json'} cannot be read (")
-    assert saved_states(tmp_path) == []
+    assert saved_snapshots(tmp_path, {}) == {}
 
 
 async def test_a_changed_manifest_is_damaged(
@@ -326,4 +328,4 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     assert note.startswith(f"{tmp_path / '2' / 'manifest.json'} cannot be read (")
     assert note.endswith("): the checkpoint of step 2 is not used")
     (tmp_path / "1" / "manifest.json").write_text('{"state": {"bank": 7}}')
-    assert saved_states(tmp_path) == [{"bank": 7}]
+    assert saved_snapshots(tmp_path, {}) == {1: 7}
