@@ -350,7 +350,8 @@ async def test_a_checkpoint_is_written_while_training_goes_on(model: Path, tmp_p
         os.mkfifo(later / OPTIMIZER_FILE)
         wait = await learner.prepare_save(later)
         await learner.step(STEPS[2])
-        assert not learner._ranks[0].written.done()
+        written = learner._ranks[0].written
+        assert written and not written.done()
         read = await asyncio.to_thread((later / OPTIMIZER_FILE).read_bytes)
         await asyncio.to_thread(wait)
         assert read == (before / OPTIMIZER_FILE).read_bytes()
@@ -373,7 +374,9 @@ async def test_a_rank_that_dies_while_it_writes_ends_the_wait(model: Path, tmp_p
     async with ranks(model) as learner:
         os.mkfifo(tmp_path / OPTIMIZER_FILE)
         wait = await learner.prepare_save(tmp_path)
-        learner._ranks[0]._process.kill()
+        process = learner._ranks[0]._process
+        assert process is not None
+        process.kill()
         with pytest.raises(LearnerError, match="the process has ended"):
             await asyncio.to_thread(wait)
 

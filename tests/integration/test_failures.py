@@ -168,10 +168,10 @@ def test_an_unexpected_failure_of_a_checkpoint_ends_the_run_while_the_actor_trai
     busy = Busy(monkeypatch, "actor", checkpoints=(1, 2))
     original = checkpoint._finish
 
-    def finish(partial_dir: Path, target: Path, manifest: str) -> None:
+    def finish(partial_dir: Path, target: Path) -> None:
         if target.name == "2" and busy.begun.wait(60):
             raise TypeError("no JSON")
-        original(partial_dir, target, manifest)
+        original(partial_dir, target)
 
     monkeypatch.setattr(checkpoint, "_finish", finish)
     check(busy, "TypeError: no JSON", tmp_path / "run", capfd)
