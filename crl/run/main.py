@@ -376,6 +376,7 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             config.run.seed,
             config.run.steps,
             interrupted=loop.stop.is_set(),
+            actor_updated=loop.actor.engine.version > 0,
         ),
         experience=await experience_report(loop, run.bank),
     )
