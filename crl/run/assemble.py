@@ -125,7 +125,7 @@ async def _training_loop(
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
         checkpoint=checkpoint, progress_bar=progress_bar,
-        on_distilled=supervisor.watchdog.progress,
+        on_progress=supervisor.watchdog.progress,
     )  # fmt: skip
     retriever = experience.retriever if experience else retriever_override or NullRetriever()
     runner = replace(

@@ -8,7 +8,9 @@ this process can end too.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from crl.monitor.files import FileMonitor
 from crl.run import checkpoint, loop
 from crl.run.loop import TrainingLoop
 from crl.run.supervision import ending
+from crl.run.supervision.watchdog import Watchdog
 from support.complementary_runs import train
 from support.whole_runs import crl, metrics
 
@@ -227,3 +230,17 @@ def check(busy: Busy, cause: str, run: Path, capfd: pytest.CaptureFixture[str]) 
     assert "Traceback (most recent call last)" in log
     assert cause in log
     assert metrics(run, "train")
+
+
+def test_training_of_the_extractor_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers, progress = Counter[str](), Watchdog.progress
+
+    def counted(watchdog: Watchdog) -> None:
+        callers[sys._getframe(1).f_code.co_name] += 1
+        progress(watchdog)
+
+    monkeypatch.setattr(Watchdog, "progress", counted)
+    train(tmp_path / "run", *SETS, steps=8)
+    assert callers["_train_batch"] == len(metrics(tmp_path / "run", "extractor")) > 0

@@ -576,8 +576,10 @@ def test_a_run_in_which_nothing_finishes_reports_where_it_waits(tmp_path: Path) 
     log = (run / "log.txt").read_text()
     assert re.search(r"\d+ × .*: crl/envs/hosting/threads\.py:\d+ in \w+, for \d+ s", log), log
     assert "crl/failures.py" not in log.split("nothing has finished")[1]
+    assert re.search(r"environments: stuck: 8 in step, the longest for \d+ s\n", log), log
     for line in (
         "0 of 1 steps completed",
+        "rollouts: the next group is 0; groups up to 3 may start (0 steps completed, max_s",
         "environments: 8 environments in use, 0 failed, 0 replaced",
         "actor engine: 0 requests in flight, 0 of them not begun",
     ):
