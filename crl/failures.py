@@ -30,7 +30,7 @@ def reporting(report: Report) -> Iterator[None]:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an error of the body, which ends the run."""
+    """Report an error of the body, which ends the run, unless the body is being cancelled."""
     try:
         yield
     except BaseException as error:
@@ -39,7 +39,12 @@ def reported() -> Iterator[None]:
 
 
 class TaskGroup(asyncio.TaskGroup):
-    """`asyncio.TaskGroup` for work whose errors end the run."""
+    """`asyncio.TaskGroup` for work whose errors end the run.
+
+    An error of a task that is being cancelled is not reported. The task is cancelled because of an
+    earlier error, which has been reported, or because the run is interrupted. An interrupted run
+    has the time that it needs to write its checkpoint.
+    """
 
     def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
         task = super().create_task(*args, **kwargs)
@@ -56,10 +61,14 @@ class TaskGroup(asyncio.TaskGroup):
 
 def _ended(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _failed(error)
+        _failed(error, task)
 
 
-def _failed(error: BaseException) -> None:
+def _failed(error: BaseException, task: asyncio.Task[Any] | None = None) -> None:
+    """Report an error of `task`, by default of the current one."""
     report = _report.get()
-    if report and not isinstance(error, asyncio.CancelledError):
+    if not report or isinstance(error, asyncio.CancelledError):
+        return
+    task = task or asyncio.current_task()
+    if not (task and task.cancelling()):
         report(error)

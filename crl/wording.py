@@ -11,3 +11,16 @@ def counted(n: int, singular: str, plural: str | None = None) -> str:
 def device_text(device: str) -> str:
     """Return a setting of a device for people."""
     return "cuda if available, else cpu" if device == "auto" else device
+
+
+def printable(line: str) -> str:
+    """Return the line with an escape for every character that is not printable.
+
+    A terminal would interpret or hide these characters.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def printable_lines(text: str) -> str:
+    """Return the text with escapes as `printable`. Line breaks are kept, and tabs are expanded."""
+    return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from crl.cli.draw import one_line, printable
+from crl.cli.draw import one_line
 from crl.cli.output import table
 from crl.intervals import plus_minus
 from crl.manager.inspection.reading import (
@@ -29,7 +29,7 @@ from crl.manager.inspection.reading import (
     pooled_lift,
 )
 from crl.types import Lift
-from crl.wording import counted
+from crl.wording import counted, printable
 
 MAX_LISTED = 10
 """Number of episodes, questions and versions that `show` lists."""

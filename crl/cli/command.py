@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from crl.errors import ConfigError, CrlError
+from crl.wording import printable
 
 Choices = TypeVar("Choices", bound=StrEnum)
 
@@ -127,6 +128,4 @@ def metavar(choices: type[StrEnum]) -> str:
 
 def _print_error(error: Exception) -> None:
     """Print the error on stderr, as one line."""
-    from crl.cli.draw import printable
-
     typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)

@@ -38,7 +38,6 @@ from crl.cli.draw import (
     flow,
     format_number,
     one_line,
-    printable,
     sparkline,
 )
 from crl.intervals import plus_minus
@@ -55,6 +54,7 @@ from crl.monitor.snapshot import (
 )
 from crl.protocols import Metrics, Monitor
 from crl.types import Experience, lift_order
+from crl.wording import printable, printable_lines
 
 REFRESH_PER_S = 4
 """Number of redraws per second."""
@@ -636,11 +636,7 @@ class Dashboard(Monitor):
 
 def _write(stream: IO[str], text: str) -> None:
     """Print a text with escapes."""
-    print(
-        "\n".join(printable(line.expandtabs()) for line in text.split("\n")),
-        file=stream,
-        flush=True,
-    )
+    print(printable_lines(text), file=stream, flush=True)
 
 
 class LineStream(io.TextIOBase):

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from rich.text import Text
 
 from crl.monitor.snapshot import Series
+from crl.wording import printable
 
 LABEL_WIDTH = 10
 """Width of the label column."""
@@ -17,14 +18,6 @@ GUIDED, FREE, GOOD, BAD, DIM = "green", "cyan", "bold", "bold red", "dim"
 
 
 # ── text ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def printable(line: str) -> str:
-    """Return the line with an escape for every character that is not printable.
-
-    A terminal would interpret or hide these characters.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def one_line(text: str, limit: int) -> str:

@@ -19,6 +19,7 @@ import typer
 
 from crl.cli.command import command
 from crl.errors import ConfigError
+from crl.wording import printable
 
 TEMPLATES = Path(__file__).parent / "templates" / "new_task"
 
@@ -43,8 +44,6 @@ def new_task(
 
     The files are a task file, an environment and tests.
     """
-    from crl.cli.draw import printable
-
     if "," in str(folder):
         raise ConfigError(
             "--dir",

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from crl.wording import printable
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
 Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Maximum number of rows; 0 = all.")]
 
@@ -51,8 +53,6 @@ def terminal_width() -> int | None:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines, with an escape for every character that is not printable."""
-    from crl.cli.draw import printable
-
     for line in lines:
         typer.echo(printable(line))
 

@@ -18,7 +18,7 @@ from crl.cli.command import chosen, command, metavar
 from crl.errors import ConfigError, CrlError, RolloutError
 from crl.seeds import generator
 from crl.types import Observation, Segment, StepResult, Task
-from crl.wording import counted
+from crl.wording import counted, printable_lines
 
 if TYPE_CHECKING:
     from crl.config import TaskConfig
@@ -100,9 +100,7 @@ def _read() -> str:
 
 def _show(text: str) -> None:
     """Print a text with escapes, followed by an empty line."""
-    from crl.cli.draw import printable
-
-    typer.echo("\n".join(printable(line.expandtabs()) for line in text.split("\n")) + "\n")
+    typer.echo(printable_lines(text) + "\n")
 
 
 def _outcome(played: PlayedEpisode) -> str:

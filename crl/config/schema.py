@@ -102,12 +102,14 @@ class RunSection(Section):
     """Maximum share of a task's last 256 episodes that may end with an error.
 
     The run ends above it, from 64 episodes on. It always ends if the first 16 episodes of a task
-    all fail.
+    all fail, or if no episode of a task has worked by the end of a step. Episodes are counted in
+    the order of their starts.
     """
     stall_seconds: Annotated[float, Field(ge=0)] = 600.0
     """Seconds without a finished episode, training step or distillation until a warning. 0 = never.
 
-    log.txt then says which part of the run waits for what.
+    log.txt then says which part of the run waits for what, or has the stack of a blocked event
+    loop.
     """
     stall_ends_run: bool = False
     """True: a run without progress for stall_seconds ends with an error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from crl.errors import ConfigError
 from crl.protocols import Metrics, Monitor
 from crl.types import Experience, Trajectory
 
@@ -19,6 +20,18 @@ class FanOut(Monitor):
 
     def __init__(self, files: Monitor, sinks: Mapping[str, Monitor]) -> None:
         self._files, self._sinks = files, dict(sinks)
+
+    def add(self, name: str, open_sink: Callable[[], Monitor]) -> None:
+        """Open a sink and add it. One that cannot be opened is dropped with the same warning.
+
+        Raise `ConfigError` if the user has to fix the cause.
+        """
+        try:
+            self._sinks[name] = open_sink()
+        except ConfigError:
+            raise
+        except Exception as error:  # its type depends on the library of the sink
+            self._warn(name, error)
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         self._forward(lambda monitor: monitor.log(step, kind, metrics))
@@ -54,6 +67,9 @@ class FanOut(Monitor):
         sink = self._sinks.pop(name)
         with suppress(Exception):
             sink.close()
+        self._warn(name, error)
+
+    def _warn(self, name: str, error: Exception) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         self.note(
             f"warning: the sink {name} failed and gets no further metrics ({reason}). The files of "

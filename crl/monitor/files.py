@@ -36,7 +36,7 @@ class FileMonitor(Monitor):
         self._deterministic = deterministic
         self._started = time.monotonic() if started is None else started
         self._metrics = run.metrics.open("a", encoding="utf-8")
-        self._log = run.log.open("a", encoding="utf-8")
+        self._log = run.open_log()
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         """Write a line of metrics.

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from typing import TextIO
 
 from crl.protocols import Metrics, Monitor
+from crl.wording import printable_lines
 
 Columns = tuple[tuple[str, str, str], ...]
 """Cells of a line: (label, metric, format). A metric that is missing is left out."""
@@ -212,7 +213,7 @@ def _format_value(value: float | int | str | None, spec: str) -> str:
 
 
 class PlainMonitor(Monitor):
-    """`Monitor` that prints log lines and notes.
+    """`Monitor` that prints log lines and notes, with escapes for unprintable characters.
 
     `steps`: length of the run. `stream`: output, by default stdout.
     """
@@ -224,7 +225,7 @@ class PlainMonitor(Monitor):
         self.note(render_line(step, kind, metrics, steps=self._steps))
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable_lines(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         discard_unwritable(self._stream)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from crl.errors import ConfigError
 
@@ -57,9 +58,16 @@ class RunDir:
                 ) from error
             yield
 
+    def open_log(self) -> TextIO:
+        """Open log.txt to append text. Lone surrogates, which UTF-8 does not have, are escaped.
+
+        All other characters are written as they are, so a terminal may interpret them.
+        """
+        return self.log.open("a", encoding="utf-8", errors="backslashreplace")
+
     def append_to_log(self, text: str) -> None:
         """Append lines to log.txt. Raise `OSError` if the file cannot be written."""
-        with self.log.open("a", encoding="utf-8") as stream:
+        with self.open_log() as stream:
             stream.write(text if text.endswith("\n") else text + "\n")
 
     def new_discarded(self) -> Path:

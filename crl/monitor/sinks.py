@@ -7,6 +7,7 @@ module of a sink is imported only to open the sink.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from crl.config.schema import MonitorSection, RunConfig
@@ -15,22 +16,24 @@ from crl.monitor.run_dir import RunDir
 from crl.protocols import Monitor
 
 
-def _open_tensorboard(config: RunConfig, run: RunDir) -> Monitor:
+def _open_tensorboard(config: RunConfig, run: RunDir, completed_steps: int | None) -> Monitor:
     from crl.monitor.tensorboard import TensorBoardMonitor
 
-    return TensorBoardMonitor(run.path / "tensorboard")
+    return TensorBoardMonitor(run.path / "tensorboard", completed_steps)
 
 
-def _open_wandb(config: RunConfig, run: RunDir) -> Monitor:
+def _open_wandb(config: RunConfig, run: RunDir, completed_steps: int | None) -> Monitor:
     from crl.monitor.wandb import WandbMonitor
 
     return WandbMonitor(config.monitor.wandb, run.path, config.model_dump())
 
 
-SINKS: Mapping[str, Callable[[RunConfig, RunDir], Monitor]] = MappingProxyType(
+SINKS: Mapping[str, Callable[[RunConfig, RunDir, int | None], Monitor]] = MappingProxyType(
     {"tensorboard": _open_tensorboard, "wandb": _open_wandb}
 )
 """Function that opens each sink, by name.
+
+Its last argument is the step at which the run is resumed; None for a new run.
 
 The name is that of the setting in `MonitorSection`, of the extra and of its package. An empty or
 false setting means that the sink is off.
@@ -43,12 +46,17 @@ def require_sinks(section: MonitorSection) -> None:
         require_package(name, f"monitor.{name}", getattr(section, name))
 
 
-def open_sinks(config: RunConfig, run: RunDir) -> dict[str, Monitor]:
-    """Return the monitors of the run's sinks by name.
+def sinks(
+    config: RunConfig, run: RunDir, completed_steps: int | None = None
+) -> dict[str, Callable[[], Monitor]]:
+    """Return a function for each of the run's sinks, by name. It opens the sink.
 
-    Raise `ConfigError` if one cannot be imported.
+    `completed_steps` is the step at which the run is resumed; None for a new run. The functions
+    raise `ConfigError` if the sink cannot be imported, and other errors of its library.
     """
-    return {name: SINKS[name](config, run) for name in _chosen(config.monitor)}
+    return {
+        name: partial(SINKS[name], config, run, completed_steps) for name in _chosen(config.monitor)
+    }
 
 
 def _chosen(section: MonitorSection) -> Iterator[str]:

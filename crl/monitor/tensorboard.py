@@ -16,13 +16,17 @@ from crl.protocols import Metrics, Monitor
 class TensorBoardMonitor(Monitor):
     """`Monitor` that writes event files under `folder`.
 
+    `completed_steps`: step at which a run is resumed; TensorBoard hides later points of earlier
+    files. None for a new run.
+
     Raise `ConfigError` if TensorBoard is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, completed_steps: int | None = None) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import (
                 Event,  # pyright: ignore[reportAttributeAccessIssue]
+                SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
             )
             from tensorboard.compat.proto.summary_pb2 import (
                 Summary,  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,6 +40,11 @@ class TensorBoardMonitor(Monitor):
             raise ConfigError("monitor.tensorboard", True, reason, remedy) from error
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
+        if completed_steps is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=completed_steps + 1, session_log=start)
+            )
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         scalars = [

@@ -97,10 +97,11 @@ class Collector:
             self._changed.notify_all()
 
     def details(self) -> list[str]:
-        """Return lines on the groups in flight."""
+        """Return lines on the groups in flight, and on those that may start."""
         return [
             f"{counted(len(self._gate.running), 'group')} in flight, "
-            f"{counted(len(self._groups), 'finished group')} waiting for training"
+            f"{counted(len(self._groups), 'finished group')} waiting for training",
+            self._gate.details(),
         ]
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +41,13 @@ from crl.types import (
 
 A = TypeVar("A")
 B = TypeVar("B")
+
+Report = Callable[[RolloutError | None], object]
+"""Function that is called once at the end of an episode, with its error."""
+
+
+def _unobserved(task: str) -> AbstractContextManager[Report]:
+    return nullcontext(lambda error: None)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,11 @@ class EpisodeRunner:
     """Limits by task name."""
     judge: Judge = field(default_factory=AcceptAll)
     """Critic of retrieved experience."""
-    on_finished: Callable[[str, RolloutError | None], object] = lambda task, error: None
-    """Function that is called with the task's name and the error of every finished episode."""
+    observe: Callable[[str], AbstractContextManager[Report]] = _unobserved
+    """Function that is called with the task's name at the start of every episode.
+
+    The context lasts until the end of the episode.
+    """
 
     def join(self, key: EpisodeKey) -> None:
         """Register an episode for which `play` will be called."""
@@ -179,14 +190,16 @@ class EpisodeRunner:
         Raise every exception that is not a `RolloutError`.
         """
         try:
-            try:
-                conversation, record = await self._attempt(key, task, plan)
-            except TransientError:
-                conversation, record = await self._attempt(key, task, plan, last_attempt=True)
+            with self.observe(task.name) as report:
+                try:
+                    conversation, record = await self._attempt(key, task, plan, report)
+                except TransientError:
+                    conversation, record = await self._attempt(
+                        key, task, plan, report, last_attempt=True
+                    )
         finally:
             self.decoding.sampler.leave(key.session)
             self.judge.leave(key)
-        self.on_finished(task.name, record.error)
         trajectory = Trajectory(
             task, key.address, plan.condition, conversation.segments, conversation.traces,
             record.outcome(), record.activity(), record.guidance(),
@@ -198,22 +211,27 @@ class EpisodeRunner:
         )
 
     async def _attempt(
-        self, key: EpisodeKey, task: Task, plan: RolloutPlan, *, last_attempt: bool = False
-    ) -> tuple[Conversation, EpisodeRecord]:
-        """Return the episode as far as it was played.
+        self, key: EpisodeKey, task: Task, plan: RolloutPlan, report: Report,
+        *, last_attempt: bool = False,
+    ) -> tuple[Conversation, EpisodeRecord]:  # fmt: skip
+        """Return the episode as far as it was played, after a report of its end.
 
         Raise `TransientError`, unless this is the last attempt or the episode is in overtime.
         """
         limits = self.limits[task.name]
         conversation = Conversation(self.decoding.renderer, limits.window)
         record = EpisodeRecord(limits.max_turns)
-        try:
-            await self._play(key, task, plan, conversation, record)
-        except RolloutError as error:
-            # In overtime the episode is already finished. Only its record ends here.
-            if isinstance(error, TransientError) and not (last_attempt or record.in_overtime):
-                raise
-            record.error = None if record.in_overtime else error
+        async with AsyncExitStack() as stack:
+            try:
+                environment = await self.pool.acquire(task)
+                stack.push_async_callback(self.pool.release, environment)
+                await self._play(key, task, plan, environment, conversation, record)
+            except RolloutError as error:
+                # In overtime the episode is already finished. Only its record ends here.
+                if isinstance(error, TransientError) and not (last_attempt or record.in_overtime):
+                    raise
+                record.error = None if record.in_overtime else error
+            report(record.error)  # before the release, which may take long
         return conversation, record
 
     async def _play(
@@ -221,24 +239,21 @@ class EpisodeRunner:
         key: EpisodeKey,
         task: Task,
         plan: RolloutPlan,
+        environment: Environment,
         conversation: Conversation,
         record: EpisodeRecord,
     ) -> None:
-        environment = await self.pool.acquire(task)
-        try:
-            observation, hit = await self._start(key, task, plan, environment, record)
-            await self.decoding.turnstile.pass_through()
-            limits = (
-                self.limits[task.name]
-                if plan.condition == "guided"
-                else replace(self.limits[task.name], max_questions=0)
-            )
-            conversation.add(
-                self.context.opening(task, observation, hit, max_questions=limits.max_questions)
-            )
-            await self._play_turns(key, task, limits, environment, conversation, record)
-        finally:
-            await self.pool.release(environment)
+        observation, hit = await self._start(key, task, plan, environment, record)
+        await self.decoding.turnstile.pass_through()
+        limits = (
+            self.limits[task.name]
+            if plan.condition == "guided"
+            else replace(self.limits[task.name], max_questions=0)
+        )
+        conversation.add(
+            self.context.opening(task, observation, hit, max_questions=limits.max_questions)
+        )
+        await self._play_turns(key, task, limits, environment, conversation, record)
 
     async def _start(
         self,

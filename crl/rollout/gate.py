@@ -9,6 +9,8 @@ with a policy that has completed at least s − max_staleness steps.
 
 from __future__ import annotations
 
+from crl.wording import counted
+
 
 class StalenessGate:
     """State machine of the gate.
@@ -31,6 +33,15 @@ class StalenessGate:
 
     def may_start(self, group: int) -> bool:
         return self.completed_steps >= group // self.groups_per_step - self.max_staleness
+
+    def details(self) -> str:
+        """Return a line on the groups that have started and that may start."""
+        last = (self.completed_steps + self.max_staleness + 1) * self.groups_per_step - 1
+        return (
+            f"the next group is {self._next_group}; groups up to {last} may start "
+            f"({counted(self.completed_steps, 'step')} completed, "
+            f"max_staleness {self.max_staleness})"
+        )
 
     def start(self, group: int) -> None:
         """Record the start of a group. Groups start in order, each once.

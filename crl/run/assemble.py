@@ -128,12 +128,12 @@ async def _training_loop(
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
         checkpoint=checkpoint, progress_bar=progress_bar,
-        on_distilled=supervisor.watchdog.progress,
+        on_progress=supervisor.watchdog.progress,
     )  # fmt: skip
     retriever = experience.retriever if experience else retriever_override or NullRetriever()
     runner = replace(
         _runner(config, specs, actor, method, engine, pool, retriever),
-        on_finished=supervisor.episode_finished,
+        observe=supervisor.episode,
     )
     critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
     if critic:
@@ -207,8 +207,11 @@ def _schedule(config: RunConfig) -> Schedule:
 @asynccontextmanager
 async def open_collector(
     config: RunConfig, run: RunDir, monitor: Monitor
-) -> AsyncIterator[Collector]:
-    """Yield the collector of a run whose actor is not trained. Its bank, if any, is only read."""
+) -> AsyncIterator[tuple[Collector, Supervisor]]:
+    """Yield the collector of a run whose actor is not trained, and the supervisor of its episodes.
+
+    The bank of the run, if any, is only read.
+    """
     async with AsyncExitStack() as stack:
         with reported():  # parts may be slow to close
             yield await _open_collector(config, run, monitor, stack)
@@ -216,7 +219,7 @@ async def open_collector(
 
 async def _open_collector(
     config: RunConfig, run: RunDir, monitor: Monitor, stack: AsyncExitStack
-) -> Collector:
+) -> tuple[Collector, Supervisor]:
     specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
     engine = await open_role_engine(config, gpus, actor, stack)
@@ -230,9 +233,10 @@ async def _open_collector(
     supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
     runner = replace(
         _runner(config, specs, actor, method, engine, pool, retriever),
-        on_finished=supervisor.episode_finished,
+        observe=supervisor.episode,
     )
-    return _collector(config, runner, tasks.train_stream(config, specs), method, None)
+    collector = _collector(config, runner, tasks.train_stream(config, specs), method, None)
+    return collector, supervisor
 
 
 @asynccontextmanager
@@ -256,7 +260,7 @@ async def open_evaluator(
             bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
         runner = replace(
             _runner(config, specs, actor, method, engine, pool, NullRetriever()),
-            on_finished=EpisodeHealth(config.run.max_error_rate).observe,
+            observe=EpisodeHealth(config.run.max_error_rate).episode,
         )
         rates = None
         if config.critic.enabled and rates_state:

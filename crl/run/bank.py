@@ -179,12 +179,12 @@ def _embedder(config: RunConfig, assigned: GpuAssignment) -> AbstractAsyncContex
 async def open_experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *,
-    checkpoint: Path | None, progress_bar: bool, on_distilled: Callable[[], object],
+    checkpoint: Path | None, progress_bar: bool, on_progress: Callable[[], object],
 ) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
     """Start the extractor and open the run's bank. Return Nones for a method without extractor.
 
-    The run begins with `checkpoint`, or anew if it is None. `on_distilled` is called after every
-    distillation.
+    The run begins with `checkpoint`, or anew if it is None. `on_progress` is called after every
+    distillation and every training step of the extractor.
     """
     if method.distiller is None:
         return None, None
@@ -202,14 +202,14 @@ async def open_experience(
 
     def record(distilled: Distilled) -> None:
         diagnostics.record_distilled(distilled)
-        on_distilled()
+        on_progress()
 
     manager = await factory.open(run.bank, engine, stack, record, background=background)
     trainer = None
     if method.extractor:
         learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
         trainer = ExtractorTrainer(
-            manager, method.extractor, learner, engine, monitor, diagnostics.answers
+            manager, method.extractor, learner, engine, monitor, diagnostics.answers, on_progress
         )
     experience = ExperiencePipeline(
         manager, engine, method.distiller, trainer, diagnostics, factory.embedder, monitor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,13 +57,16 @@ class ExtractorTrainer:
     `answers` holds the latest answers of the extractor. Those sampled by the engine's current
     version are used to compare the trainer's log-probs with the engine's. The batch cannot be used
     for this: credit arrives late, so older versions sampled its answers.
+
+    `on_trained` is called after every training step.
     """
 
     def __init__(
         self, manager: ExperienceManager, role: ExtractorRole, learner: Learner, engine: Engine,
         monitor: Monitor, answers: Collection[Generation] = (),
+        on_trained: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        self.learner, self._answers = learner, answers
+        self.learner, self._answers, self._on_trained = learner, answers, on_trained
         self._manager, self._role, self._engine, self._monitor = manager, role, engine, monitor
         self._mismatch = MismatchDetector("extractor", monitor)
         self._lock = asyncio.Lock()
@@ -104,6 +107,7 @@ class ExtractorTrainer:
             else:
                 await self._manager.mark_trained([sample.id for sample in samples], step)
             sent_bytes = await sync_weights(self.learner, self._engine) if stats.updates else 0
+        self._on_trained()
         self.updates += stats.updates
         self.skipped_updates += stats.skipped
         reward_metrics = (

@@ -286,6 +286,7 @@ class TrainingLoop:
             state["warmed_up"] = self.warmed_up
             state["skipped_updates"] = self.skipped_updates
             state["totals"] = asdict(self.totals)
+            state["supervision"] = self.supervisor.state()
             state["measurements"] = self.measurements.state()
             state["records"] = position(self.outputs.run)
             state["seconds"] = time.monotonic() - self.outputs.started
@@ -339,6 +340,7 @@ class TrainingLoop:
         self.warmed_up = state["warmed_up"]
         self.skipped_updates = state["skipped_updates"]
         self.totals = Totals(**state["totals"])
+        self.supervisor.load_state(state.get("supervision", {}))  # absent in older checkpoints
         if changed := self.measurements.load_state(state["measurements"]):
             self.outputs.monitor.note(
                 f"{', '.join(changed)} changed after the last evaluation: "
@@ -360,6 +362,7 @@ class TrainingLoop:
         self.outputs.monitor.trajectories(batch)
         with stopwatch("prepare"):
             await self.outputs.episodes.write(step + 1, batch)
+            self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await asyncio.to_thread(
                 training_batch,
@@ -529,6 +532,8 @@ class TrainingLoop:
             stop_task.cancel()
             # A cancelled evaluation still has to release its environments.
             await asyncio.wait({work_task, stop_task})
+            if not work_task.cancelled():
+                work_task.exception()  # an error of cancelled work has no effect
 
     def _step_metrics(
         self, stats: StepStats, batch: Sequence[Trajectory], stopwatch: Stopwatch

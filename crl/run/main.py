@@ -33,7 +33,7 @@ from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir, require_free
-from crl.monitor.sinks import open_sinks
+from crl.monitor.sinks import sinks
 from crl.planning import preflight
 from crl.planning.plan import overview
 from crl.planning.tasks import data_notes, specs
@@ -173,7 +173,11 @@ def _run(
         try:
             with (
                 _disk_errors(run),
-                closing(open_monitor(config, run, screen, started)) as monitor,
+                closing(
+                    open_monitor(
+                        config, run, screen, started, resumption.step if resumption else None
+                    )
+                ) as monitor,
                 reporting(ending.failed),
             ):
                 monitor.note(opening)
@@ -379,6 +383,7 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             config.run.seed,
             config.run.steps,
             interrupted=loop.stop.is_set(),
+            actor_updated=loop.actor.engine.version > 0,
         ),
         experience=await experience_report(loop, run.bank),
     )
@@ -405,6 +410,13 @@ async def _restore(
         resume.keep_archives(run, resumption)
 
 
-def open_monitor(config: RunConfig, run: RunDir, screen: Monitor, started: float) -> Monitor:
+def open_monitor(
+    config: RunConfig, run: RunDir, screen: Monitor, started: float,
+    completed_steps: int | None = None,
+) -> Monitor:  # fmt: skip
+    """Return the monitor of a run. `completed_steps`: step at which it is resumed."""
     files = FileMonitor(run, started=started, deterministic=config.run.deterministic)
-    return FanOut(files, {"screen": screen, **open_sinks(config, run)})
+    monitor = FanOut(files, {"screen": screen})
+    for name, open_sink in sinks(config, run, completed_steps).items():
+        monitor.add(name, open_sink)
+    return monitor

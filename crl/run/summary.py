@@ -256,6 +256,8 @@ class NextSteps:
     """Steps of the run, if it is not interrupted."""
     interrupted: bool = False
     """True if the run was interrupted: what remained of it was skipped."""
+    actor_updated: bool = True
+    """False if the run made no update of the actor."""
 
     def lines(self) -> list[str]:
         """Return lines with the commands. An interrupted run can only be continued."""
@@ -267,8 +269,11 @@ class NextSteps:
                 f"  continue the run:  crl resume {run}",
                 f"  metrics, episodes: {files}",
             ]
+        models = "the trained models"
+        if not self.actor_updated:
+            models = "no update of the actor was made: its weights are unchanged. The models"
         return [
-            f"the trained models, in Hugging Face format: {self.checkpoint}",
+            f"{models}, in Hugging Face format: {self.checkpoint}",
             f"  repeat the eval:   crl eval {run}",
             f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
@@ -315,6 +320,12 @@ class Summary:
         ]
         if self.experience:
             lines += self.experience.lines()
+        if errors := self.totals.errors:
+            verb = "was" if errors == 1 else "were"
+            lines.append(
+                f"  {counted(errors, 'training episode')} failed with an error and {verb} not "
+                "trained on"
+            )
         if self.skipped_updates:
             verb = "was" if self.skipped_updates == 1 else "were"
             lines.append(

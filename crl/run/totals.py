@@ -21,6 +21,8 @@ class Totals:
     """Environment turns in overtime."""
     actor_tokens: int = 0
     """Tokens sampled by the actor, in episodes (overtime included) and as a critic."""
+    errors: int = 0
+    """Episodes that failed with an error."""
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in trajectories:
@@ -28,6 +30,7 @@ class Totals:
             self.env_turns += activity.turns + activity.overtime_turns
             self.overtime_turns += activity.overtime_turns
             self.actor_tokens += activity.sampled_tokens
+            self.errors += trajectory.error is not None
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -8,7 +8,11 @@ this process can end too.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ import pytest
 
 from crl.embedders.hash import HashEmbedder
 from crl.engines.torch import Decoder
-from crl.envs.hosting.threads import Hosts
+from crl.envs.hosting.threads import Hosts, ThreadEnvironment
 from crl.errors import StoreError
 from crl.learners.local import LocalLearner
 from crl.manager.storage.store import Store
@@ -25,6 +29,8 @@ from crl.monitor.files import FileMonitor
 from crl.run import checkpoint, loop
 from crl.run.loop import TrainingLoop
 from crl.run.supervision import ending
+from crl.run.supervision.watchdog import Watchdog
+from crl.types import StepResult
 from support.complementary_runs import train
 from support.whole_runs import crl, metrics
 
@@ -227,3 +233,41 @@ def check(busy: Busy, cause: str, run: Path, capfd: pytest.CaptureFixture[str]) 
     assert "Traceback (most recent call last)" in log
     assert cause in log
     assert metrics(run, "train")
+
+
+def test_an_environment_that_raises_in_an_interrupted_evaluation_does_not_start_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[BaseException] = []
+    raised: list[str] = []
+
+    async def step(environment: ThreadEnvironment, text: str) -> StepResult:
+        if not raised:
+            os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            raised.append(text)
+            raise KeyError("host")
+
+    monkeypatch.setattr(ThreadEnvironment, "step", step)
+    monkeypatch.setattr(ending.Ending, "failed", lambda end, error: failures.append(error))
+    result = train(tmp_path / "run", *SETS, steps=1, code=130)
+    assert raised
+    assert failures == []
+    assert "interrupted after 0 of 1 step" in result.stdout
+    assert (tmp_path / "run" / "checkpoints" / "0" / "manifest.json").is_file()
+
+
+def test_training_of_the_extractor_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers, progress = Counter[str](), Watchdog.progress
+
+    def counted(watchdog: Watchdog) -> None:
+        callers[sys._getframe(1).f_code.co_name] += 1
+        progress(watchdog)
+
+    monkeypatch.setattr(Watchdog, "progress", counted)
+    train(tmp_path / "run", *SETS, steps=8)
+    assert callers["_train_batch"] == len(metrics(tmp_path / "run", "extractor")) > 0

@@ -24,6 +24,7 @@ from support.whole_runs import (
     train,
     untimed,
 )
+from support.worker_rooms import BROKEN_SETTING
 
 GROUPS = ("rollout.groups=4", "rollout.group_size=8", *SETS, *DETERMINISTIC)
 STEPS = 3
@@ -124,6 +125,25 @@ def test_rollouts_read_a_bank(tmp_path: Path) -> None:
     assert {t["condition"] for t in used} == {"guided"}
     assert (bank / "bank.sqlite").read_bytes() == before, "the bank is only read"
     assert not (run / "bank.sqlite").exists()
+
+
+def test_episodes_that_all_fail_are_an_error(tmp_path: Path) -> None:
+    run, learned = tmp_path / "run", tmp_path / "learned"
+    settings = sets(*GROUPS[2:], "rollout.groups=1", "rollout.group_size=4", BROKEN_SETTING)
+    result = crl("rollout", "--tasks", "room", "--method", "grpo", "--run-dir", run, *settings)
+    error = "env: room: step: OSError: the game is broken"
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "error: task room: no episode has worked so far, and all 4 of this step failed. "
+        f"The last error: {error} (traceback: {run / 'log.txt'})"
+    )
+    assert 'raise OSError("the game is broken")' in result.stdout
+    assert len(episodes(run)) == 4
+    result = crl("learn", "--from", run, "--run-dir", learned)
+    assert result.exit_code == 1
+    assert one_line(result).startswith(
+        f"error: all 4 recorded episodes failed. The first error: {error} (traceback: "
+    )
 
 
 def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:

@@ -172,6 +172,17 @@ def test_a_run_killed_between_two_checkpoints(killed: Path, straight: Path, tmp_
     assert len([origin for origin in submitted if origin.startswith("run/2/")]) == 16
 
 
+def test_a_checkpoint_of_an_older_version(killed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    path = run / "checkpoints" / "2" / MANIFEST
+    content = json.loads(path.read_text("utf-8"))
+    del content["state"]["supervision"], content["state"]["totals"]["errors"]
+    path.write_text(json.dumps(content), "utf-8")
+    resume(run, "--steps", 3)
+    assert manifest(run, 3)["state"]["supervision"]["warnings"]["steps"] == 1
+
+
 def test_a_run_killed_at_a_checkpoint(straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kill(run, "room", EXACT, STEPS, lambda: "4" in checkpoints(run))

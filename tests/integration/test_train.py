@@ -536,6 +536,23 @@ def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
         assert 'raise OSError("the game\\nis broken")' in text, "the traceback shows the origin"
 
 
+@pytest.mark.parametrize("others", ["", "room,"])
+def test_a_small_run_in_which_no_episode_of_a_task_works_fails(others: str, tmp_path: Path) -> None:
+    run, sets = tmp_path / "run", ("tasks.broken.eval.seen=2", "tasks.broken.eval.unseen=0")
+    if others:
+        sets += ("tasks.room.eval.seen=2", "tasks.room.eval.unseen=0")
+    result = train(run, *sets, tasks=others + task_file(tmp_path, "broken"), code=1)
+    episodes_of_step = 4 if others else 8
+    assert result.stderr.startswith(
+        f"error: task broken: no episode has worked so far, and all {episodes_of_step} of this "
+        "step failed. The last error: env: broken: step: OSError: the game is broken (traceback: "
+    )
+    assert "the trained models" not in result.stdout
+    for text in (result.stdout, (run / "log.txt").read_text()):
+        assert 'raise OSError("the game\\nis broken")' in text
+    assert len(episodes(run)) == 8, "the failed episodes can be read"
+
+
 def test_an_environment_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = ("rollout.env_timeout=0.05",)
@@ -559,8 +576,10 @@ def test_a_run_in_which_nothing_finishes_reports_where_it_waits(tmp_path: Path) 
     log = (run / "log.txt").read_text()
     assert re.search(r"\d+ × .*: crl/envs/hosting/threads\.py:\d+ in \w+, for \d+ s", log), log
     assert "crl/failures.py" not in log.split("nothing has finished")[1]
+    assert re.search(r"environments: stuck: 8 in step, the longest for \d+ s\n", log), log
     for line in (
         "0 of 1 steps completed",
+        "rollouts: the next group is 0; groups up to 3 may start (0 steps completed, max_s",
         "environments: 8 environments in use, 0 failed, 0 replaced",
         "actor engine: 0 requests in flight, 0 of them not begun",
     ):
@@ -573,8 +592,15 @@ def test_errors_are_never_trained_on(
 ) -> None:
     syncs = []
     monkeypatch.setattr(TorchEngine, "update_weights", lambda engine, handle: syncs.append(handle))
-    train(tmp_path / "run", tasks=task_file(tmp_path, "shaky"), steps=2)
+    result = train(tmp_path / "run", tasks=task_file(tmp_path, "shaky"), steps=2)
     assert syncs == [], "unchanged weights are not sent"
+    errors = sum(line["rollout/errors"] for line in metrics(tmp_path / "run", "train"))
+    for text in (
+        f"  {errors} training episodes failed with an error and were not trained on\n",
+        "warning: in 2 of 2 steps no sample could be trained on\n",
+        "no update of the actor was made: its weights are unchanged. The models, in ",
+    ):
+        assert text in result.stdout
     assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
     for line in metrics(tmp_path / "run", "train"):
         assert 0 < line["rollout/errors"] < 8

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from crl.envs.base import EnvSpec, Rendering
-from crl.envs.hosting.threads import describe_error
+from crl.envs.hosting.threads import Calls, describe_error
 from crl.envs.hosting.worker import HEADER, to_frame
 from crl.errors import ConfigError, RolloutError
 from crl.protocols import Environment
@@ -235,6 +235,7 @@ class ProcessEnvironment:
     ) -> None:
         self.worker, self.spec, self.game = worker, spec, game
         self.rendering: Rendering = rendering
+        self.calls = Calls()
         self._host = host
 
     async def make(self, number: int) -> None:
@@ -265,7 +266,8 @@ class ProcessEnvironment:
                 if method == "make"
                 else self._host.timeout
             )
-            value, error = await self.worker.submit((self.game, method, arguments), timeout)
+            with self.calls.running(method):
+                value, error = await self.worker.submit((self.game, method, arguments), timeout)
         except asyncio.CancelledError:
             await self.aclose()
             raise

@@ -17,9 +17,10 @@ import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any, Protocol
 
 from crl.envs.base import EnvSpec, Game, Rendering, replace_surrogates
@@ -70,6 +71,7 @@ class ThreadHost:
         self.thread_pool = _ThreadPool(threads, timeout)
         self._free: defaultdict[_Key, list[Game]] = defaultdict(list)
         self._acquired: set[ThreadEnvironment] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
         scratch_folder()
 
@@ -115,8 +117,15 @@ class ThreadHost:
         await asyncio.gather(
             *(self.discard(game) for game in games),
             *(environment.aclose() for environment in acquired),
+            *self._closing,
         )
         self.thread_pool.shut_down()
+
+    def discard_later(self, game: Game) -> None:
+        """Close a game permanently, without waiting for it."""
+        task = asyncio.create_task(self.discard(game), name="close game")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def discard(self, game: Game) -> None:
         """Close a game permanently. Errors and timeouts are ignored."""
@@ -128,8 +137,36 @@ class ThreadHost:
             )
 
 
+BETWEEN_CALLS = "between calls"
+"""State of an environment that waits for its agent."""
+
+
+class Calls:
+    """Record of an environment's running call, for the report of a stall."""
+
+    def __init__(self) -> None:
+        self.state, self.since = BETWEEN_CALLS, monotonic()
+
+    @contextmanager
+    def running(self, call: str) -> Iterator[None]:
+        """Record that `call` (make, reset or step) runs inside the context."""
+        self.state, self.since = f"in {call}", monotonic()
+        try:
+            yield
+        finally:
+            self.state, self.since = BETWEEN_CALLS, monotonic()
+
+
+class HostedEnvironment(Environment, Protocol):
+    """`Environment` with a record of its calls."""
+
+    calls: Calls
+
+
 class Host(EnvironmentPool, Protocol):
     """`EnvironmentPool` that counts its failures."""
+
+    async def acquire(self, task: Task) -> HostedEnvironment: ...
 
     failures: int
     """Number of calls that failed."""
@@ -145,7 +182,9 @@ class Hosts:
 
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self._hosts = dict(hosts)
-        self._owners: dict[Environment, Host] = {}
+        self._owners: dict[Environment, tuple[Host, Calls]] = {}
+        self._in_use: dict[Calls, str] = {}
+        """Task of every environment that is in use or being created, by the record of its calls."""
         self._before = {"env/failures": 0.0, "env/replaced": 0.0}
 
     def metrics(self) -> dict[str, float]:
@@ -166,20 +205,36 @@ class Hosts:
     def details(self) -> list[str]:
         """Return lines on the environments in use, for the report of a stall."""
         hosts = set(self._hosts.values())
+        since: defaultdict[str, list[float]] = defaultdict(list)
+        for calls, task in self._in_use.items():
+            since[f"{task}: {{}} {calls.state}"].append(calls.since)
+        now = monotonic()
         return [
             f"{counted(len(self._owners), 'environment')} in use, "
             f"{sum(host.failures for host in hosts)} failed, "
-            f"{sum(host.replaced for host in hosts)} replaced"
+            f"{sum(host.replaced for host in hosts)} replaced",
+            *(
+                f"{state.format(len(times))}, the longest for {now - min(times):.0f} s"
+                for state, times in sorted(since.items())
+            ),
         ]
 
     async def acquire(self, task: Task) -> Environment:
-        host = self._hosts[task.name]
-        environment = await host.acquire(task)
-        self._owners[environment] = host
+        host, creation = self._hosts[task.name], Calls()
+        self._in_use[creation] = task.name
+        try:
+            with creation.running("make"):
+                environment = await host.acquire(task)
+        finally:
+            del self._in_use[creation]
+        self._owners[environment] = host, environment.calls
+        self._in_use[environment.calls] = task.name
         return environment
 
     async def release(self, environment: Environment) -> None:
-        await self._owners.pop(environment).release(environment)
+        host, calls = self._owners.pop(environment)
+        del self._in_use[calls]
+        await host.release(environment)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(host.aclose() for host in set(self._hosts.values())))
@@ -196,6 +251,7 @@ class ThreadEnvironment:
         self.spec = spec
         self.rendering: Rendering = rendering
         self.game: Game | None = None
+        self.calls = Calls()
         self._host = host
 
     async def make(self) -> Game:
@@ -233,12 +289,13 @@ class ThreadEnvironment:
         """Run `function` under the timeout and return its value.
 
         On any error the game is given up. After a timeout or a cancellation, its thread runs
-        `on_abandoned` when the hung call returns. After any other error the game is closed
-        immediately.
+        `on_abandoned` when the hung call returns. After any other error the host closes the game
+        in the background: the error must not wait for a slow end of the game.
         """
         host = self._host
         try:
-            outcome = await host.thread_pool.run(function, on_abandoned)
+            with self.calls.running(operation):
+                outcome = await host.thread_pool.run(function, on_abandoned)
         except TimeoutError:
             self.game = None
             host.failures += 1
@@ -253,7 +310,9 @@ class ThreadEnvironment:
             raise
         if outcome.error is None:
             return outcome.value
-        await self.aclose()
+        game, self.game = self.game, None
+        if game is not None:
+            host.discard_later(game)
         if isinstance(outcome.error, CrlError) and not isinstance(outcome.error, RolloutError):
             raise outcome.error
         host.failures += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crl.algo.training_batch import training_batch
 from crl.config.schema import RunConfig
+from crl.errors import CrlError
 from crl.failures import reported
 from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.planning import tasks
@@ -46,10 +47,12 @@ async def _learn(
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
     learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
     rerender = Rerenderer(actor.renderer, episode_limits(config))
+    errors: list[str | None] = []
     for step, path in shards.items():
         stopwatch = Stopwatch()
         with stopwatch("prepare"):
             batch = list(read_shard(path))
+            errors += [trajectory.error for trajectory in batch]
             minibatches, signal = training_batch(
                 method.actor,
                 rerender,
@@ -62,6 +65,8 @@ async def _learn(
         metrics = {f"actor/{name}": value for name, value in stats.metrics.items()}
         metrics |= {"actor/updates": stats.updates, "actor/skipped_updates": stats.skipped}
         monitor.log(step, "train", signal | metrics | stopwatch.metrics())
+    if all(errors):
+        raise CrlError(f"all {len(errors)} recorded episodes failed. The first error: {errors[0]}")
     await _write(learner, actor.path, target)
 
 

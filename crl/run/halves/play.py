@@ -22,7 +22,10 @@ async def play(config: RunConfig, run: RunDir, monitor: Monitor) -> None:
     """
     writer = EpisodeWriter(run.episodes, config.run.keep_episodes)
     try:
-        async with open_collector(config, run, monitor) as collector, TaskGroup() as tasks:
+        async with (
+            open_collector(config, run, monitor) as (collector, supervisor),
+            TaskGroup() as tasks,
+        ):
             tasks.create_task(collector.run(), name="collector")
             for step in range(config.run.steps):
                 stopwatch = Stopwatch()
@@ -31,6 +34,7 @@ async def play(config: RunConfig, run: RunDir, monitor: Monitor) -> None:
                 monitor.trajectories(batch)
                 with stopwatch("prepare"):
                     await writer.write(step + 1, batch)
+                    supervisor.batch_finished(batch)
                     metrics = await asyncio.to_thread(rollout_metrics, batch, 0)
                 monitor.log(step + 1, "train", metrics | stopwatch.metrics())
                 await collector.complete(step)

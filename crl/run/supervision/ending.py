@@ -15,13 +15,13 @@ from crl.monitor.run_dir import RunDir
 from crl.protocols import Monitor
 from crl.run.checkpoint import complete_steps
 from crl.scratch import remove_own_folders
-from crl.wording import counted
+from crl.wording import counted, printable_lines
 
 FAILURE_LIMIT_S = 8.0
 """Seconds after a failure in which the parts of a run have to close."""
 
 SCREEN_LIMIT_S = 1.0
-"""Seconds that an immediate exit may spend on closing the screen."""
+"""Seconds that an immediate exit may spend on closing the screen, and again on the rest."""
 
 STDERR = 2
 """File descriptor of stderr."""
@@ -76,21 +76,39 @@ class Ending:
     def exit_now(self, code: int, text: str) -> None:
         """End the process without closing its parts. Print `text` on stderr.
 
-        Child processes end when they notice the end of this process.
+        The screen is closed first, because it may have to restore the terminal. `text` is printed
+        even if the screen does not close in time. Child processes end when they notice the end of
+        this process.
         """
-        limit = threading.Timer(SCREEN_LIMIT_S, exit_process, (code,))
-        limit.daemon = True
+        lock, exited = threading.Lock(), False
+
+        def print_and_exit() -> None:
+            nonlocal exited
+            with lock:
+                if exited:
+                    return
+                with suppress(Exception):
+                    # Not print: a signal may have interrupted another print.
+                    os.write(STDERR, f"{printable_lines(text)}\n".encode())
+                exited = True
+                with suppress(Exception):
+                    remove_own_folders()
+                exit_process(code)
+
+        timers = [
+            threading.Timer(SCREEN_LIMIT_S, print_and_exit),
+            threading.Timer(2 * SCREEN_LIMIT_S, exit_process, (code,)),  # stderr may block too
+        ]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
         try:
-            limit.start()
             with suppress(Exception):
-                self._screen.close()  # the screen may have to restore the terminal
-            with suppress(Exception):
-                # Not print: a signal may have interrupted another print.
-                os.write(STDERR, f"{text}\n".encode())
-            remove_own_folders()
+                self._screen.close()
         finally:
-            limit.cancel()
-            exit_process(code)
+            timers[0].cancel()
+            print_and_exit()
+            timers[1].cancel()
 
 
 def first_cause(error: BaseException) -> BaseException:

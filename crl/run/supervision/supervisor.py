@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from crl.config.schema import RunSection
 from crl.errors import CrlError, RolloutError
+from crl.failures import reported
+from crl.protocols import State
+from crl.rollout.episode import Report
 from crl.run.supervision.health import EpisodeHealth, Warnings
 from crl.run.supervision.watchdog import Watchdog
+from crl.types import Trajectory
 
 
 class Supervisor:
@@ -28,14 +33,43 @@ class Supervisor:
             settings.stall_seconds, ends_run=settings.stall_ends_run, note=note, log=log
         )
 
-    def episode_finished(self, task: str, error: RolloutError | None) -> None:
-        """Observe a finished episode of any kind.
+    @contextmanager
+    def episode(self, task: str) -> Iterator[Report]:
+        """Observe an episode of any kind.
 
-        Raise `CrlError` as `EpisodeHealth` does, after a note with the traceback of its cause.
+        The yielded function raises `CrlError` as that of `EpisodeHealth` does, after a note with
+        the traceback of its cause. The error is reported before the episode's environment is
+        released.
         """
-        self.watchdog.progress()
+        with self.health.episode(task) as finish:
+
+            def report(error: RolloutError | None) -> None:
+                self.watchdog.progress()
+                with reported(), self._noted():
+                    finish(error)
+
+            yield report
+
+    def batch_finished(self, batch: Sequence[Trajectory]) -> None:
+        """Observe the batch of a step. Raise `CrlError` as `EpisodeHealth` does, after a note."""
+        with self._noted():
+            self.health.batch_finished(batch)
+
+    def state(self) -> State:
+        """Return the state for a checkpoint, as JSON."""
+        return {"health": self.health.state(), "warnings": self.warnings.state()}
+
+    def load_state(self, state: State) -> None:
+        """Continue from a state of `state`. It may be empty."""
+        if state:
+            self.health.load_state(state["health"])
+            self.warnings.load_state(state["warnings"])
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Write a note with the traceback of the cause of a `CrlError`."""
         try:
-            self.health.observe(task, error)
+            yield
         except CrlError as failure:
             cause = failure.__cause__ or failure
             self._note("".join(traceback.format_exception(cause)).rstrip())

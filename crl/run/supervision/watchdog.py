@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from time import monotonic
 from types import CoroutineType
@@ -18,6 +24,9 @@ MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 10.0
 """Limits of the time between two looks at the tasks, in seconds."""
 
+MIN_MISSES = 3
+"""Minimum number of intervals without a look until the loop counts as blocked."""
+
 _ROOT = Path(crl.__file__).resolve().parents[1]
 _TASK_GROUPS = Path(failures.__file__).resolve()
 
@@ -26,7 +35,10 @@ Place = str
 
 
 class Watchdog:
-    """Watchdog of the tasks of an event loop.
+    """Watchdog of the tasks of an event loop, and of the loop itself.
+
+    Time in which the loop was blocked does not count as time without progress. A thread reports a
+    loop that is blocked.
 
     * `seconds`: time without progress after which a report is written; 0 = never.
     * `ends_run`: True if a stalled run ends.
@@ -49,9 +61,11 @@ class Watchdog:
         self._last_progress = monotonic()
         self._reported = False
         self._waiting: dict[asyncio.Task[Any], tuple[Place, float]] = {}
+        self._looks = 0
+        """Number of looks at the tasks so far. It stands still while the loop is blocked."""
 
     def progress(self) -> None:
-        """Record that an episode, a training step or a distillation has finished."""
+        """Record that an episode, a training step of a model or a distillation has finished."""
         self._last_progress = monotonic()
         self._reported = False
 
@@ -61,9 +75,24 @@ class Watchdog:
             return
         self.progress()  # the time in which models were loaded does not count
         interval = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, self._seconds / 20))
-        while True:
-            await asyncio.sleep(interval)
-            self.check()
+        ended = threading.Event()
+        arguments = (threading.get_ident(), interval, ended)
+        threading.Thread(
+            target=self._watch_loop, args=arguments, name="crl-watchdog", daemon=True
+        ).start()
+        try:
+            while True:
+                due = monotonic() + interval
+                await asyncio.sleep(interval)
+                self._leave_out(monotonic() - due)
+                self._looks += 1
+                self.check()
+        finally:
+            ended.set()
+
+    def _leave_out(self, blocked_s: float) -> None:
+        """Count the time in which the loop was blocked neither as progress nor as a stall."""
+        self._last_progress = min(monotonic(), self._last_progress + max(0.0, blocked_s))
 
     def check(self) -> None:
         """Look at the tasks, and report if nothing has finished for too long.
@@ -76,7 +105,7 @@ class Watchdog:
             return
         self._reported = True
         text = f"nothing has finished for {silent:.0f} s (run.stall_seconds)"
-        self._log("\n".join([text, *self.report()]))
+        self._log("\n".join([_dated(text), *self.report()]))
         self._note(f"warning: {text}; log.txt says which part waits for what")
         if self._ends_run:
             raise StallError(f"the run has stalled: {text}")
@@ -96,6 +125,27 @@ class Watchdog:
         ]
         return lines + [f"  {line}" for line in self.details()]
 
+    def _watch_loop(self, loop_thread: int, interval: float, ended: threading.Event) -> None:
+        """Report once if the loop has not run for too long, then again after it has run.
+
+        The loop's absences are counted rather than its time measured: a pause of the whole process
+        is no blocked loop.
+        """
+        limit = max(MIN_MISSES, math.ceil(self._seconds / interval))
+        seen = misses = 0
+        while not ended.wait(interval):
+            misses = misses + 1 if self._looks == seen else 0
+            seen = self._looks
+            if misses == limit:
+                self._report_blocked_loop(loop_thread, limit * interval)
+
+    def _report_blocked_loop(self, loop_thread: int, seconds: float) -> None:
+        text = f"the event loop has been blocked for {seconds:.0f} s (run.stall_seconds)"
+        stack = traceback.format_stack(sys._current_frames().get(loop_thread))
+        with suppress(Exception):  # the run may be closing its files
+            self._log(f"{_dated(text)}. Its thread is at:\n{''.join(stack)}")
+            self._note(f"warning: {text}; log.txt has the stack of its thread")
+
     def _look(self) -> None:
         """Update the places in which tasks wait, and since when."""
         now, current = monotonic(), asyncio.current_task()
@@ -106,6 +156,10 @@ class Watchdog:
             else (place, now)
             for task, place in places.items()
         }
+
+
+def _dated(text: str) -> str:
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"
 
 
 def _kind(task: asyncio.Task[Any]) -> str:

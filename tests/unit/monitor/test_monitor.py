@@ -19,10 +19,11 @@ from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
 from crl.monitor.plain import PlainMonitor, render_line
 from crl.monitor.run_dir import RunDir
-from crl.monitor.sinks import SINKS, open_sinks, require_sinks
+from crl.monitor.sinks import SINKS, require_sinks, sinks
 from crl.monitor.tensorboard import TensorBoardMonitor
 from crl.monitor.wandb import WandbMonitor
 from crl.protocols import Monitor
+from crl.run.main import open_monitor
 from crl.types import Task, TokenTrace, Trajectory
 from support.paths import ROOT
 from support.trajectories import build_trajectory
@@ -69,6 +70,21 @@ def test_who_lives_where(run: RunDir):
         "log.txt",
         "checkpoints/80",
     ]
+
+
+# ── untrusted text ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_text_of_environments_is_escaped_on_the_screen_and_kept_in_the_log(run: RunDir):
+    text = "OSError: \x1b]0;owned\x07\r\ud83d\n\tnext — line"
+    stream = io.StringIO()
+    for monitor in (PlainMonitor(stream=stream), FileMonitor(run)):
+        monitor.note(text)
+        monitor.close()
+    run.append_to_log(text)
+    assert stream.getvalue() == ("OSError: \\x1b]0;owned\\x07\\r\\ud83d\n        next — line\n")
+    with run.log.open(encoding="utf-8", newline="") as file:
+        assert file.read().count("OSError: \x1b]0;owned\x07\r\\ud83d\n\tnext — line\n") == 2
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
@@ -383,6 +399,44 @@ def test_a_sink_that_fails_is_dropped_with_one_warning(method: str, run: RunDir)
     assert len([call for call in other.calls if call[-1] == {"a": 2}]) == 1
 
 
+def test_a_sink_that_cannot_be_opened_is_dropped_with_the_same_warning(run: RunDir):
+    def fail() -> Monitor:
+        raise ConnectionError("no route\nto host")
+
+    screen = Recorder()
+    monitor = FanOut(FileMonitor(run), {"screen": screen})
+    second = Recorder()
+    monitor.add("wandb", fail)
+    monitor.add("tensorboard", lambda: second)
+    monitor.log(1, "train", {"a": 1})
+    monitor.close()
+    assert second.calls[-2:] == [(1, "train", {"a": 1}), ("close",)]
+    warning = (
+        "warning: the sink wandb failed and gets no further metrics (ConnectionError: no route to "
+        "host). The files of the run are complete"
+    )
+    assert screen.calls[0] == ("note", warning)
+    assert run.log.read_text("utf-8").count(warning) == 1
+
+
+def test_a_sink_whose_extra_is_missing_ends_the_run(run: RunDir):
+    def fail() -> Monitor:
+        raise ConfigError("monitor.wandb", "mine", "wandb cannot be imported", "Install it")
+
+    monitor = FanOut(FileMonitor(run), {})
+    with pytest.raises(ConfigError):
+        monitor.add("wandb", fail)
+
+
+def test_a_tensorboard_folder_that_is_a_file_does_not_end_the_run(run: RunDir):
+    pytest.importorskip("tensorboard")
+    (run.path / "tensorboard").write_text("")
+    screen = Recorder()
+    monitor = open_monitor(load(["room"], sets=["monitor.tensorboard=true"]), run, screen, 0.0)
+    monitor.close()
+    assert "warning: the sink tensorboard failed" in screen.calls[0][1]
+
+
 def test_the_files_of_a_run_are_required(run: RunDir):
     other = Recorder()
     both = FanOut(Recorder(fails=True), {"screen": other})
@@ -406,6 +460,26 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path):
     assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [
         (1, 0.5),
         (2, 0.25),
+    ]
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for completed_steps, steps in ((None, range(1, 7)), (2, range(3, 5))):
+        monitor = TensorBoardMonitor(tmp_path, completed_steps)
+        for step in steps:
+            value = step + (0.5 if completed_steps else 0)
+            monitor.log(step, "train", {"actor/loss": value})
+        monitor.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("actor/loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.5),
+        (4, 4.5),
     ]
 
 
@@ -447,12 +521,14 @@ def test_every_sink_has_a_setting_and_an_extra():
 def test_sinks_that_are_on_are_required_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config, run = load(["room"]), RunDir(tmp_path)
     require_sinks(config.monitor)
-    assert open_sinks(config, run) == {}
+    assert sinks(config, run) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     for setting in ("tensorboard=true", "wandb=mine"):
         name = setting.partition("=")[0]
         with pytest.raises(ConfigError, match=rf"monitor\.{name} = .* needs the extra '{name}'"):
             require_sinks(load(["room"], sets=[f"monitor.{setting}"]).monitor)
-    monkeypatch.setattr("crl.monitor.tensorboard.TensorBoardMonitor", lambda folder: folder)
+    monkeypatch.setattr("crl.monitor.tensorboard.TensorBoardMonitor", lambda *args: args)
     config = load(["room"], sets=["monitor.tensorboard=true"])
-    assert open_sinks(config, run) == {"tensorboard": tmp_path / "tensorboard"}
+    for step in (None, 3):
+        opened = {name: open_sink() for name, open_sink in sinks(config, run, step).items()}
+        assert opened == {"tensorboard": (tmp_path / "tensorboard", step)}

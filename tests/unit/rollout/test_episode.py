@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,8 @@ from crl.envs.hosting.threads import ThreadHost
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.tokens import LONG_PROMPT, ChatRenderer, Conversation
-from crl.protocols import Response, SearchRequest
-from crl.rollout.episode import EpisodeKey, Limits
+from crl.protocols import Environment, Response, SearchRequest
+from crl.rollout.episode import EpisodeKey, Limits, Report
 from crl.types import (
     Activity,
     Completion,
@@ -567,6 +568,50 @@ async def play_free(hosted: OpenHost, engine: ScriptedEngine, **changes) -> Traj
     return await runner(engine, hosted.host, **changes).play(KEY, TASK, FREE)
 
 
+class Observer:
+    """Record of the starts, ends and errors of episodes, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextmanager
+    def episode(self, task: str) -> Iterator[Report]:
+        self.events.append(f"start {task}")
+        try:
+            yield lambda error: self.events.append(f"end {error}")
+        finally:
+            self.events.append("left")
+
+
+@pytest.mark.parametrize(
+    ("actions", "end"),
+    [(("open",), "None"), (("crash",), "env: doors: step: ValueError: the door fell off")],
+)
+async def test_the_end_is_reported_before_the_environment_is_released(
+    actions: tuple[str, ...], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer, release = Observer(), ThreadHost.release
+
+    async def recorded(host: ThreadHost, environment: Environment) -> None:
+        observer.events.append("release")
+        await release(host, environment)
+
+    monkeypatch.setattr(ThreadHost, "release", recorded)
+    await play_actions(*actions, observe=observer.episode)
+    assert observer.events == ["start doors", f"end {end}", "release", "left"]
+
+
+async def test_a_cancelled_episode_is_not_reported() -> None:
+    observer = Observer()
+    async with open_host() as hosted:
+        play = runner(scripted("hang"), hosted.host, observe=observer.episode).play
+        episode = asyncio.create_task(play(KEY, TASK, FREE))
+        await until(lambda: bool(hosted.games and hosted.games[0].actions))
+        episode.cancel()
+        await asyncio.wait({episode})
+    assert observer.events == ["start doors", "left"]
+
+
 async def test_a_failing_game_becomes_an_error_trajectory() -> None:
     async with open_host() as hosted:
         trajectory = await play_free(hosted, scripted("coin", "crash"))
@@ -576,9 +621,9 @@ async def test_a_failing_game_becomes_an_error_trajectory() -> None:
             "the conversation before the failure is recorded"
         )
         assert acquired_count(hosted.host) == 0
-        assert hosted.games[0].closed
         assert (await play_free(hosted, scripted("open"))).success
         assert len(hosted.games) == 2, "the broken game is not played again"
+    assert hosted.games[0].closed
 
 
 async def test_a_failing_reset_becomes_an_error_trajectory() -> None:

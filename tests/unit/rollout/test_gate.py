@@ -39,6 +39,16 @@ def test_a_resumed_gate_continues_at_its_step() -> None:
     gate.start(15)
 
 
+def test_details_name_the_groups_that_may_start() -> None:
+    gate = StalenessGate(4, 1, completed_steps=2)
+    gate.start(8)
+    assert gate.details() == (
+        "the next group is 9; groups up to 15 may start (2 steps completed, max_staleness 1)"
+    )
+    assert gate.may_start(15)
+    assert not gate.may_start(16)
+
+
 def test_invalid_calls_raise_errors() -> None:
     gate = StalenessGate(groups_per_step=2, max_staleness=0)
     with pytest.raises(ValueError, match="group 1 may not start"):

@@ -60,9 +60,11 @@ async def test_the_gradient_of_repeated_training_is_scaled_by_the_weight(tmp_pat
     """
     engine, learner = NoteEngine(ANSWERS), policy_gradient(tiny_actor)
     manager = await open_bank_with_two_adds(tmp_path, engine=engine, cooldown=2, alpha=0.5)
+    trained: list[int] = []
     trainer = ExtractorTrainer(
-        manager, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, RecordingMonitor()
-    )
+        manager, ExtractorRole(CispoLoss(0.0, 0.0), 2), learner, engine, RecordingMonitor(),
+        on_trained=lambda: trained.append(manager.step),
+    )  # fmt: skip
     gradients = []
     for step in range(5):
         manager.advance(step)
@@ -72,7 +74,7 @@ async def test_the_gradient_of_repeated_training_is_scaled_by_the_weight(tmp_pat
         if trainer.updates > len(gradients):
             gradients.append((step, gradient(learner)))
     (_, first), (_, second), (_, third) = gradients
-    assert [step for step, _ in gradients] == [0, 2, 4]
+    assert [step for step, _ in gradients] == trained == [0, 2, 4]
     assert first.norm() > 1e-3
     torch.testing.assert_close(second, 2**-0.5 * first)
     torch.testing.assert_close(third, 3**-0.5 * first)

@@ -102,6 +102,23 @@ def test_errors_and_skipped_updates_are_reported() -> None:
     assert "  2 updates were skipped because the loss or its gradient was not finite\n" in text
 
 
+def test_failed_training_episodes_are_counted() -> None:
+    for errors, line in (
+        (1, "  1 training episode failed with an error and was not trained on\n"),
+        (1200, "  1,200 training episodes failed with an error and were not trained on\n"),
+    ):
+        assert line in replace(SUMMARY, totals=replace(SUMMARY.totals, errors=errors)).text()
+
+
+def test_a_run_without_updates_has_trained_no_model() -> None:
+    text = replace(SUMMARY, next_steps=replace(SUMMARY.next_steps, actor_updated=False)).text()
+    assert "the trained models" not in text
+    assert (
+        "\nno update of the actor was made: its weights are unchanged. "
+        "The models, in Hugging Face format: runs/one/checkpoints/80\n"
+    ) in text
+
+
 def test_singular_nouns() -> None:
     success = SuccessReport(1.0, BEFORE, replace(AFTER, errors=1))
     report = replace(

@@ -32,6 +32,7 @@ def test_overtime_and_failed_episodes_count():
         "total/env_turns/overtime": 5,
         "total/sampled_tokens/actor": 36,
     }
+    assert totals.errors == 1
 
 
 def test_the_summary_line():

@@ -34,7 +34,8 @@ from crl.envs.base import (
     play_episode,
 )
 from crl.envs.curriculum import Curriculum
-from crl.envs.hosting.threads import ThreadHost
+from crl.envs.hosting import threads
+from crl.envs.hosting.threads import Hosts, ThreadHost
 from crl.envs.places import PlaceStream
 from crl.errors import ConfigError, RolloutError
 from crl.types import StepResult, Task
@@ -203,7 +204,7 @@ async def test_a_failing_game_fails_its_episode_and_is_never_reused(fault: str, 
         with pytest.raises(RolloutError, match=words) as caught:
             await environment.step(fault)
         assert caught.value.kind == "env"
-        assert broken.closed.is_set()
+        assert await asyncio.to_thread(broken.closed.wait, 60)
         with pytest.raises(RolloutError, match="failed"):
             await environment.step("1")
         await host.release(environment)
@@ -321,6 +322,71 @@ async def test_a_cancelled_call_discards_its_game() -> None:
         assert game_of(await host.acquire(TASK)) is not game
         game.unhang.set()
         assert game.closed.wait(60)
+
+
+async def test_an_error_does_not_wait_for_a_slow_end_of_the_game() -> None:
+    may_close = threading.Event()
+
+    class Slow(Guess):
+        def close(self) -> None:
+            assert may_close.wait(60)
+            super().close()
+
+    async with hosting(Slow) as host:
+        environment = await host.acquire(TASK)
+        game = game_of(environment)
+        with pytest.raises(RolloutError, match="broken dice"):
+            await environment.step("raise")
+        await host.release(environment)
+        assert not game.closed.is_set()
+        may_close.set()
+    assert game.closed.is_set(), "the end of the host waits for it"
+
+
+async def test_details_name_task_call_and_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(threads, "monotonic", lambda: now)
+    unhang = threading.Event()
+
+    class Hanging(Guess):
+        def reset(self, task: Task) -> str:
+            assert unhang.wait(60)
+            return super().reset(task)
+
+    async with hosting(Hanging) as host:
+        hosts = Hosts({"fake": host})
+        environments = [await hosts.acquire(TASK) for _ in range(3)]
+        now = 1010.0
+        resets = [asyncio.create_task(e.reset(TASK)) for e in environments[:2]]
+        await asyncio.sleep(0)
+        now = 1312.0
+        assert hosts.details() == [
+            "3 environments in use, 0 failed, 0 replaced",
+            "fake: 1 between calls, the longest for 312 s",
+            "fake: 2 in reset, the longest for 302 s",
+        ]
+        unhang.set()
+        await asyncio.gather(*resets)
+        assert hosts.details()[1:] == ["fake: 3 between calls, the longest for 312 s"]
+        for environment in environments:
+            await hosts.release(environment)
+        assert hosts.details() == ["0 environments in use, 0 failed, 0 replaced"]
+
+
+async def test_details_name_environments_that_are_being_created() -> None:
+    may_be_made = threading.Event()
+
+    def make() -> Guess:
+        assert may_be_made.wait(60)
+        return Guess()
+
+    async with hosting(make) as host:
+        hosts = Hosts({"fake": host})
+        acquired = asyncio.create_task(hosts.acquire(TASK))
+        await asyncio.sleep(0)
+        assert hosts.details()[1:] == ["fake: 1 in make, the longest for 0 s"]
+        may_be_made.set()
+        await hosts.release(await acquired)
 
 
 @pytest.mark.parametrize("call", ["step", "aclose"])

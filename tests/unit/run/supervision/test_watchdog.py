@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -61,7 +63,7 @@ async def test_a_stall_is_reported_once_with_the_places_of_all_tasks(clock: Cloc
     assert notes == [f"warning: {text}; log.txt says which part waits for what"]
     (report,) = logged
     first, *lines = report.splitlines()
-    assert first == text
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {re.escape(text)}", first)
     (groups,) = [line for line in lines if line.startswith("  3 × group: ")]
     assert "in wait_for, for 210 s" in groups, "since the first look"
     assert lines[-1] == "  3 of 8 steps completed"
@@ -86,6 +88,62 @@ async def test_a_stalled_run_can_end(clock: Clock):
     clock.now = 1300
     with pytest.raises(StallError, match="the run has stalled: nothing has finished for 300 s"):
         watchdog.check()
+
+
+async def run_for(watchdog: Watchdog, looks: int) -> None:
+    """Run a watchdog until it has looked `looks` times at the tasks."""
+    done = asyncio.Event()
+    check = watchdog.check
+
+    def counted() -> None:
+        nonlocal looks
+        check()
+        looks -= 1
+        if not looks:
+            done.set()
+
+    watchdog.check = counted
+    running = asyncio.create_task(watchdog.run())
+    ended = asyncio.create_task(done.wait())
+    await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_the_time_before_the_start_does_not_count(clock: Clock):
+    watchdog = Watchdog(2, ends_run=True, note=print, log=print)
+    clock.now += 1000  # models are loaded
+    await run_for(watchdog, 2)
+
+
+async def test_a_blocked_loop_is_reported_while_it_is_blocked_and_does_not_end_the_run():
+    reported = threading.Event()
+    notes: list[str] = []
+    logged: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        reported.set()
+
+    watchdog = Watchdog(2, ends_run=True, note=note, log=logged.append)
+    asyncio.get_running_loop().call_later(0.05, reported.wait, 30)
+    await run_for(watchdog, 3)
+    text = "the event loop has been blocked for 2 s (run.stall_seconds)"
+    assert notes == [f"warning: {text}; log.txt has the stack of its thread"]
+    (report,) = logged
+    first, *stack = report.splitlines()
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d [\d:]{{8}} {re.escape(text)}\. .*:", first)
+    assert any("waiter.acquire(" in line for line in stack), "the call that blocks"
+    assert not any("_watch_loop" in line for line in stack)
+
+
+async def test_a_loop_that_runs_without_progress_ends_the_run():
+    with pytest.raises(StallError):
+        await run_for(Watchdog(1, ends_run=True, note=print, log=print), 1000)
+    await asyncio.sleep(0.2)
+    assert "crl-watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
 async def test_the_watchdog_can_be_off():
