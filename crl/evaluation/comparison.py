@@ -25,11 +25,14 @@ from crl.errors import ConfigError
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate, mean_estimate
 from crl.evaluation.saved import read, saved_files
-from crl.intervals import Mean, t_975
+from crl.intervals import Mean, interval_text, t_975
 from crl.monitor.run_dir import RunDir
 from crl.wording import counted
 
 SEED = "run.seed"
+
+ROUNDING = 1e-9
+"""Half width below which an interval is 0 except for rounding."""
 
 CLUSTERED_CONDITIONS = ("online", "alone")
 """Conditions whose intervals are clustered by goal in every evaluation."""
@@ -69,7 +72,7 @@ class Arm:
         if len(self.runs) == 1:
             return self.runs[0].rates[key]
         mean = Mean.of([run.rates[key].value for run in self.runs])
-        return Estimate(mean.value, mean.value - mean.half_width, mean.value + mean.half_width)
+        return _estimate(mean.value, mean.half_width, lowest=0.0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Difference:
     """Origin of the interval."""
 
     def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+        return interval_text(self.value, self.low, self.high, "+.3f")
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,18 @@ def _difference(key: EvalKey, first: Arm, other: Arm) -> Difference | None:
         unit = "goals" if clustered else "episodes"
         method = f"not paired, over {unit}: without the spread between seeds"
         return Difference(key, arms, value, low, high, method)
-    return Difference(key, arms, value, value - half, value + half, method)
+    estimate = _estimate(value, half, lowest=-1.0)
+    return Difference(key, arms, value, estimate.low, estimate.high, method)
+
+
+def _estimate(value: float, half: float, *, lowest: float) -> Estimate:
+    """Return a value with its interval, which is cut to [`lowest`, 1].
+
+    The ends are NaN if `half` is 0: a few equal rates do not show how much rates differ.
+    """
+    if math.isnan(half) or half < ROUNDING:
+        return Estimate(value, math.nan, math.nan)
+    return Estimate(value, max(value - half, lowest), min(value + half, 1.0))
 
 
 def welch_half_width(first: Sequence[float], other: Sequence[float]) -> float:

@@ -56,6 +56,25 @@ def test_other_seeds_are_not_paired() -> None:
     assert welch_half_width([0.5, 0.5], [0.5, 0.5]) == 0.0
 
 
+def test_intervals_are_cut_to_possible_rates() -> None:
+    comparison = compare(
+        [run("a0", 0, 0.2), run("a1", 1, 0.5), run("b0", 0, 0.9, lr=2), run("b1", 1, 0.4, lr=2)]
+    )
+    assert [str(mean) for mean in comparison.means[KEY]] == [
+        "0.350 [0.000, 1.000]",
+        "0.650 [0.000, 1.000]",
+    ]
+    assert str(comparison.differences[0]) == "+0.300 [-1.000, +1.000]"
+
+
+def test_equal_differences_have_no_interval() -> None:
+    comparison = compare(
+        [run("a0", 0, 0.5), run("a1", 1, 0.6), run("b0", 0, 0.6, lr=2), run("b1", 1, 0.7, lr=2)]
+    )
+    assert str(comparison.differences[0]) == "+0.100 [–, –]"
+    assert str(compare([run("a", 0, 0.5), run("b", 1, 0.5)]).means[KEY][0]) == "0.500 [–, –]"
+
+
 def test_one_run_per_arm_is_compared_over_episodes() -> None:
     (difference,) = compare([run("a", 0, 0.3), run("b", 0, 0.5, lr=2)]).differences
     half = (0.2**2 + 0.1**2) ** 0.5
