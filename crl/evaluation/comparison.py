@@ -45,7 +45,7 @@ class RunResult:
     path: Path
     seed: int
     settings: Mapping[str, Any]
-    """Settings by dotted key, without the seed. Options of a saved evaluation are included."""
+    """Settings by dotted key, without the seed. Those of a saved evaluation are included."""
     rates: Mapping[EvalKey, Estimate]
     """Success rates with their intervals."""
     clustered: bool = False
@@ -122,9 +122,31 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
             "eval", name, f"{path} has no saved evaluation of this name", f"Available: {known}"
         )
     evaluation = read(file)
-    options = {f"--{option}": value for option, value in evaluation.about["options"].items()}
+    settings |= _evaluated_settings(evaluation.about, run, saved.config.run.steps)
     rates = {row.key: row.success for row in evaluation.rows}
-    return RunResult(path, seed, settings | options, rates, clustered=True)
+    return RunResult(path, seed, settings, rates, clustered=True)
+
+
+def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> dict[str, Any]:
+    """Return the settings of a saved evaluation, as they applied, given or not.
+
+    Runs that differ only by their seed have equal ones: the model is left out, a step is named only
+    if it is not the last of the run, and a bank only as that of the run or another one.
+    `eval.concurrency` changes no result.
+    """
+    settings = dict(leaves(about.get("settings", {})))
+    for key in ("actor.model", "extractor.model", "eval.concurrency"):
+        settings.pop(key, None)
+    options = {
+        "--samples": about["samples"],
+        "--experience": about["experience"],
+        "eval.temperature": about["temperature"],
+        "--step": "last" if about["step"] == steps else about["step"],
+    }
+    if bank := about.get("bank"):
+        own = bank["path"] and Path(bank["path"]).resolve() == run.bank.resolve()
+        options["--bank"] = "of the run" if own else "another"
+    return settings | options
 
 
 def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:

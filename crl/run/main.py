@@ -22,6 +22,7 @@ from crl.errors import (
     CheckpointError,
     ConfigError,
     CrlError,
+    Interrupted,
     LearnerError,
     StallError,
     StoreError,
@@ -48,12 +49,10 @@ from crl.run.models import ModelRole, print_to_stderr
 from crl.run.resume import Resumption
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
 from crl.run.supervision.ending import Ending, first_cause, log_traceback, logged_failure
-from crl.run.supervision.signals import Interrupts, do_nothing
+from crl.run.supervision.interruptible import run_evaluation
+from crl.run.supervision.signals import INTERRUPTED, Interrupts, do_nothing
 from crl.scratch import scratch_folder
 from crl.wording import counted
-
-INTERRUPTED = 130
-"""Exit code of a run that was interrupted."""
 
 
 def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) -> int:
@@ -194,7 +193,7 @@ def _run(
             print_to_stderr(text)
             with suppress(OSError):
                 run.append_to_log(text)
-            raise KeyboardInterrupt from error
+            raise Interrupted from error
         finally:
             ending.done()
 
@@ -235,7 +234,8 @@ def evaluate_run(run_dir: Path) -> int:
     config = load_saved(run_dir).config
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints, print_to_stderr)
     preflight.require(config, checks=preflight.EVALUATION_CHECKS)
-    result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
+    work = _evaluate(config, checkpoint, RunDir(run_dir))
+    result = run_evaluation(work, f"the evaluation of {run_dir}")
     print(f"{checkpoint}, after {counted(int(checkpoint.name), 'step')}")
     success = SuccessReport(config.eval.temperature, result, data_notes=data_notes(specs(config)))
     print("\n".join(success.lines()))
@@ -247,10 +247,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
     rates = read_state(checkpoint)["success_rates"] if config.critic.enabled else None
     actor = ModelRole("actor", checkpoint / "actor", config.actor)
     async with open_evaluator(config, actor, source, rates) as evaluator:
-        try:
-            return await evaluator.evaluate()
-        except BaseExceptionGroup as group:
-            raise (cause := first_cause(group)) from cause.__cause__ or group
+        return await evaluator.evaluate()
 
 
 @contextmanager

@@ -176,5 +176,7 @@ def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(program: str, tmp_path:
             process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
     last = output.read_text().splitlines()[-1]
-    assert (last == f"exiting immediately: {run} is incomplete") is bool(program)
+    interrupted = f"interrupted: {run} is incomplete (press Ctrl-C again to exit immediately)"
+    assert interrupted in output.read_text().splitlines()
+    assert last == (f"exiting immediately: {run} is incomplete" if program else interrupted)
     assert "Traceback" not in output.read_text()

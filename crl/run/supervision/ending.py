@@ -74,23 +74,28 @@ class Ending:
         self.exit_now(code, f"exiting immediately: {lost}")
 
     def exit_now(self, code: int, text: str) -> None:
-        """End the process without closing its parts. Print `text` on stderr.
+        """End the process without closing its parts, except the screen. Print `text` on stderr."""
+        exit_now(code, text, self._screen.close)  # the screen may have to restore the terminal
 
-        Child processes end when they notice the end of this process.
-        """
-        limit = threading.Timer(SCREEN_LIMIT_S, exit_process, (code,))
-        limit.daemon = True
-        try:
-            limit.start()
-            with suppress(Exception):
-                self._screen.close()  # the screen may have to restore the terminal
-            with suppress(Exception):
-                # Not print: a signal may have interrupted another print.
-                os.write(STDERR, f"{text}\n".encode())
-            remove_own_folders()
-        finally:
-            limit.cancel()
-            exit_process(code)
+
+def exit_now(code: int, text: str, close_screen: Callable[[], object] = lambda: None) -> None:
+    """End the process without closing its parts. Print `text` on stderr.
+
+    Child processes end when they notice the end of this process.
+    """
+    limit = threading.Timer(SCREEN_LIMIT_S, exit_process, (code,))
+    limit.daemon = True
+    try:
+        limit.start()
+        with suppress(Exception):
+            close_screen()
+        with suppress(Exception):
+            # Not print: a signal may have interrupted another print.
+            os.write(STDERR, f"{text}\n".encode())
+        remove_own_folders()
+    finally:
+        limit.cancel()
+        exit_process(code)
 
 
 def first_cause(error: BaseException) -> BaseException:

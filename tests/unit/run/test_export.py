@@ -65,3 +65,10 @@ def test_a_run_of_a_method_without_bank_is_named(checkpoint: Path, tmp_path: Pat
     assert "the method grpo of the run has no bank. Leave out --bank" in result.stderr
     assert not (tmp_path / "bank").exists()
     assert crl_export(checkpoint, tmp_path / "actor").exit_code == 0
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_a_bank_has_no_role(role: str, checkpoint: Path, tmp_path: Path) -> None:
+    result = crl_export(checkpoint, tmp_path / "bank", "--bank", "--role", role)
+    assert result.exit_code == 2
+    assert f"role = '{role}': does not apply to --bank" in result.stderr
