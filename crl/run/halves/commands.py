@@ -20,6 +20,7 @@ from crl.planning.model_checks import require_same_tokenizer
 from crl.planning.plan import overview
 from crl.prompts import hashes
 from crl.protocols import Monitor
+from crl.records.shards import read_shard
 from crl.run.halves.learn import learn
 from crl.run.halves.play import play
 from crl.run.main import open_monitor
@@ -54,6 +55,7 @@ def learn_from_episodes(
     them, or None if the actor is the same model. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config)
+    _check_shards(shards)
     if recorder:
         require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
@@ -66,6 +68,17 @@ def learn_from_episodes(
         config, run, max(shards), lambda monitor: learn(config, shards, target, monitor), done
     )
     return 0
+
+
+def _check_shards(shards: Mapping[int, Path]) -> None:
+    """Raise `ConfigError` if an episode cannot be read. Nothing has been trained then."""
+    for path in shards.values():
+        try:
+            for _ in read_shard(path):
+                pass
+        except ConfigError as error:
+            remedy = "Restore the file, or train on the steps before it with --steps N"
+            raise ConfigError(error.key, error.value, error.reason, remedy) from error
 
 
 def _new_folder(config: RunConfig, folder: Path) -> RunDir:
