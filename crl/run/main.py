@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from crl.config.command import repeated
 from crl.config.load import dump, load_saved
 from crl.config.resume import Change, changes_evaluations
 from crl.config.schema import RunConfig
@@ -369,7 +370,7 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
         next_steps=NextSteps(
             run.path,
             run.checkpoint(loop.completed_steps),
-            load_saved(run.path).command,
+            repeated(load_saved(run.path).command, config),
             config.run.seed,
             config.run.steps,
             interrupted=loop.stop.is_set(),

@@ -250,7 +250,7 @@ class NextSteps:
     checkpoint: Path
     """Directory of the last checkpoint."""
     command: str
-    """Command line that repeats the run, without --seed and --run-dir."""
+    """Command line that repeats the run with its last settings, without --seed and --run-dir."""
     seed: int
     planned_steps: int
     """Steps of the run, if it is not interrupted."""
