@@ -36,6 +36,10 @@ class ConfigError(CrlError):
         )  # errors are sent between processes
 
 
+class Interrupted(KeyboardInterrupt):
+    """Interrupt of a command that has already told the user what was interrupted."""
+
+
 class EngineError(CrlError):
     """Failure of a whole inference engine. Running requests are lost."""
 

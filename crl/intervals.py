@@ -13,7 +13,7 @@ The interval uses Student's t over the clusters, as they recommend.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -75,7 +75,7 @@ def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> f
 def wilson_interval(rate: float, n: float) -> tuple[float, float]:
     """Return the 95 % Wilson score interval (low, high) of a rate of `n` observations, at z = 1.96.
 
-    An end is exactly 0 or 1 if the rate is. Both ends are NaN if `n` is 0.
+    An end is exactly 0 or 1 if the rate is. Both ends are NaN if `n` is 0, which means unknown.
     """
     if not n:
         return math.nan, math.nan
@@ -90,17 +90,30 @@ def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> f
 
     `values` are in [0, 1]; observations of one cluster may depend on each other. With the mean p,
     the effective number is p(1−p) / `cluster_variance`: the number of observations divided by the
-    design effect (Kish 1965). The result is limited to [clusters, observations] and then multiplied
-    by (1.96 / t)², with t of clusters − 1 degrees of freedom. This makes Wilson's interval as wide
-    as Student's t requires (Korn & Graubard 1998, Survey Methodology 24(2)). With one cluster, or
-    if all values are 0 or all are 1, the effective number is the number of clusters.
+    design effect (Kish 1965). The result is limited to [effective clusters, observations] and then
+    multiplied by (1.96 / t)², with t of effective clusters − 1 degrees of freedom. This makes
+    Wilson's interval as wide as Student's t requires (Korn & Graubard 1998, Survey Methodology
+    24(2)). If all values are 0 or all are 1, the result is the number of effective clusters. With
+    one cluster nothing is known about others, and the result is 0.
     """
-    p, k = fmean(values), len(set(clusters))
-    if k < 2 or not 0 < p < 1:
-        return float(k)
+    p, k = fmean(values), effective_clusters(clusters)
+    if k == 1:
+        return 0.0
+    if not 0 < p < 1:
+        return k
     variance = cluster_variance(values, clusters)
     n = min(max(p * (1 - p) / variance if variance else math.inf, k), len(values))
     return n * (NORMAL_975 / t_975(k - 1)) ** 2
+
+
+def effective_clusters(clusters: Sequence[Hashable]) -> float:
+    """Return the number of clusters of equal size that determine a mean equally well.
+
+    It is N² / Σ_c n_c² for N observations, n_c of them in cluster c, if the observations of a
+    cluster are all equal (Kish 1965). It is the number of clusters if they have the same size, and
+    near 1 if one cluster has most of the observations.
+    """
+    return len(clusters) ** 2 / sum(n * n for n in Counter(clusters).values())
 
 
 def half_width(variance: float, clusters: int) -> float:
@@ -112,7 +125,7 @@ def half_width(variance: float, clusters: int) -> float:
 
 
 @cache
-def t_975(degrees: int) -> float:
+def t_975(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's t with `degrees` degrees of freedom."""
     from scipy.special import stdtrit  # local import: most commands compute no interval
 
@@ -121,5 +134,14 @@ def t_975(degrees: int) -> float:
 
 def plus_minus(value: float, half_width: float, digits: int = 3) -> str:
     """Return text like "+0.250 ± 0.120". A NaN half width is written as a dash."""
-    interval = "–" if math.isnan(half_width) else f"{half_width:.{digits}f}"
-    return f"{value:+.{digits}f} ± {interval}"
+    return f"{value:+.{digits}f} ± {number_text(half_width, f'.{digits}f')}"
+
+
+def interval_text(value: float, low: float, high: float, spec: str = ".3f") -> str:
+    """Return text like "0.250 [0.120, 0.380]". A NaN end is written as a dash."""
+    return f"{value:{spec}} [{number_text(low, spec)}, {number_text(high, spec)}]"
+
+
+def number_text(value: float, spec: str) -> str:
+    """Return a formatted number, or a dash for NaN."""
+    return "–" if math.isnan(value) else f"{value:{spec}}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from crl.errors import ConfigError, CrlError
+from crl.errors import ConfigError, CrlError, Interrupted
 from crl.wording import printable
 
 Choices = TypeVar("Choices", bound=StrEnum)
@@ -100,7 +100,10 @@ def command(run: Callable[..., int | None]) -> Callable[..., None]:
 
             discard_unwritable(sys.stdout)
             code = 1
+        except Interrupted:
+            code = 130
         except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
             code = 130
         raise typer.Exit(code or 0)
 

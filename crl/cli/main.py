@@ -228,8 +228,9 @@ def export(
         Path, typer.Argument(metavar="DIR", help="New or empty directory for the export.")
     ],
     role: Annotated[
-        str, typer.Option(metavar="NAME", help="Model to export: actor or extractor.")
-    ] = "actor",
+        str | None,
+        typer.Option(metavar="NAME", help="Model to export: actor (default) or extractor."),
+    ] = None,
     bank: Annotated[
         bool, typer.Option("--bank", help="Export the bank instead of a model.")
     ] = False,
@@ -241,12 +242,16 @@ def export(
     """Export a trained model in Hugging Face format, or the bank, with a card."""
     from crl.config.load import load_saved
 
-    chosen(Role, "role", role)
+    chosen_role = chosen(Role, "role", role or Role.actor)
+    if bank and role:
+        reason = "does not apply to --bank, which exports no model"
+        raise ConfigError("role", role, reason, "Leave out --role or --bank")
     load_saved(run)  # report a wrong path immediately, before torch is imported
     from crl.run.main import export_run
 
-    checkpoint = export_run(run, folder, role=None if bank else role, step=step)
-    typer.echo(f"exported {'the bank' if bank else f'the {role}'} of {checkpoint} to {folder}")
+    checkpoint = export_run(run, folder, role=None if bank else chosen_role, step=step)
+    what = "bank" if bank else chosen_role
+    typer.echo(f"exported the {what} of {checkpoint} to {folder}")
 
 
 def _train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:

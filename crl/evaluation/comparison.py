@@ -25,11 +25,14 @@ from crl.errors import ConfigError
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate, mean_estimate
 from crl.evaluation.saved import read, saved_files
-from crl.intervals import Mean, t_975
+from crl.intervals import Mean, interval_text, t_975
 from crl.monitor.run_dir import RunDir
 from crl.wording import counted
 
 SEED = "run.seed"
+
+ROUNDING = 1e-9
+"""Half width below which an interval is 0 except for rounding."""
 
 CLUSTERED_CONDITIONS = ("online", "alone")
 """Conditions whose intervals are clustered by goal in every evaluation."""
@@ -42,7 +45,7 @@ class RunResult:
     path: Path
     seed: int
     settings: Mapping[str, Any]
-    """Settings by dotted key, without the seed. Options of a saved evaluation are included."""
+    """Settings by dotted key, without the seed. Those of a saved evaluation are included."""
     rates: Mapping[EvalKey, Estimate]
     """Success rates with their intervals."""
     clustered: bool = False
@@ -69,7 +72,7 @@ class Arm:
         if len(self.runs) == 1:
             return self.runs[0].rates[key]
         mean = Mean.of([run.rates[key].value for run in self.runs])
-        return Estimate(mean.value, mean.value - mean.half_width, mean.value + mean.half_width)
+        return _estimate(mean.value, mean.half_width, lowest=0.0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Difference:
     """Origin of the interval."""
 
     def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+        return interval_text(self.value, self.low, self.high, "+.3f")
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,31 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
             "eval", name, f"{path} has no saved evaluation of this name", f"Available: {known}"
         )
     evaluation = read(file)
-    options = {f"--{option}": value for option, value in evaluation.about["options"].items()}
+    settings |= _evaluated_settings(evaluation.about, run, saved.config.run.steps)
     rates = {row.key: row.success for row in evaluation.rows}
-    return RunResult(path, seed, settings | options, rates, clustered=True)
+    return RunResult(path, seed, settings, rates, clustered=True)
+
+
+def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> dict[str, Any]:
+    """Return the settings of a saved evaluation, as they applied, given or not.
+
+    Runs that differ only by their seed have equal ones: the model is left out, a step is named only
+    if it is not the last of the run, and a bank only as that of the run or another one.
+    `eval.concurrency` changes no result.
+    """
+    settings = dict(leaves(about.get("settings", {})))
+    for key in ("actor.model", "extractor.model", "eval.concurrency"):
+        settings.pop(key, None)
+    options = {
+        "--samples": about["samples"],
+        "--experience": about["experience"],
+        "eval.temperature": about["temperature"],
+        "--step": "last" if about["step"] == steps else about["step"],
+    }
+    if bank := about.get("bank"):
+        own = bank["path"] and Path(bank["path"]).resolve() == run.bank.resolve()
+        options["--bank"] = "of the run" if own else "another"
+    return settings | options
 
 
 def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
@@ -220,7 +245,18 @@ def _difference(key: EvalKey, first: Arm, other: Arm) -> Difference | None:
         unit = "goals" if clustered else "episodes"
         method = f"not paired, over {unit}: without the spread between seeds"
         return Difference(key, arms, value, low, high, method)
-    return Difference(key, arms, value, value - half, value + half, method)
+    estimate = _estimate(value, half, lowest=-1.0)
+    return Difference(key, arms, value, estimate.low, estimate.high, method)
+
+
+def _estimate(value: float, half: float, *, lowest: float) -> Estimate:
+    """Return a value with its interval, which is cut to [`lowest`, 1].
+
+    The ends are NaN if `half` is 0: a few equal rates do not show how much rates differ.
+    """
+    if math.isnan(half) or half < ROUNDING:
+        return Estimate(value, math.nan, math.nan)
+    return Estimate(value, max(value - half, lowest), min(value + half, 1.0))
 
 
 def welch_half_width(first: Sequence[float], other: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from crl.config.schema import OVERALL
 from crl.evaluation.metrics import mean_score
 from crl.evaluation.online import OnlineEvaluator, OnlineResult
 from crl.evaluation.scheduling import EpisodeScheduler
-from crl.intervals import Mean, effective_number, wilson_interval
+from crl.intervals import Mean, effective_number, interval_text, wilson_interval
 from crl.protocols import Retriever
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
@@ -30,7 +30,10 @@ class SuccessRate:
     successes: int
     episodes: int
     effective_episodes: float | None = None
-    """Effective number of independent episodes. None: the episodes are independent."""
+    """Effective number of independent episodes; 0 if it is unknown.
+
+    None: the episodes are independent.
+    """
 
     @property
     def value(self) -> float:
@@ -40,13 +43,13 @@ class SuccessRate:
     def interval(self) -> tuple[float, float]:
         """Wilson score interval (low, high) over the effective number of episodes.
 
-        Both ends are NaN without episodes.
+        Both ends are NaN without episodes, or if the effective number is unknown.
         """
-        return wilson_interval(self.value, self.effective_episodes or self.episodes)
+        number = self.episodes if self.effective_episodes is None else self.effective_episodes
+        return wilson_interval(self.value, number)
 
     def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
+        return interval_text(self.value, *self.interval)
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,7 @@ class MeanSuccessRate:
         return self.value - low, self.value + high
 
     def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
+        return interval_text(self.value, *self.interval)
 
 
 def difference_interval(

@@ -11,7 +11,13 @@ from statistics import fmean
 from crl.config.schema import OVERALL
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.samples import SavedEpisode
-from crl.intervals import Mean, effective_number, wilson_interval
+from crl.intervals import (
+    Mean,
+    effective_number,
+    interval_text,
+    number_text,
+    wilson_interval,
+)
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,12 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{_end(self.low, 3)}, {_end(self.high, 3)}]"
+        return interval_text(self.value, self.low, self.high)
 
     def text(self, digits: int) -> str:
         """Return the value and half of the interval, such as `12.3 ± 0.4`."""
-        return f"{self.value:.{digits}f} ± {_end((self.high - self.low) / 2, digits)}"
+        half = number_text((self.high - self.low) / 2, f".{digits}f")
+        return f"{self.value:.{digits}f} ± {half}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,3 @@ def _rate(values: Sequence[float], goals: Sequence[Hashable]) -> Estimate:
 def _mean(values: Sequence[float], goals: Sequence[Hashable]) -> Estimate:
     mean = Mean.of(values, goals)
     return Estimate(mean.value, mean.value - mean.half_width, mean.value + mean.half_width)
-
-
-def _end(value: float, digits: int) -> str:
-    return "–" if math.isnan(value) else f"{value:.{digits}f}"

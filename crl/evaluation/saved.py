@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -54,6 +55,17 @@ class SavedEvaluation:
         return report_rows(self.episodes)
 
 
+def require_writable(folder: Path) -> None:
+    """Create `folder`. Raise `ConfigError` if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError("out", str(folder), reason, "Choose another directory") from error
+
+
 def save(evaluation: SavedEvaluation, folder: Path, name: str) -> Path:
     """Write NAME.json and NAME.csv to `folder` and return the path of the JSON file.
 
@@ -67,7 +79,7 @@ def save(evaluation: SavedEvaluation, folder: Path, name: str) -> Path:
         "results": [_row_record(row) for row in rows],
         "episodes": _EPISODES.dump_python(list(evaluation.episodes), mode="json"),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    require_writable(folder)
     path = _reserved(folder, name)
     write_csv(rows, path.with_suffix(".csv"))
     temporary = path.with_suffix(".tmp")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from crl.config.command import changes_since
 from crl.config.load import SavedRun
 from crl.config.models import bundled_models, find_model
 from crl.errors import ConfigError
@@ -171,8 +172,8 @@ def _front_matter(base: str) -> Iterator[str]:
     yield "---"
     if licence := _licence(base):
         yield f"license: {licence}"
-    if base not in bundled_models():
-        yield f"base_model: {_base_name(base)}"
+    if name := _hub_name(base):
+        yield f"base_model: {name}"
     yield from ("library_name: transformers", "pipeline_tag: text-generation", "tags:")
     yield from ("- reinforcement-learning", "- crl", "---", "")
 
@@ -190,8 +191,22 @@ def _training_lines(saved: SavedRun, checkpoint: Path) -> Sequence[str]:
         f"{config.rollout.group_size} episodes",
         f"- seed: {config.run.seed}",
         f"- command: `{command}`",
+        *_change_lines(saved, checkpoint),
         f"- versions: {versions}",
     ]
+
+
+def _change_lines(saved: SavedRun, checkpoint: Path) -> Iterator[str]:
+    """Yield how the run differs from its command: its forks and the changed settings."""
+    for fork in saved.lineage:
+        yield f"- forked from: `{Path(str(fork['run'])).name}` at step {fork['step']}"
+    changes = changes_since(saved.command, saved.config)
+    if changes is None:
+        config = f"{checkpoint.parent.parent.name}/config.json"
+        yield f"- settings: those of `{config}`; they could not be compared with the command"
+    elif changes:
+        yield "- settings changed after the command:"
+        yield from (f"  - `{change}`" for change in changes)
 
 
 def _result_lines(checkpoint: Path) -> list[str]:
@@ -217,17 +232,26 @@ def _result_lines(checkpoint: Path) -> list[str]:
 def _base_name(model: str) -> str:
     """Return the name of a base model without the folders of this machine."""
     path = Path(model)
-    parts = [part for part in path.parts if part.startswith("models--")]
-    if parts:  # of the Hugging Face cache
-        return parts[-1].removeprefix("models--").replace("--", "/")
-    return path.name if path.is_absolute() else model
+    return _hub_name(model) or (path.name if path.is_absolute() else model)
+
+
+def _hub_name(model: str) -> str:
+    """Return the name on Hugging Face of a model in its cache, or "" for another model."""
+    parts = [part for part in Path(model).parts if part.startswith("models--")]
+    return parts[-1].removeprefix("models--").replace("--", "/") if parts else ""
 
 
 def _licence(model: str) -> str:
-    """Return the licence that a model's own card names, or "" if none is known."""
+    """Return the licence that a model's own card names, or "" if none is known.
+
+    The model may have been deleted since the run.
+    """
     if model in bundled_models():
         return BUNDLED_LICENCE
-    folder = find_model(model)
+    try:
+        folder = find_model(model)
+    except ConfigError:
+        return ""
     card = folder / CARD if folder and folder.is_dir() else None
     if card is None or not card.is_file():
         return ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from crl.config.command import repeated
 from crl.config.load import dump, load_saved
 from crl.config.resume import Change
 from crl.config.schema import RunConfig
@@ -22,6 +23,7 @@ from crl.errors import (
     CheckpointError,
     ConfigError,
     CrlError,
+    Interrupted,
     LearnerError,
     StallError,
     StoreError,
@@ -48,12 +50,10 @@ from crl.run.models import ModelRole, print_to_stderr
 from crl.run.resume import Resumption
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
 from crl.run.supervision.ending import Ending, first_cause, log_traceback, logged_failure
-from crl.run.supervision.signals import Interrupts, do_nothing
+from crl.run.supervision.interruptible import run_evaluation
+from crl.run.supervision.signals import INTERRUPTED, Interrupts, do_nothing
 from crl.scratch import scratch_folder
 from crl.wording import counted
-
-INTERRUPTED = 130
-"""Exit code of a run that was interrupted."""
 
 
 def train(config: RunConfig, run_dir: Path, *, command: str, screen: Monitor) -> int:
@@ -201,7 +201,7 @@ def _run(
             print_to_stderr(text)
             with suppress(OSError):
                 run.append_to_log(text)
-            raise KeyboardInterrupt from error
+            raise Interrupted from error
         finally:
             ending.done()
 
@@ -242,7 +242,8 @@ def evaluate_run(run_dir: Path) -> int:
     config = load_saved(run_dir).config
     checkpoint = latest_checkpoint(RunDir(run_dir).checkpoints, print_to_stderr)
     preflight.require(config, checks=preflight.EVALUATION_CHECKS)
-    result = asyncio.run(_evaluate(config, checkpoint, RunDir(run_dir)))
+    work = _evaluate(config, checkpoint, RunDir(run_dir))
+    result = run_evaluation(work, f"the evaluation of {run_dir}")
     print(f"{checkpoint}, after {counted(int(checkpoint.name), 'step')}")
     success = SuccessReport(config.eval.temperature, result, data_notes=data_notes(specs(config)))
     print("\n".join(success.lines()))
@@ -254,10 +255,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluat
     rates = read_state(checkpoint)["success_rates"] if config.critic.enabled else None
     actor = ModelRole("actor", checkpoint / "actor", config.actor)
     async with open_evaluator(config, actor, source, rates) as evaluator:
-        try:
-            return await evaluator.evaluate()
-        except BaseExceptionGroup as group:
-            raise (cause := first_cause(group)) from cause.__cause__ or group
+        return await evaluator.evaluate()
 
 
 @contextmanager
@@ -379,7 +377,7 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
         next_steps=NextSteps(
             run.path,
             run.checkpoint(loop.completed_steps),
-            load_saved(run.path).command,
+            repeated(load_saved(run.path).command, config),
             config.run.seed,
             config.run.steps,
             interrupted=loop.stop.is_set(),

@@ -17,7 +17,7 @@ from crl.evaluation.evaluate import (
     difference_interval,
 )
 from crl.evaluation.metrics import GroupGap, mean_gap
-from crl.intervals import plus_minus
+from crl.intervals import number_text, plus_minus
 from crl.run.totals import Totals
 from crl.types import Experience
 from crl.wording import counted
@@ -93,8 +93,8 @@ def _overall_row(
     row = _row(key, before, after, width)
     if after is None or key not in before:
         return row
-    low, high = difference_interval(before[key], after[key])
-    return f"{row} [{low:+.3f}, {high:+.3f}]"
+    low, high = (number_text(end, "+.3f") for end in difference_interval(before[key], after[key]))
+    return f"{row} [{low}, {high}]"
 
 
 def _row(key: EvalKey, before: Rates, after: Rates | None, width: int) -> str:
@@ -250,7 +250,7 @@ class NextSteps:
     checkpoint: Path
     """Directory of the last checkpoint."""
     command: str
-    """Command line that repeats the run, without --seed and --run-dir."""
+    """Command line that repeats the run with its last settings, without --seed and --run-dir."""
     seed: int
     planned_steps: int
     """Steps of the run, if it is not interrupted."""

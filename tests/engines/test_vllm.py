@@ -6,6 +6,7 @@ They cover sampling, new weights, the death of an engine, and two engines in one
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from support.vllm_models import NEVER, V, greedy, logprobs, prompt, qwen2, saved
 
@@ -26,9 +28,12 @@ pytest.importorskip(
 import psutil  # pyright: ignore[reportMissingModuleSource]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+from crl.cli.main import app
+from crl.config.load import dump, load
 from crl.engines import vllm_replica
 from crl.engines.vllm import VllmEngine, VllmSettings
 from crl.errors import ConfigError, EngineError, RolloutError
+from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.modeling.loading import InProcessWeights, checksum
 from crl.modeling.weights import FileWeights
 from crl.types import Completion, Sampling
@@ -105,6 +110,25 @@ async def test_two_engines_in_one_process_serve_their_own_models(pair: Pair) -> 
         assert_logprobs(old, pair.old_model, LONG)
         assert_logprobs(new, pair.new_model, LONG)
         assert set(old.versions) == {0}
+
+
+async def test_a_model_of_crl_export_is_served(tmp_path: Path) -> None:
+    """Export a checkpoint of a run, and compare greedy tokens with the model of the checkpoint."""
+    run, target, model = tmp_path / "run", tmp_path / "exported", qwen2(3)
+    actor = saved(model, run / "checkpoints" / "2" / "actor")
+    (actor / OPTIMIZER_FILE).write_bytes(b"no weights")
+    state = {"records": {}, "measurements": {"evaluations": []}}
+    (actor.parent / "manifest.json").write_text(json.dumps({"step": 2, "state": state}))
+    dump(load(["room"], options={"method": "grpo"}), run / "config.json")
+    result = CliRunner().invoke(app, ["export", str(run), str(target)])
+    assert result.exit_code == 0, result.output
+    engine = await VllmEngine.start(target, SETTINGS)
+    try:
+        completion = await engine.generate(LONG, GREEDY)
+    finally:
+        await engine.aclose()
+    assert completion.ids == greedy(model, LONG, 12)
+    assert_logprobs(completion, model, LONG)
 
 
 async def test_logprobs_equal_the_trainers_at_the_sampling_temperature(

@@ -5,6 +5,7 @@ The runs are real processes with games in worker processes. Their temporary fold
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from crl.scratch import remove_stale_folders
 from support import live_runs, worker_rooms
 from support.complementary_runs import SIZES, train
 from support.live_runs import kill_all, new_shared_memory, processes, temporary_files, wait_for_end
-from support.whole_runs import arguments, crl
+from support.whole_runs import arguments, contents, crl
 
 SETS = (
     *SIZES, "eval.probe_every=0", "tasks.room.eval.seen=2", "tasks.room.eval.unseen=0",
@@ -33,6 +34,17 @@ from crl.run import checkpoint
 checkpoint._synchronised = lambda folder: time.sleep(600)
 """
 """Program that makes every checkpoint hang."""
+
+PLAYING = """
+import time
+from crl.envs.minihack.game import LevelGame
+step = LevelGame.step
+LevelGame.step = lambda game, action: print("playing\\n", end="", flush=True) or step(game, action)
+"""
+"""Program that prints a line for every turn."""
+
+HANGING_GAMES = f"{PLAYING}LevelGame.close = lambda game: time.sleep(600)"
+"""Program that also makes games hang when they are closed."""
 
 FAILING_STEP = """
 from crl.run.loop import TrainingLoop
@@ -170,6 +182,43 @@ def test_temporary_banks_do_not_survive(number: signal.Signals, mark: str, tmp_p
     if number == signal.SIGKILL:
         remove_stale_folders(temporary)
     assert temporary_files(temporary) == []
+
+
+@pytest.mark.parametrize("program", [PLAYING, HANGING_GAMES])
+@pytest.mark.parametrize("options", [(), ("--experience", "online")])
+def test_an_interrupted_evaluation_says_that_nothing_is_saved(
+    options: tuple[str, ...], program: str, evaluated: Path, mark: str, tmp_path: Path
+) -> None:
+    before, output = contents(evaluated), tmp_path / "output"
+    with output.open("w") as stream:
+        words = ["eval", str(evaluated), *options]
+        process = live_runs.start(words, mark, tmp_path, stream, python=program)
+        wait_for("playing", output, process)
+        process.send_signal(signal.SIGINT)
+        if program == HANGING_GAMES:
+            time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(5 if program == HANGING_GAMES else 30) == 130
+    *first, last = (x for x in output.read_text("utf-8").splitlines() if x != "playing")
+    lost = f"nothing of the evaluation of {evaluated} is saved"
+    interrupted = f"interrupted: {lost} (press Ctrl-C again to exit immediately)"
+    if program == HANGING_GAMES:
+        assert last == f"exiting immediately: {lost}"
+        assert first in ([], [interrupted])
+    else:
+        assert (first, last) == ([], interrupted)
+    assert contents(evaluated) == before
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run whose evaluation takes long."""
+    run = tmp_path_factory.mktemp("evaluated") / "run"
+    train(run, *SETS, steps=1)
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    config["config"]["tasks"]["room"]["eval"]["online_places"] = 500
+    (run / "config.json").write_text(json.dumps(config), "utf-8")
+    return run
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from crl.run.evaluating import evaluate as play
 from support.complementary_runs import dump, train
 from support.whole_runs import (
     DETERMINISTIC,
@@ -99,6 +100,16 @@ def test_an_online_evaluation_builds_a_scratch_bank(done: Path, tmp_path: Path) 
         assert rows[condition]["games"] == 2
         name = f"eval/room/unseen/success/{condition}"
         assert rows[condition]["success"]["value"] == last[name], "it repeats the run's"
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_games(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(play, "play_samples", None)
+    (file := tmp_path / "file").touch()
+    result = crl("eval", done, "--out", file)
+    assert result.exit_code == 2
+    assert f"out = '{file}': cannot be written (File exists)" in one_line(result)
 
 
 def test_a_model_directory_is_evaluated_without_a_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from crl.config.models import resolve_model
+from crl.run.halves import commands
 from support.live_runs import mark, start
 from support.whole_runs import (
     DETERMINISTIC,
@@ -100,6 +102,35 @@ def test_learning_from_rollouts_with_other_settings(played: Path, tmp_path: Path
     assert line["actor/learning_rate"] == 1e-3
 
 
+def test_one_recorded_step_is_enough(trained: Path, tmp_path: Path) -> None:
+    file = trained / "episodes" / "000001.jsonl.gz"
+    for name, options in (("whole", (trained, "--steps", 1)), ("file", (file,))):
+        result = crl("learn", "--from", *options, "--run-dir", tmp_path / name)
+        assert (result.exit_code, result.stderr) == (0, "")
+    assert equal_weights(tmp_path / "whole" / "actor", tmp_path / "file" / "actor")
+    second = trained / "episodes" / "000002.jsonl.gz"
+    assert crl("learn", "--from", second, "--run-dir", tmp_path / "second").exit_code == 0
+    assert [line["step"] for line in metrics(tmp_path / "second", "train")] == [2]
+
+
+@pytest.mark.parametrize("name", ["000002.jsonl.gz", "000002.npz"])
+def test_a_damaged_shard_is_found_before_the_training(
+    name: str, played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, new = tmp_path / "copy", tmp_path / "new"
+    shutil.copytree(played, copy)
+    with (copy / "episodes" / name).open("r+b") as file:
+        file.seek(200)
+        file.write(bytes(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "learn", None)
+        result = crl("learn", "--from", copy, "--run-dir", new)
+    assert result.exit_code == 2
+    assert "or train on the steps before it with --steps N" in one_line(result)
+    assert not new.exists()
+    assert crl("learn", "--from", copy, "--run-dir", new, "--steps", 1).exit_code == 0
+
+
 def test_another_model_with_the_same_tokenizer_learns(
     played: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +186,14 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
             ("learn", "--from", played, "--run-dir", new, "--steps", 5),
             "has episodes of only 2 steps",
         ),
+        (
+            ("learn", "--from", played / "metrics.jsonl", "--run-dir", new),
+            "is not a run directory",
+        ),
+        (
+            ("learn", "--from", played / "episodes" / "000001.npz", "--run-dir", new),
+            "is not a file of recorded episodes. Give a file RUN/episodes/STEP.jsonl.gz",
+        ),
         (("rollout", "--tasks", "room", "--run-dir", played), "exists and is not empty"),
         (("rollout", "--tasks", "rom", "--run-dir", new), "is not a known task"),
         (
@@ -196,5 +235,7 @@ def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(program: str, tmp_path:
             process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
     last = output.read_text().splitlines()[-1]
-    assert (last == f"exiting immediately: {run} is incomplete") is bool(program)
+    interrupted = f"interrupted: {run} is incomplete (press Ctrl-C again to exit immediately)"
+    assert interrupted in output.read_text().splitlines()
+    assert last == (f"exiting immediately: {run} is incomplete" if program else interrupted)
     assert "Traceback" not in output.read_text()

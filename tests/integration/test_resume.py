@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -273,6 +274,13 @@ def test_a_finished_run_can_be_extended(straight: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["step"] for line in metrics(run, "eval")] == [0, 6, 7]
     assert checkpoints(run) == {"6", "7"}
+    command = re.search(r"another seed: +(crl train .*)", output)
+    assert command
+    assert " --steps 7 " in command[1], "the steps of the extended run"
+    assert crl("export", run, tmp_path / "actor").exit_code == 0
+    card = (tmp_path / "actor" / "README.md").read_text()
+    assert "- steps: 7, of" in card
+    assert "- settings changed after the command:\n  - `run.steps: 6 → 7`\n" in card
 
 
 def test_an_older_checkpoint(straight: Path, tmp_path: Path) -> None:

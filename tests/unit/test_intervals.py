@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crl.intervals import Mean, cluster_variance, plus_minus, t_975
+from crl.intervals import (
+    Mean,
+    cluster_variance,
+    effective_clusters,
+    effective_number,
+    interval_text,
+    plus_minus,
+    t_975,
+    wilson_interval,
+)
 
 rates = st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=2, max_size=20)
 
@@ -73,9 +84,67 @@ def test_a_value_needs_a_cluster() -> None:
         Mean.of([1.0, 0.0], ["a"])
 
 
-def test_plus_minus() -> None:
+def test_intervals_as_text() -> None:
     assert plus_minus(-0.25, 0.125, 2) == "-0.25 ± 0.12"
     assert plus_minus(0.5, math.nan) == "+0.500 ± –"
+    assert interval_text(0.5, 0.25, math.nan) == "0.500 [0.250, –]"
+    assert interval_text(0.5, 0.25, 0.75, "+.2f") == "+0.50 [+0.25, +0.75]"
+
+
+def test_effective_clusters_by_hand() -> None:
+    assert effective_clusters(["a", "b", "c"] * 4) == 3.0
+    assert effective_clusters(["a"] * 3 + ["b"]) == 16 / 10
+    assert effective_clusters(["a"] * 5) == 1.0
+
+
+def test_the_effective_number_of_unequal_clusters_by_hand() -> None:
+    """Check clusters of 3 and 1 values whose means are 1 and 0.
+
+    The mean is 3/4, the sums less n_c · m are 3/4 and −3/4. V = 2 · 2 · 9/16 / 16 = 9/64, and
+    3/16 / (9/64) = 4/3 is less than the 16/10 effective clusters. t of 0.6 degrees of freedom.
+    """
+    number = effective_number([1, 1, 1, 0], ["a", "a", "a", "b"])
+    assert number == pytest.approx(1.6 * (1.96 / t_975(1.6 - 1)) ** 2)
+    assert effective_number([1, 1, 1, 1], ["a", "a", "a", "b"]) == 1.6
+    assert effective_number([1, 0, 1, 1], ["a"] * 4) == 0.0
+    assert all(map(math.isnan, wilson_interval(0.75, 0.0)))
+
+
+SIZES = {
+    "equal": [8] * 16,
+    "unequal": list(range(1, 11)),
+    "two large clusters": [20, 20] + [2] * 10,
+    "one large cluster": [60] + [2] * 10,
+}
+"""Sizes of clusters."""
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+def test_rate_intervals_cover_the_rate_of_all_clusters(
+    sizes: list[int], correlation: float
+) -> None:
+    """Simulate clusters whose rates have a beta distribution with mean 0.5."""
+    draw, covered, runs = random.Random(7), 0, 400
+    for _ in range(runs):
+        values, clusters = [], []
+        for cluster, size in enumerate(sizes):
+            rate = cluster_rate(draw, correlation)
+            values += [float(draw.random() < rate) for _ in range(size)]
+            clusters += [cluster] * size
+        low, high = wilson_interval(fmean(values), effective_number(values, clusters))
+        covered += low <= 0.5 <= high
+    assert covered / runs >= 0.9
+
+
+def cluster_rate(draw: random.Random, correlation: float) -> float:
+    """Return the rate of a cluster whose observations have this correlation."""
+    if correlation == 0:
+        return 0.5
+    if correlation == 1:
+        return float(draw.random() < 0.5)
+    weight = (1 / correlation - 1) / 2
+    return draw.betavariate(weight, weight)
 
 
 def test_scipy_is_imported_only_to_compute_an_interval() -> None:

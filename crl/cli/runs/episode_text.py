@@ -89,7 +89,9 @@ def replay_lines(
         title = TITLES[segment.origin]
         if segment.origin == "policy":
             turn += 1
-            title += f" of turn {turn}" if turn <= trajectory.turns else " in overtime"
+            # An answer whose turn failed is not counted. A failed episode has no overtime.
+            counts = turn <= trajectory.turns or trajectory.error
+            title += f" of turn {turn}" if counts else " in overtime"
         yield Text()
         yield Text(f"── {title} ".ljust(min(width, 72), "─"), DIM)
         yield from _text_lines(segment)

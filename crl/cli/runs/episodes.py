@@ -7,6 +7,8 @@ the commands.
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -159,8 +161,23 @@ def _decoder(run: Path) -> Callable[[int], str]:
 
 
 def _paged(console: Console) -> AbstractContextManager[object]:
-    """Return a context that shows its output in a pager, if the output is a terminal."""
-    if not console.is_terminal:
+    """Return a context that shows its output in a pager.
+
+    The output is printed if it is no terminal, or if PAGER names a program that does not exist.
+    """
+    if not (console.is_terminal and _pager_exists()):
         return nullcontext()
     os.environ.setdefault("LESS", "-R")  # shows colours
     return console.pager(styles=True)
+
+
+def _pager_exists() -> bool:
+    """Return whether the pager of the environment exists. Without one, pydoc chooses a pager."""
+    command = os.environ.get("MANPAGER") or os.environ.get("PAGER")
+    if not command:
+        return True
+    try:
+        words = [word for word in shlex.split(command) if "=" not in word]
+    except ValueError:
+        return False
+    return bool(words and shutil.which(words[0]))

@@ -51,7 +51,10 @@ def learn(
     source: Annotated[
         Path,
         typer.Option(
-            "--from", metavar="RUN", help="Run or rollouts whose recorded episodes are trained on."
+            "--from",
+            metavar="RUN|FILE",
+            help="Run or rollouts whose recorded episodes are trained on, or one file of them: "
+            "RUN/episodes/STEP.jsonl.gz.",
         ),
     ],
     steps: Annotated[
@@ -67,21 +70,43 @@ def learn(
     from crl.monitor.run_dir import RunDir
     from crl.planning.model_checks import recording_model
     from crl.records.reader import episode_shards
+    from crl.wording import counted
 
-    saved = load_saved(source).config
-    shards = episode_shards(source)
+    run = _run_of_file(source) if source.is_file() else source
+    saved = load_saved(run).config
+    shards = _shard(source) if source.is_file() else episode_shards(run)
     if steps is not None and steps > len(shards):
-        reason = f"{source} has episodes of only {len(shards)} steps"
+        reason = f"{source} has episodes of only {counted(len(shards), 'step')}"
         raise ConfigError("--steps", steps, reason, "Use a smaller number")
     config, _ = changed_config(saved, options={}, sets=sets or ())
     recorder = None
     if config.actor.model != saved.actor.model:
-        recorder = recording_model(RunDir(source), saved.actor.model)
+        recorder = recording_model(RunDir(run), saved.actor.model)
     from crl.run.halves.commands import learn_from_episodes
 
     chosen = dict(list(shards.items())[:steps])
     folder = run_dir or _new_folder("learn")
     return learn_from_episodes(config, chosen, folder, recorder=recorder)
+
+
+def _run_of_file(file: Path) -> Path:
+    """Return the nearest folder above a file of episodes that is a run.
+
+    It is not the parent of `episodes` for a file of RUN/discarded.
+    """
+    folders = file.resolve().parents[1:]
+    return next((folder for folder in folders if (folder / "config.json").is_file()), folders[0])
+
+
+def _shard(file: Path) -> dict[int, Path]:
+    """Return a file of episodes by its step. Raise `ConfigError` if its name is another one."""
+    from crl.records.shards import shards
+
+    found = {step: path for step, path in shards(file.parent).items() if path.name == file.name}
+    if not found:
+        reason = "is not a file of recorded episodes"
+        raise ConfigError("--from", str(file), reason, "Give a file RUN/episodes/STEP.jsonl.gz")
+    return found
 
 
 def _new_folder(command: str) -> Path:

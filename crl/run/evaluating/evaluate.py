@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from crl.config.load import versions
 from crl.evaluation.samples import SavedEpisode, Source, play_samples
-from crl.evaluation.saved import SavedEvaluation, save
+from crl.evaluation.saved import SavedEvaluation, require_writable, save
 from crl.planning import preflight
 from crl.planning.tasks import data_notes, specs
 from crl.run.assemble import open_evaluator
 from crl.run.bank import BankSource
 from crl.run.evaluating.request import Request
-from crl.run.main import first_cause
 from crl.run.models import actor_model, extractor_model
+from crl.run.supervision.interruptible import run_evaluation
 
 SECTIONS = ("actor", "ask", "bank", "critic", "embedder", "engine", "eval", "retrieval", "tasks")
 """Sections of the config that results depend on."""
@@ -29,7 +29,13 @@ def evaluate(request: Request, folder: Path) -> Path:
     Raise `CrlError` if it cannot start or fails.
     """
     preflight.require(request.config, checks=preflight.EVALUATION_CHECKS)
-    episodes = asyncio.run(_play(request))
+    require_writable(folder)
+    try:
+        episodes = run_evaluation(_play(request), f"the evaluation of {request.subject}")
+    except BaseException:
+        with suppress(OSError):
+            folder.rmdir()  # unless it has files
+        raise
     return save(SavedEvaluation(_about(request), episodes), folder, request.name)
 
 
@@ -38,10 +44,7 @@ async def _play(request: Request) -> list[SavedEpisode]:
     async with open_evaluator(
         config, actor_model(config), _bank_source(request), state.get("success_rates")
     ) as evaluator:
-        try:
-            return await play_samples(evaluator, request.source, request.samples)
-        except BaseExceptionGroup as group:
-            raise (cause := first_cause(group)) from cause.__cause__ or group
+        return await play_samples(evaluator, request.source, request.samples)
 
 
 def _bank_source(request: Request) -> BankSource | None:

@@ -147,6 +147,8 @@ def resolve(subject: Path, options: Options, note: Any) -> Request:
         _check_bank(request)
     if source is Source.online:
         _check_online(request)
+    else:
+        _check_sizes(request)
     return request
 
 
@@ -321,6 +323,14 @@ def _check_bank(request: Request) -> None:
         raise ConfigError(
             "bank", str(path), reason, "Use the bank of these tasks, or --set bank.scope=shared"
         )
+
+
+def _check_sizes(request: Request) -> None:
+    sizes = {name: task.eval for name, task in request.config.tasks.items()}
+    if not any(size.seen or size.unseen for size in sizes.values()):
+        key = f"tasks.{next(iter(sizes))}.eval.unseen"
+        reason = "no task of the evaluation has games: both splits are empty"
+        raise ConfigError(key, 0, reason, f"Add for example --set {key}=32")
 
 
 def _check_online(request: Request) -> None:

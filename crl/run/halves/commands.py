@@ -11,7 +11,7 @@ from typing import Any
 
 from crl.config.load import dump
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError
+from crl.errors import ConfigError, Interrupted
 from crl.failures import reporting
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir
@@ -20,11 +20,13 @@ from crl.planning.model_checks import require_same_tokenizer
 from crl.planning.plan import overview
 from crl.prompts import hashes
 from crl.protocols import Monitor
+from crl.records.shards import read_shard
 from crl.run.halves.learn import learn
 from crl.run.halves.play import play
-from crl.run.main import INTERRUPTED, open_monitor
-from crl.run.supervision.ending import Ending, first_cause, logged_failure
-from crl.run.supervision.signals import Interrupts, do_nothing
+from crl.run.main import open_monitor
+from crl.run.supervision.ending import Ending, logged_failure
+from crl.run.supervision.interruptible import AGAIN, interruptible
+from crl.run.supervision.signals import INTERRUPTED, Interrupts, do_nothing
 from crl.wording import counted
 
 
@@ -53,6 +55,7 @@ def learn_from_episodes(
     them, or None if the actor is the same model. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config)
+    _check_shards(shards)
     if recorder:
         require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
@@ -65,6 +68,17 @@ def learn_from_episodes(
         config, run, max(shards), lambda monitor: learn(config, shards, target, monitor), done
     )
     return 0
+
+
+def _check_shards(shards: Mapping[int, Path]) -> None:
+    """Raise `ConfigError` if an episode cannot be read. Nothing has been trained then."""
+    for path in shards.values():
+        try:
+            for _ in read_shard(path):
+                pass
+        except ConfigError as error:
+            remedy = "Restore the file, or train on the steps before it with --steps N"
+            raise ConfigError(error.key, error.value, error.reason, remedy) from error
 
 
 def _new_folder(config: RunConfig, folder: Path) -> RunDir:
@@ -83,8 +97,8 @@ def _carry_out(
     """
     screen = PlainMonitor(steps=steps)
     ending = Ending(run, screen)
-    exiting = f"exiting immediately: {run.path} is incomplete"
-    interrupts = Interrupts(lambda: ending.exit_now(INTERRUPTED, exiting))
+    lost = f"{run.path} is incomplete"
+    interrupts = Interrupts(lambda: ending.exit_now(INTERRUPTED, f"exiting immediately: {lost}"))
     with interrupts.handled():
         try:
             with (
@@ -94,7 +108,13 @@ def _carry_out(
             ):
                 monitor.note(f"{run.path}\n{overview(config)}\n")
                 interrupts.stop = do_nothing  # until the event loop runs
-                asyncio.run(_interruptible(work(monitor), interrupts))
+                asyncio.run(
+                    interruptible(
+                        work(monitor),
+                        interrupts,
+                        lambda: monitor.note(f"interrupted: {lost} {AGAIN}"),
+                    )
+                )
                 monitor.note(done)
         except ConfigError:
             run.clear()
@@ -104,21 +124,6 @@ def _carry_out(
                 raise
             raise failure from error
         except asyncio.CancelledError as error:
-            raise KeyboardInterrupt from error
+            raise Interrupted from error
         finally:
             ending.done()
-
-
-async def _interruptible(work: Coroutine[Any, Any, None], interrupts: Interrupts) -> None:
-    """Await `work`. The first interrupt cancels it. Raise the first error of an exception group."""
-    event_loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    interrupts.stop = lambda: event_loop.call_soon_threadsafe(task.cancel)
-    if interrupts.received:
-        task.cancel()
-    try:
-        await work
-    except BaseExceptionGroup as group:
-        raise (cause := first_cause(group)) from cause.__cause__ or group
-    finally:
-        interrupts.stop = do_nothing  # only the outputs have to be closed

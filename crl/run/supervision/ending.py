@@ -74,41 +74,45 @@ class Ending:
         self.exit_now(code, f"exiting immediately: {lost}")
 
     def exit_now(self, code: int, text: str) -> None:
-        """End the process without closing its parts. Print `text` on stderr.
+        """End the process without closing its parts, except the screen. Print `text` on stderr."""
+        exit_now(code, text, self._screen.close)  # the screen may have to restore the terminal
 
-        The screen is closed first, because it may have to restore the terminal. `text` is printed
-        even if the screen does not close in time. Child processes end when they notice the end of
-        this process.
-        """
-        lock, exited = threading.Lock(), False
 
-        def print_and_exit() -> None:
-            nonlocal exited
-            with lock:
-                if exited:
-                    return
-                with suppress(Exception):
-                    # Not print: a signal may have interrupted another print.
-                    os.write(STDERR, f"{printable_lines(text)}\n".encode())
-                exited = True
-                with suppress(Exception):
-                    remove_own_folders()
-                exit_process(code)
+def exit_now(code: int, text: str, close_screen: Callable[[], object] = lambda: None) -> None:
+    """End the process without closing its parts. Print `text` on stderr.
 
-        timers = [
-            threading.Timer(SCREEN_LIMIT_S, print_and_exit),
-            threading.Timer(2 * SCREEN_LIMIT_S, exit_process, (code,)),  # stderr may block too
-        ]
-        for timer in timers:
-            timer.daemon = True
-            timer.start()
-        try:
+    The screen is closed first. `text` is printed even if the screen does not close in time. Child
+    processes end when they notice the end of this process.
+    """
+    lock, exited = threading.Lock(), False
+
+    def print_and_exit() -> None:
+        nonlocal exited
+        with lock:
+            if exited:
+                return
             with suppress(Exception):
-                self._screen.close()
-        finally:
-            timers[0].cancel()
-            print_and_exit()
-            timers[1].cancel()
+                # Not print: a signal may have interrupted another print.
+                os.write(STDERR, f"{printable_lines(text)}\n".encode())
+            exited = True
+            with suppress(Exception):
+                remove_own_folders()
+            exit_process(code)
+
+    timers = [
+        threading.Timer(SCREEN_LIMIT_S, print_and_exit),
+        threading.Timer(2 * SCREEN_LIMIT_S, exit_process, (code,)),  # stderr may block too
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        with suppress(Exception):
+            close_screen()
+    finally:
+        timers[0].cancel()
+        print_and_exit()
+        timers[1].cancel()
 
 
 def first_cause(error: BaseException) -> BaseException:

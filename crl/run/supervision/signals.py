@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+INTERRUPTED = 130
+"""Exit code of a command that was interrupted."""
+
 
 def do_nothing() -> None:
     """Ignore the first interrupt."""
@@ -32,7 +35,11 @@ class Interrupts:
         """Handle the signals inside the context.
 
         SIGINT remains ignored in a process that ignores it, such as a background job of a shell.
+        Only the main thread handles signals; in another thread this does nothing.
         """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number, handler in previous.items():
             if number == signal.SIGTERM or handler is not signal.SIG_IGN:

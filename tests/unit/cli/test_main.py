@@ -20,7 +20,7 @@ from crl.cli.main import app
 from crl.config.load import load
 from crl.config.method import BUNDLED_METHODS
 from crl.config.schema import RunConfig
-from crl.errors import ConfigError, EngineError
+from crl.errors import ConfigError, EngineError, Interrupted
 from crl.manager.storage.database import Database
 from crl.planning.plan import plan
 
@@ -261,8 +261,10 @@ def test_the_end_of_a_run_determines_the_exit_code(model: str, monkeypatch: pyte
         outcome=ConfigError("device", "cuda", "torch finds no CUDA device", "use auto or cpu"),
     )
     one_line_error(crl("train", "--tasks", "room", "--set", model))
-    FakeRun(monkeypatch, outcome=KeyboardInterrupt())
-    assert crl("train", "--tasks", "room", "--set", model).exit_code == 130
+    for outcome, line in ((KeyboardInterrupt(), "interrupted\n"), (Interrupted(), "")):
+        FakeRun(monkeypatch, outcome=outcome)
+        result = crl("train", "--tasks", "room", "--set", model)
+        assert (result.exit_code, result.stderr) == (130, line)
 
 
 def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

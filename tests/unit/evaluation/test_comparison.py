@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +53,28 @@ def test_other_seeds_are_not_paired() -> None:
     # Variances 0.02 / 2 each: total 0.02, 0.02² / (2 · 0.01²) = 2 degrees of freedom.
     half = 4.302653 * 0.02**0.5
     assert difference.value == pytest.approx(0.4)
-    assert (difference.low, difference.high) == pytest.approx((0.4 - half, 0.4 + half))
+    assert (difference.low, difference.high) == pytest.approx((0.4 - half, 1.0)), "cut"
     assert difference.method == "not paired, over runs (Welch)"
     assert welch_half_width([0.5, 0.5], [0.5, 0.5]) == 0.0
+
+
+def test_intervals_are_cut_to_possible_rates() -> None:
+    comparison = compare(
+        [run("a0", 0, 0.2), run("a1", 1, 0.5), run("b0", 0, 0.9, lr=2), run("b1", 1, 0.4, lr=2)]
+    )
+    assert [str(mean) for mean in comparison.means[KEY]] == [
+        "0.350 [0.000, 1.000]",
+        "0.650 [0.000, 1.000]",
+    ]
+    assert str(comparison.differences[0]) == "+0.300 [-1.000, +1.000]"
+
+
+def test_equal_differences_have_no_interval() -> None:
+    comparison = compare(
+        [run("a0", 0, 0.5), run("a1", 1, 0.6), run("b0", 0, 0.6, lr=2), run("b1", 1, 0.7, lr=2)]
+    )
+    assert str(comparison.differences[0]) == "+0.100 [–, –]"
+    assert str(compare([run("a", 0, 0.5), run("b", 1, 0.5)]).means[KEY][0]) == "0.500 [–, –]"
 
 
 def test_one_run_per_arm_is_compared_over_episodes() -> None:
@@ -131,3 +152,47 @@ def test_a_saved_evaluation_is_read_by_name(tmp_path: Path) -> None:
     assert (result.rates[KEY].value, result.settings["--samples"]) == (0.5, 1)
     with pytest.raises(ConfigError, match="step4"):
         read_run(path, "step9")
+
+
+def evaluated(tmp_path: Path, seed: int, **about: Any) -> RunResult:
+    """Return a result of a run of 4 steps with a saved evaluation."""
+    path = saved_run(tmp_path / f"run{seed}", [])
+    save(evaluation(**({"step": 4} | about)), path / "eval", "mine")
+    return replace(read_run(path, "mine"), seed=seed)
+
+
+def test_runs_of_one_arm_need_no_equal_options(tmp_path: Path) -> None:
+    model = {"actor": {"model": str(tmp_path)}, "eval": {"concurrency": 7, "temperature": 1.0}}
+    results = [
+        evaluated(tmp_path, 0),
+        evaluated(tmp_path, 1, options={"step": 4, "samples": 1, "experience": "none"}),
+        evaluated(tmp_path, 2, options={"set": ["eval.concurrency=7"]}, settings=model),
+    ]
+    assert len(compare(results).arms) == 1
+    banks = [
+        {"path": str(tmp_path / "run3" / "bank.sqlite"), "snapshot": 8},
+        {"path": str(tmp_path / "run4" / "bank.sqlite"), "snapshot": None},
+    ]
+    results = [
+        evaluated(tmp_path, seed, experience="bank", bank=bank)
+        for seed, bank in enumerate(banks, start=3)
+    ]
+    assert len(compare(results).arms) == 1
+
+
+@pytest.mark.parametrize(
+    ("about", "key", "values"),
+    [
+        ({"samples": 4}, "--samples", [1, 4]),
+        ({"step": 3}, "--step", ["last", 3]),
+        ({"temperature": 0.5}, "eval.temperature", [1.0, 0.5]),
+        ({"experience": "online"}, "--experience", ["none", "online"]),
+        ({"bank": {"path": "x.sqlite", "snapshot": None}}, "--bank", ["unset", "another"]),
+        ({"settings": {"retrieval": {"k": 9}}}, "retrieval.k", ["unset", 9]),
+    ],
+)
+def test_other_evaluations_are_other_arms(
+    tmp_path: Path, about: dict[str, Any], key: str, values: list[Any]
+) -> None:
+    comparison = compare([evaluated(tmp_path, 0), evaluated(tmp_path, 1, **about)])
+    assert comparison.differing[key] == values

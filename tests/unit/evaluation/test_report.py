@@ -73,6 +73,23 @@ def test_places_and_not_episodes_decide_the_width() -> None:
     assert clustered.high - clustered.low > 1.5 * (independent.high - independent.low)
 
 
+def test_pass_at_k_is_clustered_by_goal_by_hand() -> None:
+    # Two goals with two games each: the games of the first goal are won, the others never.
+    episodes = [
+        episode(game, sample, success=game < 2, goal=f"place {game // 2}")
+        for game in range(4)
+        for sample in range(2)
+    ]
+    (row,) = report_rows(episodes)
+    # Variance between goals: 2/1 · 2 · (2 · 1/2)² / 4² = 1/4, so 1/4 / 1/4 = 1, at least 2 goals.
+    # t of one degree of freedom is 12.7062, so 2 · (1.96 / t)² = 0.0475903.
+    n, z2 = 0.0475903, 1.96**2
+    half = 1.96 / (1 + z2 / n) * math.sqrt(0.25 / n + z2 / (4 * n * n))
+    estimate = row.pass_at[2]
+    assert estimate.value == 0.5
+    assert (estimate.low, estimate.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+
+
 def test_overall_is_the_unweighted_mean_of_the_tasks() -> None:
     episodes = [episode(game, 0, task="room", success=True) for game in range(8)]
     episodes += [episode(game, 0, task="maze", success=False) for game in range(2)]
@@ -96,7 +113,7 @@ def test_visits_of_the_online_evaluation_are_no_samples() -> None:
     episodes = [episode(0, sample, condition="online") for sample in range(4)]
     (row,) = report_rows(episodes)
     assert row.pass_at == {}
-    assert str(row.success).startswith("1.000 ["), "one place has no interval of its own"
+    assert str(row.success) == "1.000 [–, –]", "one place has no interval of its own"
     assert row.means["turns"].text(1) == "3.0 ± –"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crl.errors import ConfigError
-from crl.evaluation.saved import read, save, saved_files
+from crl.evaluation.saved import read, require_writable, save, saved_files
 from support.evaluations import episode, evaluation
 
 
@@ -66,6 +66,15 @@ def test_evaluations_at_the_same_time_get_different_names(tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert {read(path).about["temperature"] for path in saved_files(tmp_path)} == set(range(8))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    for folder in (file, file / "below", Path("/proc/none")):
+        with pytest.raises(ConfigError, match=r"out = .*cannot be written"):
+            require_writable(folder)
+    require_writable(new := tmp_path / "a" / "b")
+    assert list(new.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 9}', '{"format": 1, "episodes": [1]}'])

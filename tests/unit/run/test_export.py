@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from crl.cli.main import app
 from crl.config.load import dump, load
 from crl.config.models import resolve_model
+from crl.config.resume import changed_config
 from crl.run import export
 
 
@@ -65,3 +66,60 @@ def test_a_run_of_a_method_without_bank_is_named(checkpoint: Path, tmp_path: Pat
     assert "the method grpo of the run has no bank. Leave out --bank" in result.stderr
     assert not (tmp_path / "bank").exists()
     assert crl_export(checkpoint, tmp_path / "actor").exit_code == 0
+
+
+COMMAND = "crl train --tasks room --method grpo --steps 2"
+
+
+def card(checkpoint: Path, target: Path) -> str:
+    assert crl_export(checkpoint, target).exit_code == 0
+    return (target / "README.md").read_text("utf-8")
+
+
+def test_a_card_names_forks_and_changed_settings(checkpoint: Path, tmp_path: Path) -> None:
+    config = checkpoint.parent.parent / "config.json"
+    first = load(["room"], options={"method": "grpo", "run.steps": 2, "run.seed": 9})
+    dump(first, config, command=COMMAND)
+    assert f"- command: `{COMMAND}`\n- versions:" in card(checkpoint, tmp_path / "first")
+    changed, _ = changed_config(
+        first, options={"run.steps": 3}, sets=["actor.optimizer.learning_rate=1e-6"]
+    )
+    dump(changed, config, command=COMMAND, lineage=[{"run": "/home/me/runs/parent", "step": 1}])
+    text = card(checkpoint, tmp_path / "forked")
+    rate = first.actor.optimizer.learning_rate
+    assert (
+        "- forked from: `parent` at step 1\n"
+        "- settings changed after the command:\n"
+        "  - `run.steps: 2 → 3`\n"
+        f"  - `actor.optimizer.learning_rate: {rate} → 1e-06`\n"
+    ) in text
+    assert "- steps: 3, of" in text
+    dump(changed, config, command="crl train --tasks gone.toml")
+    assert "- settings: those of `run/config.json`" in card(checkpoint, tmp_path / "unknown")
+
+
+def test_a_base_model_is_named_only_if_it_is_on_hugging_face(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = checkpoint.parent.parent / "config.json"
+    for name, base in (
+        ("local", ""),
+        ("models--Qwen--Qwen2.5-0.5B/snapshots/1", "Qwen/Qwen2.5-0.5B"),
+    ):
+        shutil.copytree(resolve_model("tiny-actor"), model := tmp_path / name)
+        (model / "README.md").write_text("---\nlicense: mit\n---\n")
+        dump(load(["room"], options={"method": "grpo", "actor.model": str(model)}), config)
+        text = card(checkpoint, tmp_path / f"{base}/named")
+        assert text.startswith("---\nlicense: mit\n")
+        assert (f"\nbase_model: {base}\n" in text) is ("\nbase_model:" in text) is bool(base)
+    shutil.rmtree(model)
+    text = card(checkpoint, tmp_path / "deleted")
+    assert "Licence of the base model: unknown" in text
+    assert "\nlicense:" not in text
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_a_bank_has_no_role(role: str, checkpoint: Path, tmp_path: Path) -> None:
+    result = crl_export(checkpoint, tmp_path / "bank", "--bank", "--role", role)
+    assert result.exit_code == 2
+    assert f"role = '{role}': does not apply to --bank" in result.stderr

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, PagerContext
 from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
 from crl.cli.runs.episode_text import replay_lines
+from crl.cli.runs.episodes import _paged
 from crl.records.shards import write_shard
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
 from support.trajectories import build_trajectory
@@ -163,6 +164,35 @@ def test_several_episodes_and_an_error(run: Path):
     titles = [line for line in result.stdout.splitlines() if line.startswith("step")]
     assert titles == [f"step 1, group 5, member {member}: room, free" for member in (1, 0)]
     assert "\nerror: env: it died\n" in result.stdout
+
+
+def test_the_answer_of_a_failed_turn_is_not_in_overtime():
+    segments = (Segment("user", "a hall", "env"), Segment("assistant", "north", "policy"))
+    failed = build_trajectory(
+        Task("room", 7, "train", GOAL), segments=segments, turns=0, error="env: it died"
+    )
+    lines = [line.plain.rstrip("─") for line in replay_lines(failed, 80)]
+    assert "── answer of turn 1 " in lines
+    assert lines[-4:] == ["north", "", "error: env: it died", ""], "no reward"
+
+
+@pytest.mark.parametrize(
+    ("pager", "paged"),
+    [("cat", True), ("A=b cat", True), ("no-such-pager -R", False), ("'", False)],
+)
+def test_a_pager_that_does_not_exist_is_not_used(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pager: str,
+    paged: bool,
+):  # fmt: skip
+    monkeypatch.setenv("PAGER", pager)
+    monkeypatch.delenv("MANPAGER", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(force_terminal=True, width=80)
+    context = _paged(console)
+    assert isinstance(context, PagerContext) is paged
+    with context:
+        console.print("the episode")
+    assert "the episode" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["episodes", "replay"])

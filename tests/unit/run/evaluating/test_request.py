@@ -109,6 +109,10 @@ def test_a_model_needs_no_run(tiny_actor: Path, banked: Path) -> None:
         ({"sets": ["actor.model=x"]}, "the checkpoint has the models"),
         ({"sets": ["tasks.maze.eval.seen=1"]}, "maze is not a task of this evaluation"),
         ({"sets": ["tasks.room.evl.seen=1"]}, "tasks.room.evl"),
+        (
+            {"sets": ["tasks.room.eval.seen=0", "tasks.room.eval.unseen=0"]},
+            "tasks.room.eval.unseen = 0: no task of the evaluation has games",
+        ),
     ],
 )
 def test_wrong_options_of_a_run(run: Path, options: Mapping[str, object], message: str) -> None:

@@ -1,0 +1,79 @@
+"""Command line of `crl train` that is saved with a run, compared with the settings of the run.
+
+The settings differ from the command after `crl resume --steps`, `--set` and `crl fork --set`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from crl.config.layers import leaves
+from crl.config.load import load
+from crl.config.resume import Change
+from crl.config.schema import RunConfig
+from crl.errors import ConfigError
+
+SEED = "run.seed"
+
+
+def changes_since(command: str, config: RunConfig) -> list[Change] | None:
+    """Return the settings of `config`, except the seed, that differ from those of `command`.
+
+    `command` is that of `crl.config.load.SavedRun`. Return None if it is unknown, or if it cannot
+    be resolved any more, for example because a file that it names is gone.
+    """
+    try:
+        given = _settings(_config(command))
+    except (ConfigError, KeyError, ValueError):
+        return None
+    own = _settings(config)
+    return [
+        Change(key, given.get(key), own.get(key))
+        for key in dict.fromkeys((*given, *own))
+        if given.get(key) != own.get(key)
+    ]
+
+
+def repeated(command: str, config: RunConfig) -> str:
+    """Return the command that trains with the settings of `config`, except the seed.
+
+    It is `command` itself if no setting has changed, or if this is unknown.
+    """
+    changes = changes_since(command, config)
+    if not changes:
+        return command
+    words = shlex.split(command)
+    for key, _, value in changes:
+        if key == "run.steps" and not any(word.startswith("run.steps=") for word in words):
+            if "--steps" in words:
+                words[words.index("--steps") + 1] = str(value)
+            else:
+                words += ["--steps", str(value)]
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += ["--set", f"{key}={text}"]
+    return shlex.join(words)
+
+
+def _config(command: str) -> RunConfig:
+    """Return the resolved config of a command of `crl train`, whose options all have a value."""
+    words = shlex.split(command)[2:]
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    options = dict(pairs)
+    given: dict[str, Any] = {"method": options["--method"]} if "--method" in options else {}
+    if "--steps" in options:
+        given["run.steps"] = int(options["--steps"])
+    return load(
+        options["--tasks"].split(","),
+        preset=options.get("--preset", "cpu"),
+        options=given,
+        sets=[value for name, value in pairs if name == "--set"],
+    )
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    settings = dict(leaves(config.model_dump(mode="json")))
+    del settings[SEED]
+    return settings
