@@ -213,6 +213,11 @@ class TrainingLoop:
         return self.rollouts.collector.completed_steps
 
     @property
+    def interrupted(self) -> bool:
+        """True if the run was asked to stop before its final evaluation was complete."""
+        return self.stop.is_set() and self.schedule.steps not in self.measurements.evaluations
+
+    @property
     def _learners(self) -> dict[str, Learner]:
         return {
             "actor": self.actor.learner,

@@ -198,6 +198,8 @@ def _run(
                 log_traceback(error, run)
                 raise
             text = f"interrupted before the first step of {run.path}"
+            if resumption:
+                text += f" after the checkpoint of step {resumption.step}"
             print_to_stderr(text)
             with suppress(OSError):
                 run.append_to_log(text)
@@ -307,7 +309,7 @@ async def _train(
         with frozen_heap(), short_thread_turns():
             await _run_loop(loop)
         monitor.note((await _summary(config, run, loop, started)).text())
-        return INTERRUPTED if loop.stop.is_set() else 0
+        return INTERRUPTED if loop.interrupted else 0
 
 
 async def _run_loop(loop: TrainingLoop) -> None:
@@ -380,7 +382,7 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             repeated(load_saved(run.path).command, config),
             config.run.seed,
             config.run.steps,
-            interrupted=loop.stop.is_set(),
+            interrupted=loop.interrupted,
             actor_updated=loop.actor.engine.version > 0,
         ),
         experience=await experience_report(loop, run.bank),

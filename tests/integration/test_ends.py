@@ -46,6 +46,16 @@ LevelGame.step = lambda game, action: print("playing\\n", end="", flush=True) or
 HANGING_GAMES = f"{PLAYING}LevelGame.close = lambda game: time.sleep(600)"
 """Program that also makes games hang when they are closed."""
 
+LATE_CHECKPOINT = """
+import time
+from crl.run import checkpoint
+def late(folder, original=checkpoint._synchronised):
+    time.sleep(3)
+    return original(folder)
+checkpoint._synchronised = late
+"""
+"""Program that delays every checkpoint."""
+
 FAILING_STEP = """
 from crl.run.loop import TrainingLoop
 def fail(self, step):
@@ -84,6 +94,10 @@ ENDS = {
         SLOW_CHECKPOINT,
     ),
     "ctrl-c-while-starting": End(130, "run ", (("environments", signal.SIGINT),)),
+    "ctrl-c-after-the-last-evaluation": End(
+        0, "interrupted: writing(.|\n)*the trained models", ((r"eval +1/1", signal.SIGINT),),
+        LATE_CHECKPOINT, steps=1,
+    ),
     "sigterm": End(130, "interrupted after", ((RUNNING, signal.SIGTERM),)),
     "sigkill": End(-9, "train", ((RUNNING, signal.SIGKILL),)),
     "failure": End(
