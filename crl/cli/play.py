@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from crl.cli.command import chosen, command, metavar
-from crl.errors import ConfigError, CrlError, RolloutError
+from crl.errors import ConfigError, CrlError, Interrupted, RolloutError
 from crl.seeds import generator
 from crl.types import Observation, Segment, StepResult, Task
 from crl.wording import counted, printable_lines
@@ -81,9 +81,9 @@ def play(
             typer.echo(_outcome(played))
     except EOFError:
         typer.echo("\nstopped")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         typer.echo("\nstopped")
-        raise
+        raise Interrupted from error
     finally:
         if episodes > 1:
             typer.echo(f"won {sum(won)} of {counted(len(won), 'episode')}")
