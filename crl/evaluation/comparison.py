@@ -21,6 +21,7 @@ from typing import Any
 
 from crl.config.layers import leaves
 from crl.config.load import load_saved
+from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate, mean_estimate
@@ -30,6 +31,9 @@ from crl.monitor.run_dir import RunDir
 from crl.wording import counted
 
 SEED = "run.seed"
+
+EXPERIENCE_SECTIONS = ("ask", "bank", "critic", "embedder", "extractor", "retrieval")
+"""Sections of the config that methods without experience ignore."""
 
 ROUNDING = 1e-9
 """Half width below which an interval is 0 except for rounding."""
@@ -98,7 +102,10 @@ class Comparison:
 
     arms: Sequence[Arm]
     differing: Mapping[str, Sequence[Any]]
-    """Value in each arm of the settings that differ, by dotted key. "unset" if an arm has none."""
+    """Value in each arm of the settings that differ, by dotted key. "unset" if an arm has none.
+
+    Sections that an arm does not have, because its method ignores them, are left out.
+    """
     means: Mapping[EvalKey, Sequence[Estimate | None]]
     """Mean success of each arm."""
     differences: Sequence[Difference]
@@ -110,7 +117,7 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     Raise `ConfigError` if `path` is not a run, or has no such evaluation.
     """
     saved, run = load_saved(path), RunDir(path)
-    settings = dict(leaves(saved.config.model_dump(mode="json")))
+    settings = dict(leaves(saved.config.model_dump(mode="json", exclude=_unused(saved.config))))
     seed = settings.pop(SEED)
     if name is None:
         rates = _final_rates(run, saved.config.run.steps)
@@ -125,6 +132,11 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     settings |= _evaluated_settings(evaluation.about, run, saved.config.run.steps)
     rates = {row.key: row.success for row in evaluation.rows}
     return RunResult(path, seed, settings, rates, clustered=True)
+
+
+def _unused(config: RunConfig) -> set[str]:
+    """Return the sections that the method of a run ignores."""
+    return set() if config.with_extractor else {*EXPERIENCE_SECTIONS}
 
 
 def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> dict[str, Any]:
@@ -194,7 +206,13 @@ def compare(runs: Sequence[RunResult]) -> Comparison:
         groups.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
     arms = [Arm(_name(i), group) for i, group in enumerate(groups.values())]
     settings = [arm.runs[0].settings for arm in arms]
-    names = dict.fromkeys(name for one in settings for name in one)
+    sections = [{name.partition(".")[0] for name in one} for one in settings]
+    names = dict.fromkeys(
+        name
+        for one in settings
+        for name in one
+        if "." not in name or all(name.partition(".")[0] in arm for arm in sections)
+    )
     values = {name: [one.get(name, "unset") for one in settings] for name in names}
     differing = {
         name: of_arms for name, of_arms in values.items() if len(set(map(json.dumps, of_arms))) > 1

@@ -130,6 +130,17 @@ def eval_line(step: int, value: float) -> dict:
     return {"step": step, "kind": "eval", "time": None, **metrics, "eval/errors": 0}
 
 
+def test_sections_that_a_method_ignores_are_not_compared(tmp_path: Path) -> None:
+    runs = []
+    for method in ("complementary", "grpo"):
+        (run := tmp_path / method).mkdir()
+        dump(load(["room"], options={"method": method}), run / "config.json")
+        line = {"step": 100, "kind": "eval", "eval/room/seen/success/free": 0.5}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+        runs.append(read_run(run))
+    assert compare(runs).differing == {"method": ["complementary", "grpo"]}
+
+
 def test_the_last_evaluation_of_a_finished_run_is_read(tmp_path: Path) -> None:
     path = saved_run(tmp_path / "run", [eval_line(0, 0.1), eval_line(4, 0.5)])
     result = read_run(path)
