@@ -111,8 +111,8 @@ class EpisodeHealth:
         if not is_failed:
             return
         share = sum(failed) / len(failed)
-        if len(failed) >= FIRST_EPISODES and all(failed):
-            raise self._failure(task, f"the first {len(failed)} episodes all failed")
+        if len(failed) == FIRST_EPISODES and all(failed):
+            raise self._failure(task, f"the first {FIRST_EPISODES} episodes all failed")
         if len(failed) >= MIN_ERROR_WINDOW and share > self._max_error_rate:
             raise self._failure(
                 task,

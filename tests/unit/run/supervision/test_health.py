@@ -57,6 +57,13 @@ def test_only_the_last_episodes_count():
         play(health, "toy", ERROR)
 
 
+def test_a_task_that_has_worked_may_always_fail_if_the_rate_allows_it():
+    health = EpisodeHealth(1.0)
+    play(health, "toy", None)
+    for _ in range(600):
+        play(health, "toy", ERROR)
+
+
 def test_episodes_count_in_the_order_of_their_starts():
     """Start many episodes, of which 4 % fail at once. All others end later."""
     health = EpisodeHealth(0.5)
