@@ -109,7 +109,7 @@ def test_a_base_model_is_named_only_if_it_is_on_hugging_face(
         shutil.copytree(resolve_model("tiny-actor"), model := tmp_path / name)
         (model / "README.md").write_text("---\nlicense: mit\n---\n")
         dump(load(["room"], options={"method": "grpo", "actor.model": str(model)}), config)
-        text = card(checkpoint, tmp_path / f"{base}/named")
+        text = card(checkpoint, tmp_path / f"named {name[:5]}")
         assert text.startswith("---\nlicense: mit\n")
         assert (f"\nbase_model: {base}\n" in text) is ("\nbase_model:" in text) is bool(base)
     shutil.rmtree(model)
