@@ -6,6 +6,7 @@ several tasks.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TextIO
 
+from crl.intervals import number_text
 from crl.protocols import Metrics, Monitor
 from crl.wording import printable_lines
 
@@ -208,8 +210,10 @@ def _aligned(head: str, table: Table, tail: Sequence[str]) -> str:
 
 
 def _format_value(value: float | int | str | None, spec: str) -> str:
-    """Return a value as text, or "–" for None."""
-    return "–" if value is None else value if isinstance(value, str) else format(value, spec)
+    """Return a value as text, or "–" for None and NaN."""
+    if isinstance(value, str):
+        return value
+    return number_text(math.nan if value is None else value, spec)
 
 
 class PlainMonitor(Monitor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import tomllib
 from pathlib import Path
@@ -202,6 +203,9 @@ def test_an_eval_line():
     }
     line = render_line(0, "eval", metrics, steps=80)
     assert line == "eval   0/80  room/seen 0.250 [0.200, 0.300]  room/unseen guided 0.500  3.0 s"
+    unknown = dict.fromkeys([name for name in metrics if "/free/" in name], math.nan)
+    line = render_line(0, "eval", {"eval/room/seen/success/free": 1.0, **unknown})
+    assert line == "eval  0  room/seen 1.000 [–, –]"
 
 
 SEVERAL = {
