@@ -72,6 +72,10 @@ def cluster_variance(values: Sequence[float], clusters: Sequence[Hashable]) -> f
     return k / (k - 1) * squares / len(values) ** 2
 
 
+SMALLEST_NUMBER = 1e-6
+"""Effective number of observations below which a rate says nothing."""
+
+
 def wilson_interval(rate: float, n: float) -> tuple[float, float]:
     """Return the 95 % Wilson score interval (low, high) of a rate of `n` observations, at z = 1.96.
 
@@ -79,10 +83,13 @@ def wilson_interval(rate: float, n: float) -> tuple[float, float]:
     """
     if not n:
         return math.nan, math.nan
+    if n < SMALLEST_NUMBER:
+        return 0.0, 1.0
     z = NORMAL_975
     centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return centre - half if rate > 0 else 0.0, centre + half if rate < 1 else 1.0
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return low if rate > 0 else 0.0, high if rate < 1 else 1.0
 
 
 def effective_number(values: Sequence[float], clusters: Sequence[Hashable]) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -51,7 +52,11 @@ def main() -> None:
 
     Exit codes: 0 = done, 1 = failed, 2 = invalid input, 130 = interrupted.
     """
-    app(prog_name="crl")
+    try:
+        app(prog_name="crl")
+    finally:
+        # A late Ctrl-C must not change the exit code while the interpreter shuts down.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Role(StrEnum):

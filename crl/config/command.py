@@ -9,7 +9,7 @@ import json
 import shlex
 from typing import Any
 
-from crl.config.layers import leaves
+from crl.config.layers import leaves, parse_set
 from crl.config.load import load
 from crl.config.resume import Change
 from crl.config.schema import RunConfig
@@ -26,7 +26,7 @@ def changes_since(command: str, config: RunConfig) -> list[Change] | None:
     """
     try:
         given = _settings(_config(command))
-    except (ConfigError, KeyError, ValueError):
+    except (ConfigError, KeyError, ValueError, OSError):
         return None
     own = _settings(config)
     return [
@@ -52,9 +52,19 @@ def repeated(command: str, config: RunConfig) -> str:
             else:
                 words += ["--steps", str(value)]
             continue
-        text = value if isinstance(value, str) else json.dumps(value)
+        if value is None:  # cannot be given
+            continue
+        text = value if isinstance(value, str) and _is_bare(value) else json.dumps(value)
         words += ["--set", f"{key}={text}"]
     return shlex.join(words)
+
+
+def _is_bare(text: str) -> bool:
+    """Return whether --set reads a text without quotes as this text, and not as a number."""
+    try:
+        return parse_set(f"x={text}").data == {"x": text}
+    except ConfigError:
+        return False
 
 
 def _config(command: str) -> RunConfig:

@@ -39,6 +39,10 @@ def resolve_model(name: str, key: str = "actor.model") -> Path:
     return path
 
 
+OUTPUT_HEAD = "lm_head.weight"
+"""Name of the weights of the output head."""
+
+
 def find_model(name: str, key: str = "actor.model") -> Path | None:
     """Return the directory or the GGUF file of a model.
 
@@ -164,18 +168,31 @@ def model_size(path: Path, key: str = "actor.model") -> ModelSize | None:
 
     Raise `ConfigError` under `key` if a header cannot be read.
     """
-    files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
-    if not files:
+    if not (tensors := _tensors(path, key).values()):
         return None
-    tensors = [tensor for file in files for tensor in _safetensors_header(file, key)]
     parameters = sum(prod(tensor["shape"]) for tensor in tensors)
     return ModelSize(
         parameters, sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors)
     )
 
 
-def _safetensors_header(file: Path, key: str) -> list[dict]:
-    """Return the entries of the header, one per tensor.
+def weight_shapes(path: Path, key: str = "actor.model") -> dict[str, list[int]]:
+    """Return the shapes of a model's weights, by name. Raise `ConfigError` like `model_size`.
+
+    The output head is left out, because a file may contain it although it is tied.
+    """
+    tensors = _tensors(path, key)
+    return {name: entry["shape"] for name, entry in tensors.items() if name != OUTPUT_HEAD}
+
+
+def _tensors(path: Path, key: str) -> dict[str, dict]:
+    """Return the header entries of all tensors of a model, by name."""
+    files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
+    return {name: entry for file in files for name, entry in _safetensors_header(file, key)}
+
+
+def _safetensors_header(file: Path, key: str) -> list[tuple[str, dict]]:
+    """Return the entries of the header with their names, one per tensor.
 
     The file starts with the length of the header as a little-endian u64, followed by the header as
     JSON.
@@ -186,7 +203,7 @@ def _safetensors_header(file: Path, key: str) -> list[dict]:
             if length > file.stat().st_size:
                 raise ValueError("the header is longer than the file")
             header = json.loads(stream.read(length))
-        return [entry for name, entry in header.items() if name != "__metadata__"]
+        return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, struct.error, AttributeError) as error:
         raise ConfigError(
             key,

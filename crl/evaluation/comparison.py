@@ -129,7 +129,9 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
             "eval", name, f"{path} has no saved evaluation of this name", f"Available: {known}"
         )
     evaluation = read(file)
-    settings |= _evaluated_settings(evaluation.about, run, saved.config.run.steps)
+    applied = _evaluated_settings(evaluation.about, run, saved.config.run.steps)
+    ignored = _unused(saved.config)
+    settings |= {k: v for k, v in applied.items() if k.partition(".")[0] not in ignored}
     rates = {row.key: row.success for row in evaluation.rows}
     return RunResult(path, seed, settings, rates, clustered=True)
 

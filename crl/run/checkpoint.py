@@ -212,8 +212,9 @@ def damage(checkpoint: Path) -> str:
 def saved_snapshots(root: Path, known: Mapping[int, int]) -> dict[int, int]:
     """Return the bank's snapshot of every complete checkpoint under `root`, by step.
 
-    Only manifests of steps that `known` lacks are read. Checkpoints without a bank, or with a
-    damaged manifest, are left out.
+    Only manifests of steps that `known` lacks are read. `known` must not have a step whose
+    checkpoint may have been replaced. Checkpoints without a bank, or with a damaged manifest, are
+    left out.
     """
     found: dict[int, int] = {}
     for path in _complete_checkpoints(root):

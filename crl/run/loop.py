@@ -41,7 +41,13 @@ from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, Tas
 from crl.records.position import position
 from crl.records.writer import EpisodeWriter
 from crl.rollout.collector import Collector
-from crl.run.checkpoint import prepare_checkpoint, prune_checkpoints, read_state, saved_snapshots
+from crl.run.checkpoint import (
+    complete_steps,
+    prepare_checkpoint,
+    prune_checkpoints,
+    read_state,
+    saved_snapshots,
+)
 from crl.run.critic import CriticParts
 from crl.run.experience import ExperiencePipeline
 from crl.run.supervision.mismatch import MismatchDetector
@@ -203,7 +209,7 @@ class TrainingLoop:
         self._checkpoint_time = time.monotonic()
         self._tasks = TaskGroup()
         self._snapshots: dict[int, int] = {}
-        """The bank's snapshots that checkpoints refer to, by step."""
+        """The bank's snapshots that written checkpoints refer to, by step."""
         self._writing: asyncio.Task[None] | None = None
         """Task that writes a checkpoint while the run continues."""
 
@@ -214,8 +220,12 @@ class TrainingLoop:
 
     @property
     def interrupted(self) -> bool:
-        """True if the run was asked to stop before its final evaluation was complete."""
-        return self.stop.is_set() and self.schedule.steps not in self.measurements.evaluations
+        """True if the run was asked to stop before its final measurements were complete."""
+        steps, measured = self.schedule.steps, self.measurements
+        complete = steps in measured.evaluations and (
+            steps in measured.probes or not self.schedule.probe_every
+        )
+        return self.stop.is_set() and not complete
 
     @property
     def _learners(self) -> dict[str, Learner]:
@@ -274,6 +284,9 @@ class TrainingLoop:
         """
         if self._writing:
             await asyncio.wait({self._writing})
+        step = self.completed_steps
+        if not replace and step in complete_steps(self.outputs.run.checkpoints):
+            return lambda: self.outputs.run.checkpoint(step)
         state: State = {
             "learner": self.actor.learner.state(),
             "source": self.rollouts.collector.source_state(),
@@ -284,7 +297,6 @@ class TrainingLoop:
                     saved_snapshots, self.outputs.run.checkpoints, self._snapshots
                 )
                 state |= await self.experience.state(self._snapshots.values())
-                self._snapshots[self.completed_steps] = state["bank"]
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["environments"] = self.rollouts.environments.metrics()
@@ -295,15 +307,23 @@ class TrainingLoop:
             state["measurements"] = self.measurements.state()
             state["records"] = position(self.outputs.run)
             state["seconds"] = time.monotonic() - self.outputs.started
-            return await prepare_checkpoint(
+            write = await prepare_checkpoint(
                 self.outputs.run.checkpoints,
-                self.completed_steps,
+                step,
                 self._learners,
                 self.outputs.model_dirs,
                 state,
                 records=[path for path in [self.outputs.run.metrics] if path.exists()],
                 replace=replace,
             )
+            return partial(self._write_checkpoint, step, state, write)
+
+    def _write_checkpoint(self, step: int, state: State, write: Callable[[], Path]) -> Path:
+        """Write a checkpoint. Only then its snapshot of the bank replaces an earlier one."""
+        path = write()
+        if "bank" in state:
+            self._snapshots[step] = state["bank"]
+        return path
 
     async def _in_thread(self, write: Callable[[], Path]) -> Path:
         """Write a checkpoint in a thread, and delete those that are no longer kept."""
@@ -521,6 +541,7 @@ class TrainingLoop:
             metrics = await self._unless_stopped(self.measurements.probe.measure())
         if metrics:
             self.outputs.monitor.log(step, "probe", {**metrics, **stopwatch.metrics()})
+        if metrics is not None:
             self.measurements.probes[step] = metrics
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:

@@ -199,7 +199,7 @@ def _run(
                 raise
             text = f"interrupted before the first step of {run.path}"
             if resumption:
-                text += f" after the checkpoint of step {resumption.step}"
+                text = f"interrupted: no step was trained after step {resumption.step}"
             print_to_stderr(text)
             with suppress(OSError):
                 run.append_to_log(text)
@@ -318,8 +318,8 @@ async def _run_loop(loop: TrainingLoop) -> None:
         await loop.run()
     except BaseExceptionGroup as group:
         cause = first_cause(group)
-        damaging = LearnerError | StoreError | StallError
-        if not isinstance(cause, damaging) and not loop.mid_step:
+        without = LearnerError | StoreError | StallError | CheckpointError
+        if not isinstance(cause, without) and not loop.mid_step:
             try:
                 await loop.checkpoint()
             except CheckpointError as error:  # it must not hide the cause

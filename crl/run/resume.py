@@ -13,10 +13,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from crl.config.load import SavedRun, load_saved, versions
-from crl.config.models import find_model
+from crl.config.models import find_model, weight_shapes
 from crl.errors import ConfigError
 from crl.manager.storage.database import copy_database, snapshots
 from crl.manager.storage.store import Store
@@ -32,9 +31,6 @@ from crl.run.checkpoint import (
     write_manifest,
 )
 from crl.wording import counted
-
-NOT_SHAPE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
-"""Keys of a model's config.json that say nothing about its shape."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +122,22 @@ def keep_archives(run: RunDir, resumption: Resumption) -> None:
 def has_moved(run: RunDir) -> Callable[[str, str, str], bool]:
     """Return a function that tells whether the initial model of a role has moved.
 
-    Its arguments are the role, and the places before and after. There must be no model at the place
-    before, and that at the place after must have the shape of the trained model.
+    Its arguments are the role, the old and the new path. The old path must have no model. The
+    weights at the new path must have the shapes of the trained ones, if the role is trained.
     """
 
-    def moved(role: str, before: str, after: str) -> bool:
-        trained = [run.checkpoint(step) / role for step in complete_steps(run.checkpoints)]
-        if not trained or _exists(before):
+    def moved(role: str, old: str, new: str) -> bool:
+        key = f"{role}.model"
+        if role not in ("actor", "extractor") or _exists(old):
             return False
-        found = find_model(after, f"{role}.model")
-        return found is not None and _shape(trained[-1]) == _shape(found) is not None
+        if (found := find_model(new, key)) is None:
+            return False
+        trained = [run.checkpoint(step) / role for step in complete_steps(run.checkpoints)[-1:]]
+        return all(
+            weight_shapes(path, key) == weight_shapes(found, key)
+            for path in trained
+            if path.is_dir()
+        )
 
     return moved
 
@@ -147,33 +149,23 @@ def _exists(model: str) -> bool:
         return False
 
 
-def _shape(model: Path) -> dict[str, Any] | None:
-    """Return what the config.json of a model says about its shape; None without the file."""
-    try:
-        config = json.loads((model / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return {key: value for key, value in config.items() if key not in NOT_SHAPE}
-
-
 def unset_changes(saved: SavedRun, prompts: Mapping[str, str]) -> list[str]:
     """Return what differs from a saved run apart from its settings: prompts and packages.
 
     `prompts` are the SHA-256 of the prompts now, by name.
     """
-    now = versions()
-    return [
-        *(
-            f"prompts.{name}: the text has changed"
-            for name, digest in saved.prompts.items()
-            if digest != prompts.get(name)
-        ),
-        *(
-            f"{name}: {before} → {now[name]}"
-            for name, before in saved.versions.items()
-            if name in now and before != now[name]
-        ),
+    prompt_changes = [
+        f"prompts.{name}: the text has changed"
+        for name in sorted({*saved.prompts, *prompts})
+        if saved.prompts.get(name) != prompts.get(name)
     ]
+    before, now = saved.versions, versions()
+    package_changes = [
+        f"{name}: {before.get(name)} → {now.get(name)}"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+    return [*prompt_changes, *package_changes]
 
 
 async def fork(source: RunDir, target: RunDir, checkpoint: Path) -> None:
@@ -194,8 +186,9 @@ async def fork(source: RunDir, target: RunDir, checkpoint: Path) -> None:
             archive.unlink()
     manifest = read_manifest(copy)
     length = manifest["state"]["records"][source.metrics.name]
-    with source.metrics.open("rb") as file:
-        target.metrics.write_bytes(file.read(length))
+    if source.metrics.is_file():
+        with source.metrics.open("rb") as file:
+            target.metrics.write_bytes(file.read(length))
     manifest["state"]["records"] = position.position(target)
     write_manifest(copy, manifest)
 

@@ -270,9 +270,12 @@ class NextSteps:
                 f"  metrics, episodes: {files}",
             ]
         models = "the trained models"
+        unchanged: list[str] = []
         if not self.actor_updated:
-            models = "no update of the actor was made: its weights are unchanged. The models"
+            models = "the models"
+            unchanged = ["no update of the actor was made: its weights are unchanged"]
         return [
+            *unchanged,
             f"{models}, in Hugging Face format: {self.checkpoint}",
             f"  repeat the eval:   crl eval {run}",
             f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",

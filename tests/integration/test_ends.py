@@ -50,7 +50,7 @@ LATE_CHECKPOINT = """
 import time
 from crl.run import checkpoint
 def late(folder, original=checkpoint._synchronised):
-    time.sleep(3)
+    time.sleep(5)
     return original(folder)
 checkpoint._synchronised = late
 """

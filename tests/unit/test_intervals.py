@@ -97,6 +97,15 @@ def test_effective_clusters_by_hand() -> None:
     assert effective_clusters(["a"] * 5) == 1.0
 
 
+@pytest.mark.parametrize("sizes", [(60, 2), (134, 1), (1000, 5), (10**6, 1)])
+def test_one_dominant_cluster_gives_the_widest_interval(sizes: tuple[int, int]) -> None:
+    values = [float(i % 3 > 0) for size in sizes for i in range(size)]
+    clusters = [name for name, size in zip("ab", sizes, strict=True) for _ in range(size)]
+    low, high = wilson_interval(sum(values) / len(values), effective_number(values, clusters))
+    assert 0.0 <= low < 1e-3
+    assert 1 - 1e-3 < high <= 1.0
+
+
 def test_the_effective_number_of_unequal_clusters_by_hand() -> None:
     """Check clusters of 3 and 1 values whose means are 1 and 0.
 

@@ -94,8 +94,9 @@ def _run_of_file(file: Path) -> Path:
 
     It is not the parent of `episodes` for a file of RUN/discarded.
     """
-    folders = file.resolve().parents[1:]
-    return next((folder for folder in folders if (folder / "config.json").is_file()), folders[0])
+    folders = file.resolve().parents
+    runs = (folder for folder in folders[1:] if (folder / "config.json").is_file())
+    return next(runs, folders[0])
 
 
 def _shard(file: Path) -> dict[int, Path]:

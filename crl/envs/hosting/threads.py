@@ -117,8 +117,9 @@ class ThreadHost:
         await asyncio.gather(
             *(self.discard(game) for game in games),
             *(environment.aclose() for environment in acquired),
-            *self._closing,
         )
+        while self._closing:  # a call may fail meanwhile
+            await asyncio.gather(*self._closing)
         self.thread_pool.shut_down()
 
     def discard_later(self, game: Game) -> None:

@@ -29,12 +29,14 @@ def evaluate(request: Request, folder: Path) -> Path:
     Raise `CrlError` if it cannot start or fails.
     """
     preflight.require(request.config, checks=preflight.EVALUATION_CHECKS)
+    existed = folder.exists()
     require_writable(folder)
     try:
         episodes = run_evaluation(_play(request), f"the evaluation of {request.subject}")
     except BaseException:
-        with suppress(OSError):
-            folder.rmdir()  # unless it has files
+        if not existed:
+            with suppress(OSError):
+                folder.rmdir()  # unless it has files
         raise
     return save(SavedEvaluation(_about(request), episodes), folder, request.name)
 

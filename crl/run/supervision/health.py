@@ -79,11 +79,14 @@ class EpisodeHealth:
     def batch_finished(self, batch: Sequence[Trajectory]) -> None:
         """Raise `CrlError` if a task has only failed episodes in `batch`, and none has ever worked.
 
-        A small run may end before `FIRST_EPISODES` have been played.
+        A small run may end before `FIRST_EPISODES` have been played. A single group does not count
+        if other tasks work: its members play the same game.
         """
+        failed = all(t.error for t in batch)
         for task in sorted({t.task.name for t in batch} - self._working):
             errors = [t.error for t in batch if t.task.name == task]
-            if all(errors):
+            groups = {t.address.group for t in batch if t.task.name == task}
+            if all(errors) and (failed or len(groups) > 1):
                 reason = f"no episode has worked so far, and all {len(errors)} of this step failed"
                 raise self._failure(task, reason)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +65,22 @@ class FakeRun:
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
+
+
+def test_ctrl_c_during_the_end_of_the_interpreter_changes_no_exit_code() -> None:
+    code = (
+        "import atexit, time\n"
+        "atexit.register(lambda: (print('closing', flush=True), time.sleep(2)))\n"
+        "from crl.cli.main import main; main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "--version"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "closing\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
 
 
 def test_help_does_not_import_torch():

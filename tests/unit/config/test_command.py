@@ -48,6 +48,14 @@ def test_an_extended_run_is_repeated_with_all_its_steps(command: str, again: str
     assert repeated(command, changed(run__steps=7)) == again
 
 
+def test_texts_that_look_like_other_values_are_quoted() -> None:
+    for text in ("12", "true", "[x", "a b", "plain"):
+        config = changed(monitor__wandb=text)
+        again = repeated(COMMAND, config)
+        assert changes_since(again, config) == [], again
+    assert repeated(COMMAND, changed(gpus=None)) == COMMAND
+
+
 def test_changed_settings_are_repeated(tiny_actor: Path) -> None:
     config = changed(eval__temperature=0.5, actor__model=str(tiny_actor), monitor__tensorboard=True)
     again = repeated(COMMAND, config)

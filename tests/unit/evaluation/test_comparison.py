@@ -191,6 +191,18 @@ def test_runs_of_one_arm_need_no_equal_options(tmp_path: Path) -> None:
     assert len(compare(results).arms) == 1
 
 
+def test_sections_that_a_method_ignores_do_not_split_its_evaluations(tmp_path: Path) -> None:
+    runs = []
+    for seed in (0, 1):
+        path = tmp_path / f"grpo{seed}"
+        path.mkdir()
+        dump(load(["room"], options={"method": "grpo"}), path / "config.json")
+        settings = {"bank": {"max_per_goal": seed}}
+        save(evaluation(step=4, settings=settings), path / "eval", "mine")
+        runs.append(replace(read_run(path, "mine"), seed=seed))
+    assert len(compare(runs).arms) == 1
+
+
 @pytest.mark.parametrize(
     ("about", "key", "values"),
     [

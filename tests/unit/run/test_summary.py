@@ -114,8 +114,8 @@ def test_a_run_without_updates_has_trained_no_model() -> None:
     text = replace(SUMMARY, next_steps=replace(SUMMARY.next_steps, actor_updated=False)).text()
     assert "the trained models" not in text
     assert (
-        "\nno update of the actor was made: its weights are unchanged. "
-        "The models, in Hugging Face format: runs/one/checkpoints/80\n"
+        "\nno update of the actor was made: its weights are unchanged\n"
+        "the models, in Hugging Face format: runs/one/checkpoints/80\n"
     ) in text
 
 

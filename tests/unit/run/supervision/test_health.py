@@ -98,8 +98,8 @@ def test_cancelled_episodes_neither_count_nor_block_others():
         play(health, "toy", ERROR)
 
 
-def episode(task: str, error: str | None = None) -> Trajectory:
-    return build_trajectory(Task(task, 0, "train", "goal"), 0, 0, 0, "free", error=error)
+def episode(task: str, error: str | None = None, group: int = 0) -> Trajectory:
+    return build_trajectory(Task(task, 0, "train", "goal"), 0, group, 0, "free", error=error)
 
 
 def test_a_task_of_which_no_episode_has_worked_at_the_end_of_a_batch_ends_the_run():
@@ -107,7 +107,7 @@ def test_a_task_of_which_no_episode_has_worked_at_the_end_of_a_batch_ends_the_ru
     for error in (ERROR, RolloutError("env", "toy: reset: no dice")):
         play(health, "toy", error)
     play(health, "room", None)
-    batch = [episode("room"), episode("toy", "env: toy"), episode("toy", "env: toy")]
+    batch = [episode("room"), episode("toy", "env: toy"), episode("toy", "env: toy", 1)]
     with pytest.raises(CrlError) as caught:
         health.batch_finished(batch)
     assert str(caught.value) == (
@@ -120,6 +120,15 @@ def test_a_task_of_which_no_episode_has_worked_at_the_end_of_a_batch_ends_the_ru
     restored.load_state(json.loads(json.dumps(health.state())))
     for observer in (health, restored):
         observer.batch_finished(batch)
+
+
+def test_one_group_of_a_task_ends_a_run_only_if_no_other_task_works():
+    health = EpisodeHealth(1.0)
+    play(health, "toy", ERROR)
+    batch = [episode("toy", "env: toy"), episode("toy", "env: toy")]
+    health.batch_finished([*batch, episode("room")])
+    with pytest.raises(CrlError, match="all 2 of this step failed"):
+        health.batch_finished(batch)
 
 
 def observed(*steps: Mapping[str, float]) -> tuple[list[str], list[str]]:
