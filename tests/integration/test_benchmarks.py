@@ -7,6 +7,7 @@ checked.
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -287,6 +288,24 @@ def test_switches_are_compared_with_the_preset(tmp_path: Path):
         "[load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+
+
+def test_figures_are_made_from_stored_runs(tmp_path: Path):
+    script = str(ROOT / "benchmarks" / "coevolution.py")
+    command = [sys.executable, script, "--figure", "5b", "--seeds", "20", "--quick"]
+    command += ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "Figure 5b: search_and_ask helps." in done.stdout
+    stored = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.xz"))
+    assert [str(path) for path in stored] == [
+        "results/room/ask/20.json.xz",
+        "results/room/co-evolved/20.json.xz",
+    ]
+    run = json.loads(lzma.decompress((tmp_path / stored[0]).read_bytes()))
+    assert run["config"]["config"]["ask"]["enabled"]
+    assert [line["step"] for line in run["metrics"] if line["kind"] == "train"] == [1, 2]
+    again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert (again.stdout, again.stderr) == (done.stdout, ""), "no run is repeated"
 
 
 def test_the_lag_of_the_event_loop_is_measured_for_every_part(tmp_path: Path):

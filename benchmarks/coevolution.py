@@ -1,0 +1,251 @@
+"""Counterparts of the paper's figures (`figures.py`), each by one command.
+
+    python benchmarks/coevolution.py --figure 3a --jobs 2
+
+Each run is a process of `crl train` on one core. Its config and all its metrics are stored in
+benchmarks/results/coevolution/SETTING/ARM/SEED.json.xz. Stored runs are not repeated, and
+interrupted ones are resumed. No run is left out because of its result.
+
+For each task and metric, the output has the mean over seeds ± half the 95 % interval by Student's
+t, and the difference of the first arm from the others, paired by seed. Over several tasks it has
+the interquartile mean with the interval of a stratified bootstrap, and the probability that the
+first arm is better than another (`aggregates.py`). Metrics are those of the last steps and of the
+last checkpoint, never the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from aggregates import Scores, bootstrap_interval, interquartile_mean, probability_of_improvement
+from common import commit, mean_and_interval, processor
+from figures import ARMS, FIGURES, METRICS, SETTINGS, Figure
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "coevolution"
+QUICK_SIZES = {"seen": 8, "unseen": 8, "online_places": 2, "probe_places": 0}
+COMMON = ("eval.probe_every=0", "run.keep_last=1", "run.keep_episodes=1")
+"""Settings of all runs. They change no training step."""
+
+StoredRun = Mapping[str, Any]
+"""Config and metrics of a finished run, with its command, commit, machine and duration."""
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    setting: str
+    arm: str
+    seed: int
+
+    @property
+    def path(self) -> Path:
+        """Relative path of its stored result, without the extension."""
+        return Path(self.setting, self.arm.replace(" ", "-"), str(self.seed))
+
+
+class Sweep:
+    """Runs of figures.
+
+    * `results`: folder of the stored runs.
+    * `folder`: folder of unfinished runs.
+    * `quick`: True for tiny runs, which only test the benchmark.
+    """
+
+    def __init__(self, results: Path, folder: Path, *, quick: bool) -> None:
+        self._results, self._folder, self._quick = results, folder, quick
+
+    def stored(self, run: Run) -> StoredRun | None:
+        """Return a finished run, or None."""
+        path = self._results / run.path.with_suffix(".json.xz")
+        if not path.exists():
+            return None
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            return json.load(file)
+
+    def make(self, runs: Sequence[Run], jobs: int) -> None:
+        """Make the runs that are not stored, `jobs` at a time. Raise `CalledProcessError`."""
+        missing = [run for run in dict.fromkeys(runs) if self.stored(run) is None]
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(self._make, missing))
+
+    def _make(self, run: Run) -> None:
+        folder = self._folder / run.path
+        arguments = self._arguments(run)
+        begin = time.monotonic()
+        if list(folder.glob("checkpoints/*/manifest.json")):
+            command = ["resume", str(folder)]
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            command = [*arguments, "--run-dir", str(folder)]
+        subprocess.run(
+            [sys.executable, "-m", "crl", *command, "--plain"],
+            check=True,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        self._store(
+            run,
+            {
+                "command": " ".join(["crl", *arguments]),
+                "commit": commit(),
+                "processor": processor(),
+                "seconds": time.monotonic() - begin,
+                "config": json.loads((folder / "config.json").read_text("utf-8")),
+                "metrics": [json.loads(line) for line in lines],
+            },
+        )
+        shutil.rmtree(folder)
+        print(f"{run.setting}, {run.arm}, seed {run.seed}", file=sys.stderr, flush=True)
+
+    def _arguments(self, run: Run) -> list[str]:
+        tasks, steps = SETTINGS[run.setting], ()
+        sets = [*COMMON, *ARMS[run.arm]]
+        if self._quick:
+            steps = ("--steps", "2")
+            sets += ["rollout.groups=6"]
+            sets += [f"tasks.{t}.eval.{name}={n}" for t in tasks for name, n in QUICK_SIZES.items()]
+        options = [word for text in sets for word in ("--set", text)]
+        return ["train", "--tasks", ",".join(tasks), "--seed", str(run.seed), *steps, *options]
+
+    def _store(self, run: Run, result: StoredRun) -> None:
+        path = self._results / run.path.with_suffix(".json.xz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".part")
+        with lzma.open(temporary, "wt", encoding="utf-8") as file:
+            json.dump(result, file)
+        temporary.rename(path)
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def runs_of(figure: Figure, seeds: Sequence[int]) -> list[Run]:
+    """Return the runs of a figure, seed by seed."""
+    return [
+        Run(setting, arm, seed)
+        for seed in seeds
+        for setting in figure.settings
+        for arm in figure.arms
+    ]
+
+
+def table(figure: Figure, seeds: Sequence[int], stored: Mapping[Run, StoredRun]) -> str:
+    """Return the table of a figure."""
+    lines = [figure.claim, ""]
+    for name in figure.metrics:
+        lines.append(f"{name:<34}" + "".join(f"{arm:>20}" for arm in figure.arms))
+        columns: list[list[list[float | None]]] = []
+        for setting in figure.settings:
+            for task in SETTINGS[setting]:
+                values = [
+                    [
+                        METRICS[name](stored[Run(setting, arm, seed)]["metrics"], task)
+                        for seed in seeds
+                    ]
+                    for arm in figure.arms
+                ]
+                columns.append(values)
+                label = task if setting == task else f"{setting}: {task}"
+                lines += [_row(label, values), _differences(values)]
+        lines += [*_aggregate_rows(figure, columns), ""]
+    return "\n".join(lines)
+
+
+def _row(label: str, values: Sequence[Sequence[float | None]]) -> str:
+    return f"  {label:<32}" + "".join(f"{mean_and_interval(arm):>20}" for arm in values)
+
+
+def _differences(values: Sequence[Sequence[float | None]]) -> str:
+    """Return the differences of the first arm from the others, paired by seed."""
+    first, *others = values
+    cells = [
+        mean_and_interval(
+            [a - b for a, b in zip(first, other, strict=True) if a is not None and b is not None]
+        )
+        for other in others
+    ]
+    return f"  {'first arm − this arm':<32}{'':>20}" + "".join(f"{cell:>20}" for cell in cells)
+
+
+def _aggregate_rows(
+    figure: Figure, columns: Sequence[Sequence[Sequence[float | None]]]
+) -> list[str]:
+    """Return interquartile mean and probability of improvement over several tasks."""
+    scores = [_scores([column[arm] for column in columns]) for arm in range(len(figure.arms))]
+    if len(columns) < 2 or any(matrix is None for matrix in scores):
+        return []
+    known = [matrix for matrix in scores if matrix is not None]
+    means = [
+        _with_interval(interquartile_mean(matrix), bootstrap_interval(interquartile_mean, matrix))
+        for matrix in known
+    ]
+    first, *others = [-matrix if figure.lower_is_better else matrix for matrix in known]
+    better = [
+        _with_interval(
+            probability_of_improvement(first, other),
+            bootstrap_interval(probability_of_improvement, first, other),
+        )
+        for other in others
+    ]
+    return [
+        f"  {'interquartile mean':<32}" + "".join(f"{cell:>20}" for cell in means),
+        f"  {'P(first arm better)':<32}{'':>20}" + "".join(f"{cell:>20}" for cell in better),
+    ]
+
+
+def _scores(tasks: Sequence[Sequence[float | None]]) -> Scores | None:
+    """Return scores [runs, tasks]; None if one is missing."""
+    if any(value is None for task in tasks for value in task):
+        return None
+    return np.array(tasks, dtype=np.float64).T
+
+
+def _with_interval(value: float, interval: tuple[float, float]) -> str:
+    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--figure", nargs="+", choices=[*FIGURES], required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than those of the figure")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
+    parser.add_argument("--quick", action="store_true", help="tiny runs, which test the benchmark")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=ROOT / "build" / "coevolution",
+        help="folder of unfinished runs",
+    )
+    arguments = parser.parse_args()
+    sweep = Sweep(arguments.results.resolve(), arguments.runs.resolve(), quick=arguments.quick)
+    wanted = {
+        name: (FIGURES[name], arguments.seeds or FIGURES[name].seeds) for name in arguments.figure
+    }
+    runs = [run for figure, seeds in wanted.values() for run in runs_of(figure, seeds)]
+    sweep.make(runs, arguments.jobs)
+    stored = {run: result for run in runs if (result := sweep.stored(run))}
+    for name, (figure, seeds) in wanted.items():
+        print(f"Figure {name}: {table(figure, seeds, stored)}")
+
+
+if __name__ == "__main__":
+    main()
