@@ -188,7 +188,7 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
         ),
         (
             ("learn", "--from", played / "metrics.jsonl", "--run-dir", new),
-            "is not a run directory",
+            "is not a file of recorded episodes. Give a file RUN/episodes/STEP.jsonl.gz",
         ),
         (
             ("learn", "--from", played / "episodes" / "000001.npz", "--run-dir", new),
