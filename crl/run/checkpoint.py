@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ MANIFEST = "manifest.json"
 
 DIGEST = "sha256"
 """Key of the manifest's own SHA-256, which is computed without this key."""
+
+JSON_PARTS = 4_096
+"""Number of small parts of a manifest that are written at once."""
 
 SIZE_FACTOR = 7
 """Upper bound of the size of a checkpoint relative to the weights.
@@ -132,12 +136,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def write_manifest(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint with its SHA-256, and synchronise it to disk."""
-    # In small parts, because `json.dumps` holds the interpreter lock.
     body = {key: value for key, value in manifest.items() if key != DIGEST}
-    text = "".join(json.JSONEncoder().iterencode(body))
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    # In small parts, because `json.dumps` holds the interpreter lock.
+    parts, digest = json.JSONEncoder().iterencode(body), hashlib.sha256()
     temporary = checkpoint / f"{MANIFEST}.part"
-    temporary.write_text(f'{text[:-1]}, "{DIGEST}": "{digest}"}}', "utf-8")
+    with temporary.open("wb") as file:
+        while part := "".join(islice(parts, JSON_PARTS)).encode():
+            digest.update(part)
+            file.write(part)
+        file.seek(-1, os.SEEK_END)  # before the last brace
+        file.write(f', "{DIGEST}": "{digest.hexdigest()}"}}'.encode())
     _sync(temporary)
     temporary.rename(checkpoint / MANIFEST)
 
