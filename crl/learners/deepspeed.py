@@ -198,7 +198,9 @@ class DeepSpeedLearner:
         The returned function waits for the end of the writing. See `crl.protocols.Learner`.
         """
         if before := self._ranks[0].written:
-            await asyncio.wait({asyncio.wrap_future(before)})  # two copies are never in memory
+            waiting = asyncio.wrap_future(before)
+            await asyncio.wait({waiting})  # two copies are never in memory
+            waiting.exception()  # the caller of the write has it; here it has no effect
         written = self._ranks[0].written = Future()
         await self._shielded(self._command("save", directory))
         return written.result
