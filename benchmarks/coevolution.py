@@ -6,6 +6,12 @@ Each run is a process of `crl train` on one core. Its config and all its metrics
 benchmarks/results/coevolution/SETTING/ARM/SEED.json.xz. Stored runs are not repeated, and
 interrupted ones are resumed. No run is left out because of its result.
 
+Some arms take a bank or a model from a finished run of another arm. The directories of such runs
+are kept in --runs. If one is missing there, it is made again, and its stored result stays.
+
+Without a bank, the online set is not part of the evaluation of a run. `crl eval` then plays it with
+the trained actor, and only its episodes without experience are stored.
+
 For each task and metric, the output has the mean over seeds ± half the 95 % interval by Student's
 t, and the difference of the first arm from the others, paired by seed. Over several tasks it has
 the interquartile mean with the interval of a stratified bootstrap, and the probability that the
@@ -33,6 +39,8 @@ from aggregates import Scores, bootstrap_interval, interquartile_mean, probabili
 from common import commit, mean_and_interval, processor
 from figures import ARMS, FIGURES, METRICS, SETTINGS, Figure
 
+from crl.run.checkpoint import complete_steps
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "coevolution"
 QUICK_SIZES = {"seen": 8, "unseen": 8, "online_places": 2, "probe_places": 0}
@@ -54,6 +62,32 @@ class Run(NamedTuple):
     def path(self) -> Path:
         """Relative path of its stored result, without the extension."""
         return Path(self.setting, self.arm.replace(" ", "-"), str(self.seed))
+
+
+SOURCES = {arm.source for arm in ARMS.values() if arm.source}
+"""Arms whose finished runs others start from."""
+FINISHED = "finished"
+"""Name of the file that marks the directory of a finished run."""
+
+
+def source_of(run: Run) -> Run | None:
+    """Return the finished run that a run takes a bank or a model from, if any."""
+    arm = ARMS[run.arm]
+    return run._replace(arm=arm.source, seed=run.seed + arm.source_seed) if arm.source else None
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """Return the last checkpoint of the run in `folder`."""
+    return folder / "checkpoints" / str(max(complete_steps(folder / "checkpoints")))
+
+
+def online_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the success without experience in a saved evaluation of the online set."""
+    return {
+        f"eval/{row['task']}/{row['split']}/success/alone": row["success"]["value"]
+        for row in evaluation["results"]
+        if row["condition"] == "alone"
+    }
 
 
 class Sweep:
@@ -78,50 +112,86 @@ class Sweep:
     def make(self, runs: Sequence[Run], jobs: int) -> None:
         """Make the runs that are not stored, `jobs` at a time. Raise `CalledProcessError`."""
         missing = [run for run in dict.fromkeys(runs) if self.stored(run) is None]
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(self._make, missing))
+        sources = {source for run in missing if (source := source_of(run))}
+        unfinished = [run for run in sources if not (self._folder / run.path / FINISHED).exists()]
+        for stage in (unfinished, [run for run in missing if run not in sources]):
+            with ThreadPoolExecutor(jobs) as pool:
+                list(pool.map(self._make, sorted(stage, key=lambda run: run.seed)))
 
     def _make(self, run: Run) -> None:
         folder = self._folder / run.path
         arguments = self._arguments(run)
         begin = time.monotonic()
         if list(folder.glob("checkpoints/*/manifest.json")):
-            command = ["resume", str(folder)]
+            self._crl("resume", str(folder), "--plain")
         else:
             shutil.rmtree(folder, ignore_errors=True)
             folder.parent.mkdir(parents=True, exist_ok=True)
-            command = [*arguments, "--run-dir", str(folder)]
+            self._crl(*arguments, "--run-dir", str(folder), "--plain")
+        metrics = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        ]
+        if not any("/success/alone" in name for name in metrics[-1]):
+            metrics[-1] |= self._online_set(run)
+        if self.stored(run) is None:
+            self._store(
+                run,
+                {
+                    "command": " ".join(["crl", *arguments]),
+                    "commit": commit(),
+                    "processor": processor(),
+                    "seconds": time.monotonic() - begin,
+                    "config": json.loads((folder / "config.json").read_text("utf-8")),
+                    "metrics": metrics,
+                },
+            )
+        if run.arm in SOURCES:
+            (folder / FINISHED).touch()
+        else:
+            shutil.rmtree(folder)
+        print(f"{run.setting}, {run.arm}, seed {run.seed}", file=sys.stderr, flush=True)
+
+    def _online_set(self, run: Run) -> Mapping[str, Any]:
+        """Return the metrics of the online set without experience, for a run without a bank."""
+        folder = self._folder / run.path
+        tasks = ",".join(SETTINGS[run.setting])
+        self._crl(
+            "eval", str(last_checkpoint(folder) / "actor"), "--tasks", tasks,
+            "--experience", "online", "--out", str(folder / "online"),
+            *self._sets([f"run.seed={run.seed}"], run),
+        )  # fmt: skip
+        (path,) = (folder / "online").glob("*.json")
+        return online_metrics(json.loads(path.read_text("utf-8")))
+
+    def _crl(self, *arguments: str) -> None:
         subprocess.run(
-            [sys.executable, "-m", "crl", *command, "--plain"],
+            [sys.executable, "-m", "crl", *arguments],
             check=True,
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-        self._store(
-            run,
-            {
-                "command": " ".join(["crl", *arguments]),
-                "commit": commit(),
-                "processor": processor(),
-                "seconds": time.monotonic() - begin,
-                "config": json.loads((folder / "config.json").read_text("utf-8")),
-                "metrics": [json.loads(line) for line in lines],
-            },
-        )
-        shutil.rmtree(folder)
-        print(f"{run.setting}, {run.arm}, seed {run.seed}", file=sys.stderr, flush=True)
 
     def _arguments(self, run: Run) -> list[str]:
-        tasks, steps = SETTINGS[run.setting], ()
-        sets = [*COMMON, *ARMS[run.arm]]
+        sets = [*COMMON, *ARMS[run.arm].sets]
+        if source := source_of(run):
+            folder = self._folder / source.path
+            names = {"source": folder, "checkpoint": last_checkpoint(folder)}
+            sets = [text.format(**names) for text in sets]
         if self._quick:
-            steps = ("--steps", "2")
-            sets += ["rollout.groups=6"]
-            sets += [f"tasks.{t}.eval.{name}={n}" for t in tasks for name, n in QUICK_SIZES.items()]
-        options = [word for text in sets for word in ("--set", text)]
-        return ["train", "--tasks", ",".join(tasks), "--seed", str(run.seed), *steps, *options]
+            sets += ["run.steps=2", "rollout.groups=6"]
+        tasks = ",".join(SETTINGS[run.setting])
+        return ["train", "--tasks", tasks, "--seed", str(run.seed), *self._sets(sets, run)]
+
+    def _sets(self, sets: Sequence[str], run: Run) -> list[str]:
+        """Return the options of the settings. With `quick`, evaluations are small."""
+        sizes = [
+            f"tasks.{task}.eval.{name}={count}"
+            for task in SETTINGS[run.setting]
+            for name, count in QUICK_SIZES.items()
+        ]
+        given = [*sets, *sizes] if self._quick else sets
+        return [word for text in given for word in ("--set", text)]
 
     def _store(self, run: Run, result: StoredRun) -> None:
         path = self._results / run.path.with_suffix(".json.xz")

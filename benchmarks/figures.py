@@ -3,7 +3,7 @@
 A run is `crl train` with the tasks of a setting, the settings of an arm, and a seed. Figures share
 runs. All of this was fixed before the runs; nothing was tuned on these seeds. Every arm has the
 settings of the preset `cpu`, which were tuned for `co-evolved` (seeds 0 to 2), and no setting of
-its own beyond those listed here.
+its own beyond those listed here. The factors of the budgets were measured on seeds 0 to 2 too.
 """
 
 from __future__ import annotations
@@ -29,23 +29,55 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 """Tasks by name of the setting."""
 
-ARMS: Mapping[str, tuple[str, ...]] = {
-    "none": ("method=grpo",),
-    "static": ("extractor.train=false",),
-    "co-evolved": (),
-    "experience only": ("actor.optimizer.learning_rate=0.0",),
-    "no split": ("complementary.guided_share=1.0", "extractor.baseline=batch"),
-    "cross-group": ("complementary.advantages=cross",),
-    "merge": ("extractor.merge_every=5",),
-    "ask": ("ask.enabled=true",),
-    "self-distillation": ("complementary.self_distillation=0.5",),
-    "critic": ("critic.enabled=true",),
-    "filler": ("method=benchmarks/placebos.py:FILLER", "filler.lift_coef=1.0"),
-    "shuffled": ("method=benchmarks/placebos.py:SHUFFLED", "shuffled.lift_coef=1.0"),
-    "trajectory": ("method=benchmarks/placebos.py:TRAJECTORY", "trajectory.lift_coef=1.0"),
-    "right": ("method=benchmarks/placebos.py:RIGHT", "right.lift_coef=1.0"),
+
+@dataclass(frozen=True)
+class Arm:
+    """Settings of a run, and the finished run from which it takes a bank or a model."""
+
+    sets: tuple[str, ...] = ()
+    """Settings. {source} is the directory of the finished run, {checkpoint} its last checkpoint."""
+    source: str | None = None
+    """Arm of the finished run, which has the same setting."""
+    source_seed: int = 0
+    """Seed of the finished run minus the seed of this run."""
+
+
+ARMS: Mapping[str, Arm] = {
+    "none": Arm(("method=grpo",)),
+    "static": Arm(("extractor.train=false",)),
+    "co-evolved": Arm(),
+    "experience only": Arm(("actor.optimizer.learning_rate=0.0",)),
+    "offline": Arm(
+        ("bank.init={source}/bank.sqlite", "bank.frozen=true"), source="experience only"
+    ),
+    "no split": Arm(("complementary.guided_share=1.0", "extractor.baseline=batch")),
+    "cross-group": Arm(("complementary.advantages=cross",)),
+    "merge": Arm(("extractor.merge_every=5",)),
+    "ask": Arm(("ask.enabled=true",)),
+    "large extractor": Arm(("extractor.model=build/models/large-extractor",)),
+    "self-distillation": Arm(("complementary.self_distillation=0.5",)),
+    "critic": Arm(("critic.enabled=true",)),
+    "filler": Arm(("method=benchmarks/placebos.py:FILLER", "filler.lift_coef=1.0")),
+    "shuffled": Arm(("method=benchmarks/placebos.py:SHUFFLED", "shuffled.lift_coef=1.0")),
+    "trajectory": Arm(("method=benchmarks/placebos.py:TRAJECTORY", "trajectory.lift_coef=1.0")),
+    "right": Arm(("method=benchmarks/placebos.py:RIGHT", "right.lift_coef=1.0")),
+    "old bank": Arm(("bank.init={source}/bank.sqlite", "bank.frozen=true"), source="co-evolved"),
+    "foreign bank": Arm(
+        ("bank.init={source}/bank.sqlite", "bank.frozen=true"), source="co-evolved", source_seed=1
+    ),
+    "old extractor": Arm(
+        ("extractor.model={checkpoint}/extractor", "extractor.train=false"), source="co-evolved"
+    ),
+    "shared bank": Arm(("bank.scope=shared",)),
 }
-"""Settings by name of the arm."""
+"""Arms by name.
+
+* offline: a fixed bank. A trained extractor made it from episodes of the untrained actor, in the
+  places of the same training stream.
+* large extractor: made by `benchmarks/large_extractor.py`.
+* old bank, old extractor: of the finished run `co-evolved`, given to an actor that was not trained.
+* foreign bank: that of another seed, which has other places.
+"""
 
 LAST_STEPS = 10
 """Number of the last training steps over which training metrics are averaged."""
@@ -93,6 +125,29 @@ def evaluated(name: str) -> Metric:
     return last
 
 
+def online(lines: Lines, task: str) -> float | None:
+    """Return success on the online set, without a bank if the run has none."""
+    name = "eval/{}/unseen/success/"
+    with_bank = evaluated(name + "online")(lines, task)
+    return evaluated(name + "alone")(lines, task) if with_bank is None else with_bank
+
+
+def total(*names: str) -> Metric:
+    """Return the sum of the last values of metrics that count since the start of the run."""
+
+    def last(lines: Lines, name: str) -> float:
+        return next((line[name] for line in reversed(lines) if name in line), 0.0)
+
+    return lambda lines, task: sum(last(lines, name) for name in names)
+
+
+def minutes(lines: Lines, task: str) -> float:
+    """Return the time from the first evaluation to the last training step, in minutes."""
+    begin = next(line["time"] for line in lines if line["kind"] == "eval")
+    end = next(line["time"] for line in reversed(lines) if line["kind"] == "train")
+    return (end - begin) / 60
+
+
 METRICS: Mapping[str, Metric] = {
     "training": trained("rollout/{}success"),
     "guided": trained("rollout/{}success/guided"),
@@ -101,7 +156,12 @@ METRICS: Mapping[str, Metric] = {
     "seen": evaluated("eval/{}/seen/success/free"),
     "seen, bank": evaluated("eval/{}/seen/success/guided"),
     "unseen": evaluated("eval/{}/unseen/success/free"),
-    "unseen, bank": evaluated("eval/{}/unseen/success/online"),
+    "unseen, bank": online,
+    "unseen, alone": evaluated("eval/{}/unseen/success/alone"),
+    "sampled tokens": total("total/sampled_tokens/actor", "total/sampled_tokens/extractor"),
+    "trained tokens": total("total/trained_tokens/actor", "total/trained_tokens/extractor"),
+    "environment turns": total("total/env_turns"),
+    "minutes": minutes,
 }
 """Metrics by name.
 
@@ -109,13 +169,17 @@ METRICS: Mapping[str, Metric] = {
 * actions: environment turns of these episodes.
 * seen, unseen: success of the last evaluation without experience, in places of the training stream
   and in places that are never trained on. With a bank: that of the run, or one that is built during
-  the evaluation.
+  the evaluation (the online set). A run without a bank plays the online set without one.
+* unseen, alone: success on the online set without experience.
+* tokens, turns, minutes: cost of the training, that of the extractor included. Trained tokens are
+  prompts and answers. The minutes exclude evaluations.
 """
 
 FIGURES: Mapping[str, Figure] = {
     "3a": Figure(
-        "Co-evolution is better than a static online bank, and than no experience.",
-        ("room",), ("co-evolved", "none", "static"), TEN, ("training", "unseen", "unseen, bank"),
+        "Co-evolution is better than a static online bank, an offline bank, and no experience.",
+        ("room",), ("co-evolved", "none", "static", "offline"), TEN,
+        ("training", "unseen", "unseen, bank"),
     ),
     "3b-d": Figure(
         "Only guided and free subgroups improve both; without free members or with advantages "
@@ -149,12 +213,16 @@ FIGURES: Mapping[str, Figure] = {
         ("three",), ("co-evolved", "none", "static", "experience only"), FIVE,
         ("seen", "seen, bank", "unseen", "unseen, bank"),
     ),
+    "9a": Figure(
+        "A larger extractor is better, also per task (Figure 11).", ("three",),
+        ("large extractor", "co-evolved"), THREE, ("training", "seen, bank", "unseen, bank"),
+    ),
     "9b": Figure(
         "Self-distillation helps at first and collapses later.", ("room",),
         ("self-distillation", "co-evolved"), THREE, ("training", "seen"),
     ),
     "9d": Figure(
-        "The gain is larger with six tasks than with three.", ("three", "six"),
+        "The gain is larger with six tasks than with three (curves: Figure 13).", ("three", "six"),
         ("co-evolved", "none"), THREE, ("training", "seen", "unseen"),
     ),
     "10": Figure(
@@ -164,6 +232,15 @@ FIGURES: Mapping[str, Figure] = {
     "14a": Figure(
         "The actor as critic helps, most of all early.", ("room",), ("critic", "co-evolved"), THREE,
         ("training", "guided"),
+    ),
+    "transfer": Figure(
+        "Not in the paper: bank and extractor help an actor that did not make them, in its places.",
+        ("room",), ("old bank", "old extractor", "static", "foreign bank", "none", "co-evolved"),
+        THREE, ("training", "guided", "seen, bank", "unseen, bank"),
+    ),
+    "shared": Figure(
+        "Not in the paper: lessons of other tasks help in a shared bank.", ("three",),
+        ("shared bank", "co-evolved"), THREE, ("training", "seen, bank", "unseen, bank"),
     ),
     "placebos": Figure(
         "Not in the paper: the content of the lessons helps, not their presence.", ("room",),

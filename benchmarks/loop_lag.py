@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import pickle
 import random
 import statistics
 import tempfile
@@ -39,6 +38,7 @@ from crl.config.load import load
 from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.evaluation.metrics import rollout_metrics
+from crl.learners.deepspeed import frame
 from crl.manager import ExperienceManager, ManagerSettings, Prompts
 from crl.methods.parts.distilling import FullDistilPrompt
 from crl.methods.parts.merging import FullMergePrompt
@@ -162,7 +162,7 @@ def computations(
         "records": partial(write_shard, folder / "episodes", 7, batch),
         "metrics": partial(rollout_metrics, batch, 7),
         "minibatches": minibatches,
-        "samples": partial(pickle.dumps, [t.traces for t in batch]),
+        "samples": partial(frame, [t.traces for t in batch]),
         "prompt": long_prompt,
         "checkpoint": partial(write_manifest, folder / "7", manifest),
     }

@@ -690,6 +690,11 @@ class Minibatch:
     probe: tuple[TokenTrace, ...] = ()
     """Traces for comparing the learner's log-probs with the engine's. They are not trained."""
 
+    @property
+    def sequence_tokens(self) -> int:
+        """Number of tokens of the samples: prompts and answers."""
+        return sum(len(sample.trace.ids) for sample in self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:

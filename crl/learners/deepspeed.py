@@ -461,11 +461,12 @@ class _RankProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         self.busy, self.last_progress = True, asyncio.get_running_loop().time()
-        # Pickling the samples of a step takes a while.
-        framed = await asyncio.to_thread(frame, message)
+        # The samples of a step are tens of megabytes.
+        pieces = await asyncio.to_thread(frame, message)
         with suppress(OSError):  # `listen` detects the end of the process
-            self._process.stdin.write(framed)
-            await self._process.stdin.drain()
+            for piece in pieces:
+                self._process.stdin.write(piece)
+                await self._process.stdin.drain()
         answer = await self._answers.get()
         self.busy = False
         return answer
@@ -622,10 +623,27 @@ def split_minibatches(minibatches: Sequence[Minibatch], ranks: int) -> list[list
     return shares
 
 
-def frame(message: object) -> bytes:
-    """Return the pickled message with its length prefix."""
-    body = pickle.dumps(message)
-    return _LENGTH.pack(len(body)) + body
+def frame(message: object) -> Sequence[bytes]:
+    """Return the pickled message with its length prefix, in pieces of about 64 KiB.
+
+    Other threads run between two pieces. They would wait for the copies of one large buffer.
+    """
+    body = _Pieces()
+    pickle.Pickler(body).dump(message)
+    return [_LENGTH.pack(sum(map(len, body.pieces))), *body.pieces]
+
+
+class _Pieces:
+    """File-like object that keeps everything that is written to it.
+
+    `write` is a Python function, because the interpreter changes threads at such calls only.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
 
 
 def read_frame(stream: BinaryIO) -> Any:

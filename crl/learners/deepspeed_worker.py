@@ -119,7 +119,7 @@ class ParentPipe:
     def send(self, kind: str, value: object = None) -> None:
         """Send a message to the parent."""
         with self._lock:
-            self._out.write(frame((kind, value)))
+            self._out.writelines(frame((kind, value)))
             self._out.flush()
 
     def _listen(self, folder: Path) -> None:

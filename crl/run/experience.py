@@ -72,6 +72,7 @@ class ExtractorTrainer:
         self._lock = asyncio.Lock()
         self.updates = 0
         self.skipped_updates = 0
+        self.trained_tokens = 0
 
     def paused(self) -> AbstractAsyncContextManager[None]:
         """Return a context in which no training step runs.
@@ -100,7 +101,8 @@ class ExtractorTrainer:
                 for answer in self._answers
                 if set(answer.completion.versions) == {self._engine.version}
             ]
-            stats = await self.learner.step(extractor_minibatches(samples, current_traces))
+            minibatches = extractor_minibatches(samples, current_traces)
+            stats = await self.learner.step(minibatches)
             trained_at = time.monotonic()
             if stats.skipped:
                 self._manager.postpone(step)
@@ -110,6 +112,7 @@ class ExtractorTrainer:
         self._on_trained()
         self.updates += stats.updates
         self.skipped_updates += stats.skipped
+        self.trained_tokens += sum(minibatch.sequence_tokens for minibatch in minibatches)
         reward_metrics = (
             {}
             if stats.skipped
@@ -125,6 +128,7 @@ class ExtractorTrainer:
                 "extractor/updates": self.updates,
                 "extractor/skipped_updates": self.skipped_updates,
                 "extractor/version": self._engine.version,
+                "total/trained_tokens/extractor": self.trained_tokens,
                 "time/train": trained_at - started,
                 "time/sync": time.monotonic() - trained_at,
                 "perf/sync_bytes": sent_bytes,
@@ -342,6 +346,7 @@ class ExperiencePipeline:
                 "learner": trainer.learner.state(),
                 "updates": trainer.updates,
                 "skipped_updates": trainer.skipped_updates,
+                "trained_tokens": trainer.trained_tokens,
             }
         return state
 
@@ -357,6 +362,7 @@ class ExperiencePipeline:
             )
             trainer.updates = saved["updates"]
             trainer.skipped_updates = saved["skipped_updates"]
+            trainer.trained_tokens = saved.get("trained_tokens", 0)  # absent in older checkpoints
         return rolled_back
 
 

@@ -411,6 +411,7 @@ class TrainingLoop:
                 await self.experience.complete(step + 1, batch)
         self.rollouts.source.observe(batch)
         self.totals.add(batch)
+        self.totals.add_training(minibatches)
         if self.critic:
             self.critic.success_rates.observe(batch)
             critiques = self.critic.critic.take_metrics()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from crl.types import Trajectory
+from crl.types import Minibatch, Trajectory
 
 
 @dataclass
@@ -21,6 +21,8 @@ class Totals:
     """Environment turns in overtime."""
     actor_tokens: int = 0
     """Tokens sampled by the actor, in episodes (overtime included) and as a critic."""
+    actor_trained_tokens: int = 0
+    """Tokens of the sequences on which the actor was trained: prompts and answers."""
     errors: int = 0
     """Episodes that failed with an error."""
 
@@ -32,11 +34,15 @@ class Totals:
             self.actor_tokens += activity.sampled_tokens
             self.errors += trajectory.error is not None
 
+    def add_training(self, minibatches: Iterable[Minibatch]) -> None:
+        self.actor_trained_tokens += sum(minibatch.sequence_tokens for minibatch in minibatches)
+
     def metrics(self) -> dict[str, float]:
         return {
             "total/env_turns": self.env_turns,
             "total/env_turns/overtime": self.overtime_turns,
             "total/sampled_tokens/actor": self.actor_tokens,
+            "total/trained_tokens/actor": self.actor_trained_tokens,
         }
 
     def line(self, extractor_tokens: int | None = None) -> str:

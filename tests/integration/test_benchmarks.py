@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.paths import ROOT
 
 ARMS = ("off", "on", "ask", "critic")
@@ -290,22 +292,34 @@ def test_switches_are_compared_with_the_preset(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
-def test_figures_are_made_from_stored_runs(tmp_path: Path):
-    script = str(ROOT / "benchmarks" / "coevolution.py")
-    command = [sys.executable, script, "--figure", "5b", "--seeds", "20", "--quick"]
-    command += ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert "Figure 5b: search_and_ask helps." in done.stdout
-    stored = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.xz"))
-    assert [str(path) for path in stored] == [
-        "results/room/ask/20.json.xz",
-        "results/room/co-evolved/20.json.xz",
-    ]
-    run = json.loads(lzma.decompress((tmp_path / stored[0]).read_bytes()))
-    assert run["config"]["config"]["ask"]["enabled"]
-    assert [line["step"] for line in run["metrics"] if line["kind"] == "train"] == [1, 2]
-    again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert (again.stdout, again.stderr) == (done.stdout, ""), "no run is repeated"
+def test_figures_are_made_from_stored_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import coevolution  # pyright: ignore[reportMissingImports]
+    import figures  # pyright: ignore[reportMissingImports]
+
+    metrics = ("training", "unseen, bank")
+    figure = figures.Figure("A claim.", ("room",), ("offline", "none"), (20,), metrics)
+    monkeypatch.setitem(coevolution.FIGURES, "tiny", figure)
+    folders = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["coevolution.py", "--figure", "tiny", "--quick", *folders])
+    coevolution.main()
+    table, made = capsys.readouterr()
+    assert "Figure tiny: A claim." in table
+    assert made.splitlines() == [
+        "room, experience only, seed 20", "room, offline, seed 20", "room, none, seed 20",
+    ]  # fmt: skip
+    stored = sorted((tmp_path / "results" / "room").glob("*/20.json.xz"))
+    assert [path.parent.name for path in stored] == ["experience-only", "none", "offline"]
+    runs = [json.loads(lzma.decompress(path.read_bytes())) for path in stored]
+    for run in runs:
+        assert [line["step"] for line in run["metrics"] if line["kind"] == "train"] == [1, 2]
+        assert "eval/room/unseen/success/alone" in run["metrics"][-1]
+    source = str(tmp_path / "runs" / "room" / "experience-only" / "20" / "bank.sqlite")
+    assert runs[2]["config"]["config"]["bank"]["init"] == source
+    coevolution.main()
+    assert capsys.readouterr() == (table, ""), "no run is repeated"
 
 
 def test_the_lag_of_the_event_loop_is_measured_for_every_part(tmp_path: Path):

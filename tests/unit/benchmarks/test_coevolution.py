@@ -101,14 +101,49 @@ def test_a_table_has_paired_differences_and_aggregates() -> None:
 
 def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for arm, sets in figures.ARMS.items():
-        assert load(["room"], sets=[*coevolution.COMMON, *sets]).run.steps == 100, arm
+    for name, arm in figures.ARMS.items():
+        sets = [*coevolution.COMMON, *arm.sets]
+        assert load(["room"], sets=sets).run.seed == 0, name
+        assert ("{" in "".join(arm.sets)) == (arm.source in figures.ARMS), name
     for figure in figures.FIGURES.values():
         assert {*figure.arms} <= {*figures.ARMS}
         assert {*figure.settings} <= {*figures.SETTINGS}
         assert {*figure.metrics} <= {*figures.METRICS}
     assert len(figures.FIGURES["3a"].seeds) >= 10
     assert len(figures.FIGURES["table1"].seeds) >= 5
+
+
+def test_a_run_without_a_bank_plays_the_online_set_alone() -> None:
+    row = {"task": "room", "split": "unseen", "success": {"value": 0.4}}
+    alone = coevolution.online_metrics(
+        {"results": [{**row, "condition": "alone"}, {**row, "condition": "online"}]}
+    )
+    assert alone == {"eval/room/unseen/success/alone": 0.4}
+    with_bank = {"kind": "eval", "eval/room/unseen/success/online": 0.7, **alone}
+    assert figures.METRICS["unseen, bank"]([with_bank], "room") == 0.7
+    assert figures.METRICS["unseen, bank"]([{"kind": "eval", **alone}], "room") == 0.4
+    assert figures.METRICS["unseen, alone"]([with_bank], "room") == 0.4
+
+
+def test_costs_include_the_extractor() -> None:
+    run = [
+        {"kind": "eval", "time": 60.0},
+        {"kind": "extractor", "time": 61.0, "total/trained_tokens/extractor": 10},
+        {"kind": "train", "time": 62.0, "total/trained_tokens/actor": 1, "total/env_turns": 5},
+        {"kind": "extractor", "time": 63.0, "total/trained_tokens/extractor": 20},
+        {"kind": "train", "time": 180.0, "total/trained_tokens/actor": 2, "total/env_turns": 8},
+        {"kind": "eval", "time": 300.0},
+    ]
+    assert figures.METRICS["trained tokens"](run, "room") == 22
+    assert figures.METRICS["sampled tokens"](run, "room") == 0
+    assert figures.METRICS["environment turns"](run, "room") == 8
+    assert figures.METRICS["minutes"](run, "room") == 2
+
+
+def test_an_arm_may_start_from_a_finished_run_of_another_arm() -> None:
+    run = coevolution.Run("room", "foreign bank", 20)
+    assert coevolution.source_of(run) == coevolution.Run("room", "co-evolved", 21)
+    assert coevolution.source_of(coevolution.Run("room", "none", 20)) is None
 
 
 # ── placebos ──────────────────────────────────────────────────────────────────────────────────────

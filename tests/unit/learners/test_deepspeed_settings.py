@@ -1,8 +1,9 @@
-"""Tests that need no DeepSpeed: settings, the missing extra, and sharing a minibatch."""
+"""Tests that need no DeepSpeed: settings, messages, the missing extra, and sharing a minibatch."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 from crl.algo import micro_batches, rank_shares
 from crl.config.load import load
 from crl.errors import ConfigError
-from crl.learners.deepspeed import DeepSpeedLearner, RankSettings, split_minibatches
+from crl.learners.deepspeed import (
+    DeepSpeedLearner,
+    RankSettings,
+    frame,
+    read_frame,
+    split_minibatches,
+)
 from crl.modeling.memory import GpuAssignment
 from crl.planning.machine_checks import require_learner
 from crl.planning.plan import plan
@@ -219,3 +226,10 @@ async def test_unsupported_settings_of_ranks_are_rejected(started: list[Any]) ->
     with pytest.raises(ConfigError, match=r"engine\.transfer = 'nccl': NCCL sends from GPU to GPU"):
         await start_learner("learner.device=cpu", "engine.kind=vllm", "engine.transfer=nccl")
     assert not started
+
+
+def test_a_large_message_is_sent_in_small_pieces() -> None:
+    message = [(tuple(range(i, i + 1_000)), -0.5 * i) for i in range(300)]
+    pieces = frame(message)
+    assert max(map(len, pieces)) < 1 << 17 < sum(map(len, pieces))
+    assert read_frame(io.BytesIO(b"".join(pieces))) == message

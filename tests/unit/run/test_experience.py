@@ -433,6 +433,9 @@ async def test_every_full_batch_is_trained_marked_synced_and_logged(
         first, second = parts.monitor.of_kind("extractor")
         assert [line["extractor/updates"] for line in (first, second)] == [1, 2]
         assert [line["extractor/version"] for line in (first, second)] == [1, 2]
+        lengths = [batch[0].sequence_tokens for batch in parts.learner.batches]
+        totals = [line["total/trained_tokens/extractor"] for line in (first, second)]
+        assert totals == [lengths[0], sum(lengths)]
         assert (first["extractor/reward"], first["extractor/samples"]) == (0.0, 4), (
             "two ops, each with the tokens before it"
         )
@@ -518,11 +521,18 @@ async def test_no_training_step_begins_while_training_is_paused(
             await asyncio.sleep(0.1)
             assert parts.learner.batches == []
         await until(lambda: parts.trainer.updates == 1)
-        assert state["extractor"] == {"learner": {"version": 0}, "updates": 0, "skipped_updates": 0}
+        assert state["extractor"] == {
+            "learner": {"version": 0},
+            "updates": 0,
+            "skipped_updates": 0,
+            "trained_tokens": 0,
+        }
+        (batch,) = parts.learner.batches
         assert (await parts.experience.state([]))["extractor"] == {
             "learner": {"version": 1},
             "updates": 1,
             "skipped_updates": 0,
+            "trained_tokens": sum(minibatch.sequence_tokens for minibatch in batch),
         }
         assert (await parts.experience.state([]))["bank"] > state["bank"]
         await cancel(running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crl.run.totals import Totals
-from crl.types import Task, Trajectory
+from crl.types import Minibatch, Task, TokenTrace, TrainSample, Trajectory
 from support.trajectories import build_trajectory
 
 TASK = Task("room", 0, "train", "goal")
@@ -23,14 +23,18 @@ def played(turns: int, overtime: int, tokens: int, error: str | None = None) -> 
     )
 
 
-def test_overtime_and_failed_episodes_count():
+def test_overtime_failed_episodes_and_trained_sequences_count():
     totals = Totals()
     totals.add([played(4, 4, 20), played(2, 0, 7)])
     totals.add([played(3, 1, 9, error="env: it died")])
+    trace = TokenTrace((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), (-1, 7, 7))
+    sample = TrainSample(trace, 0.5, 0.5)
+    totals.add_training([Minibatch((sample, sample), 9, (trace,)), Minibatch((sample,), 2)])
     assert totals.metrics() == {
         "total/env_turns": 14,
         "total/env_turns/overtime": 5,
         "total/sampled_tokens/actor": 36,
+        "total/trained_tokens/actor": 9,
     }
     assert totals.errors == 1
 
