@@ -81,6 +81,11 @@ def last_checkpoint(folder: Path) -> Path:
     return folder / "checkpoints" / str(max(complete_steps(folder / "checkpoints")))
 
 
+def relative(path: Path) -> Path:
+    """Return a path in this clone relative to its root, so that it is valid in other clones."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
 def online_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Return the success without experience in a saved evaluation of the online set."""
     return {
@@ -176,7 +181,8 @@ class Sweep:
         sets = [*COMMON, *ARMS[run.arm].sets]
         if source := source_of(run):
             folder = self._folder / source.path
-            names = {"source": folder, "checkpoint": last_checkpoint(folder)}
+            paths = {"source": folder, "checkpoint": last_checkpoint(folder)}
+            names = {name: relative(path) for name, path in paths.items()}
             sets = [text.format(**names) for text in sets]
         if self._quick:
             sets += ["run.steps=2", "rollout.groups=6"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ from crl.tiny.warm_start import (
 TOKENIZER_SAMPLE = 2000
 """Demonstrations of each drill on which the tokenizer is trained."""
 
-SHAPE = Shape()
-
 
 @dataclass(frozen=True)
 class TrainingRecipe:
@@ -50,6 +48,7 @@ class TrainingRecipe:
     """Drills at the start of the training."""
     first_epochs: int = 0
     """Epochs over the drills of `first_drills`."""
+    shape: Shape = field(default_factory=Shape)
 
 
 RECIPES = {
@@ -74,7 +73,7 @@ def make_all_models(out: Path, seed: int) -> None:
     _require_empty(out)
     _make_directories([out / name for name in RECIPES])
     for name, recipe in RECIPES.items():
-        make_model(out / name, recipe, seed)
+        make_model(out / name, recipe, seed, command=f"crl make-models --seed {seed}")
 
 
 def _require_empty(out: Path) -> None:
@@ -99,10 +98,10 @@ def _make_directories(directories: Sequence[Path]) -> None:
             ) from error
 
 
-def make_model(directory: Path, recipe: TrainingRecipe, seed: int) -> None:
+def make_model(directory: Path, recipe: TrainingRecipe, seed: int, *, command: str) -> None:
     """Make a model that imitates the drills' demonstrators, with a new tokenizer.
 
-    The directory must exist.
+    The directory must exist. `command` is recorded in recipe.json.
     """
     begin = time.monotonic()
     # Two threads are slower on such small matrices. One thread gives the same result everywhere.
@@ -114,14 +113,14 @@ def make_model(directory: Path, recipe: TrainingRecipe, seed: int) -> None:
     }
     tokenizer = train_tokenizer(
         [x for demonstrations in by_drill.values() for x in demonstrations[:TOKENIZER_SAMPLE]],
-        SHAPE.vocabulary,
+        recipe.shape.vocabulary,
     )
     renderer = ChatRenderer(tokenizer, [tokenizer.get_vocab()[END]])
     traces = {
         name: [demonstrated_trace(x, renderer) for x in demonstrations]
         for name, demonstrations in by_drill.items()
     }
-    model = new_model(SHAPE, tokenizer, derive_seed(seed, "weights"))
+    model = new_model(recipe.shape, tokenizer, derive_seed(seed, "weights"))
     all_traces = [trace for drill_traces in traces.values() for trace in drill_traces]
     tokens, parameters = sum(len(t.ids) for t in all_traces), model.num_parameters()
     print(
@@ -141,16 +140,16 @@ def make_model(directory: Path, recipe: TrainingRecipe, seed: int) -> None:
     tokenizer.save_pretrained(directory)
     (directory / "crl.json").write_text(json.dumps({"profile": "compact"}) + "\n", "utf-8")
     (directory / "recipe.json").write_text(
-        json.dumps(_record(recipe, seed, loss), indent=2) + "\n", "utf-8"
+        json.dumps(_record(recipe, command, loss), indent=2) + "\n", "utf-8"
     )
     print(f"{directory.name}: done in {time.monotonic() - begin:.0f} s: {directory}")
 
 
-def _record(recipe: TrainingRecipe, seed: int, loss: float) -> dict[str, Any]:
+def _record(recipe: TrainingRecipe, command: str, loss: float) -> dict[str, Any]:
     """Return the content of recipe.json: how the model was made, and its final loss."""
     return {
-        "command": f"crl make-models --seed {seed}",
-        "shape": asdict(SHAPE),
+        "command": command,
+        "shape": asdict(recipe.shape),
         "schooling": asdict(recipe.settings),
         "first": {
             "drills": [drill.name for drill in recipe.first_drills],

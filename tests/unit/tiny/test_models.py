@@ -105,7 +105,7 @@ def test_a_shipped_model_has_the_settings_of_its_recipe(name: str) -> None:
     path, expected = resolve_model(name), recipe.RECIPES[name]
     stored = json.loads((path / "recipe.json").read_text("utf-8"))
     assert model_profile(path) == "compact"
-    assert stored["shape"] == asdict(recipe.SHAPE)
+    assert stored["shape"] == asdict(expected.shape)
     assert stored["schooling"] == asdict(expected.settings)
     assert stored["first"] == {
         "drills": [drill.name for drill in expected.first_drills],
