@@ -102,7 +102,8 @@ def test_a_table_has_paired_differences_and_aggregates() -> None:
 def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name, arm in figures.ARMS.items():
-        sets = [*coevolution.COMMON, *arm.sets]
+        paths = {"source": "runs/source", "checkpoint": "runs/source/checkpoints/100"}
+        sets = [*coevolution.COMMON, *(text.format(**paths) for text in arm.sets)]
         assert load(["room"], sets=sets).run.seed == 0, name
         assert ("{" in "".join(arm.sets)) == (arm.source in figures.ARMS), name
     for figure in figures.FIGURES.values():
