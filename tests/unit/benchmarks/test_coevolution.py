@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from crl.config import load
+from crl.config.models import resolve_model
 from crl.envs.registry import get_spec
 from crl.methods.parts.rollouts import ChatContext
 from crl.planning.methods import build_method
@@ -99,11 +101,15 @@ def test_a_table_has_paired_differences_and_aggregates() -> None:
     assert rows[-1].startswith("P(first arm better) 0.75 [")
 
 
-def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("benchmarks").symlink_to(ROOT / "benchmarks")
+    for model in ("source/extractor", "build/models/large-extractor"):
+        Path(model).parent.mkdir(parents=True)
+        Path(model).symlink_to(resolve_model("tiny-extractor"))
     for name, arm in figures.ARMS.items():
-        paths = {"source": "runs/source", "checkpoint": "runs/source/checkpoints/100"}
-        sets = [*coevolution.COMMON, *(text.format(**paths) for text in arm.sets)]
+        sets = [text.format(source="source", checkpoint="source") for text in arm.sets]
+        sets = [*coevolution.COMMON, *sets]
         assert load(["room"], sets=sets).run.seed == 0, name
         assert ("{" in "".join(arm.sets)) == (arm.source in figures.ARMS), name
     for figure in figures.FIGURES.values():
