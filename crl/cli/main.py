@@ -55,8 +55,9 @@ def main() -> None:
     try:
         app(prog_name="crl")
     finally:
-        # A late Ctrl-C must not change the exit code while the interpreter shuts down.
+        # A late Ctrl-C or SIGTERM must not change the exit code while the interpreter shuts down.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Role(StrEnum):

@@ -67,7 +67,8 @@ class FakeRun:
         return self.outcome
 
 
-def test_ctrl_c_during_the_end_of_the_interpreter_changes_no_exit_code() -> None:
+@pytest.mark.parametrize("late", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_end_of_the_interpreter_changes_no_exit_code(late: int) -> None:
     code = (
         "import atexit, time\n"
         "atexit.register(lambda: (print('closing', flush=True), time.sleep(2)))\n"
@@ -79,7 +80,7 @@ def test_ctrl_c_during_the_end_of_the_interpreter_changes_no_exit_code() -> None
         assert process.stdout is not None
         while process.stdout.readline() != "closing\n":
             assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(late)
         assert process.wait(30) == 0
 
 
