@@ -38,6 +38,7 @@ import numpy as np
 from aggregates import Scores, bootstrap_interval, interquartile_mean, probability_of_improvement
 from common import commit, mean_and_interval, processor
 from figures import ARMS, FIGURES, METRICS, SETTINGS, Figure
+from pictures import Curves, draw
 
 from crl.run.checkpoint import complete_steps
 
@@ -296,6 +297,19 @@ def _with_interval(value: float, interval: tuple[float, float]) -> str:
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
+def curves(
+    figure: Figure, seeds: Sequence[int], stored: Mapping[Run, StoredRun]
+) -> Mapping[str, Curves]:
+    """Return the metrics of a figure's runs, by setting and arm."""
+    return {
+        setting: {
+            arm: [stored[Run(setting, arm, seed)]["metrics"] for seed in seeds]
+            for arm in figure.arms
+        }
+        for setting in figure.settings
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -311,6 +325,7 @@ def main() -> None:
         default=ROOT / "build" / "coevolution",
         help="folder of unfinished runs",
     )
+    parser.add_argument("--pictures", type=Path, help="folder of the pictures; needs matplotlib")
     arguments = parser.parse_args()
     sweep = Sweep(arguments.results.resolve(), arguments.runs.resolve(), quick=arguments.quick)
     wanted = {
@@ -321,6 +336,9 @@ def main() -> None:
     stored = {run: result for run in runs if (result := sweep.stored(run))}
     for name, (figure, seeds) in wanted.items():
         print(f"Figure {name}: {table(figure, seeds, stored)}")
+        if arguments.pictures:
+            picture = arguments.pictures / f"figure-{name}.svg"
+            draw(figure, curves(figure, seeds, stored), picture)
 
 
 if __name__ == "__main__":

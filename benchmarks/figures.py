@@ -101,19 +101,49 @@ class Figure:
     """Names of `METRICS`. The first one decides whether the claim holds here."""
     lower_is_better: bool = False
     """True for numbers of actions."""
+    against: tuple[str, ...] = ()
+    """Costs over which the training metrics are drawn, besides the steps."""
 
 
-def trained(name: str) -> Metric:
-    """Return the mean of a metric of training episodes over the last steps. {}: the task."""
+@dataclass(frozen=True)
+class TrainingMetric:
+    """Metric of training episodes."""
 
-    def mean(lines: Lines, task: str) -> float | None:
-        steps = [line for line in lines if line["kind"] == "train"][-LAST_STEPS:]
+    name: str
+    """Key in the lines of training steps, with {} for the task and a slash."""
+
+    def __call__(self, lines: Lines, task: str) -> float | None:
+        """Return the mean over the last steps."""
+        last = [value for value in self.curve(lines, task)[-LAST_STEPS:] if value is not None]
+        return fmean(last) if last else None
+
+    def curve(self, lines: Lines, task: str) -> list[float | None]:
+        """Return the value of each training step."""
+        steps = [line for line in lines if line["kind"] == "train"]
         tasks = {key.split("/")[1] for step in steps for key in step if key.count("/") > 1}
-        own = name.format(f"{task}/" if task in tasks else "")
-        values = [step[own] for step in steps if step.get(own) is not None]
-        return fmean(values) if values else None
+        name = self.name.format(f"{task}/" if task in tasks else "")
+        return [step.get(name) for step in steps]
 
-    return mean
+
+@dataclass(frozen=True)
+class Cost:
+    """Sum of metrics that count since the start of the run."""
+
+    names: tuple[str, ...]
+    """Keys in the lines of any kind."""
+
+    def __call__(self, lines: Lines, task: str) -> float:
+        """Return the cost of the whole run."""
+        return self.curve(lines)[-1]
+
+    def curve(self, lines: Lines) -> list[float]:
+        """Return the cost until the end of each training step."""
+        known, values = dict.fromkeys(self.names, 0.0), []
+        for line in lines:
+            known |= {name: line[name] for name in self.names if name in line}
+            if line["kind"] == "train":
+                values.append(sum(known.values()))
+        return values
 
 
 def evaluated(name: str) -> Metric:
@@ -132,36 +162,32 @@ def online(lines: Lines, task: str) -> float | None:
     return evaluated(name + "alone")(lines, task) if with_bank is None else with_bank
 
 
-def total(*names: str) -> Metric:
-    """Return the sum of the last values of metrics that count since the start of the run."""
+class Minutes(Cost):
+    """Minutes since the first evaluation."""
 
-    def last(lines: Lines, name: str) -> float:
-        return next((line[name] for line in reversed(lines) if name in line), 0.0)
+    def curve(self, lines: Lines) -> list[float]:
+        begin = next(line["time"] for line in lines if line["kind"] == "eval")
+        return [(line["time"] - begin) / 60 for line in lines if line["kind"] == "train"]
 
-    return lambda lines, task: sum(last(lines, name) for name in names)
 
-
-def minutes(lines: Lines, task: str) -> float:
-    """Return the time from the first evaluation to the last training step, in minutes."""
-    begin = next(line["time"] for line in lines if line["kind"] == "eval")
-    end = next(line["time"] for line in reversed(lines) if line["kind"] == "train")
-    return (end - begin) / 60
-
+SAMPLED = ("total/sampled_tokens/actor", "total/sampled_tokens/extractor")
+TRAINED = ("total/trained_tokens/actor", "total/trained_tokens/extractor")
 
 METRICS: Mapping[str, Metric] = {
-    "training": trained("rollout/{}success"),
-    "guided": trained("rollout/{}success/guided"),
-    "free": trained("rollout/{}success/free"),
-    "actions": trained("rollout/{}turns"),
+    "training": TrainingMetric("rollout/{}success"),
+    "guided": TrainingMetric("rollout/{}success/guided"),
+    "free": TrainingMetric("rollout/{}success/free"),
+    "actions": TrainingMetric("rollout/{}turns"),
     "seen": evaluated("eval/{}/seen/success/free"),
     "seen, bank": evaluated("eval/{}/seen/success/guided"),
     "unseen": evaluated("eval/{}/unseen/success/free"),
     "unseen, bank": online,
     "unseen, alone": evaluated("eval/{}/unseen/success/alone"),
-    "sampled tokens": total("total/sampled_tokens/actor", "total/sampled_tokens/extractor"),
-    "trained tokens": total("total/trained_tokens/actor", "total/trained_tokens/extractor"),
-    "environment turns": total("total/env_turns"),
-    "minutes": minutes,
+    "sampled tokens": Cost(SAMPLED),
+    "trained tokens": Cost(TRAINED),
+    "tokens": Cost((*SAMPLED, *TRAINED)),
+    "environment turns": Cost(("total/env_turns",)),
+    "minutes": Minutes(("time",)),
 }
 """Metrics by name.
 

@@ -32,6 +32,7 @@ with pytest.MonkeyPatch.context() as patch:
     import aggregates  # pyright: ignore[reportMissingImports]
     import coevolution  # pyright: ignore[reportMissingImports]
     import figures  # pyright: ignore[reportMissingImports]
+    import pictures  # pyright: ignore[reportMissingImports]
     import placebos  # pyright: ignore[reportMissingImports]
 
 FIRST = np.array(
@@ -118,6 +119,34 @@ def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert {*figure.metrics} <= {*figures.METRICS}
     assert len(figures.FIGURES["3a"].seeds) >= 10
     assert len(figures.FIGURES["table1"].seeds) >= 5
+
+
+def test_a_picture_has_all_arms_and_is_reproducible(tmp_path: Path) -> None:
+    costs = {"time": 60.0, "total/sampled_tokens/actor": 5}
+    runs = {
+        arm: [[{**line, **costs} for line in lines([0.1, 0.2, rate])] for rate in (0.5, 0.7)]
+        for arm in ("co-evolved", "none")
+    }
+    figure = figures.Figure(
+        "", ("room",), (*runs,), (1, 2), ("training", "guided", "seen", "tokens"),
+        against=("tokens", "minutes"),
+    )  # fmt: skip
+    first, second = (tmp_path / f"{name}.svg" for name in "ab")
+    for path in (first, second):
+        pictures.draw(figure, {"room": runs}, path)
+    assert first.read_bytes() == second.read_bytes()
+    comments = re.findall("<!-- (.*) -->", first.read_text("utf-8"))
+    for text, count in {"co-evolved": 3, "none": 3, "training": 3, "minutes": 2, "seen": 1}.items():
+        assert comments.count(text) == count, text
+
+
+def test_curves_have_a_point_for_each_window() -> None:
+    run = lines([0.0] * 5 + [0.2, 0.4])
+    assert pictures.points(run, "training", pictures.STEP, "room") == [
+        (5, 0),
+        (7, pytest.approx(0.3)),
+    ]
+    assert pictures.points(run, "guided", pictures.STEP, "room") == []
 
 
 def test_a_run_without_a_bank_plays_the_online_set_alone() -> None:
