@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from rivals import RIVALS
+
 Lines = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl of a run."""
 
@@ -44,6 +46,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "shuffled": ("method=benchmarks/placebos.py:SHUFFLED", "shuffled.lift_coef=1.0"),
     "trajectory": ("method=benchmarks/placebos.py:TRAJECTORY", "trajectory.lift_coef=1.0"),
     "right": ("method=benchmarks/placebos.py:RIGHT", "right.lift_coef=1.0"),
+    **RIVALS,
 }
 """Settings by name of the arm."""
 
@@ -169,6 +172,11 @@ FIGURES: Mapping[str, Figure] = {
         "Not in the paper: the content of the lessons helps, not their presence.", ("room",),
         ("co-evolved", "filler", "shuffled", "trajectory", "right"), THREE,
         ("guided", "free", "seen, bank"),
+    ),
+    "rivals": Figure(
+        "Not in the paper: co-evolution is better than rival methods, rerun as in rivals.py.",
+        ("room",), ("co-evolved", "evolving-rl", "memrl", "memrl retrieval", "skillos"), THREE,
+        ("guided", "free", "seen", "seen, bank", "unseen, bank"),
     ),
 }  # fmt: skip
 """Figures by their number in the paper."""
