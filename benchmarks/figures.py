@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from rivals import RIVALS
+
 Lines = Sequence[Mapping[str, Any]]
 """Lines of metrics.jsonl of a run."""
 
@@ -69,6 +71,7 @@ ARMS: Mapping[str, Arm] = {
         ("extractor.model={checkpoint}/extractor", "extractor.train=false"), source="co-evolved"
     ),
     "shared bank": Arm(("bank.scope=shared",)),
+    **{name: Arm(sets) for name, sets in RIVALS.items()},
 }
 """Arms by name.
 
@@ -272,6 +275,11 @@ FIGURES: Mapping[str, Figure] = {
         "Not in the paper: the content of the lessons helps, not their presence.", ("room",),
         ("co-evolved", "filler", "shuffled", "trajectory", "right"), THREE,
         ("guided", "free", "seen, bank"),
+    ),
+    "rivals": Figure(
+        "Not in the paper: co-evolution is better than rival methods, rerun as in rivals.py.",
+        ("room",), ("co-evolved", "evolving-rl", "memrl", "memrl retrieval", "skillos"), THREE,
+        ("guided", "free", "seen", "seen, bank", "unseen, bank"),
     ),
 }  # fmt: skip
 """Figures by their number in the paper."""

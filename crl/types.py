@@ -353,6 +353,10 @@ class TrackRecord:
 NO_RECORD = TrackRecord()
 
 
+MAX_OUTCOMES = 64
+"""Maximum number of outcomes that `Counters.outcomes` holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Counters of one version of an experience."""
@@ -372,6 +376,11 @@ class Counters:
     """Up votes of the extractor minus its down votes."""
     lift: Lift | None = None
     """Lift; None before the first group that also has free members."""
+    outcomes: tuple[float, ...] = ()
+    """r = ±1 of the last `MAX_OUTCOMES` credited episodes, in the order of their credit.
+
+    Only the entries of an open bank have outcomes. Imported entries start without them.
+    """
 
     @property
     def won(self) -> int:
@@ -385,6 +394,9 @@ class Counters:
 
 
 NO_COUNTERS = Counters()
+
+RewardBaseline = Literal["batch", "group", "guided"]
+"""Baseline of the extractor's rewards, see `ExtractorSection.baseline` in `crl.config.schema`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from crl.config.section import Count, Name, Natural, Section
 from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 from crl.plugins import absolute_reference
-from crl.types import StreamSettings
+from crl.types import RewardBaseline, StreamSettings
 
 SEQUENCE_CLIP = 3e-4
 """Default clip width of the length-normalised sequence ratio (the order of magnitude of GSPO)."""
@@ -309,13 +309,14 @@ class ExtractorSection(Section):
     """
     malformed_reward: Annotated[float, Field(ge=-1, le=1)] | None = None
     """Reward of an answer that contains no operation. Unset = these answers are not trained on."""
-    baseline: Literal["batch", "group"] = "batch"
+    baseline: RewardBaseline = "batch"
     """Baseline that is subtracted from the reward of an experience.
 
     batch = the mean reward of the training batch (eq. 3); group = the mean reward of the free
-    members of the group that the experience guided. With "group", an experience is not trained on
-    if no free member finished its episode. With "group" and critic.enabled, the batch mean is
-    subtracted as well.
+    members of the group that the experience guided; guided = the mean reward of all members of that
+    group that an experience guided. With "group", an experience is not trained on if no free member
+    finished its episode. "guided" needs retrieval.per = "rollout". With "group" or "guided" and
+    critic.enabled, the batch mean is subtracted as well.
     """
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the model at the start of the run, per token and in nats.
@@ -1063,6 +1064,16 @@ def _check_extractor(config: RunConfig) -> None:
         raise ConfigError(
             "extractor.baseline", "group", reason, "Add --set extractor.baseline=batch"
         )
+    if (
+        config.trains_extractor
+        and extractor.baseline == "guided"
+        and config.retrieval.per == "group"
+    ):
+        reason = (
+            "compares the experiences that guided a group, but all its guided members share one "
+            "(retrieval.per = group)"
+        )
+        raise ConfigError("extractor.baseline", "guided", reason, "Add --set retrieval.per=rollout")
     prompt_budget = extractor.max_context_tokens - extractor.max_response_tokens
     if extractor.merge_every and extractor.merge_tokens >= prompt_budget:
         reason = (

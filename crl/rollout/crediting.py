@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from crl.manager import DistilRequest, ExperienceManager, GroupSuccess, UnitKey
-from crl.types import Trajectory
+from crl.types import RewardBaseline, Trajectory
 
 
 async def credit_and_submit(
@@ -17,7 +17,7 @@ async def credit_and_submit(
     trajectories: Sequence[Trajectory],
     to_distil: Sequence[Trajectory],
     *,
-    group_baseline: bool = False,
+    baseline: RewardBaseline = "batch",
 ) -> None:
     """Credit experiences, record lifts, and queue episodes for distillation.
 
@@ -25,13 +25,15 @@ async def credit_and_submit(
     * `trajectories`: whole groups, whose experiences are credited; episodes with an error earn
       nothing
     * `to_distil`: episodes to distil
-    * `group_baseline`: compare an episode's reward with the mean reward of its group's free members
+    * `baseline`: members of the group with whose mean reward an episode's reward is compared:
+      "group" for the free members, "guided" for those that an experience guided, "batch" for none
 
-    With `group_baseline`, a group may have no finished free member to compare with. The experiences
-    of such a group are credited in their record, but the extractor is not trained on them.
+    With "group", a group may have no finished free member to compare with. The experiences of such
+    a group are credited in their record, but the extractor is not trained on them.
     """
-    baselines = free_mean_rewards(trajectories) if group_baseline else {}
-    default = None if group_baseline else 0.0
+    compared = _COMPARED_MEMBERS.get(baseline)
+    baselines = mean_rewards(trajectories, compared) if compared else {}
+    default = None if compared else 0.0
     credited = [t for t in trajectories if t.error is None and (t.used or t.guidance.rejected)]
     await asyncio.gather(
         *(
@@ -75,13 +77,30 @@ def group_successes(
     return successes
 
 
-def free_mean_rewards(trajectories: Iterable[Trajectory]) -> dict[tuple[int, int], float]:
-    """Return the mean reward r = ±1 of the finished free members, by (step, group).
+def mean_rewards(
+    trajectories: Iterable[Trajectory], compared: Callable[[Trajectory], bool]
+) -> dict[tuple[int, int], float]:
+    """Return the mean reward r = ±1 of the finished members that `compared` selects.
 
-    Groups without a finished free member are absent.
+    The keys are (step, group). Groups without such a member are absent.
     """
     rewards: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for t in trajectories:
-        if t.condition == "free" and t.error is None:
+        if compared(t) and t.error is None:
             rewards[t.address.step, t.group].append(1.0 if t.success else -1.0)
     return {group: fmean(of_group) for group, of_group in rewards.items()}
+
+
+def _is_free(trajectory: Trajectory) -> bool:
+    return trajectory.condition == "free"
+
+
+def _has_experience(trajectory: Trajectory) -> bool:
+    return bool(trajectory.used)
+
+
+_COMPARED_MEMBERS: Mapping[RewardBaseline, Callable[[Trajectory], bool]] = {
+    "group": _is_free,
+    "guided": _has_experience,
+}
+"""Function that selects the members of a group whose mean reward is the baseline."""

@@ -217,7 +217,7 @@ async def open_experience(
             run_name,
             background=background,
             merge_every=0 if config.bank.frozen else config.extractor.merge_every,
-            group_baseline=config.extractor.baseline == "group",
+            baseline=config.extractor.baseline,
         ),
     )  # fmt: skip
     return experience, RunBank(

@@ -40,7 +40,7 @@ from crl.protocols import (
 from crl.rollout.crediting import credit_and_submit
 from crl.run.supervision.mismatch import MismatchDetector
 from crl.run.sync import restore_weights, sync_weights
-from crl.types import Minibatch, TokenTrace, TrainSample, Trajectory
+from crl.types import Minibatch, RewardBaseline, TokenTrace, TrainSample, Trajectory
 
 REPORTED_EXPERIENCES = 8
 """Experiences that are passed to the monitor after every step."""
@@ -215,8 +215,8 @@ class PipelineSettings:
     """True if distillation and training run in the background, not at step boundaries."""
     merge_every: int = 0
     """Actor steps between two merges of the bank; 0 = no merges."""
-    group_baseline: bool = False
-    """True if `credit_and_submit` compares rewards with those of the group's free members."""
+    baseline: RewardBaseline = "batch"
+    """Members of a group with whose rewards `credit_and_submit` compares."""
 
 
 class ExperiencePipeline:
@@ -271,7 +271,7 @@ class ExperiencePipeline:
             self._settings.run_name,
             batch,
             self._distiller.select(batch),
-            group_baseline=self._settings.group_baseline,
+            baseline=self._settings.baseline,
         )
         self._credit_event.set()
 

@@ -19,7 +19,7 @@ from crl.manager.retrieval.choice import Candidate, choose_entry, is_trial
 from crl.manager.retrieval.index import Index, Neighbour
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
-from crl.types import ExperienceUse, Lift, UseKind
+from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, UseKind
 
 Vector = NDArray[np.float32]
 
@@ -73,7 +73,10 @@ class Bank:
         if entry := self._current_entry(unit):
             counters = entry.counters
             entry.counters = replace(
-                counters, credited=counters.credited + 1, credit=counters.credit + reward
+                counters,
+                credited=counters.credited + 1,
+                credit=counters.credit + reward,
+                outcomes=(*counters.outcomes, reward)[-MAX_OUTCOMES:],
             )
 
     def add_lift(self, unit: UnitKey, lift: Lift) -> None:

@@ -47,6 +47,7 @@ from crl.manager.storage.snapshots import (
 )
 from crl.manager.storage.tables import (
     ACTIVE_ENTRIES,
+    ACTIVE_OUTCOMES,
     count_vote,
     current_rows,
     evict_by_votes,
@@ -65,6 +66,7 @@ from crl.manager.storage.tables import (
     record_lift,
     retire,
     set_fact,
+    set_outcomes,
     store_if_trainable,
     vector_bytes,
     write_entry,
@@ -432,10 +434,11 @@ class Store:
     async def entries(self) -> list[tuple[Entry, np.ndarray]]:
         """Return the active entries with their vectors (float32 [dim]), the last written last."""
         rows = await self._database.rows(f"{ACTIVE_ENTRIES} ORDER BY written")
+        credits = await self._database.rows(ACTIVE_OUTCOMES)
         with check_rows(self._database.path):
-            return list(
-                zip(map(read_entry, rows), read_vectors(row["vector"] for row in rows), strict=True)
-            )
+            entries = [read_entry(row) for row in rows]
+            set_outcomes(entries, credits)
+            return list(zip(entries, read_vectors(row["vector"] for row in rows), strict=True))
 
     async def set_vectors(self, embedder: str, vectors: Mapping[str, np.ndarray]) -> None:
         """Replace vectors by uid, and record the name of the embedder and keys that made them."""

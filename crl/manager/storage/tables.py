@@ -8,7 +8,10 @@ reports whether the row is new.
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from sqlite3 import Connection, Row
 
 import numpy as np
@@ -28,10 +31,16 @@ from crl.manager.records import (
     Vote,
     Write,
 )
-from crl.types import Completion, Counters, ExperienceStatus, Lift, Provenance
+from crl.types import MAX_OUTCOMES, Completion, Counters, ExperienceStatus, Lift, Provenance
 
 ACTIVE_ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 """Query for the active entries with the counters of their units."""
+
+ACTIVE_OUTCOMES = """
+    SELECT uid, version, data ->> 'reward' AS reward
+    FROM log JOIN entries ON uid = data ->> 'uid' AND version = data ->> 'version'
+    WHERE kind = 'credit' AND status = 'active' AND reward IS NOT NULL ORDER BY seq"""
+"""Query for r = ±1 of the credited episodes of the active entries, in the order of their credit."""
 
 RESET_SEQ = "IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
 """SQL for the sequence number of the last operation of earlier runs, whose clocks differ.
@@ -481,6 +490,16 @@ def read_entry(row: Row) -> Entry:
         row["uid"], row["version"], row["text"], row["task"], row["goal"], provenance, counters,
         row["status"],
     )  # fmt: skip
+
+
+def set_outcomes(entries: Iterable[Entry], credits: Iterable[Row]) -> None:
+    """Set the last outcomes of the entries from rows of `ACTIVE_OUTCOMES`."""
+    outcomes: defaultdict[UnitKey, deque[float]] = defaultdict(partial(deque, maxlen=MAX_OUTCOMES))
+    for uid, version, reward in credits:
+        outcomes[UnitKey(uid, version)].append(reward)
+    for entry in entries:
+        if known := outcomes.get(entry.unit):
+            entry.counters = replace(entry.counters, outcomes=tuple(known))
 
 
 def read_lift(row: Row) -> Lift | None:

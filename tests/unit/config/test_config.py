@@ -841,6 +841,16 @@ def test_the_group_baseline_needs_free_members(model: Path):
     ), "the extractor is not trained"
 
 
+def test_the_guided_baseline_needs_several_experiences_in_a_group(model: Path):
+    guided = "extractor.baseline=guided"
+    assert config_error(model, guided, "retrieval.per=group") == (
+        "extractor.baseline = 'guided': compares the experiences that guided a group, but all its "
+        "guided members share one (retrieval.per = group). Add --set retrieval.per=rollout."
+    )
+    for other in ("retrieval.per=rollout", "extractor.train=false"):
+        assert resolved(model, guided, other).extractor.baseline == "guided"
+
+
 def test_invalid_bank_settings(model: Path, tmp_path: Path):
     assert config_error(model, "bank.frozen=true") == (
         "bank.frozen = True: the bank would stay empty, because bank.init is not set and "

@@ -15,7 +15,8 @@ import pytest
 from crl.manager import ExperienceManager, ExtractorSample, GroupSuccess, UnitKey
 from crl.manager.inspection.reading import open_reader
 from crl.manager.storage.store import Store
-from crl.types import ExperienceUse, Lift, TokenTrace, TrackRecord
+from crl.protocols import Hit
+from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, TokenTrace, TrackRecord
 from support.credited_banks import (
     ADD_EAST,
     ADD_WEST,
@@ -712,6 +713,40 @@ async def test_a_lift_belongs_to_one_version_and_is_rolled_back(tmp_path):
         entries = {entry.uid: entry.counters.lift for entry, _ in await store.entries()}
         assert entries == {WEST.use.uid: Lift(2, 0.5, 0.5), EAST.use.uid: None}
         await store.aclose()
+
+
+async def test_outcomes_are_kept_in_order(tmp_path):
+    """Check the outcomes of an entry in memory, after a rollback and in a reopened copy.
+
+    A reject is no outcome, a new version starts without outcomes, and only the last ones are kept.
+    """
+
+    def outcomes(bank: ExperienceManager, hit: Hit) -> tuple[float, ...]:
+        return bank._bank.entries[hit.use.uid].counters.outcomes
+
+    manager = await open_bank_with_two_adds(tmp_path)
+    for episode in ("a", "b"):
+        await lose(manager, WEST.use, episode)
+    await win(manager, WEST.use, "c")
+    await manager.credit([replace(WEST.use, verdict="reject")], True, episode="d")
+    await win(manager, WEST.use, "c")
+    before = await manager.snapshot()
+    await lose(manager, WEST.use, "e")
+    assert outcomes(manager, WEST) == (-1.0, -1.0, 1.0, -1.0)
+    await manager.rollback(before)
+    assert outcomes(manager, WEST) == (-1.0, -1.0, 1.0)
+    await update_entry(manager)
+    assert outcomes(manager, WEST) == ()
+    for number in range(MAX_OUTCOMES + 1):
+        await (lose if number % 3 else win)(manager, EAST.use, f"many/{number}")
+    expected = tuple(-1.0 if number % 3 else 1.0 for number in range(1, MAX_OUTCOMES + 1))
+    assert outcomes(manager, EAST) == expected
+    await manager.export_copy(tmp_path / "copy.sqlite")
+    await manager.aclose()
+    store = await Store.open(tmp_path / "copy.sqlite")
+    found = {entry.uid: entry.counters.outcomes for entry, _ in await store.entries()}
+    assert found == {WEST.use.uid: (), EAST.use.uid: expected}
+    await store.aclose()
 
 
 async def test_credit_without_an_expected_reward_is_recorded_but_not_trained_on(tmp_path):

@@ -45,6 +45,7 @@ from crl.types import (
     Guidance,
     Lift,
     Minibatch,
+    RewardBaseline,
     Sampling,
     Segment,
     StepStats,
@@ -217,8 +218,12 @@ async def test_rewards_can_be_compared_with_the_free_members(tmp_path: Path, act
     in group 2 no unguided member completed. There is nothing to compare with, so their lessons are
     not trained on.
     """
-    for group_baseline, rewards in ((True, [-2 / 3]), (False, [-1.0, 1.0, 1.0])):
-        async with open_parts(tmp_path / f"{group_baseline}.sqlite", actor, batch=3) as parts:
+    rewards_by_baseline: dict[RewardBaseline, list[float]] = {
+        "group": [-2 / 3],
+        "batch": [-1.0, 1.0, 1.0],
+    }
+    for baseline, rewards in rewards_by_baseline.items():
+        async with open_parts(tmp_path / f"{baseline}.sqlite", actor, batch=3) as parts:
             uids = await fill(parts, 3)
             batch = [
                 guided(1, 0, 0, False, uids[0]), episode(1, 0, 1),
@@ -226,7 +231,7 @@ async def test_rewards_can_be_compared_with_the_free_members(tmp_path: Path, act
                 guided(1, 1, 0, True, uids[1]),
                 guided(1, 2, 0, True, uids[2]), episode(1, 2, 1, error="env: lost"),
             ]  # fmt: skip
-            await credit_and_submit(parts.bank, "run", batch, [], group_baseline=group_baseline)
+            await credit_and_submit(parts.bank, "run", batch, [], baseline=baseline)
             assert [
                 unit.pending.reward for unit in await parts.bank._store.ready_units()
             ] == pytest.approx(rewards)
@@ -235,6 +240,29 @@ async def test_rewards_can_be_compared_with_the_free_members(tmp_path: Path, act
                 for entry in sorted(parts.bank.latest(3), key=lambda entry: entry.uid)
             ]
             assert credits == [-1.0, 1.0, 1.0], "the counters record the plain rewards"
+
+
+async def test_rewards_can_be_compared_with_the_guided_members(tmp_path: Path, actor: Path) -> None:
+    """Compare lessons that were tried in one group.
+
+    Three members had a lesson, and two of them won: the mean reward is 1/3. The free member, the
+    guided member without a lesson, the failed member and the other group do not count. The third
+    lesson was tried alone: 1 − 1.
+    """
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=3) as parts:
+        uids = await fill(parts, 3)
+        batch = [
+            guided(1, 0, 0, True, uids[0]), guided(1, 0, 1, True, uids[0]),
+            guided(1, 0, 2, False, uids[1]), episode(1, 0, 3, "guided", success=False),
+            episode(1, 0, 4, success=False), guided(1, 0, 5, False, uids[1], error="env: lost"),
+            guided(1, 1, 0, True, uids[2]),
+        ]  # fmt: skip
+        await credit_and_submit(parts.bank, "run", batch, [], baseline="guided")
+        rewards = {
+            unit.pending.unit.uid: unit.pending.reward
+            for unit in await parts.bank._store.ready_units()
+        }
+        assert rewards == pytest.approx({uids[0]: 2 / 3, uids[1]: -4 / 3, uids[2]: 0.0})
 
 
 async def test_lifts_by_hand(tmp_path: Path, actor: Path) -> None:
