@@ -116,13 +116,20 @@ class Sweep:
             return json.load(file)
 
     def make(self, runs: Sequence[Run], jobs: int) -> None:
-        """Make the runs that are not stored, `jobs` at a time. Raise `CalledProcessError`."""
-        missing = [run for run in dict.fromkeys(runs) if self.stored(run) is None]
-        sources = {source for run in missing if (source := source_of(run))}
-        unfinished = [run for run in sources if not (self._folder / run.path / FINISHED).exists()]
-        for stage in (unfinished, [run for run in missing if run not in sources]):
+        """Make the runs that are not stored, seed by seed and `jobs` at a time.
+
+        Raise `CalledProcessError`.
+        """
+        for seed in sorted({run.seed for run in runs}):
+            of_seed = [run for run in dict.fromkeys(runs) if run.seed == seed]
+            sources = [s for run in of_seed if self.stored(run) is None and (s := source_of(run))]
             with ThreadPoolExecutor(jobs) as pool:
-                list(pool.map(self._make, sorted(stage, key=lambda run: run.seed)))
+                list(pool.map(self._make, filter(self._is_unfinished, dict.fromkeys(sources))))
+                list(pool.map(self._make, [run for run in of_seed if self.stored(run) is None]))
+
+    def _is_unfinished(self, run: Run) -> bool:
+        """Return whether the directory of a finished run is missing."""
+        return not (self._folder / run.path / FINISHED).exists()
 
     def _make(self, run: Run) -> None:
         folder = self._folder / run.path
