@@ -12,11 +12,15 @@ are kept in --runs. If one is missing there, it is made again, and its stored re
 Without a bank, the online set is not part of the evaluation of a run. `crl eval` then plays it with
 the trained actor, and only its episodes without experience are stored.
 
-For each task and metric, the output has the mean over seeds ± half the 95 % interval by Student's
-t, and the difference of the first arm from the others, paired by seed. Over several tasks it has
-the interquartile mean with the interval of a stratified bootstrap, and the probability that the
-first arm is better than another (`aggregates.py`). Metrics are those of the last steps and of the
-last checkpoint, never the best.
+The output is Markdown: for each claim of the paper whether it holds here (`report.py`); for each
+task and metric the mean over seeds ± half the 95 % interval by Student's t, and the difference of
+the first arm from the others, paired by seed. Over several tasks it has the interquartile mean with
+the interval of a stratified bootstrap, and the probability that the first arm is better than
+another (`aggregates.py`). Metrics are those of the last steps and of the last checkpoint, never the
+best.
+
+With --document, all figures whose runs are stored are written to docs/results.md, with their
+pictures.
 """
 
 from __future__ import annotations
@@ -34,11 +38,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from aggregates import Scores, bootstrap_interval, interquartile_mean, probability_of_improvement
-from common import commit, mean_and_interval, processor
-from figures import ARMS, FIGURES, METRICS, SETTINGS, Figure
-from pictures import Curves, draw
+from common import commit, processor
+from figures import ARMS, FIGURES, SETTINGS, Figure, Results, StoredRun
+from report import document, section
 
 from crl.run.checkpoint import complete_steps
 
@@ -47,9 +49,6 @@ RESULTS = Path(__file__).parent / "results" / "coevolution"
 QUICK_SIZES = {"seen": 8, "unseen": 8, "online_places": 2, "probe_places": 0}
 COMMON = ("eval.probe_every=0", "run.keep_last=1", "run.keep_episodes=1")
 """Settings of all runs. They change no training step."""
-
-StoredRun = Mapping[str, Any]
-"""Config and metrics of a finished run, with its command, commit, machine and duration."""
 
 
 class Run(NamedTuple):
@@ -114,6 +113,19 @@ class Sweep:
             return None
         with lzma.open(path, "rt", encoding="utf-8") as file:
             return json.load(file)
+
+    def results(self, figure: Figure, seeds: Sequence[int]) -> Results:
+        """Return the stored runs of a figure. Raise `KeyError` if one is missing."""
+        runs = runs_of(figure, seeds)
+        stored = {run: result for run in runs if (result := self.stored(run))}
+        return Results(
+            figure,
+            {
+                (setting, arm): [stored[Run(setting, arm, seed)] for seed in seeds]
+                for setting in figure.settings
+                for arm in figure.arms
+            },
+        )
 
     def make(self, runs: Sequence[Run], jobs: int) -> None:
         """Make the runs that are not stored, seed by seed and `jobs` at a time.
@@ -216,9 +228,6 @@ class Sweep:
         temporary.rename(path)
 
 
-# ── tables ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def runs_of(figure: Figure, seeds: Sequence[int]) -> list[Run]:
     """Return the runs of a figure, seed by seed."""
     return [
@@ -229,99 +238,11 @@ def runs_of(figure: Figure, seeds: Sequence[int]) -> list[Run]:
     ]
 
 
-def table(figure: Figure, seeds: Sequence[int], stored: Mapping[Run, StoredRun]) -> str:
-    """Return the table of a figure."""
-    lines = [figure.claim, ""]
-    for name in figure.metrics:
-        lines.append(f"{name:<34}" + "".join(f"{arm:>20}" for arm in figure.arms))
-        columns: list[list[list[float | None]]] = []
-        for setting in figure.settings:
-            for task in SETTINGS[setting]:
-                values = [
-                    [
-                        METRICS[name](stored[Run(setting, arm, seed)]["metrics"], task)
-                        for seed in seeds
-                    ]
-                    for arm in figure.arms
-                ]
-                columns.append(values)
-                label = task if setting == task else f"{setting}: {task}"
-                lines += [_row(label, values), _differences(values)]
-        lines += [*_aggregate_rows(figure, columns), ""]
-    return "\n".join(lines)
-
-
-def _row(label: str, values: Sequence[Sequence[float | None]]) -> str:
-    return f"  {label:<32}" + "".join(f"{mean_and_interval(arm):>20}" for arm in values)
-
-
-def _differences(values: Sequence[Sequence[float | None]]) -> str:
-    """Return the differences of the first arm from the others, paired by seed."""
-    first, *others = values
-    cells = [
-        mean_and_interval(
-            [a - b for a, b in zip(first, other, strict=True) if a is not None and b is not None]
-        )
-        for other in others
-    ]
-    return f"  {'first arm − this arm':<32}{'':>20}" + "".join(f"{cell:>20}" for cell in cells)
-
-
-def _aggregate_rows(
-    figure: Figure, columns: Sequence[Sequence[Sequence[float | None]]]
-) -> list[str]:
-    """Return interquartile mean and probability of improvement over several tasks."""
-    scores = [_scores([column[arm] for column in columns]) for arm in range(len(figure.arms))]
-    if len(columns) < 2 or any(matrix is None for matrix in scores):
-        return []
-    known = [matrix for matrix in scores if matrix is not None]
-    means = [
-        _with_interval(interquartile_mean(matrix), bootstrap_interval(interquartile_mean, matrix))
-        for matrix in known
-    ]
-    first, *others = [-matrix if figure.lower_is_better else matrix for matrix in known]
-    better = [
-        _with_interval(
-            probability_of_improvement(first, other),
-            bootstrap_interval(probability_of_improvement, first, other),
-        )
-        for other in others
-    ]
-    return [
-        f"  {'interquartile mean':<32}" + "".join(f"{cell:>20}" for cell in means),
-        f"  {'P(first arm better)':<32}{'':>20}" + "".join(f"{cell:>20}" for cell in better),
-    ]
-
-
-def _scores(tasks: Sequence[Sequence[float | None]]) -> Scores | None:
-    """Return scores [runs, tasks]; None if one is missing."""
-    if any(value is None for task in tasks for value in task):
-        return None
-    return np.array(tasks, dtype=np.float64).T
-
-
-def _with_interval(value: float, interval: tuple[float, float]) -> str:
-    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
-
-
-def curves(
-    figure: Figure, seeds: Sequence[int], stored: Mapping[Run, StoredRun]
-) -> Mapping[str, Curves]:
-    """Return the metrics of a figure's runs, by setting and arm."""
-    return {
-        setting: {
-            arm: [stored[Run(setting, arm, seed)]["metrics"] for seed in seeds]
-            for arm in figure.arms
-        }
-        for setting in figure.settings
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--figure", nargs="+", choices=[*FIGURES], required=True)
+    parser.add_argument("--figure", nargs="*", choices=[*FIGURES], default=[])
     parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than those of the figure")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--quick", action="store_true", help="tiny runs, which test the benchmark")
@@ -332,7 +253,9 @@ def main() -> None:
         default=ROOT / "build" / "coevolution",
         help="folder of unfinished runs",
     )
-    parser.add_argument("--pictures", type=Path, help="folder of the pictures; needs matplotlib")
+    parser.add_argument(
+        "--document", action="store_true", help="also write all stored figures to docs/results.md"
+    )
     arguments = parser.parse_args()
     sweep = Sweep(arguments.results.resolve(), arguments.runs.resolve(), quick=arguments.quick)
     wanted = {
@@ -340,12 +263,15 @@ def main() -> None:
     }
     runs = [run for figure, seeds in wanted.values() for run in runs_of(figure, seeds)]
     sweep.make(runs, arguments.jobs)
-    stored = {run: result for run in runs if (result := sweep.stored(run))}
     for name, (figure, seeds) in wanted.items():
-        print(f"Figure {name}: {table(figure, seeds, stored)}")
-        if arguments.pictures:
-            picture = arguments.pictures / f"figure-{name}.svg"
-            draw(figure, curves(figure, seeds, stored), picture)
+        print(section(name, sweep.results(figure, seeds)))
+    if arguments.document:
+        complete = {
+            name: sweep.results(figure, figure.seeds)
+            for name, figure in FIGURES.items()
+            if all(sweep.stored(run) for run in runs_of(figure, figure.seeds))
+        }
+        document(complete, ROOT / "docs")
 
 
 if __name__ == "__main__":

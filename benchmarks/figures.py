@@ -90,18 +90,34 @@ TEN, FIVE, THREE = (tuple(range(20, 20 + count)) for count in (10, 5, 3))
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Inequality between two arms that a claim of the paper implies."""
+
+    better: str
+    worse: str
+    metric: str
+    """Name of `METRICS`. Its value is the mean over the tasks of `settings`."""
+    settings: tuple[str, ...] = ()
+    """Settings of the comparison. Empty = all settings of the figure."""
+    minus: tuple[str, ...] = ()
+    """Settings whose difference is subtracted: the claim is that the difference is larger."""
+
+
+@dataclass(frozen=True)
 class Figure:
     """Figure or table of the paper with its counterpart."""
 
-    claim: str
-    """Claim of the paper."""
+    text: str
+    """Claim of the paper, in words."""
+    claims: tuple[Claim, ...]
+    """What the text implies for the arms here."""
     settings: tuple[str, ...]
     """Names of `SETTINGS`. Their tasks are aggregated."""
     arms: tuple[str, ...]
-    """Names of `ARMS`. All others are compared with the first one."""
+    """Names of `ARMS`. In the table, all others are compared with the first one."""
     seeds: tuple[int, ...]
     metrics: tuple[str, ...]
-    """Names of `METRICS`. The first one decides whether the claim holds here."""
+    """Names of `METRICS`."""
     lower_is_better: bool = False
     """True for numbers of actions."""
     against: tuple[str, ...] = ()
@@ -204,82 +220,141 @@ METRICS: Mapping[str, Metric] = {
   prompts and answers. The minutes exclude evaluations.
 """
 
+SINGLE = ("room", "webshop", "alfworld", "sokoban")
+"""Settings with a single task (Figures 6 and 7)."""
+
+
+def _better(better: str, metric: str, *worse: str) -> tuple[Claim, ...]:
+    """Return the claims that one arm has a better value of a metric than each of the others."""
+    return tuple(Claim(better, other, metric) for other in worse)
+
+
 FIGURES: Mapping[str, Figure] = {
     "3a": Figure(
         "Co-evolution is better than a static online bank, an offline bank, and no experience.",
+        _better("co-evolved", "training", "none", "static", "offline"),
         ("room",), ("co-evolved", "none", "static", "offline"), TEN,
         ("training", "unseen", "unseen, bank"),
     ),
     "3b-d": Figure(
-        "Only guided and free subgroups improve both; without free members or with advantages "
+        "Only guided and free subgroups improve both. Without free members or with advantages "
         "across the group, episodes without experience fall behind.",
+        (*_better("co-evolved", "seen", "no split", "cross-group"),
+         *_better("co-evolved", "free", "cross-group")),
         ("room",), ("co-evolved", "no split", "cross-group"), THREE, ("free", "guided", "seen"),
     ),
     "5a": Figure(
-        "Merging the bank helps.", ("room",), ("merge", "co-evolved"), THREE,
-        ("training", "guided"),
+        "Merging the bank helps.", _better("merge", "training", "co-evolved"),
+        ("room",), ("merge", "co-evolved"), THREE, ("training", "guided"),
     ),
     "5b": Figure(
-        "search_and_ask helps.", ("room",), ("ask", "co-evolved"), THREE, ("training", "guided"),
+        "search_and_ask helps.", _better("ask", "training", "co-evolved"),
+        ("room",), ("ask", "co-evolved"), THREE, ("training", "guided"),
     ),
     "6": Figure(
         "Co-evolution is better than no experience on every single task.",
-        ("room", "webshop", "alfworld", "sokoban"), ("co-evolved", "none"), THREE,
-        ("training", "seen", "unseen"),
+        tuple(Claim("co-evolved", "none", "training", (task,)) for task in SINGLE),
+        SINGLE, ("co-evolved", "none"), THREE, ("training", "seen", "unseen"),
     ),
     "7": Figure(
-        "Co-evolution needs fewer actions per task.",
-        ("room", "webshop", "alfworld", "sokoban"), ("co-evolved", "none"), THREE, ("actions",),
-        lower_is_better=True,
+        "Co-evolution needs fewer actions on every single task.",
+        tuple(Claim("co-evolved", "none", "actions", (task,)) for task in SINGLE),
+        SINGLE, ("co-evolved", "none"), THREE, ("actions",), lower_is_better=True,
     ),
     "8": Figure(
         "In the mixture, co-evolution is better than no experience and than a static extractor.",
+        _better("co-evolved", "training", "none", "static"),
         ("three",), ("co-evolved", "none", "static"), FIVE, ("training",),
     ),
     "table1": Figure(
-        "Co-evolution is best with and without experience at test time; the extractor alone gains "
+        "Co-evolution is best with and without experience at test time. The extractor alone gains "
         "little.",
+        (*_better("co-evolved", "seen", "none", "static", "experience only"),
+         *_better("co-evolved", "seen, bank", "static", "experience only")),
         ("three",), ("co-evolved", "none", "static", "experience only"), FIVE,
         ("seen", "seen, bank", "unseen", "unseen, bank"),
     ),
     "9a": Figure(
-        "A larger extractor is better, also per task (Figure 11).", ("three",),
-        ("large extractor", "co-evolved"), THREE, ("training", "seen, bank", "unseen, bank"),
+        "A larger extractor is better, also per task (Figure 11).",
+        _better("large extractor", "training", "co-evolved"),
+        ("three",), ("large extractor", "co-evolved"), THREE,
+        ("training", "seen, bank", "unseen, bank"),
     ),
     "9b": Figure(
-        "Self-distillation helps at first and collapses later.", ("room",),
-        ("self-distillation", "co-evolved"), THREE, ("training", "seen"),
+        "Self-distillation helps at first and collapses later.",
+        _better("co-evolved", "training", "self-distillation"),
+        ("room",), ("self-distillation", "co-evolved"), THREE, ("training", "seen"),
     ),
     "9d": Figure(
-        "The gain is larger with six tasks than with three (curves: Figure 13).", ("three", "six"),
-        ("co-evolved", "none"), THREE, ("training", "seen", "unseen"),
+        "The gain is larger with six tasks than with three (curves: Figure 13).",
+        (Claim("co-evolved", "none", "training", ("six",), minus=("three",)),),
+        ("three", "six"), ("co-evolved", "none"), THREE, ("training", "seen", "unseen"),
     ),
     "10": Figure(
-        "In the mixture, co-evolution needs fewer actions.", ("three",),
-        ("co-evolved", "none", "static"), FIVE, ("actions",), lower_is_better=True,
+        "In the mixture, co-evolution needs fewer actions.",
+        _better("co-evolved", "actions", "none", "static"),
+        ("three",), ("co-evolved", "none", "static"), FIVE, ("actions",), lower_is_better=True,
     ),
     "14a": Figure(
-        "The actor as critic helps, most of all early.", ("room",), ("critic", "co-evolved"), THREE,
-        ("training", "guided"),
+        "The actor as critic helps, most of all early.",
+        _better("critic", "training", "co-evolved"),
+        ("room",), ("critic", "co-evolved"), THREE, ("training", "guided"),
     ),
     "transfer": Figure(
-        "Not in the paper: bank and extractor help an actor that did not make them, in its places.",
+        "Not in the paper: bank and extractor help an actor that did not make them, in the places "
+        "of the bank.",
+        (*_better("old bank", "training", "none", "foreign bank"),
+         *_better("old extractor", "training", "static")),
         ("room",), ("old bank", "old extractor", "static", "foreign bank", "none", "co-evolved"),
         THREE, ("training", "guided", "seen, bank", "unseen, bank"),
     ),
     "shared": Figure(
-        "Not in the paper: lessons of other tasks help in a shared bank.", ("three",),
-        ("shared bank", "co-evolved"), THREE, ("training", "seen, bank", "unseen, bank"),
+        "Not in the paper: lessons of other tasks help in a shared bank.",
+        _better("shared bank", "unseen, bank", "co-evolved"),
+        ("three",), ("shared bank", "co-evolved"), THREE,
+        ("training", "seen, bank", "unseen, bank"),
     ),
     "placebos": Figure(
-        "Not in the paper: the content of the lessons helps, not their presence.", ("room",),
-        ("co-evolved", "filler", "shuffled", "trajectory", "right"), THREE,
+        "Not in the paper: the content of the lessons helps, not their presence.",
+        (*_better("co-evolved", "guided", "filler", "shuffled", "trajectory"),
+         *_better("right", "guided", "co-evolved")),
+        ("room",), ("co-evolved", "filler", "shuffled", "trajectory", "right"), THREE,
         ("guided", "free", "seen, bank"),
     ),
     "rivals": Figure(
         "Not in the paper: co-evolution is better than rival methods, rerun as in rivals.py.",
-        ("room",), ("co-evolved", "evolving-rl", "memrl", "memrl retrieval", "skillos"), THREE,
+        _better("co-evolved", "seen, bank", *RIVALS),
+        ("room",), ("co-evolved", *RIVALS), THREE,
         ("guided", "free", "seen", "seen, bank", "unseen, bank"),
     ),
 }  # fmt: skip
 """Figures by their number in the paper."""
+
+
+StoredRun = Mapping[str, Any]
+"""Config and metrics of a finished run, with its command, commit, machine and duration."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Stored runs of a figure."""
+
+    figure: Figure
+    runs: Mapping[tuple[str, str], Sequence[StoredRun]]
+    """Runs by setting and arm, in the order of seeds."""
+
+    def values(self, metric: str, setting: str, arm: str, task: str) -> list[float | None]:
+        """Return a metric of one task by seed."""
+        return [METRICS[metric](run["metrics"], task) for run in self.runs[setting, arm]]
+
+    def means(self, metric: str, settings: Sequence[str], arm: str) -> list[float | None]:
+        """Return the mean over all tasks of some settings, by seed. None if a value is missing."""
+        columns = [
+            self.values(metric, setting, arm, task)
+            for setting in settings
+            for task in SETTINGS[setting]
+        ]
+        return [
+            None if None in values else fmean(value for value in values if value is not None)
+            for values in zip(*columns, strict=True)
+        ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from figures import METRICS, SETTINGS, Cost, Figure, Lines, TrainingMetric
+from figures import METRICS, SETTINGS, Cost, Lines, Results, TrainingMetric
 
 from crl.intervals import Mean
 
@@ -34,14 +34,15 @@ Curves = Mapping[str, Sequence[Lines]]
 """Lines of metrics.jsonl of every run, by arm, in the order of seeds."""
 
 
-def draw(figure: Figure, runs: Mapping[str, Curves], path: Path) -> None:
-    """Draw a figure into an SVG file. `runs`: those of each setting."""
+def draw(results: Results, path: Path) -> None:
+    """Draw a figure into an SVG file."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
     from matplotlib.lines import Line2D  # pyright: ignore[reportMissingImports]
 
+    figure = results.figure
     rows = [(setting, task) for setting in figure.settings for task in SETTINGS[setting]]
     columns = [
         (name, against)
@@ -55,7 +56,7 @@ def draw(figure: Figure, runs: Mapping[str, Curves], path: Path) -> None:
         )
         for panels, (setting, task) in zip(axes, rows, strict=True):
             for panel, (name, against) in zip(panels, columns, strict=True):
-                draw_panel(panel, name, against, runs[setting], task)
+                draw_panel(panel, name, against, curves_of(results, setting), task)
             panels[0].set_ylabel(task if setting == task else f"{setting}: {task}")
         handles = [
             Line2D([], [], color=colour, label=arm)
@@ -65,6 +66,13 @@ def draw(figure: Figure, runs: Mapping[str, Curves], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
         pyplot.close(picture)
+
+
+def curves_of(results: Results, setting: str) -> Curves:
+    """Return the metrics of the runs of a setting, by arm."""
+    return {
+        arm: [run["metrics"] for run in results.runs[setting, arm]] for arm in results.figure.arms
+    }
 
 
 def is_curve(name: str) -> bool:

@@ -300,13 +300,13 @@ def test_figures_are_made_from_stored_runs(
     import figures  # pyright: ignore[reportMissingImports]
 
     metrics = ("training", "unseen, bank")
-    figure = figures.Figure("A claim.", ("room",), ("offline", "none"), (20,), metrics)
+    figure = figures.Figure("A claim.", (), ("room",), ("offline", "none"), (20,), metrics)
     monkeypatch.setitem(coevolution.FIGURES, "tiny", figure)
     folders = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
     monkeypatch.setattr(sys, "argv", ["coevolution.py", "--figure", "tiny", "--quick", *folders])
     coevolution.main()
     table, made = capsys.readouterr()
-    assert "Figure tiny: A claim." in table
+    assert "*Claim:* A claim." in table
     assert made.splitlines() == [
         "room, experience only, seed 20", "room, offline, seed 20", "room, none, seed 20",
     ]  # fmt: skip

@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -119,6 +119,8 @@ class Soak:
         """Longest time until the first step of an undisturbed run, in seconds."""
         self.next_faults: list[str] = []
         """Faults that are injected next, the last one first. All of FAULTS occur equally often."""
+        self.left_by_killed: set[Path] = set()
+        """Temporary files of killed runs."""
         self.faults: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
         self._output_path = folder / "output.txt"
@@ -152,7 +154,7 @@ class Soak:
         process = self._start(self._train(run, seed), name := mark())
         if code := process.wait():
             raise RuntimeError(f"an undisturbed run ended with exit code {code}")
-        self._check_end(name, "undisturbed", clean=True)
+        self._check_end(name, "undisturbed", code)
 
     def _disturb(self, run: Path, seed: int) -> None:
         """Train a run under faults to its last step, and check its files."""
@@ -166,7 +168,7 @@ class Soak:
             code, expected = self._disturb_process(arguments, run)
             if code == 2 or not (expected or self._injecting):
                 break  # the signal came after the last checkpoint, or the run cannot go on
-        self.report.problems += [f"{run.name} {seed}: {text}" for text in check(run, self.stack)]
+        self._problems(f"{run.name} {seed}: {text}" for text in check(run, self.stack))
         self.report.disturbed.append(success(run))
 
     def _disturb_process(self, arguments: list[str], run: Path) -> tuple[int, bool]:
@@ -186,10 +188,10 @@ class Soak:
             flush=True,
             file=sys.stderr,
         )
-        self._check_end(name, fault, clean=code in (0, 1, 130))
+        self._check_end(name, fault, code)
         output = self._output_path.read_bytes()[printed:].decode("utf-8", "replace")
         if not (expected := is_expected(code, faults, output, self.stack)):
-            self.report.problems.append(f"exit code {code} after {faults}: {last_line(output)}")
+            self._problems([f"exit code {code} after {faults}: {last_line(output)}"])
         return code, expected
 
     def _inject(self, process: subprocess.Popen[str], name: str) -> list[str]:
@@ -257,24 +259,31 @@ class Soak:
             return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             line = last_line(self._output_path.read_text("utf-8", "replace"))
-            self.report.problems.append(f"the run hangs: {line}")
+            self._problems([f"the run hangs: {line}"])
             kill_all(name)
             return process.wait()
 
-    def _check_end(self, name: str, fault: str, *, clean: bool) -> None:
-        """Check that nothing is left of a run whose process has ended.
+    def _check_end(self, name: str, fault: str, code: int) -> None:
+        """Check that nothing is left of a run whose process has ended with an exit code.
 
-        The scratch folder of a run that was killed is removed by the next run.
+        The files of a run that was killed may stay until the next run that is completed.
         """
         if left := wait_for_end(name, END_S):
-            self.report.problems.append(f"processes left after {fault}: {left}")
+            self._problems([f"processes left after {fault}: {left}"])
             kill_all(name)
-        if clean:
-            self.report.problems += [
-                f"left after {fault}: {path}"
-                for folder in (self.temporary, Path("/dev/shm"))
-                for path in temporary_files(folder)
-            ]
+        folders = (self.temporary, Path("/dev/shm"))
+        files = {path for folder in folders for path in temporary_files(folder)}
+        if code < 0:
+            self.left_by_killed |= files
+        else:
+            allowed = self.left_by_killed if code else set()
+            self._problems(f"left after {fault}: {path}" for path in sorted(files - allowed))
+
+    def _problems(self, texts: Iterable[str]) -> None:
+        """Add problems to the report, and print each at once."""
+        for text in texts:
+            print(text, flush=True, file=sys.stderr)
+            self.report.problems.append(text)
 
 
 def is_expected(code: int, faults: Sequence[str], output: str, stack: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ with pytest.MonkeyPatch.context() as patch:
     import figures  # pyright: ignore[reportMissingImports]
     import pictures  # pyright: ignore[reportMissingImports]
     import placebos  # pyright: ignore[reportMissingImports]
+    import report  # pyright: ignore[reportMissingImports]
 
 FIRST = np.array(
     [[0.1, 0.9, 0.5], [0.2, 0.8, 0.6], [0.4, 0.7, 0.5], [0.3, 0.6, 0.9], [0.9, 0.1, 0.2]]
@@ -81,25 +83,84 @@ def test_training_metrics_are_means_of_the_last_steps() -> None:
     assert figures.METRICS["seen"](lines(curve), "room") == 0.6, "the last evaluation"
 
 
-def test_a_table_has_paired_differences_and_aggregates() -> None:
-    figure = figures.Figure("claim", ("room", "sokoban"), ("none", "static"), (1, 2), ("training",))
-    stored = {
-        coevolution.Run(setting, arm, seed): {"metrics": lines([value + 0.1 * seed])}
-        for setting, values in (("room", (0.5, 0.3)), ("sokoban", (0.2, 0.2)))
-        for arm, value in zip(figure.arms, values, strict=True)
-        for seed in figure.seeds
-    }
-    rows = [
-        re.sub(" +", " ", row).strip()
-        for row in coevolution.table(figure, (1, 2), stored).splitlines()
-    ]
-    assert "room 0.650 ± 0.635 0.450 ± 0.635" in rows
-    assert "first arm − this arm 0.200 ± 0.000" in rows
-    assert "first arm − this arm 0.000 ± 0.000" in rows
-    # Of the scores 0.3, 0.4, 0.6, 0.7, the middle half is 0.4 and 0.6.
-    assert rows[-2].startswith("interquartile mean 0.50 [")
-    # In room 0.6 and 0.7 exceed 0.4 and 0.5: 1. In sokoban all pairs are balanced: 0.5.
-    assert rows[-1].startswith("P(first arm better) 0.75 [")
+def results(
+    settings: tuple[str, ...], rates: dict[str, tuple[float, ...]], **parts: Any
+) -> figures.Results:
+    """Return results of two seeds. `rates`: final success of the first seed by arm and setting.
+
+    It is 0.1 higher for the second seed.
+    """
+    claims = (figures.Claim(*[*rates][:2], "training"),)
+    parts = {"claims": claims, "metrics": ("training",), **parts}
+    figure = figures.Figure("The claim.", parts.pop("claims"), settings, (*rates,), (1, 2), **parts)
+    run = {"seconds": 1800.0, "processor": "a processor"}
+    return figures.Results(
+        figure,
+        {
+            (setting, arm): [{**run, "metrics": lines([rate + extra])} for extra in (0.0, 0.1)]
+            for arm, of_arm in rates.items()
+            for setting, rate in zip(settings, of_arm, strict=True)
+        },
+    )
+
+
+def test_a_section_has_verdicts_paired_differences_and_aggregates() -> None:
+    text = report.section(
+        "8", results(("room", "sokoban"), {"none": (0.5, 0.2), "static": (0.3, 0.2)})
+    )
+    rows = text.splitlines()
+    assert rows[:3] == ["### Figure 8", "", "*Claim:* The claim."]
+    assert "- none better than static, training: 0.100 ± 0.000. **agrees**" in rows
+    assert "| training | room | 0.550 ± 0.635 | 0.350 ± 0.635 |" in rows
+    assert "|  | none − this |  | 0.200 ± 0.000 |" in rows
+    assert "|  | none − this |  | 0.000 ± 0.000 |" in rows
+    # Of the scores 0.2, 0.3, 0.5, 0.6, the middle half is 0.3 and 0.5.
+    assert any(row.startswith("| training | interquartile mean | 0.40 [") for row in rows)
+    # In room 0.5 and 0.6 exceed 0.3, and 0.5 and 0.4 …: all pairs are won. In sokoban all are even.
+    assert any(row.startswith("|  | P(none better) |  | 0.75 [") for row in rows)
+    assert "2 seeds, 8 runs, 4.0 hours of one core (a processor):" in rows
+
+
+def test_verdicts_follow_the_interval_of_the_advantage() -> None:
+    assert report.verdict([0.1, 0.1]) == "agrees"
+    assert report.verdict([-0.1, -0.1]) == "disagrees"
+    assert report.verdict([0.1, -0.1]) == report.verdict([0.1]) == report.verdict([]) == "not shown"
+    assert report.overall(["agrees", "agrees"]) == "agrees"
+    assert report.overall(["agrees", "disagrees", "agrees"]) == "1 disagrees, 2 agrees"
+    fewer = results(("room",), {"none": (0.2,), "static": (0.5,)}, lower_is_better=True)
+    assert report.advantage(fewer, fewer.figure.claims[0]) == pytest.approx([0.3, 0.3])
+
+
+def test_a_claim_may_compare_the_gains_in_two_settings() -> None:
+    claim = figures.Claim("none", "static", "training", ("sokoban",), minus=("room",))
+    gains = results(
+        ("room", "sokoban"), {"none": (0.5, 0.6), "static": (0.4, 0.3)}, claims=(claim,)
+    )
+    assert report.advantage(gains, claim) == pytest.approx([0.2, 0.2])
+    alone = figures.Claim("none", "static", "training", ("room",))
+    assert report.advantage(gains, alone) == pytest.approx([0.1, 0.1])
+    both = figures.Claim("none", "static", "training")
+    assert report.advantage(gains, both) == pytest.approx([0.2, 0.2]), "mean over the tasks"
+
+
+def test_the_documentation_has_all_figures_and_those_that_disagree_first(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    page.write_text(f"# Results\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n", "utf-8")
+    good = results(("room",), {"co-evolved": (0.5,), "none": (0.4,)})
+    bad = results(("room",), {"co-evolved": (0.3,), "none": (0.4,)})
+    for _ in range(2):
+        report.document({"3a": good, "6": bad}, tmp_path)
+    text = page.read_text("utf-8")
+    assert text.startswith(f"# Results\n\n{report.BEGIN}\n\n| figure | claim | here |\n")
+    assert text.endswith(f"\n{report.END}\n\nThe end.\n")
+    assert "old" not in text
+    rows = [row for row in text.splitlines() if row.startswith("| ")][2:]
+    assert [row.rpartition("| ")[2] for row in rows[:1]] == ["disagrees |"]
+    verdicts = [row.split(" | ")[-1] for row in rows[: len(figures.FIGURES)]]
+    assert verdicts == ["disagrees |", "agrees |", *["not run yet |"] * (len(figures.FIGURES) - 2)]
+    assert rows[0].startswith("| [Figure 6](#figure-6) |")
+    assert (tmp_path / "images" / "figures" / "3a.svg").exists()
+    assert "![Figure 6](images/figures/6.svg)" in text
 
 
 def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,6 +176,9 @@ def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert ("{" in "".join(arm.sets)) == (arm.source in figures.ARMS), name
     for figure in figures.FIGURES.values():
         assert {*figure.arms} <= {*figures.ARMS}
+        assert {arm for c in figure.claims for arm in (c.better, c.worse)} <= {*figure.arms}
+        assert {c.metric for c in figure.claims} <= {*figure.metrics}
+        assert {s for c in figure.claims for s in (*c.settings, *c.minus)} <= {*figure.settings}
         assert {*figure.settings} <= {*figures.SETTINGS}
         assert {*figure.metrics} <= {*figures.METRICS}
     assert len(figures.FIGURES["3a"].seeds) >= 10
@@ -123,17 +187,16 @@ def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_a_picture_has_all_arms_and_is_reproducible(tmp_path: Path) -> None:
     costs = {"time": 60.0, "total/sampled_tokens/actor": 5}
-    runs = {
-        arm: [[{**line, **costs} for line in lines([0.1, 0.2, rate])] for rate in (0.5, 0.7)]
-        for arm in ("co-evolved", "none")
-    }
-    figure = figures.Figure(
-        "", ("room",), (*runs,), (1, 2), ("training", "guided", "seen", "tokens"),
-        against=("tokens", "minutes"),
+    drawn = results(
+        ("room",), {"co-evolved": (0.5,), "none": (0.4,)},
+        metrics=("training", "guided", "seen", "tokens"), against=("tokens", "minutes"),
     )  # fmt: skip
+    for of_arm in drawn.runs.values():
+        for run in of_arm:
+            run["metrics"] = [{**line, **costs} for line in run["metrics"]]
     first, second = (tmp_path / f"{name}.svg" for name in "ab")
     for path in (first, second):
-        pictures.draw(figure, {"room": runs}, path)
+        pictures.draw(drawn, path)
     assert first.read_bytes() == second.read_bytes()
     comments = re.findall("<!-- (.*) -->", first.read_text("utf-8"))
     for text, count in {"co-evolved": 3, "none": 3, "training": 3, "minutes": 2, "seen": 1}.items():

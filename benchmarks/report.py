@@ -1,0 +1,220 @@
+"""Results of the figures of `coevolution.py` as Markdown, for the terminal and docs/results.md.
+
+A claim is judged by the 95 % interval of a difference over seeds (Student's t, paired by seed). For
+several tasks, the value of a seed is the mean over the tasks.
+
+* agrees: the interval is on the claimed side of 0.
+* disagrees: it is on the other side.
+* not shown: it contains 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from aggregates import Scores, bootstrap_interval, interquartile_mean, probability_of_improvement
+from common import mean_and_interval
+from figures import FIGURES, METRICS, SETTINGS, Claim, Cost, Figure, Results
+from pictures import draw
+
+from crl.intervals import Mean
+
+AGREES, DISAGREES, NOT_SHOWN = "agrees", "disagrees", "not shown"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+"""Lines around the part of docs/results.md that `document` writes."""
+
+
+# ── claims ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def advantage(results: Results, claim: Claim) -> list[float]:
+    """Return by how much the claimed arm is better, for each seed where this is known."""
+    settings = claim.settings or results.figure.settings
+    gains = _differences(
+        *(results.means(claim.metric, settings, arm) for arm in (claim.better, claim.worse))
+    )
+    if claim.minus:
+        subtracted = (
+            results.means(claim.metric, claim.minus, arm) for arm in (claim.better, claim.worse)
+        )
+        gains = _differences(gains, _differences(*subtracted))
+    sign = -1 if results.figure.lower_is_better else 1
+    return [sign * gain for gain in gains if gain is not None]
+
+
+def verdict(advantages: Sequence[float]) -> str:
+    """Return whether the interval of the advantages is above 0, below 0, or around it."""
+    mean = Mean.of(advantages)
+    if mean.value > mean.half_width:
+        return AGREES
+    return DISAGREES if mean.value < -mean.half_width else NOT_SHOWN
+
+
+def overall(verdicts: Sequence[str]) -> str:
+    """Return the verdict on several claims: the common one, else how many hold."""
+    if len(set(verdicts)) == 1:
+        return verdicts[0]
+    counts = {name: verdicts.count(name) for name in (DISAGREES, NOT_SHOWN, AGREES)}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def _differences(
+    first: Sequence[float | None], second: Sequence[float | None]
+) -> list[float | None]:
+    return [None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)]
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def section(name: str, results: Results) -> str:
+    """Return a figure: claim, verdicts, table, command, machine and time."""
+    figure = results.figure
+    runs = [run for of_arm in results.runs.values() for run in of_arm]
+    hours = sum(run["seconds"] for run in runs) / 3600
+    processors = ", ".join(sorted({run["processor"] for run in runs}))
+    seeds = len(next(iter(results.runs.values())))
+    return "\n".join(
+        [
+            f"### {title(name)}",
+            "",
+            f"*Claim:* {figure.text}",
+            "",
+            *(_claim_line(results, claim) for claim in figure.claims),
+            "",
+            *_table(results),
+            "",
+            f"{seeds} seeds, {len(runs)} runs, {hours:.1f} hours of one core ({processors}):",
+            "",
+            "```sh",
+            f"python benchmarks/coevolution.py --figure {name} --jobs 2",
+            "```",
+            "",
+        ]
+    )
+
+
+def title(name: str) -> str:
+    """Return the heading of a figure."""
+    if name == "table1":
+        return "Table 1"
+    return f"Figure {name}" if name[0].isdigit() else name.capitalize()
+
+
+def _claim_line(results: Results, claim: Claim) -> str:
+    values = advantage(results, claim)
+    where = f" ({', '.join(claim.settings)})" if claim.settings else ""
+    less = f", minus that in {', '.join(claim.minus)}" if claim.minus else ""
+    sign = "fewer" if results.figure.lower_is_better else "better"
+    return (
+        f"- {claim.better} {sign} than {claim.worse}, {claim.metric}{where}{less}: "
+        f"{mean_and_interval(values)}. **{verdict(values)}**"
+    )
+
+
+def _table(results: Results) -> list[str]:
+    figure = results.figure
+    lines = [
+        _row("metric", "task", *figure.arms),
+        _row(*["---"] * (2 + len(figure.arms))),
+    ]
+    for name in figure.metrics:
+        columns: list[list[list[float | None]]] = []
+        for setting in figure.settings:
+            for task in SETTINGS[setting]:
+                values = [results.values(name, setting, arm, task) for arm in figure.arms]
+                columns.append(values)
+                label = task if setting == task else f"{setting}: {task}"
+                lines.append(_row(name, label, *map(_cell, values)))
+                differences = [_cell(_differences(values[0], other)) for other in values[1:]]
+                lines.append(_row("", f"{figure.arms[0]} − this", "", *differences))
+        lines += _aggregates(figure, name, columns)
+    return lines
+
+
+def _aggregates(
+    figure: Figure, name: str, columns: Sequence[Sequence[Sequence[float | None]]]
+) -> list[str]:
+    """Return interquartile mean and probability of improvement over several tasks."""
+    scores = [_scores([column[arm] for column in columns]) for arm in range(len(figure.arms))]
+    if len(columns) < 2 or isinstance(METRICS[name], Cost):
+        return []
+    first, *others = (
+        matrix if matrix is None or not figure.lower_is_better else -matrix for matrix in scores
+    )
+    return [
+        _row(name, "interquartile mean", *(_statistic(interquartile_mean, s) for s in scores)),
+        _row(
+            "",
+            f"P({figure.arms[0]} better)",
+            "",
+            *(_statistic(probability_of_improvement, first, other) for other in others),
+        ),
+    ]
+
+
+def _statistic(function: Any, *scores: Scores | None) -> str:
+    """Return a statistic with its interval, or a dash without scores."""
+    known = [matrix for matrix in scores if matrix is not None]
+    if len(known) < len(scores):
+        return "–"
+    low, high = bootstrap_interval(function, *known)
+    return f"{function(*known):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _scores(tasks: Sequence[Sequence[float | None]]) -> Scores | None:
+    """Return scores [runs, tasks]; None if one is missing."""
+    if any(value is None for task in tasks for value in task):
+        return None
+    return np.array(tasks, dtype=np.float64).T
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if known and max(map(abs, known)) >= 100:
+        half = Mean.of(known).half_width
+        return f"{fmean(known):,.0f} ± {half:,.0f}" if len(known) > 1 else f"{known[0]:,.0f}"
+    return mean_and_interval(values)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# ── documentation ─────────────────────────────────────────────────────────────────────────────────
+
+
+def document(complete: Mapping[str, Results], docs: Path) -> None:
+    """Write the figures to docs/results.md, and their pictures beside it. Needs matplotlib."""
+    page = docs / "results.md"
+    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    parts = [BEGIN, "", *summary(complete), ""]
+    for name, results in complete.items():
+        picture = f"images/figures/{name}.svg"
+        draw(results, docs / picture)
+        parts += [section(name, results), f"![{title(name)}]({picture})", ""]
+    page.write_text(before + "\n".join([*parts, END]) + after, "utf-8")
+
+
+def summary(complete: Mapping[str, Results]) -> list[str]:
+    """Return the table of all figures, those that disagree first."""
+    rows = []
+    for name, figure in FIGURES.items():
+        if name not in complete:
+            rows.append((3, _row(title(name), figure.text, "not run yet")))
+            continue
+        results = complete[name]
+        judged = overall([verdict(advantage(results, claim)) for claim in results.figure.claims])
+        anchor = title(name).lower().replace(" ", "-")
+        rank = next(i for i, word in enumerate((DISAGREES, NOT_SHOWN, AGREES)) if word in judged)
+        rows.append((rank, _row(f"[{title(name)}](#{anchor})", figure.text, judged)))
+    return [
+        _row("figure", "claim", "here"),
+        _row("---", "---", "---"),
+        *(row for _, row in sorted(rows, key=lambda ranked: ranked[0])),
+    ]
