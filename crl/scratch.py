@@ -65,6 +65,10 @@ def remove_stale_folders(parent: Path) -> int:
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR)
+        except FileNotFoundError:
+            # Its removal began, and a process that outlived the owner added files meanwhile.
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
         except OSError:
             continue
         try:

@@ -123,5 +123,5 @@ def require_free(path: Path) -> None:
     if path.exists():
         reason = "exists and is not empty" if path.is_dir() else "exists and is not a directory"
         raise ConfigError(
-            "run_dir", str(path), reason, "Choose another --run-dir, or remove it first"
+            "run_dir", str(path), reason, "Choose another directory, or remove this one first"
         )

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,12 @@ from crl.run.models import (
     extractor_model,
     open_role_engine,
     open_role_learner,
+    print_to_stderr,
 )
 from crl.run.supervision.health import EpisodeHealth
-from crl.run.supervision.supervisor import Supervisor
+from crl.run.supervision.supervisor import Supervisor, noted_episode
 from crl.seeds import derive_seed
+from crl.wording import printable_lines
 
 
 @asynccontextmanager
@@ -260,13 +263,18 @@ async def open_evaluator(
             bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
         runner = replace(
             _runner(config, specs, actor, method, engine, pool, NullRetriever()),
-            observe=EpisodeHealth(config.run.max_error_rate).episode,
+            observe=partial(noted_episode, EpisodeHealth(config.run.max_error_rate), _print_lines),
         )
         rates = None
         if config.critic.enabled and rates_state:
             rates = _success_rates(config)
             rates.load_state(rates_state)
         yield _evaluation_parts(config, specs, runner, engine, bank, rates)[0]
+
+
+def _print_lines(text: str) -> None:
+    """Print text of an environment on stderr."""
+    print_to_stderr(printable_lines(text))
 
 
 def _runner(

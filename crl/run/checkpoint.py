@@ -175,7 +175,10 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
         remedy = "Restore a copy of a checkpoint, or train again in another directory"
     else:
         reason = "has no complete checkpoint"
-        remedy = "Wait for the first one of a run that goes on. Otherwise remove it and train again"
+        remedy = (
+            "Wait for the first one of a run that goes on. Otherwise train again in another "
+            "directory. crl rollout and crl learn write no checkpoints"
+        )
     raise ConfigError("run", str(root.parent), reason, remedy)
 
 

@@ -197,7 +197,10 @@ def _run(
             if not interrupts.received:
                 log_traceback(error, run)
                 raise
-            text = f"interrupted before the first step of {run.path}"
+            text = (
+                f"interrupted before the first step of {run.path}: there is nothing to resume. "
+                "Remove it, or train again in another directory"
+            )
             if resumption:
                 text = f"interrupted: no step was trained after step {resumption.step}"
             print_to_stderr(text)

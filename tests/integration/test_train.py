@@ -536,6 +536,17 @@ def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
         assert 'raise OSError("the game\\nis broken")' in text, "the traceback shows the origin"
 
 
+def test_the_evaluation_of_an_environment_that_always_raises_shows_the_origin(
+    tmp_path: Path, tiny_actor: Path
+) -> None:
+    tasks = task_file(tmp_path, "broken")
+    many = ("--set", "tasks.broken.eval.seen=16")
+    result = crl("eval", tiny_actor, "--tasks", tasks, "--out", tmp_path / "out", *many)
+    assert result.exit_code == 1
+    assert 'raise OSError("the game\\nis broken")' in result.stderr
+    assert "error: task broken: the first 16 episodes all failed" in result.stderr
+
+
 @pytest.mark.parametrize("others", ["", "room,"])
 def test_a_small_run_in_which_no_episode_of_a_task_works_fails(others: str, tmp_path: Path) -> None:
     run, sets = tmp_path / "run", ("tasks.broken.eval.seen=2", "tasks.broken.eval.unseen=0")
@@ -739,7 +750,8 @@ def test_a_run_interrupted_before_its_start_shuts_down_cleanly(
         process.send_signal(number)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert errors == (text := f"interrupted before the first step of {tmp_path / 'run'}\n")
+    text = f"interrupted before the first step of {tmp_path / 'run'}: there is nothing to resume. "
+    assert errors.startswith(text)
     assert text in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -759,7 +771,7 @@ def test_a_run_in_the_background_ignores_ctrl_c_and_not_sigterm(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=300)
     assert process.returncode == 130
-    assert f"interrupted before the first step of {run}\n" in (run / "log.txt").read_text()
+    assert f"interrupted before the first step of {run}: " in (run / "log.txt").read_text()
 
 
 def test_ctrl_c_after_the_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,9 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
 Step = Annotated[
     int | None, typer.Option(metavar="S", min=1, help="Only episodes of this training step.")
 ]
-Group = Annotated[int | None, typer.Option(metavar="G", help="Only members of this group.")]
+Group = Annotated[
+    int | None, typer.Option(metavar="G", help="Only this group (numbered over the whole run).")
+]
 Member = Annotated[int | None, typer.Option(metavar="M", help="Only this member of each group.")]
 TaskName = Annotated[str | None, typer.Option(metavar="NAME", help="Only episodes of this task.")]
 Won = Annotated[bool, typer.Option("--won", help="Only won episodes.")]

@@ -41,18 +41,17 @@ class Supervisor:
         the traceback of its cause. The error is reported before the episode's environment is
         released.
         """
-        with self.health.episode(task) as finish:
+        with noted_episode(self.health, self._note, task) as finish:
 
             def report(error: RolloutError | None) -> None:
                 self.watchdog.progress()
-                with reported(), self._noted():
-                    finish(error)
+                finish(error)
 
             yield report
 
     def batch_finished(self, batch: Sequence[Trajectory]) -> None:
         """Observe the batch of a step. Raise `CrlError` as `EpisodeHealth` does, after a note."""
-        with self._noted():
+        with _noted(self._note):
             self.health.batch_finished(batch)
 
     def state(self) -> State:
@@ -65,12 +64,30 @@ class Supervisor:
             self.health.load_state(state["health"])
             self.warnings.load_state(state["warnings"])
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Write a note with the traceback of the cause of a `CrlError`."""
-        try:
-            yield
-        except CrlError as failure:
-            cause = failure.__cause__ or failure
-            self._note("".join(traceback.format_exception(cause)).rstrip())
-            raise
+
+@contextmanager
+def noted_episode(
+    health: EpisodeHealth, note: Callable[[str], object], task: str
+) -> Iterator[Report]:
+    """Observe an episode as `EpisodeHealth` does, with a note before its `CrlError` is raised.
+
+    The note is the traceback of the error's cause.
+    """
+    with health.episode(task) as finish:
+
+        def report(error: RolloutError | None) -> None:
+            with reported(), _noted(note):
+                finish(error)
+
+        yield report
+
+
+@contextmanager
+def _noted(note: Callable[[str], object]) -> Iterator[None]:
+    """Write a note with the traceback of the cause of a `CrlError`."""
+    try:
+        yield
+    except CrlError as failure:
+        cause = failure.__cause__ or failure
+        note("".join(traceback.format_exception(cause)).rstrip())
+        raise

@@ -53,7 +53,7 @@ def test_a_run_never_overwrites_another(tmp_path: Path):
     assert RunDir.create(run.path) == run, "an empty directory is free"
     run.config.write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"run_dir = .*: exists and is not empty\. Choose another --run-dir"
+        ConfigError, match=r"run_dir = .*: exists and is not empty\. Choose another directory"
     ):
         RunDir.create(run.path)
     with pytest.raises(ConfigError, match="exists and is not a directory"):

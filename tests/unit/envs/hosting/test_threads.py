@@ -532,6 +532,14 @@ def test_stream_settings_are_checked() -> None:
 # ── the scratch folder ────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_partly_removed_scratch_folder_is_removed(tmp_path: Path) -> None:
+    """A process that outlives the owner may add files while another one removes the folder."""
+    folder = tmp_path / "crl-scratch-without-lock"
+    (folder / "game").mkdir(parents=True)
+    scratch.remove_stale_folders(tmp_path)
+    assert not folder.exists()
+
+
 def test_only_the_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from crl.scratch import scratch_folder\n"
