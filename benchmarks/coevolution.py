@@ -32,7 +32,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,7 +145,6 @@ class Sweep:
     def _make(self, run: Run) -> None:
         folder = self._folder / run.path
         arguments = self._arguments(run)
-        begin = time.monotonic()
         if list(folder.glob("checkpoints/*/manifest.json")):
             self._crl("resume", str(folder), "--plain")
         else:
@@ -165,7 +163,7 @@ class Sweep:
                     "command": " ".join(["crl", *arguments]),
                     "commit": commit(),
                     "processor": processor(),
-                    "seconds": time.monotonic() - begin,
+                    "seconds": metrics[-1]["time"],
                     "config": json.loads((folder / "config.json").read_text("utf-8")),
                     "metrics": metrics,
                 },
@@ -246,18 +244,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than those of the figure")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--quick", action="store_true", help="tiny runs, which test the benchmark")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the stored runs")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=ROOT / "build" / "coevolution",
-        help="folder of unfinished runs",
-    )
+    parser.add_argument("--results", type=Path, help="folder of the stored runs")
+    parser.add_argument("--runs", type=Path, help="folder of unfinished runs")
     parser.add_argument(
         "--document", action="store_true", help="also write all stored figures to docs/results.md"
     )
     arguments = parser.parse_args()
-    sweep = Sweep(arguments.results.resolve(), arguments.runs.resolve(), quick=arguments.quick)
+    # Tiny runs must never count as results, or as sources of real runs.
+    build = ROOT / "build" / ("coevolution-quick" if arguments.quick else "coevolution")
+    results = arguments.results or (build / "results" if arguments.quick else RESULTS)
+    folder = arguments.runs or build
+    sweep = Sweep(results.resolve(), folder.resolve(), quick=arguments.quick)
     wanted = {
         name: (FIGURES[name], arguments.seeds or FIGURES[name].seeds) for name in arguments.figure
     }

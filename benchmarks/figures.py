@@ -152,7 +152,7 @@ class Cost:
     """Keys in the lines of any kind."""
 
     def __call__(self, lines: Lines, task: str) -> float:
-        """Return the cost of the whole run."""
+        """Return the cost until the end of the last training step."""
         return self.curve(lines)[-1]
 
     def curve(self, lines: Lines) -> list[float]:

@@ -88,7 +88,7 @@ def section(name: str, results: Results) -> str:
             "",
             *_table(results),
             "",
-            f"{seeds} seeds, {len(runs)} runs, {hours:.1f} hours of one core ({processors}):",
+            f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all ({processors}):",
             "",
             "```sh",
             f"python benchmarks/coevolution.py --figure {name} --jobs 2",

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -264,17 +263,3 @@ def test_a_killed_worker_is_replaced_and_the_run_continues(mark: str, tmp_path: 
     log = (run / "log.txt").read_text("utf-8")
     assert log.count("the worker process was killed by SIGKILL; a new worker replaces it (1 ") == 1
     assert crl("resume", run, "--plain").exit_code == 2, "the run is complete"
-
-
-def test_shared_memory_counts_as_left_if_no_process_uses_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(live_runs, "SETTLE_S", 0.2)
-    with new_shared_memory() as left:
-        mapped, unused = (SharedMemory(create=True, size=8) for _ in range(2))
-        unused.close()
-    assert unused.name in left
-    assert mapped.name not in left
-    mapped.close()
-    for memory in (mapped, unused):
-        memory.unlink()

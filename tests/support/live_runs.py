@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -22,8 +22,6 @@ from support.paths import python_environment
 
 MARK = "CRL_TEST_RUN"
 """Environment variable that marks the processes of a run."""
-SETTLE_S = 5.0
-"""Seconds in which entries of shared memory may still disappear."""
 
 
 def mark() -> str:
@@ -96,29 +94,12 @@ def temporary_files(folder: Path) -> list[Path]:
 def new_shared_memory() -> Iterator[list[str]]:
     """Yield a list. On exit it has the names of new entries in shared memory that nobody uses.
 
-    A scratch folder whose lock is held, and a file that is mapped, belong to a running process, for
-    example of another test. Entries that disappear within some seconds do not count.
+    A scratch folder whose lock is held belongs to a running process, for example of another test.
     """
     before = set(os.listdir(SHARED_MEMORY))
     left: list[str] = []
     yield left
-    deadline = time.monotonic() + SETTLE_S
-    while (found := _unused(set(os.listdir(SHARED_MEMORY)) - before)) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
-    left += found
-
-
-def _unused(names: Iterable[str]) -> list[str]:
-    """Return the entries of shared memory that no running process locks or maps."""
-    mapped = ""
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # the process has ended
-            mapped += path.read_text("utf-8", "replace")
-    return [
-        name for name in names if f"{SHARED_MEMORY / name}\n" not in mapped and not _is_locked(name)
-    ]
+    left += [name for name in set(os.listdir(SHARED_MEMORY)) - before if not _is_locked(name)]
 
 
 def _is_locked(name: str) -> bool:

@@ -118,7 +118,7 @@ def test_a_section_has_verdicts_paired_differences_and_aggregates() -> None:
     assert any(row.startswith("| training | interquartile mean | 0.40 [") for row in rows)
     # In room 0.5 and 0.6 exceed 0.3, and 0.5 and 0.4 …: all pairs are won. In sokoban all are even.
     assert any(row.startswith("|  | P(none better) |  | 0.75 [") for row in rows)
-    assert "2 seeds, 8 runs, 4.0 hours of one core (a processor):" in rows
+    assert "2 seeds, 8 runs that took 4.0 hours in all (a processor):" in rows
 
 
 def test_verdicts_follow_the_interval_of_the_advantage() -> None:
