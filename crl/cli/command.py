@@ -45,7 +45,8 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins.",
+        help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins, "
+        "and it overrides other options.",
     ),
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from crl.config.layers import leaves, parse_set
@@ -21,14 +22,22 @@ SEED = "run.seed"
 def changes_since(command: str, config: RunConfig) -> list[Change] | None:
     """Return the settings of `config`, except the seed, that differ from those of `command`.
 
-    `command` is that of `crl.config.load.SavedRun`. Return None if it is unknown, or if it cannot
-    be resolved any more, for example because a file that it names is gone.
+    `command` is that of `crl.config.load.SavedRun`. A setting of the command that is no longer
+    valid has changed, for example a model that was moved. Return None if the command is unknown, or
+    if it cannot be resolved for another reason, for example because the file of a task is gone.
     """
-    try:
-        given = _settings(_config(command))
-    except (ConfigError, KeyError, ValueError, OSError):
-        return None
     own = _settings(config)
+    invalid: dict[str, Any] = {}
+    while True:
+        try:
+            given = _settings(_config(command, [_set(key, own[key]) for key in invalid])) | invalid
+            break
+        except ConfigError as error:
+            if error.key in invalid or own.get(error.key) is None:
+                return None
+            invalid[error.key] = error.value
+        except (KeyError, ValueError, OSError):
+            return None
     return [
         Change(key, given.get(key), own.get(key))
         for key in dict.fromkeys((*given, *own))
@@ -51,12 +60,15 @@ def repeated(command: str, config: RunConfig) -> str:
                 words[words.index("--steps") + 1] = str(value)
             else:
                 words += ["--steps", str(value)]
-            continue
-        if value is None:  # cannot be given
-            continue
-        text = value if isinstance(value, str) and _is_bare(value) else json.dumps(value)
-        words += ["--set", f"{key}={text}"]
+        elif value is not None:  # otherwise it cannot be given
+            words += ["--set", _set(key, value)]
     return shlex.join(words)
+
+
+def _set(key: str, value: Any) -> str:
+    """Return the argument of --set that sets `key` to `value`."""
+    text = value if isinstance(value, str) and _is_bare(value) else json.dumps(value)
+    return f"{key}={text}"
 
 
 def _is_bare(text: str) -> bool:
@@ -67,8 +79,11 @@ def _is_bare(text: str) -> bool:
         return False
 
 
-def _config(command: str) -> RunConfig:
-    """Return the resolved config of a command of `crl train`, whose options all have a value."""
+def _config(command: str, sets: Sequence[str]) -> RunConfig:
+    """Return the resolved config of a command of `crl train` with further arguments of --set.
+
+    All options of the command have a value.
+    """
     words = shlex.split(command)[2:]
     pairs = list(zip(words[::2], words[1::2], strict=True))
     options = dict(pairs)
@@ -79,7 +94,7 @@ def _config(command: str) -> RunConfig:
         options["--tasks"].split(","),
         preset=options.get("--preset", "cpu"),
         options=given,
-        sets=[value for name, value in pairs if name == "--set"],
+        sets=[*(value for name, value in pairs if name == "--set"), *sets],
     )
 
 

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
@@ -35,14 +37,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from crl.errors import EngineError, RolloutError
-from crl.scratch import scratch_folder
+from crl.scratch import SHARED_MEMORY, scratch_folder
 
 Output = TypeVar("Output")
 
 OWNER_VARIABLE = "CRL_ENGINE_OWNER"
-"""Environment variable with the owner of vLLM's processes: its process id and `start_time`.
+"""Environment variable with the owner of vLLM's processes.
 
-The processes use the variable to end when their owner is gone (vllm_worker.py).
+Its words are the owner's process id, `start_time` and temporary folder. The processes use the
+variable to end when their owner is gone, and to remove its files (vllm_worker.py).
 """
 
 CHECK_INTERVAL_S = 5.0
@@ -148,11 +151,15 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        OWNER_VARIABLE: f"{os.getpid()} {start_time(os.getpid())}",
+        OWNER_VARIABLE: f"{os.getpid()} {start_time(os.getpid())} {tempfile.gettempdir()}",
     }
-    if len(str(scratch_folder())) <= MAX_SOCKET_FOLDER:
-        # vLLM does not remove its sockets.
-        environment["VLLM_RPC_BASE_PATH"] = str(scratch_folder())
+    # vLLM removes neither its sockets nor its other temporary files. Compiled code is kept.
+    folder = scratch_folder()
+    if len(str(folder)) > MAX_SOCKET_FOLDER:
+        folder = scratch_folder(SHARED_MEMORY)
+    environment |= dict.fromkeys(("TMPDIR", "VLLM_RPC_BASE_PATH"), str(folder))
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    environment["TORCHINDUCTOR_CACHE_DIR"] = compiled
     if on_cpu():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     elif gpus:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from crl.engines.vllm_replica import OWNER_VARIABLE, start_time
 from crl.modeling.loading import checksum
-from crl.scratch import remove_all_stale_folders
+from crl.scratch import SHARED_MEMORY, remove_stale_folders
 
 OWNER_CHECK_S = 2.0
 """Seconds between two checks of the owner process."""
@@ -136,6 +137,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.load = LoadProgress()
+        unlink_shared_memory()
 
     def init_transfer_engine(self, init_info: FileInit) -> None:
         """Do nothing; a file needs no connection."""
@@ -199,14 +201,27 @@ WeightTransferEngineFactory.register_engine("crl-file", FileTransfer)
 WeightTransferEngineFactory.register_engine("crl-nccl", NcclTransfer)
 
 
+def unlink_shared_memory() -> None:
+    """Remove the names of the shared memory of vLLM's CPU workers, which never do it themselves.
+
+    Call this after vLLM has connected the workers, so that all have mapped the memory. The memory
+    is freed when they end.
+    """
+    name = os.environ.get("VLLM_DIST_IDENT")  # set by vLLM in each worker of the CPU build
+    for path in list(SHARED_MEMORY.iterdir()) if name else []:
+        if path.name.startswith(f"{name}-"):
+            path.unlink(missing_ok=True)
+
+
 def watch_owner() -> None:
     """Start a thread that ends the engine process and this process when the owner is gone.
 
     The engine process is either this process or its parent. The owner is gone if it is a zombie or
     if another process now has its id. The thread also removes the scratch folders of the owner in
-    shared memory and in the temporary folder.
+    shared memory and in the owner's temporary folder.
     """
-    owner, started = map(int, os.environ[OWNER_VARIABLE].split())
+    identity, start, temporary = os.environ[OWNER_VARIABLE].split(maxsplit=2)
+    owner, started = int(identity), int(start)
     parent = multiprocessing.parent_process()  # known even if the parent has already ended
     assert parent is not None
     assert parent.pid is not None
@@ -216,7 +231,7 @@ def watch_owner() -> None:
         while start_time(owner) == started:
             time.sleep(OWNER_CHECK_S)
         # Not a daemon thread: the process waits for it before it ends.
-        cleanup = threading.Thread(target=remove_all_stale_folders, name="cleanup")
+        cleanup = threading.Thread(target=_remove_files, args=[Path(temporary)], name="cleanup")
         cleanup.start()
         _signal_engine(engine, signal.SIGTERM)
         time.sleep(GRACE_S)
@@ -227,6 +242,12 @@ def watch_owner() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="owner watch").start()
+
+
+def _remove_files(temporary: Path) -> None:
+    unlink_shared_memory()
+    for parent in (temporary, SHARED_MEMORY):
+        remove_stale_folders(parent)
 
 
 def _signal_engine(engine: int, number: signal.Signals) -> None:

@@ -174,7 +174,8 @@ def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
     final = [line for line in evaluations if line["step"] == steps]
     if not final:
         reason = f"it has no evaluation after its last step, {steps}: it is not finished"
-        raise ConfigError("run", str(run.path), reason, f"Continue it: crl resume {run.path}")
+        remedy = f"Leave it out, or continue it from a checkpoint: crl resume {run.path}"
+        raise ConfigError("run", str(run.path), reason, remedy)
     rates: dict[EvalKey, Estimate] = {}
     for metric, value in final[-1].items():
         match metric.split("/"):

@@ -56,7 +56,8 @@ class ModelRole:
 
 
 def print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+    """Print `text` and a line break in one write, which output of other threads cannot split."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def actor_model(config: RunConfig, note: Callable[[str], object] = print_to_stderr) -> ModelRole:

@@ -36,6 +36,7 @@ from crl.errors import ConfigError, EngineError, RolloutError
 from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.modeling.loading import InProcessWeights, checksum
 from crl.modeling.weights import FileWeights
+from crl.scratch import SHARED_MEMORY
 from crl.types import Completion, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -317,7 +318,11 @@ async def test_invalid_weights_end_the_engine(pair: Pair, tmp_path: Path) -> Non
 
 
 async def test_tensor_parallel_replicas_serve_and_load_new_weights(tmp_path: Path) -> None:
-    """Check two replicas with tensor parallelism 2. The sessions of several episodes reach both."""
+    """Check two replicas with tensor parallelism 2. The sessions of several episodes reach both.
+
+    vLLM's shared memory does not outlive the engines.
+    """
+    before = set(SHARED_MEMORY.iterdir())
     model, trained = qwen2(0), qwen2(1)
     settings = replace(SETTINGS, placements=((), ()), tensor_parallel=2)
     engine = await VllmEngine.start(saved(model, tmp_path / "model"), settings)
@@ -335,6 +340,7 @@ async def test_tensor_parallel_replicas_serve_and_load_new_weights(tmp_path: Pat
                 assert set(completion.versions) == {version}
     finally:
         await engine.aclose()
+    assert not [path for path in set(SHARED_MEMORY.iterdir()) - before if "vllm_" in path.name]
 
 
 # ── death of an engine ────────────────────────────────────────────────────────────────────────────

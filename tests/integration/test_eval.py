@@ -160,4 +160,5 @@ def test_runs_are_compared(done: Path, tmp_path: Path) -> None:
     (unfinished / "config.json").write_text((done / "config.json").read_text())
     result = crl("compare", done, unfinished)
     assert result.exit_code == 2
-    assert "it is not finished. Continue it: crl resume" in one_line(result)
+    message = one_line(result)
+    assert "not finished. Leave it out, or continue it from a checkpoint: crl resume" in message

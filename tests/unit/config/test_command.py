@@ -62,3 +62,12 @@ def test_changed_settings_are_repeated(tiny_actor: Path) -> None:
     assert f"--set actor.model={tiny_actor}" in again
     assert changes_since(again, config) == []
     assert len(shlex.split(again)) == len(shlex.split(COMMAND)) + 6
+
+
+def test_a_command_with_a_moved_model_is_repeated(tiny_actor: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    command = f"{COMMAND} --set actor.model={moved}"
+    config = changed(actor__model=str(tiny_actor), run__steps=7)
+    again = repeated(command, config)
+    assert again == f"{command} --steps 7 --set actor.model={tiny_actor}"
+    assert changes_since(again, config) == []
