@@ -261,13 +261,17 @@ def export(
 
 
 def _train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:
-    """Return the command line of `crl train` with these options. An option of None is left out."""
+    """Return the command line of `crl train` with these options, without the seed.
+
+    An option of None is left out.
+    """
     words = ["crl", "train"]
     for option, value in options.items():
         if value is not None:
             words += [option, str(value)]
     for text in sets:
-        words += ["--set", text]
+        if text.partition("=")[0].strip() != "run.seed":
+            words += ["--set", text]
     return shlex.join(words)
 
 

@@ -17,7 +17,6 @@ import asyncio
 import logging
 import os
 import signal
-import tempfile
 import threading
 import time
 import uuid
@@ -26,7 +25,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -36,17 +34,17 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from crl.child_processes import (
+    ENGINE_VARIABLE,
+    OWNER_VARIABLE,
+    Owner,
+    kill_engine,
+    new_engine_name,
+)
 from crl.errors import EngineError, RolloutError
 from crl.scratch import SHARED_MEMORY, scratch_folder
 
 Output = TypeVar("Output")
-
-OWNER_VARIABLE = "CRL_ENGINE_OWNER"
-"""Environment variable with the owner of vLLM's processes.
-
-Its words are the owner's process id, `start_time` and temporary folder. The processes use the
-variable to end when their owner is gone, and to remove its files (vllm_worker.py).
-"""
 
 CHECK_INTERVAL_S = 5.0
 """Seconds between two checks of an engine."""
@@ -96,19 +94,6 @@ def gpu_share(fraction: float | None) -> dict[str, Any]:
     return {} if fraction is None else {"gpu_memory_utilization": fraction}
 
 
-def start_time(process: int) -> int | None:
-    """Return the start time of a process in the kernel's clock ticks since boot.
-
-    The start time distinguishes the process from a later process with the same id. Return None if
-    the process is gone or a zombie.
-    """
-    try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "XZ" else int(fields[18])
-
-
 async def start_vllm(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> AsyncLLM:
     """Start a vLLM engine and return it.
 
@@ -151,7 +136,8 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        OWNER_VARIABLE: f"{os.getpid()} {start_time(os.getpid())} {tempfile.gettempdir()}",
+        OWNER_VARIABLE: str(Owner.current()),
+        ENGINE_VARIABLE: (name := new_engine_name()),
     }
     # vLLM removes neither its sockets nor its other temporary files. Compiled code is kept.
     folder = scratch_folder()
@@ -164,10 +150,14 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     elif gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    with _start_lock, _environment(environment):
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings)
-        )
+    try:
+        with _start_lock, _environment(environment):
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings)
+            )
+    except BaseException:
+        kill_engine(name)
+        raise
 
 
 async def _watch(llm: AsyncLLM) -> None:

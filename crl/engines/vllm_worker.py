@@ -43,7 +43,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from crl.engines.vllm_replica import OWNER_VARIABLE, start_time
+from crl.child_processes import OWNER_VARIABLE, Owner, start_time
 from crl.modeling.loading import checksum
 from crl.scratch import SHARED_MEMORY, remove_stale_folders
 
@@ -220,18 +220,17 @@ def watch_owner() -> None:
     if another process now has its id. The thread also removes the scratch folders of the owner in
     shared memory and in the owner's temporary folder.
     """
-    identity, start, temporary = os.environ[OWNER_VARIABLE].split(maxsplit=2)
-    owner, started = int(identity), int(start)
+    owner = Owner.parse(os.environ[OWNER_VARIABLE])
     parent = multiprocessing.parent_process()  # known even if the parent has already ended
     assert parent is not None
     assert parent.pid is not None
-    engine = parent.pid if parent.pid != owner else os.getpid()
+    engine = parent.pid if parent.pid != owner.process else os.getpid()
 
     def watch() -> None:
-        while start_time(owner) == started:
+        while start_time(owner.process) == owner.started:
             time.sleep(OWNER_CHECK_S)
         # Not a daemon thread: the process waits for it before it ends.
-        cleanup = threading.Thread(target=_remove_files, args=[Path(temporary)], name="cleanup")
+        cleanup = threading.Thread(target=_remove_files, args=[owner.temporary], name="cleanup")
         cleanup.start()
         _signal_engine(engine, signal.SIGTERM)
         time.sleep(GRACE_S)

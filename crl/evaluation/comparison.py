@@ -130,6 +130,8 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
         )
     evaluation = read(file)
     applied = _evaluated_settings(evaluation.about, run, saved.config.run.steps)
+    if evaluation.about["seed"] != seed:
+        applied["--set run.seed"] = evaluation.about["seed"]
     ignored = _unused(saved.config)
     settings |= {k: v for k, v in applied.items() if k.partition(".")[0] not in ignored}
     rates = {row.key: row.success for row in evaluation.rows}
@@ -174,7 +176,8 @@ def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
     final = [line for line in evaluations if line["step"] == steps]
     if not final:
         reason = f"it has no evaluation after its last step, {steps}: it is not finished"
-        remedy = f"Leave it out, or continue it from a checkpoint: crl resume {run.path}"
+        can_continue = any(run.checkpoints.glob("*/manifest.json"))
+        remedy = f"Continue it: crl resume {run.path}" if can_continue else "Leave it out"
         raise ConfigError("run", str(run.path), reason, remedy)
     rates: dict[EvalKey, Estimate] = {}
     for metric, value in final[-1].items():

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from crl.algo import rank_shares
+from crl.child_processes import OWNER_VARIABLE, Owner
 from crl.config.models import model_size
 from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
@@ -584,6 +585,7 @@ def _environment(settings: RankSettings, rank: int, ranks: int, gpu: str | None)
         "LOCAL_RANK": 0 if gpu is not None else rank,
     }
     variables = {
+        OWNER_VARIABLE: str(Owner.current()),
         "PYTHONPATH": paths,
         "DS_ACCELERATOR": settings.compute.device,
         # All ranks run on this machine.

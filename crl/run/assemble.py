@@ -71,7 +71,7 @@ from crl.run.models import (
     print_to_stderr,
 )
 from crl.run.supervision.health import EpisodeHealth
-from crl.run.supervision.supervisor import Supervisor, noted_episode
+from crl.run.supervision.supervisor import Supervisor, noted, noted_episode
 from crl.seeds import derive_seed
 from crl.wording import printable_lines
 
@@ -253,7 +253,7 @@ async def open_evaluator(
     """
     async with AsyncExitStack() as stack:
         specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
-        method = build_method(config, specs)
+        method, health = build_method(config, specs), EpisodeHealth(config.run.max_error_rate)
         engine, pool = (
             await open_role_engine(config, gpus, actor, stack),
             tasks.environment_pool(config, specs, stack),
@@ -263,13 +263,15 @@ async def open_evaluator(
             bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
         runner = replace(
             _runner(config, specs, actor, method, engine, pool, NullRetriever()),
-            observe=partial(noted_episode, EpisodeHealth(config.run.max_error_rate), _print_lines),
+            observe=partial(noted_episode, health, _print_lines),
         )
         rates = None
         if config.critic.enabled and rates_state:
             rates = _success_rates(config)
             rates.load_state(rates_state)
         yield _evaluation_parts(config, specs, runner, engine, bank, rates)[0]
+        with noted(_print_lines):
+            health.evaluation_finished()
 
 
 def _print_lines(text: str) -> None:

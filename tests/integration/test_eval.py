@@ -20,6 +20,7 @@ from support.whole_runs import (
     one_line,
     untimed,
 )
+from support.worker_rooms import BROKEN_SETTING
 
 STEPS = 3
 GAMES = {"seen": 8, "unseen": 4}
@@ -39,6 +40,18 @@ def evaluate(subject: object, *options: object) -> dict[str, Any]:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("saved in ")]
     return json.loads(Path(line.split()[2]).read_text())
+
+
+def test_a_few_games_that_all_fail_are_an_error(tmp_path: Path) -> None:
+    out, sets = tmp_path / "out", (BROKEN_SETTING, *(f"tasks.room.eval.{k}=2" for k in GAMES))
+    options = [part for text in sets for part in ("--set", text)]
+    result = crl("eval", "tiny-actor", "--tasks", "room", "--out", out, *options)
+    assert result.exit_code == 1
+    assert 'raise OSError("the game is broken")' in result.stderr
+    assert "error: task room: all episodes failed. The last error: env: room: step: OSError" in (
+        result.stderr
+    )
+    assert not out.exists()
 
 
 def played(record: dict[str, Any]) -> Counter[tuple[str, int, int]]:
@@ -161,4 +174,4 @@ def test_runs_are_compared(done: Path, tmp_path: Path) -> None:
     result = crl("compare", done, unfinished)
     assert result.exit_code == 2
     message = one_line(result)
-    assert "not finished. Leave it out, or continue it from a checkpoint: crl resume" in message
+    assert "it is not finished. Leave it out." in message

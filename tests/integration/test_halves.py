@@ -177,6 +177,29 @@ def test_episodes_that_all_fail_are_an_error(tmp_path: Path) -> None:
     )
 
 
+def test_episodes_without_a_signal_change_no_weights(tmp_path: Path) -> None:
+    run, learned = tmp_path / "run", tmp_path / "learned"
+    crl(
+        "rollout",
+        "--tasks",
+        "room",
+        "--method",
+        "grpo",
+        "--steps",
+        1,
+        "--run-dir",
+        run,
+        *sets(*GROUPS[2:], "rollout.groups=1", "rollout.group_size=4", "tasks.room.max_turns=1"),
+    )
+    result = crl("learn", "--from", run, "--run-dir", learned)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == (
+        f"trained on 1 step; no update was made: the weights in {learned / 'actor'} are those "
+        "of the actor before"
+    )
+    assert equal_weights(resolve_model("tiny-actor"), learned / "actor")
+
+
 def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     for options, message in (

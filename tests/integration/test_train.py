@@ -597,6 +597,21 @@ def test_a_run_in_which_nothing_finishes_reports_where_it_waits(tmp_path: Path) 
     assert not (run / "checkpoints").exists()
 
 
+def test_rollouts_in_which_nothing_finishes_report_where_they_wait(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Stuck.released.clear()
+    sets = [*("--set", "run.stall_seconds=2"), *("--set", "run.stall_ends_run=true")]
+    try:
+        result = crl("rollout", "--tasks", task_file(tmp_path, "stuck"), "--run-dir", run, *sets)
+    finally:
+        Stuck.released.set()
+    assert result.exit_code == 1
+    assert "error: the run has stalled: nothing has finished for " in one_line(result)
+    assert re.search(
+        r"\d+ × .*: crl/envs/hosting/threads\.py:\d+ in", (run / "log.txt").read_text()
+    )
+
+
 def test_errors_are_never_trained_on(
     tmp_path: Path, tiny_actor: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

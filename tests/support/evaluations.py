@@ -26,6 +26,7 @@ def evaluation(*episodes: SavedEpisode, **about: Any) -> SavedEvaluation:
         "experience": "none",
         "samples": 1,
         "temperature": 1.0,
+        "seed": 0,
         "options": {},
         "data_notes": {},
     }

@@ -9,8 +9,8 @@ processes), `deepspeed` (two ranks per model) or `vllm`.
 
 First, undisturbed runs with different seeds are trained, unless DIR has them from an earlier call.
 The time until their first step sets the intervals between faults. Then runs with the same settings
-are trained under faults, one after the other, until faults were injected for SECONDS. In a soak of
-at least ten minutes, every kind is injected, however slow the machine is.
+are trained under faults, one after the other, until faults were injected for SECONDS. A soak of
+at least ten minutes goes on until every kind was injected, for four times SECONDS at most.
 The last run is then completed without faults. After each end of a process, `crl resume` continues
 the run. A fault is one of:
 
@@ -82,7 +82,7 @@ PENDING = "SELECT COUNT(*) FROM requests WHERE state IN ('pending', 'leased')"
 END_S = 30.0
 """Seconds in which the processes of a run must end after the run itself."""
 ALL_KINDS_S = 600.0
-"""Seconds from which on a soak injects every kind of fault."""
+"""Minimum duration in seconds of a soak that injects every kind of fault."""
 TIMEOUT_S = 900.0
 """Seconds without an end of the process after which a run counts as hanging."""
 
@@ -141,17 +141,20 @@ class Soak:
             self._disturb(self.disk / "run", number % UNDISTURBED[self.stack])
             shutil.move(self.disk / "run", self.folder / f"disturbed-{number}")
             number += 1
+        if missing := self._missing:
+            self._problems([f"faults that were never injected: {sorted(missing)}"])
         self.report.faults, self.report.exits = dict(self.faults), dict(self.exits)
         return self.report
 
     @property
     def _injecting(self) -> bool:
-        """True until SECONDS have passed, and in a soak of ten minutes every kind has occurred.
+        """True until SECONDS have passed; four times SECONDS while kinds of faults are missing."""
+        return self.report.seconds < self.limit * (4 if self._missing else 1)
 
-        The limit is four times SECONDS.
-        """
-        missing = self.limit >= ALL_KINDS_S and self.faults.keys() != {*FAULTS}
-        return self.report.seconds < self.limit * (4 if missing else 1)
+    @property
+    def _missing(self) -> set[str]:
+        """Kinds of faults that a soak of ten minutes has not injected yet."""
+        return {*FAULTS} - self.faults.keys() if self.limit >= ALL_KINDS_S else set()
 
     def _undisturbed(self, run: Path, seed: int) -> None:
         process = self._start(self._train(run, seed), name := mark())

@@ -182,7 +182,8 @@ def _head(evaluation: SavedEvaluation) -> Iterator[str]:
     samples = about["samples"]
     times = "1 sample" if samples == 1 else f"{samples} samples"
     experience = SOURCE_LABELS[about["experience"]]
-    yield f"{about['subject']}{when}: {experience}, {times} per game, {mode}"
+    sets = "".join(f", {text}" for text in about["options"].get("set", []))
+    yield f"{about['subject']}{when}: {experience}, {times} per game, {mode}{sets}"
 
 
 def _cells(row: ReportRow, ks: Sequence[int], *, graded: bool, condition: bool) -> list[str]:

@@ -37,12 +37,16 @@ def play_episodes(config: RunConfig, folder: Path) -> int:
     """
     preflight.require(config, checks=preflight.ROLLOUT_CHECKS)
     run, steps = _new_folder(config, folder), config.run.steps
-    done = (
-        f"played {counted(steps, 'step')}; the episodes: {run.episodes}\n"
-        f"  list them:     crl episodes {run.path}\n"
-        f"  train on them: crl learn --from {run.path}"
-    )
-    _carry_out(config, run, steps, lambda monitor: play(config, run, monitor), done)
+
+    async def played(monitor: Monitor) -> str:
+        await play(config, run, monitor)
+        return (
+            f"played {counted(steps, 'step')}; the episodes: {run.episodes}\n"
+            f"  list them:     crl episodes {run.path}\n"
+            f"  train on them: crl learn --from {run.path}"
+        )
+
+    _carry_out(config, run, steps, played)
     return 0
 
 
@@ -60,13 +64,15 @@ def learn_from_episodes(
         require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
     (target := run.path / "actor").mkdir()
-    done = (
-        f"trained on {counted(len(shards), 'step')}; "
-        f"the trained actor, in Hugging Face format: {target}"
-    )
-    _carry_out(
-        config, run, max(shards), lambda monitor: learn(config, shards, target, monitor), done
-    )
+
+    async def learned(monitor: Monitor) -> str:
+        updates = await learn(config, shards, target, monitor)
+        trained = f"trained on {counted(len(shards), 'step')}; "
+        if updates:
+            return f"{trained}the trained actor, in Hugging Face format: {target}"
+        return f"{trained}no update was made: the weights in {target} are those of the actor before"
+
+    _carry_out(config, run, max(shards), learned)
     return 0
 
 
@@ -89,11 +95,12 @@ def _new_folder(config: RunConfig, folder: Path) -> RunDir:
 
 def _carry_out(
     config: RunConfig, run: RunDir, steps: int,
-    work: Callable[[Monitor], Coroutine[Any, Any, None]], done: str,
+    work: Callable[[Monitor], Coroutine[Any, Any, str]],
 ) -> None:  # fmt: skip
-    """Await `work` and note `done`. Failures and interrupts end the process as those of a run do.
+    """Await `work` and note the text that it returns.
 
-    `steps` is the last step that `work` logs.
+    Failures and interrupts end the process as those of a run do. `steps` is the last step that
+    `work` logs.
     """
     screen = PlainMonitor(steps=steps)
     ending = Ending(run, screen)
@@ -108,7 +115,7 @@ def _carry_out(
             ):
                 monitor.note(f"{run.path}\n{overview(config)}\n")
                 interrupts.stop = do_nothing  # until the event loop runs
-                asyncio.run(
+                done = asyncio.run(
                     interruptible(
                         work(monitor),
                         interrupts,

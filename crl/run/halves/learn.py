@@ -27,27 +27,28 @@ from crl.seeds import generator
 
 async def learn(
     config: RunConfig, shards: Mapping[int, Path], target: Path, monitor: Monitor
-) -> None:
+) -> int:
     """Train the actor on recorded steps, in order, and write it to the empty directory `target`.
 
     `shards` are those of `crl.records.reader.episode_shards`. Each is one training step of the
     method, with the minibatches that the step has in a run. The extractor is not trained: episodes
-    have no answers of it.
+    have no answers of it. Return the number of optimizer updates.
     """
     async with AsyncExitStack() as stack:
         with reported():  # the learner may be slow to close
-            await _learn(config, shards, target, monitor, stack)
+            return await _learn(config, shards, target, monitor, stack)
 
 
 async def _learn(
     config: RunConfig, shards: Mapping[int, Path], target: Path, monitor: Monitor,
     stack: AsyncExitStack,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     specs, gpus = tasks.specs(config), assigned_gpus(config)
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
     learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
     rerender = Rerenderer(actor.renderer, episode_limits(config))
     errors: list[str | None] = []
+    updates = 0
     for step, path in shards.items():
         stopwatch = Stopwatch()
         with stopwatch("prepare"):
@@ -62,12 +63,14 @@ async def _learn(
             )
         with stopwatch("train"):
             stats = await learner.step(minibatches)
+        updates += stats.updates
         metrics = {f"actor/{name}": value for name, value in stats.metrics.items()}
         metrics |= {"actor/updates": stats.updates, "actor/skipped_updates": stats.skipped}
         monitor.log(step, "train", signal | metrics | stopwatch.metrics())
     if all(errors):
         raise CrlError(f"all {len(errors)} recorded episodes failed. The first error: {errors[0]}")
     await _write(learner, actor.path, target)
+    return updates
 
 
 async def _write(learner: Learner, initial: Path, target: Path) -> None:

@@ -27,6 +27,7 @@ async def play(config: RunConfig, run: RunDir, monitor: Monitor) -> None:
             TaskGroup() as tasks,
         ):
             tasks.create_task(collector.run(), name="collector")
+            watchdog = tasks.create_task(supervisor.watchdog.run(), name="watchdog")
             for step in range(config.run.steps):
                 stopwatch = Stopwatch()
                 with stopwatch("wait"):
@@ -38,5 +39,6 @@ async def play(config: RunConfig, run: RunDir, monitor: Monitor) -> None:
                     metrics = await asyncio.to_thread(rollout_metrics, batch, 0)
                 monitor.log(step + 1, "train", metrics | stopwatch.metrics())
                 await collector.complete(step)
+            watchdog.cancel()
     finally:
         await writer.aclose()

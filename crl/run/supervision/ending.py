@@ -10,6 +10,7 @@ from asyncio import CancelledError
 from collections.abc import Callable
 from contextlib import suppress
 
+from crl.child_processes import kill_owned
 from crl.errors import CrlError
 from crl.monitor.run_dir import RunDir
 from crl.protocols import Monitor
@@ -81,8 +82,8 @@ class Ending:
 def exit_now(code: int, text: str, close_screen: Callable[[], object] = lambda: None) -> None:
     """End the process without closing its parts. Print `text` on stderr.
 
-    The screen is closed first. `text` is printed even if the screen does not close in time. Child
-    processes end when they notice the end of this process.
+    The screen is closed first. `text` is printed even if the screen does not close in time. Engines
+    and ranks are killed. Workers of environments end when they notice the end of this process.
     """
     lock, exited = threading.Lock(), False
 
@@ -95,6 +96,8 @@ def exit_now(code: int, text: str, close_screen: Callable[[], object] = lambda: 
                 # Not print: a signal may have interrupted another print.
                 os.write(STDERR, f"{printable_lines(text)}\n".encode())
             exited = True
+            with suppress(Exception):
+                kill_owned()
             with suppress(Exception):
                 remove_own_folders()
             exit_process(code)

@@ -90,6 +90,11 @@ class EpisodeHealth:
                 reason = f"no episode has worked so far, and all {len(errors)} of this step failed"
                 raise self._failure(task, reason)
 
+    def evaluation_finished(self) -> None:
+        """Raise `CrlError` if a task has only failed episodes, also if there are few of them."""
+        for task in sorted(self._last_error.keys() - self._working):
+            raise self._failure(task, "all episodes failed")
+
     def state(self) -> State:
         """Return the tasks of which an episode has worked, as JSON."""
         return {"working": sorted(self._working)}

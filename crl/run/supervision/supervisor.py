@@ -51,7 +51,7 @@ class Supervisor:
 
     def batch_finished(self, batch: Sequence[Trajectory]) -> None:
         """Observe the batch of a step. Raise `CrlError` as `EpisodeHealth` does, after a note."""
-        with _noted(self._note):
+        with noted(self._note):
             self.health.batch_finished(batch)
 
     def state(self) -> State:
@@ -76,14 +76,14 @@ def noted_episode(
     with health.episode(task) as finish:
 
         def report(error: RolloutError | None) -> None:
-            with reported(), _noted(note):
+            with reported(), noted(note):
                 finish(error)
 
         yield report
 
 
 @contextmanager
-def _noted(note: Callable[[str], object]) -> Iterator[None]:
+def noted(note: Callable[[str], object]) -> Iterator[None]:
     """Write a note with the traceback of the cause of a `CrlError`."""
     try:
         yield

@@ -151,7 +151,12 @@ def test_the_last_evaluation_of_a_finished_run_is_read(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     path = saved_run(tmp_path / "run", [eval_line(0, 0.1), eval_line(2, 0.5)])
-    with pytest.raises(ConfigError, match=r"no evaluation after its last step, 4.*crl resume"):
+    with pytest.raises(ConfigError, match=r"no evaluation after its last step, 4.*Leave it out"):
+        read_run(path)
+    manifest = path / "checkpoints" / "2" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    with pytest.raises(ConfigError, match=r"Continue it: crl resume"):
         read_run(path)
 
 
@@ -170,6 +175,13 @@ def evaluated(tmp_path: Path, seed: int, **about: Any) -> RunResult:
     path = saved_run(tmp_path / f"run{seed}", [])
     save(evaluation(**({"step": 4} | about)), path / "eval", "mine")
     return replace(read_run(path, "mine"), seed=seed)
+
+
+def test_an_evaluation_with_another_seed_is_another_arm(tmp_path: Path) -> None:
+    path = saved_run(tmp_path / "other", [])
+    save(evaluation(step=4, seed=5), path / "eval", "mine")
+    comparison = compare([evaluated(tmp_path, 0), replace(read_run(path, "mine"), seed=1)])
+    assert comparison.differing["--set run.seed"] == ["unset", 5]
 
 
 def test_runs_of_one_arm_need_no_equal_options(tmp_path: Path) -> None:

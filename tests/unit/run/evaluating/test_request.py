@@ -71,6 +71,10 @@ def test_options_and_sets_change_the_settings(run: Path) -> None:
     assert (config.run.deterministic, config.rollout.max_staleness) == (True, 0)
 
 
+def test_the_share_of_errors_may_be_larger(run: Path) -> None:
+    assert request_of(run, sets=["run.max_error_rate=1.0"]).config.run.max_error_rate == 1
+
+
 def test_a_model_needs_no_run(tiny_actor: Path, banked: Path) -> None:
     request = request_of(tiny_actor, tasks="room")
     assert (request.step, request.checkpoint, request.bank) == (None, None, None)
