@@ -35,6 +35,7 @@ class About:
     experience: Source
     samples: int
     temperature: float
+    seed: int
     options: dict[str, Any]
     data_notes: dict[str, str]
 

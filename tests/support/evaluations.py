@@ -26,7 +26,7 @@ def evaluation(*episodes: SavedEpisode, **about: Any) -> SavedEvaluation:
         "experience": "none",
         "samples": 1,
         "temperature": 1.0,
-        "seed": 0,
+        "seed": 5,
         "options": {},
         "data_notes": {},
     }

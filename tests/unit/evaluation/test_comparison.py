@@ -179,9 +179,9 @@ def evaluated(tmp_path: Path, seed: int, **about: Any) -> RunResult:
 
 def test_an_evaluation_with_another_seed_is_another_arm(tmp_path: Path) -> None:
     path = saved_run(tmp_path / "other", [])
-    save(evaluation(step=4, seed=5), path / "eval", "mine")
+    save(evaluation(step=4, seed=6), path / "eval", "mine")
     comparison = compare([evaluated(tmp_path, 0), replace(read_run(path, "mine"), seed=1)])
-    assert comparison.differing["--set run.seed"] == ["unset", 5]
+    assert comparison.differing["seed of the evaluation"] == ["unset", 6]
 
 
 def test_runs_of_one_arm_need_no_equal_options(tmp_path: Path) -> None:
