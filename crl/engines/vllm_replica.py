@@ -129,8 +129,10 @@ def _shut_down_late_start(started: Future[AsyncLLM]) -> None:
 def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> AsyncLLM:
     # The engine's processes inherit the signal mask of this thread. Ctrl-C in the terminal must
     # only reach the run, which still needs its engines. The resource tracker must already run:
-    # otherwise the first new process starts the tracker, which unblocks the signal.
-    resource_tracker.ensure_running()
+    # otherwise the first new process starts the tracker, which unblocks the signal. The tracker
+    # would warn of shared memory that vLLM's processes leave to it when they are terminated.
+    with _start_lock, _environment({"PYTHONWARNINGS": "ignore"}):
+        resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     environment = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

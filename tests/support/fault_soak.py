@@ -79,8 +79,11 @@ SIGNALS = {
 FAULTS = ("kill", "kill", "part", "part", "interrupt", "terminate", "twice", "disk", "disk")
 DISK_BYTES = 64 << 20
 PENDING = "SELECT COUNT(*) FROM requests WHERE state IN ('pending', 'leased')"
-END_S = 30.0
-"""Seconds in which the processes of a run must end after the run itself."""
+END_S = {"local": 30.0, "deepspeed": 30.0, "vllm": 120.0}
+"""Seconds in which the processes of a run must end after the run itself, by stack.
+
+A process of vLLM that is starting notices the end only after its imports.
+"""
 ALL_KINDS_S = 600.0
 """Minimum duration in seconds of a soak that injects every kind of fault."""
 TIMEOUT_S = 900.0
@@ -274,7 +277,7 @@ class Soak:
 
         The files of a run that was killed may stay until the next run that is completed.
         """
-        if left := wait_for_end(name, END_S):
+        if left := wait_for_end(name, END_S[self.stack]):
             self._problems([f"processes left after {fault}: {left}"])
             kill_all(name)
         folders = (self.temporary, Path("/dev/shm"))
