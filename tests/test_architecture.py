@@ -30,7 +30,9 @@ RANKS = {
         ],
         0,
     ),
-    **dict.fromkeys(["crl.protocols", "crl.config", "crl.extras", "crl.scratch"], 1),
+    **dict.fromkeys(
+        ["crl.protocols", "crl.child_processes", "crl.config", "crl.extras", "crl.scratch"], 1
+    ),
     **dict.fromkeys(["crl.modeling", "crl.algo", "crl.envs", "crl.monitor", "crl.prompts"], 2),
     **dict.fromkeys(["crl.manager", "crl.engines", "crl.learners", "crl.records"], 3),
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),

@@ -165,6 +165,9 @@ def test_a_second_ctrl_c_says_which_steps_are_lost(mark: str, tmp_path: Path) ->
     with output.open("w") as stream:
         process = live_runs.start(words, mark, tmp_path, stream, python=program)
         wait_for(r"train +3/1000", output, process)
+        while not (run / "checkpoints" / "2").exists():
+            assert process.poll() is None, output.read_text("utf-8")
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         wait_for("interrupted: writing", output, process)
         process.send_signal(signal.SIGINT)
