@@ -3,7 +3,7 @@
 A run is `crl train` with the tasks of a setting, the settings of an arm, and a seed. Figures share
 runs. All of this was fixed before the runs; nothing was tuned on these seeds. Every arm has the
 settings of the preset `cpu`, which were tuned for `co-evolved` (seeds 0 to 2), and no setting of
-its own beyond those listed here. The factors of the budgets were measured on seeds 0 to 2 too.
+its own beyond those listed here.
 """
 
 from __future__ import annotations

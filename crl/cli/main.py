@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -135,6 +134,7 @@ def train(
     plain: Plain = False,
 ) -> int:
     """Train on one or more tasks."""
+    from crl.config.command import train_command
     from crl.config.load import load
     from crl.monitor.run_dir import require_free
 
@@ -165,7 +165,7 @@ def train(
     return run(
         config,
         run_dir,
-        command=_train_command(repeated, sets or ()),
+        command=train_command(repeated, sets or ()),
         screen=_screen(config, run_dir, plain),
     )
 
@@ -258,21 +258,6 @@ def export(
     checkpoint = export_run(run, folder, role=None if bank else chosen_role, step=step)
     what = "bank" if bank else chosen_role
     typer.echo(f"exported the {what} of {checkpoint} to {folder}")
-
-
-def _train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:
-    """Return the command line of `crl train` with these options, without the seed.
-
-    An option of None is left out.
-    """
-    words = ["crl", "train"]
-    for option, value in options.items():
-        if value is not None:
-            words += [option, str(value)]
-    for text in sets:
-        if text.partition("=")[0].strip() != "run.seed":
-            words += ["--set", text]
-    return shlex.join(words)
 
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crl.config.layers import leaves, parse_set
@@ -17,6 +17,21 @@ from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 
 SEED = "run.seed"
+
+
+def train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:
+    """Return the command line of `crl train` with these options, without the seed.
+
+    An option of None is left out.
+    """
+    words = ["crl", "train"]
+    for option, value in options.items():
+        if value is not None:
+            words += [option, str(value)]
+    for text in sets:
+        if text.partition("=")[0].strip() != SEED:
+            words += ["--set", text]
+    return shlex.join(words)
 
 
 def changes_since(command: str, config: RunConfig) -> list[Change] | None:
