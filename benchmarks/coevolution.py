@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,22 +127,34 @@ class Sweep:
         )
 
     def make(self, runs: Sequence[Run], jobs: int) -> None:
-        """Make the runs that are not stored, seed by seed and `jobs` at a time.
+        """Make the runs that are not stored, in the order of seeds and `jobs` at a time.
 
-        Raise `CalledProcessError`.
+        A run that starts from another one waits for it. Raise `CalledProcessError`; then the runs
+        that have not started are left out.
         """
-        for seed in sorted({run.seed for run in runs}):
-            of_seed = [run for run in dict.fromkeys(runs) if run.seed == seed]
-            sources = [s for run in of_seed if self.stored(run) is None and (s := source_of(run))]
-            with ThreadPoolExecutor(jobs) as pool:
-                list(pool.map(self._make, filter(self._is_unfinished, dict.fromkeys(sources))))
-                list(pool.map(self._make, [run for run in of_seed if self.stored(run) is None]))
+        made: dict[Run, Future[None]] = {}
+        with ThreadPoolExecutor(jobs) as pool:
+            # A source is submitted before the runs that wait for it, so it is never behind them.
+            for run in sorted(runs, key=lambda run: run.seed):
+                if run in made or self.stored(run) is not None:
+                    continue
+                source = source_of(run)
+                if source and source not in made and self._is_unfinished(source):
+                    made[source] = pool.submit(self._make, source)
+                made[run] = pool.submit(self._make, run, made.get(source) if source else None)
+            wait(made.values(), return_when=FIRST_EXCEPTION)
+            pool.shutdown(cancel_futures=True)
+        for future in made.values():
+            if not future.cancelled():
+                future.result()
 
     def _is_unfinished(self, run: Run) -> bool:
         """Return whether the directory of a finished run is missing."""
         return not (self._folder / run.path / FINISHED).exists()
 
-    def _make(self, run: Run) -> None:
+    def _make(self, run: Run, source: Future[None] | None = None) -> None:
+        if source:
+            source.result()
         folder = self._folder / run.path
         arguments = self._arguments(run)
         if list(folder.glob("checkpoints/*/manifest.json")):

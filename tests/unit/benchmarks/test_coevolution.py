@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,23 @@ def test_an_arm_may_start_from_a_finished_run_of_another_arm() -> None:
     run = coevolution.Run("room", "foreign bank", 20)
     assert coevolution.source_of(run) == coevolution.Run("room", "co-evolved", 21)
     assert coevolution.source_of(coevolution.Run("room", "none", 20)) is None
+
+
+def test_no_run_starts_after_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def fail(sweep: Any, *arguments: str) -> None:
+        started.append(arguments[:5])
+        raise CalledProcessError(1, "crl")
+
+    monkeypatch.setattr(coevolution.Sweep, "_crl", fail)
+    sweep = coevolution.Sweep(tmp_path / "results", tmp_path / "runs", quick=True)
+    runs = [coevolution.Run("room", arm, seed) for seed in (21, 20) for arm in ("offline", "none")]
+    with pytest.raises(CalledProcessError):
+        sweep.make(runs, jobs=1)
+    assert started == [("train", "--tasks", "room", "--seed", "20")], "the source of the first run"
 
 
 # ── placebos ──────────────────────────────────────────────────────────────────────────────────────
