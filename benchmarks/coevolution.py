@@ -33,8 +33,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 from common import commit, processor
@@ -133,6 +134,18 @@ class Sweep:
         that have not started are left out.
         """
         made: dict[Run, Future[None]] = {}
+        failed = Event()
+
+        def make(run: Run, source: Future[None] | None = None) -> None:
+            if source:
+                source.result()
+            if not failed.is_set():
+                try:
+                    self._make(run)
+                except BaseException:
+                    failed.set()
+                    raise
+
         with ThreadPoolExecutor(jobs) as pool:
             # A source is submitted before the runs that wait for it, so it is never behind them.
             for run in sorted(runs, key=lambda run: run.seed):
@@ -140,21 +153,16 @@ class Sweep:
                     continue
                 source = source_of(run)
                 if source and source not in made and self._is_unfinished(source):
-                    made[source] = pool.submit(self._make, source)
-                made[run] = pool.submit(self._make, run, made.get(source) if source else None)
-            wait(made.values(), return_when=FIRST_EXCEPTION)
-            pool.shutdown(cancel_futures=True)
+                    made[source] = pool.submit(make, source)
+                made[run] = pool.submit(make, run, made.get(source) if source else None)
         for future in made.values():
-            if not future.cancelled():
-                future.result()
+            future.result()
 
     def _is_unfinished(self, run: Run) -> bool:
         """Return whether the directory of a finished run is missing."""
         return not (self._folder / run.path / FINISHED).exists()
 
-    def _make(self, run: Run, source: Future[None] | None = None) -> None:
-        if source:
-            source.result()
+    def _make(self, run: Run) -> None:
         folder = self._folder / run.path
         arguments = self._arguments(run)
         if list(folder.glob("checkpoints/*/manifest.json")):

@@ -10,6 +10,7 @@ several tasks, the value of a seed is the mean over the tasks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,7 @@ from pictures import draw
 from crl.intervals import Mean
 
 AGREES, DISAGREES, NOT_SHOWN = "agrees", "disagrees", "not shown"
+NOT_RUN = "not run yet"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 """Lines around the part of docs/results.md that `document` writes."""
 
@@ -66,6 +68,47 @@ def _differences(
     first: Sequence[float | None], second: Sequence[float | None]
 ) -> list[float | None]:
     return [None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)]
+
+
+# ── latency ──────────────────────────────────────────────────────────────────────────────────────
+
+LATENCY = Path(__file__).parent / "results" / "rollout_latency.json"
+APPRECIABLE = 1.05
+"""Ratio of rollout times above which a slowdown is appreciable."""
+MAX_SEARCH_MS = 1_000.0
+"""Time of a search, about a second, that the paper calls negligible."""
+
+
+def latency_verdicts(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, str]]:
+    """Return claim and verdict of Figures 9c, 12 and 14b, from rows of `rollout_latency.py`.
+
+    Ratios are means over the numbers of environments, and their interval is over repetitions. Both
+    engines count: the latency model and the tiny models.
+    """
+    slower = {
+        arm: [
+            [fmean(ratios) - APPRECIABLE for ratios in zip(*sizes, strict=True)]
+            for engine in dict.fromkeys(row["engine"] for row in rows)
+            if (sizes := [r["ratio"] for r in rows if (r["engine"], r["arm"]) == (engine, arm)])
+        ]
+        for arm in ("on", "critic")
+    }
+    faster = [[-value for value in of_engine] for of_engine in slower["on"]]
+    searches = [row["search_ms"]["max"] for row in rows if row["search_ms"]]
+    return {
+        "9c": (
+            "Experience does not slow rollouts appreciably (by over 5 %).",
+            overall([verdict(values) for values in faster]),
+        ),
+        "12": (
+            "A search for experience takes at most a second.",
+            AGREES if max(searches) <= MAX_SEARCH_MS else DISAGREES,
+        ),
+        "14b": (
+            "The actor as critic slows rollouts appreciably (by over 5 %).",
+            overall([verdict(values) for values in slower["critic"]]),
+        ),
+    }
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────
@@ -203,18 +246,37 @@ def document(complete: Mapping[str, Results], docs: Path) -> None:
 
 def summary(complete: Mapping[str, Results]) -> list[str]:
     """Return the table of all figures, those that disagree first."""
-    rows = []
-    for name, figure in FIGURES.items():
-        if name not in complete:
-            rows.append((3, _row(title(name), figure.text, "not run yet")))
-            continue
-        results = complete[name]
-        judged = overall([verdict(advantage(results, claim)) for claim in results.figure.claims])
-        anchor = title(name).lower().replace(" ", "-")
-        rank = next(i for i, word in enumerate((DISAGREES, NOT_SHOWN, AGREES)) if word in judged)
-        rows.append((rank, _row(f"[{title(name)}](#{anchor})", figure.text, judged)))
+    rows = [
+        (
+            title(name),
+            title(name).lower().replace(" ", "-"),
+            figure.text,
+            overall(
+                [
+                    verdict(advantage(complete[name], claim))
+                    for claim in complete[name].figure.claims
+                ]
+            )
+            if name in complete
+            else NOT_RUN,
+        )
+        for name, figure in FIGURES.items()
+    ]
+    latency = latency_verdicts(json.loads(LATENCY.read_text("utf-8"))["rows"])
+    rows += [
+        (title(name), "rollout-latency", text, judged) for name, (text, judged) in latency.items()
+    ]
     return [
         _row("figure", "claim", "here"),
         _row("---", "---", "---"),
-        *(row for _, row in sorted(rows, key=lambda ranked: ranked[0])),
+        *(
+            _row(heading if judged == NOT_RUN else f"[{heading}](#{anchor})", text, judged)
+            for heading, anchor, text, judged in sorted(rows, key=lambda row: _rank(row[-1]))
+        ),
     ]
+
+
+def _rank(judged: str) -> int:
+    """Return the place of a verdict in the summary: by the worst of its claims."""
+    order = (DISAGREES, NOT_SHOWN, AGREES, NOT_RUN)
+    return next(place for place, word in enumerate(order) if word in judged)
