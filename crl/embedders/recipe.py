@@ -75,7 +75,7 @@ def read_encoder_settings(path: Path) -> EncoderSettings:
             raise not_downloaded(str(path), MODEL_KEY)
         remedy = (
             "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face "
-            f"format (crl does not download models){download_hint(str(path))}"
+            f"format (crl does not download models from hubs){download_hint(str(path))}"
         )
         raise ConfigError(MODEL_KEY, str(path), "is not hash, a URL or a directory", remedy)
     modules = _read_json(path / "modules.json") or []

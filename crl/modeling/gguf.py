@@ -16,14 +16,14 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from crl.config.models import find_model
+from crl.config.packaged import cache_folder
 from crl.errors import ConfigError, is_disk_full
 from crl.scratch import remove_stale_folders, scratch_folder
 
@@ -51,7 +51,7 @@ def described(path: Path, key: str) -> Path:
     model = _cached_folder(path)
     if (model / "config.json").is_file():
         return model
-    return _made(path, model.with_name(f"{model.name}-header"), _describe, key)
+    return made_from(path, model.with_name(f"{model.name}-header"), _describe, key)
 
 
 def converted(path: Path, key: str, note: Callable[[str], object]) -> Path:
@@ -67,19 +67,18 @@ def converted(path: Path, key: str, note: Callable[[str], object]) -> Path:
     model = _cached_folder(path)
     if not (model / "config.json").is_file():
         note(f"converting {path} to float32 in {model}")
-    return _made(path, model, _convert, key)
+    return made_from(path, model, convert, key)
 
 
 def _cached_folder(file: Path) -> Path:
     """Return the directory of the converted model, whether or not it exists."""
     status = file.stat()
     identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return root / "crl" / "gguf" / f"{file.stem}-{digest}"
+    return cache_folder() / "gguf" / f"{file.stem}-{digest}"
 
 
-def _made(file: Path, folder: Path, write: Callable[[Path, Path], None], key: str) -> Path:
+def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key: str) -> Path:
     """Return `folder`. If it does not exist, call `write(file, DIR)` and rename DIR to `folder`.
 
     DIR is in a scratch folder. If this process is killed, the next call removes it.
@@ -130,7 +129,7 @@ def _describe(file: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
 
 
-def _convert(file: Path, folder: Path) -> None:
+def convert(file: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
     """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face format."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -139,7 +138,9 @@ def _convert(file: Path, folder: Path) -> None:
     disable_progress_bar()
     set_verbosity_error()
     source = {"gguf_file": file.name, "local_files_only": True}
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=getattr(torch, dtype), **source
+    )
     # The weights are not quantized any more, but transformers refuses to save them otherwise.
     model.hf_quantizer = None
     del model.config.quantization_config

@@ -380,7 +380,7 @@ def test_a_model_that_has_moved(straight: Path, tmp_path: Path) -> None:
     config = json.loads((run / "config.json").read_text("utf-8"))
     config["config"]["actor"]["model"] = str(tmp_path / "gone")
     (run / "config.json").write_text(json.dumps(config), "utf-8")
-    assert "is neither a bundled model nor a directory" in resume(run, "--steps", 7, code=2)
+    assert "is neither a known model nor a directory" in resume(run, "--steps", 7, code=2)
     output = resume(run, "--steps", 7, "--set", f"actor.model={model}")
     assert f"actor.model: {tmp_path / 'gone'} → {model}" in output
     assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3, 4, 5, 6, 7]

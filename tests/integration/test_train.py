@@ -841,7 +841,7 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
         ),
         (
             ["--tasks", "room", "--set", "actor.model=no/such"],
-            "actor.model = 'no/such': is neither a bundled model nor a directory",
+            "actor.model = 'no/such': is neither a known model nor a directory",
         ),
         (
             ["--tasks", "room", "--set", "run.deterministic=true"],

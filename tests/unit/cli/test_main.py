@@ -196,7 +196,7 @@ def test_each_error_is_one_line(model: str, tmp_path: Path):
     assert "rollout.groups = 'x': should be a valid integer" in one_line_error(
         crl("train", "--tasks", "room", "--set", model, "--set", "rollout.groups=x")
     )
-    assert "is neither a bundled model nor a directory" in one_line_error(
+    assert "is neither a known model nor a directory" in one_line_error(
         crl("train", "--tasks", "room", "--set", "actor.model=no/such")
     )
     assert "Did you mean grpo?" in one_line_error(

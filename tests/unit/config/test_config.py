@@ -541,12 +541,13 @@ def test_settings_that_contradict_each_other(model: Path):
 
 
 def test_a_model_that_does_not_exist(model: Path, tmp_path: Path):
-    assert "actor.model = 'no/such': is neither a bundled model nor a directory" in config_error(
+    assert "actor.model = 'no/such': is neither a known model nor a directory" in config_error(
         model, "actor.model=no/such"
     )
     assert config_error(model, "actor.model=nope") == (
-        "actor.model = 'nope': is neither a bundled model nor a directory. Available: tiny-actor, "
-        "tiny-extractor; or give a directory in Hugging Face format (crl does not download models)."
+        "actor.model = 'nope': is neither a known model nor a directory. Available: tiny-actor, "
+        "tiny-extractor, smollm2; or give a directory in Hugging Face format (crl does not "
+        "download models from hubs)."
     )
     (tmp_path / "empty").mkdir()
     assert "the directory contains no config.json" in config_error(
@@ -771,9 +772,8 @@ def test_a_method_without_experience_needs_no_extractor(model: Path):
     assert not config.with_extractor
     assert config.extractor.max_response_tokens == 4096, "the profile is not read"
     assert resolved(model).with_extractor
-    assert (
-        "extractor.model = 'no/such': is neither a bundled model nor a directory"
-        in config_error(model, "extractor.model=no/such")
+    assert "extractor.model = 'no/such': is neither a known model nor a directory" in config_error(
+        model, "extractor.model=no/such"
     )
     assert "extractor.batch = 0: should be greater than or equal to 1" in config_error(
         model, "extractor.batch=0", options=grpo

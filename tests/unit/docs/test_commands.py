@@ -38,6 +38,7 @@ NOT_RUN = {
     "crl learn --from runs/played/episodes/000002.jsonl.gz --run-dir runs/second": (
         "needs episodes; see tests/integration/test_halves.py"
     ),
+    "crl models get smollm2": "downloads; see tests/unit/modeling/test_importing.py",
     "crl export runs/first models/mine": "needs a run; see tests/integration/test_resume.py",
     "crl eval runs/first": "needs a trained run; see tests/integration/test_complementary.py",
     "crl eval runs/first --samples 4": "needs a trained run; see tests/integration/test_eval.py",

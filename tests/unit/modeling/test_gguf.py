@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from crl.config.load import load, load_saved
 from crl.config.models import model_size, profile_of, resolve_model
@@ -27,68 +23,12 @@ from crl.monitor.plain import PlainMonitor
 from crl.planning import plan, preflight
 from crl.planning.model_size import planned_shape
 from crl.run import main
-
-LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-"""GGUF's names of a layer's tensors."""
-
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-}
+from support.gguf_files import write_gguf
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def write_gguf(source: Path, file: Path) -> None:
-    """Write the bundled model in directory `source` as a GGUF file."""
-    config = json.loads((source / "config.json").read_text("utf-8"))
-    tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
-    writer = gguf.GGUFWriter(file, "qwen2")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    texts = {i: text for text, i in tokenizer["model"]["vocab"].items()}
-    special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
-    texts |= special
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([texts[i] for i in range(config["vocab_size"])])
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    types = [control if i in special else normal for i in range(config["vocab_size"])]
-    writer.add_token_types(types)
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_pad_token_id(config["pad_token_id"])
-    writer.add_chat_template((source / "chat_template.jinja").read_text("utf-8"))
-    names = dict(NAMES)
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if name.startswith("model.layers."):
-            _, _, layer, *path, kind = name.split(".")
-            names[name] = f"blk.{layer}.{LAYER_NAMES['.'.join(path)]}.{kind}"
-        writer.add_tensor(names[name], tensor.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def is_scratch(path: Path) -> bool:
@@ -110,7 +50,7 @@ def test_conversions_of_killed_processes_are_removed(tiny_actor: Path, tmp_path:
         "def killed(file, folder):\n"
         "    (folder / 'model.safetensors').write_bytes(b'1')\n"
         "    os.kill(os.getpid(), 9)\n"
-        "gguf._convert = killed\n"
+        "gguf.convert = killed\n"
         "gguf.converted(Path(sys.argv[1]), 'actor.model', print)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(file)], check=False, capture_output=True)
@@ -203,7 +143,7 @@ def test_a_file_is_converted_once_and_again_after_a_change(
         calls.append(file)
         shutil.copy(tiny_actor / "config.json", folder)
 
-    monkeypatch.setattr(module, "_convert", convert)
+    monkeypatch.setattr(module, "convert", convert)
     file = tmp_path / "m.gguf"
     file.write_bytes(b"1")
     first = converted(file, "actor.model", print)
@@ -221,7 +161,7 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert caught.value.key == "extractor.model"
         return str(caught.value)
 
-    assert "is neither a bundled model nor a directory" in error(tmp_path / "none.gguf")
+    assert "is neither a known model nor a directory" in error(tmp_path / "none.gguf")
     file = tmp_path / "a.gguf"
     file.write_bytes(b"no model")
     with monkeypatch.context() as patch:
@@ -230,14 +170,14 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
             f"extractor.model = '{file}': a GGUF file needs the package gguf, which is not "
             "installed. Run pip install 'crl[gguf]'."
         )
-    monkeypatch.setattr(module, "_convert", lambda file, folder: 1 / 0)
+    monkeypatch.setattr(module, "convert", lambda file, folder: 1 / 0)
     assert "the GGUF file cannot be converted (division by zero)" in error(file)
     folder = tmp_path / "cache" / "crl" / "gguf"
     (scratch,) = folder.iterdir()
     assert is_scratch(scratch)
     assert [item.name for item in scratch.iterdir()] == ["lock"], "no partial conversion"
     for full in (OSError(errno.ENOSPC, "No space left"), _DiskFullError()):
-        monkeypatch.setattr(module, "_convert", Mock(side_effect=full))
+        monkeypatch.setattr(module, "convert", Mock(side_effect=full))
         assert f"Free some disk space in {folder}, or set XDG_CACHE_HOME." in error(file)
     (tmp_path / "b.gguf").write_bytes(b"")
     assert "contains several GGUF files (a.gguf, b.gguf)" in error(tmp_path)

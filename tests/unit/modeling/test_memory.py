@@ -57,7 +57,14 @@ def test_published_sizes_match_the_architecture(name: str):
     The architecture of transformers is created with these sizes and without weights.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     shape = PUBLISHED_SHAPES[name]
     settings: dict[str, Any] = dict(
@@ -69,6 +76,9 @@ def test_published_sizes_match_the_architecture(name: str):
         if "Qwen2.5" in name:
             assert shape.attention.head_dim * shape.attention.heads == shape.hidden
             model = Qwen2ForCausalLM(Qwen2Config(**settings))
+        elif name == "smollm2":
+            assert shape.attention.head_dim * shape.attention.heads == shape.hidden
+            model = LlamaForCausalLM(LlamaConfig(**settings))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=shape.attention.head_dim))
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters

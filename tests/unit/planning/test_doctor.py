@@ -187,7 +187,7 @@ def test_deepspeed_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch):
 def test_models_that_are_not_downloaded():
     checks = by_name(list(doctor._models(config("node8"))))
     assert checks["embedder.model"].text == (
-        "Qwen/Qwen3-Embedding-0.6B: is not downloaded, and crl does not download models"
+        "Qwen/Qwen3-Embedding-0.6B: is not downloaded, and crl does not download models from hubs"
     )
     remedy = "Run hf download Qwen/Qwen3-Embedding-0.6B, or give the directory of a model"
     assert checks["embedder.model"].remedy == remedy

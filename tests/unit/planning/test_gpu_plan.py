@@ -427,7 +427,7 @@ def test_a_run_without_its_models_is_refused():
     assert result.exit_code == 2
     assert result.stderr == (
         "error: actor.model = 'Qwen/Qwen2.5-7B-Instruct': "
-        "is not downloaded, and crl does not download models. "
+        "is not downloaded, and crl does not download models from hubs. "
         "Run hf download Qwen/Qwen2.5-7B-Instruct, or give the directory of a model.\n"
     )
 

@@ -116,7 +116,7 @@ def refused(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             ["embedder.model=Qwen/X"],
             "embedder.model = 'Qwen/X': is not hash, a URL or a directory. Use hash, the URL of an "
             "endpoint, or a directory with an encoder in Hugging Face format (crl does not "
-            "download models); or download it: hf download Qwen/X.",
+            "download models from hubs); or download it: hf download Qwen/X.",
         ),
         (
             ["embedder.model=http://localhost:9", "embedder.name=m", "embedder.key_env=NO_SUCH"],

