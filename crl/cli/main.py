@@ -241,6 +241,9 @@ def export(
     bank: Annotated[
         bool, typer.Option("--bank", help="Export the bank instead of a model.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the model's adapter into its base model.")
+    ] = False,
     step: Annotated[
         int | None,
         typer.Option(metavar="STEP", help="Checkpoint to export (default: the last one)."),
@@ -253,10 +256,13 @@ def export(
     if bank and role:
         reason = "does not apply to --bank, which exports no model"
         raise ConfigError("role", role, reason, "Leave out --role or --bank")
+    if bank and merge:
+        reason = "does not apply to --bank, which exports no model"
+        raise ConfigError("merge", True, reason, "Leave out --merge or --bank")
     load_saved(run)  # report a wrong path immediately, before torch is imported
     from crl.run.main import export_run
 
-    checkpoint = export_run(run, folder, role=None if bank else chosen_role, step=step)
+    checkpoint = export_run(run, folder, role=None if bank else chosen_role, step=step, merge=merge)
     what = "bank" if bank else chosen_role
     typer.echo(f"exported the {what} of {checkpoint} to {folder}")
 

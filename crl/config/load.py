@@ -24,7 +24,17 @@ from crl.config.catalog import (
     presets,
     task_file,
 )
-from crl.config.layers import Layer, Tree, first_leaf, merge, nested, parse_set, put, read_toml
+from crl.config.layers import (
+    Layer,
+    Tree,
+    first_leaf,
+    leaves,
+    merge,
+    nested,
+    parse_set,
+    put,
+    read_toml,
+)
 from crl.config.method import method_spec
 from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
 from crl.config.renamed import upgrade
@@ -179,9 +189,8 @@ def _refuse_unused(config: RunConfig, given: Sequence[Layer]) -> None:
     settings, keys = merge(given)
     for key in keys:
         if unused := _unused_reason(config, key, keys):
-            section, _, name = key.partition(".")
             raise ConfigError(
-                key, settings[section][name], f"has no effect because {unused[0]}", unused[1]
+                key, dict(leaves(settings))[key], f"has no effect because {unused[0]}", unused[1]
             )
 
 
@@ -195,7 +204,7 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
     # A file of the user may also serve runs in which the setting has an effect.
     if not given[key].startswith("-"):
         return None
-    if reason := _kind_reason(config, key):
+    if reason := _kind_reason(config, key) or _adapter_reason(config, key):
         return reason
     if key == "eval.probe_every" and "probe" not in config.spec.uses and config.eval.probe_every:
         return (
@@ -240,6 +249,14 @@ def _kind_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
         return None
     choices = " or ".join(f"--set {section}.kind={other}" for other in kinds)
     return f'{section}.kind is "{kind}"', f"Add {choices}, or leave it out"
+
+
+def _adapter_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a setting of an adapter that no model of the run has."""
+    role, _, name = key.partition(".")
+    if name in ("lora.alpha", "lora.targets") and not getattr(config, role).lora.rank:
+        return f"{role}.lora.rank is 0", f"Add --set {role}.lora.rank=16, or leave it out"
+    return None
 
 
 def _experience_reason(

@@ -43,9 +43,12 @@ def resolve_model(name: str, key: str = "actor.model") -> Path:
 OUTPUT_HEAD = "lm_head.weight"
 """Name of the weights of the output head."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a saved adapter (`crl.modeling.lora`) that names its base model."""
+
 
 def find_model(name: str, key: str = "actor.model") -> Path | None:
-    """Return the directory or the GGUF file of a model.
+    """Return the directory or the GGUF file of a model. The directory may hold an adapter.
 
     Return None for a model of a preset that is not downloaded. A run can be planned with this
     model, but not started.
@@ -57,7 +60,7 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     if name in imported_models():
         return imported_folder(name).resolve()
     path = Path(os.path.expanduser(name))
-    if (path / "config.json").is_file():
+    if is_adapter(path) or (path / "config.json").is_file():
         return path.resolve()
     if file := _gguf_file(path, key):
         return file.resolve()
@@ -77,6 +80,28 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
         f"{download_hint(name)}"
     )
     raise ConfigError(key, name, "is neither a known model nor a directory", remedy)
+
+
+def is_adapter(path: Path) -> bool:
+    """Return whether a directory holds an adapter."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def adapter_base(path: Path, key: str = "actor.model") -> Path:
+    """Return the directory or the GGUF file of the base model of the adapter in `path`.
+
+    Raise `ConfigError` under `key` if adapter_config.json does not name a model on this machine.
+    """
+    try:
+        name = json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
+        return resolve_model(name, key)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"its {ADAPTER_CONFIG} cannot be read ({type(error).__name__}: {error})"
+        raise ConfigError(key, str(path), reason, "Restore the file") from error
+    except ConfigError as error:
+        reason = f"the base model of this adapter, {error.value}, {error.reason}"
+        remedy = f"Correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        raise ConfigError(key, str(path), reason, remedy) from error
 
 
 def _gguf_file(path: Path, key: str) -> Path | None:
@@ -114,16 +139,18 @@ def download_hint(name: str) -> str:
     return f"; or download it: hf download {name}" if _HUB_NAME.fullmatch(name) else ""
 
 
+def download_command(name: str) -> str:
+    """Return the command that downloads a model of a preset."""
+    return f"crl models get {name}" if name in PACKAGED_MODELS else f"hf download {name}"
+
+
 def not_downloaded(name: str, key: str) -> ConfigError:
     """Return the error for a model that must be downloaded first."""
-    if name in PACKAGED_MODELS:
-        return ConfigError(key, name, "is not downloaded", f"Run crl models get {name}")
-    return ConfigError(
-        key,
-        name,
-        "is not downloaded, and crl does not download models from hubs",
-        f"Run hf download {name}, or give the directory of a model",
-    )
+    reason = "is not downloaded"
+    if name not in PACKAGED_MODELS:
+        reason += ", and crl does not download models from hubs"
+    remedy = f"Run {download_command(name)}, or give the directory of a model"
+    return ConfigError(key, name, reason, remedy)
 
 
 def profile_of(name: str, key: str = "actor.model") -> Profile:
@@ -193,7 +220,9 @@ def weight_shapes(path: Path, key: str = "actor.model") -> dict[str, list[int]]:
 
 
 def _tensors(path: Path, key: str) -> dict[str, dict]:
-    """Return the header entries of all tensors of a model, by name."""
+    """Return the header entries of all tensors of a model, by name; none for an adapter."""
+    if is_adapter(path):
+        return {}
     files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
     return {name: entry for file in files for name, entry in _safetensors_header(file, key)}
 

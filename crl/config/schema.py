@@ -179,6 +179,20 @@ class OptimizerSection(Section):
     """
 
 
+class LoraSection(Section):
+    """Low-rank adapter (LoRA), which is trained instead of the weights of the model."""
+
+    rank: Natural = 0
+    """Rank of the adapter's matrices. 0 = all weights of the model are trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the adapter: the product of its matrices is multiplied by alpha / rank."""
+    targets: str = ""
+    """Names of the linear layers that have an adapter, with commas, such as q_proj,v_proj.
+
+    Empty = all linear layers except the output head.
+    """
+
+
 class ActorSection(Section):
     """Actor: the model that plays, with its sampling, its loss and its optimizer."""
 
@@ -236,6 +250,8 @@ class ActorSection(Section):
 
     0 = off, as in the paper.
     """
+    lora: LoraSection = LoraSection()
+    """Adapter of the actor."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer of the actor."""
 
@@ -330,6 +346,8 @@ class ExtractorSection(Section):
     """
     merge_tokens: Count = 4096
     """Maximum number of tokens of experiences in one request of a merge pass."""
+    lora: LoraSection = LoraSection()
+    """Adapter of the extractor."""
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer of the extractor."""
 
@@ -928,6 +946,7 @@ class RunConfig(Section):
         _check_run(self)
         _check_learner(self.learner)
         _check_engine(self)
+        _check_adapters(self)
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
         if self.with_extractor:
@@ -996,6 +1015,17 @@ def _check_learner(learner: LearnerSection) -> None:
     if learner.kind == "deepspeed" and learner.offload and not learner.zero:
         reason = "requires ZeRO, but learner.zero is 0"
         raise ConfigError("learner.offload", True, reason, "Choose learner.zero = 1, 2 or 3")
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Raise `ConfigError` for adapters with learners or engines that do not support them."""
+    roles = ("actor", *(("extractor",) if config.trains_extractor else ()))
+    for key in (f"{role}.lora.rank" for role in roles if getattr(config, role).lora.rank):
+        for section, kind in (("learner", "local"), ("engine", "torch")):
+            if (other := getattr(config, section).kind) != kind:
+                rank = getattr(config, key.partition(".")[0]).lora.rank
+                reason = f'is not supported by {section}.kind = "{other}"'
+                raise ConfigError(key, rank, reason, f"Add --set {section}.kind={kind}")
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -33,6 +33,7 @@ from crl.wording import counted, device_text
 
 if TYPE_CHECKING:
     from crl.learners.step import TrainSettings
+    from crl.modeling.lora import Adapter
 
 OFFLOADED_PARAMETER_BYTES = 20
 """Bytes per parameter in the machine's memory if the optimizer is offloaded.
@@ -62,6 +63,8 @@ class TrainedModel:
     optimizer: OptimizerSection
     loss: Loss
     settings: TrainSettings
+    adapter: Adapter | None = None
+    """Adapter that is trained; None if all weights are."""
 
     @property
     def key(self) -> str:
@@ -206,12 +209,24 @@ class LocalBackend(LearnerBackend):
 
         from crl.learners.local import LocalLearner
         from crl.modeling.loading import load_model, require_packing, resolve_device
+        from crl.modeling.lora import add_adapter, shared_base
 
         device = resolve_device(section.device, "learner.device")
-        loaded = load_model(model.path, device, getattr(torch, model.dtype), key=model.key)
+        dtype = getattr(torch, model.dtype)
+        if model.adapter:
+            loaded = shared_base(model.path, device, dtype, key=model.key)
+        else:
+            loaded = load_model(model.path, device, dtype, key=model.key)
         require_packing(loaded, model.path, model.key)
+        if model.adapter:
+            add_adapter(loaded, model.adapter, f"{model.role}.lora")
         return LocalLearner(
-            loaded, model.loss, model.optimizer, model.settings, threads=section.threads
+            loaded,
+            model.loss,
+            model.optimizer,
+            model.settings,
+            threads=section.threads,
+            adapter_base=model.adapter and model.adapter.base,
         )
 
 

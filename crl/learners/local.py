@@ -22,6 +22,7 @@ from crl.learners.optimizer_file import (
 )
 from crl.learners.step import Trainer, TrainSettings, adamw
 from crl.modeling.loading import InProcessWeights, load_model
+from crl.modeling.lora import adapter_parameters, load_adapter, write_adapter
 from crl.modeling.weights import manifest_of, write_tensors
 from crl.protocols import Loss, State
 from crl.types import Minibatch, StepStats
@@ -38,7 +39,9 @@ Tensors = dict[str, torch.Tensor]
 class LocalLearner:
     """`crl.protocols.Learner` in this process.
 
-    A model in half precision is trained with float32 master weights (`MasterWeights`).
+    A model in half precision is trained with float32 master weights (`MasterWeights`). Of a model
+    with an adapter (`crl.modeling.lora`), the adapter is trained and saved. `adapter_base` is then
+    the base model that saved adapters name.
     """
 
     def __init__(
@@ -49,12 +52,16 @@ class LocalLearner:
         settings: TrainSettings,
         *,
         threads: int = 1,
+        adapter_base: Path | None = None,
     ) -> None:
         self.model = model
         self.version = 0
         """Number of steps that changed the weights."""
-        self._masters = None if model.dtype == torch.float32 else MasterWeights(model)
-        parameters = self._masters.parameters if self._masters else model.parameters()
+        self._adapter_base = adapter_base
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        half = any(parameter.dtype != torch.float32 for parameter in trained)
+        self._masters = MasterWeights(model) if half else None
+        parameters = self._masters.parameters if self._masters else trained
         cuda = model.device.type == "cuda"
         # The fused update needs no temporary memory of the size of the weights.
         optim, schedule = adamw(parameters, optimizer, fused=cuda)
@@ -121,7 +128,7 @@ class LocalLearner:
                     if moment is None
                     else _host_copy(moment)
                 )
-        weights = self.model.state_dict()
+        weights = adapter_parameters(self.model) if self._adapter_base else self.model.state_dict()
         # Tied weights are one tensor under several names, and must remain one.
         copies = {tensor.data_ptr(): _host_copy(tensor) for tensor in weights.values()}
         return (
@@ -135,7 +142,10 @@ class LocalLearner:
     ) -> None:
         """Write copied weights and a copied optimizer. Raise `LearnerError` on failure."""
         try:
-            self.model.save_pretrained(directory, state_dict=weights)
+            if self._adapter_base:
+                write_adapter(self.model, weights, self._adapter_base, directory)
+            else:
+                self.model.save_pretrained(directory, state_dict=weights)
             write_tensors(
                 directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
             )
@@ -152,9 +162,12 @@ class LocalLearner:
             yield name, master
 
     def _load(self, directory: Path) -> None:
-        loaded = load_model(directory, self.model.device, self.model.dtype)
+        if self._adapter_base:
+            load_adapter(self.model, directory)
+        else:
+            loaded = load_model(directory, self.model.device, self.model.dtype)
+            self.model.load_state_dict(loaded.state_dict())
         path = optimizer_path(directory)
-        self.model.load_state_dict(loaded.state_dict())
         optimizer, device = self._trainer.optimizer, str(self.model.device)
         with safe_open(path, "pt", device=device) as file:
             updates = restore_schedule(self._trainer.schedule, file.metadata())

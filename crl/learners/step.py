@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling.loading import TokenStats, checkpoint_activations, token_logprobs
+from crl.modeling.lora import has_adapter
 from crl.modeling.packing import enable_packing
 from crl.protocols import Loss
 from crl.types import (
@@ -216,6 +217,14 @@ def mismatch(moments: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def _reference(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the reference for the KL: a copy, or the model itself if it has an adapter.
+
+    The base model of an adapter does not change (`token_logprobs`).
+    """
+    return model if has_adapter(model) else copy.deepcopy(model).requires_grad_(False)
+
+
 def probe_minibatch(probe: Sequence[TokenTrace]) -> Minibatch:
     """Return the traces as a minibatch that can be split into micro-batches.
 
@@ -243,7 +252,7 @@ class Trainer:
             checkpoint_activations(model)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.loss, self.settings = loss, settings
-        self._reference = copy.deepcopy(model).requires_grad_(False) if settings.kl_coef else None
+        self._reference = _reference(model) if settings.kl_coef else None
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
         """Make one optimizer update per minibatch and return the metrics of the step.

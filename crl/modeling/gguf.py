@@ -1,4 +1,4 @@
-"""Models in GGUF files, as directories in Hugging Face format.
+"""Models in GGUF files, and saved adapters, as directories in Hugging Face format.
 
 The config names the GGUF file. A file has two directories in $XDG_CACHE_HOME/crl/gguf. Their names
 contain the file's name and a hash of its path, size and modification time:
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from crl.config.models import find_model
+from crl.config.models import ADAPTER_CONFIG, adapter_base, find_model, is_adapter
 from crl.config.packaged import cache_folder
 from crl.errors import ConfigError, is_disk_full
 from crl.scratch import remove_stale_folders, scratch_folder
@@ -40,12 +40,14 @@ def find_folder(name: str, key: str) -> Path | None:
 def described(path: Path, key: str) -> Path:
     """Return a directory with config.json and tokenizer of the model at `path`.
 
-    A directory is returned unchanged. A GGUF file is described by its header. The weights are not
-    read.
+    A directory is returned unchanged. A GGUF file is described by its header, and an adapter by its
+    base model. The weights are not read.
 
     Raise `ConfigError` under `key` if the package gguf is missing, if the file cannot be read, or
     if the directory cannot be written.
     """
+    if is_adapter(path):
+        return described(adapter_base(path, key), key)
     if not path.is_file():
         return path
     model = _cached_folder(path)
@@ -57,17 +59,36 @@ def described(path: Path, key: str) -> Path:
 def converted(path: Path, key: str, note: Callable[[str], object]) -> Path:
     """Return a directory with the whole model at `path`. Convert a GGUF file once.
 
-    A directory is returned unchanged. Quantized weights are converted to float32, which holds their
-    values exactly. `note` is called with a line of text before a conversion, which takes minutes.
+    A directory is returned unchanged. An adapter is merged into its base model, in a temporary
+    directory of this process. Quantized weights are converted to float32, which holds their values
+    exactly. `note` is called with a line of text before a conversion, which takes minutes.
 
     Raise `ConfigError` under `key` as `described` does.
     """
+    if is_adapter(path):
+        return _merged(path, key, note)
     if not path.is_file():
         return path
     model = _cached_folder(path)
     if not (model / "config.json").is_file():
         note(f"converting {path} to float32 in {model}")
     return made_from(path, model, convert, key)
+
+
+_merged_folders: dict[tuple[Path, int], Path] = {}
+"""Temporary directories of merged models, by the adapter and its time of modification."""
+
+
+def _merged(adapter: Path, key: str, note: Callable[[str], object]) -> Path:
+    """Return a temporary directory with the base model of an adapter and the adapter merged."""
+    from crl.modeling.lora import write_merged
+
+    address = adapter, (adapter / ADAPTER_CONFIG).stat().st_mtime_ns
+    if address not in _merged_folders:
+        folder = Path(tempfile.mkdtemp(dir=scratch_folder()))
+        write_merged(adapter, converted(adapter_base(adapter, key), key, note), folder, key)
+        _merged_folders[address] = folder
+    return _merged_folders[address]
 
 
 def _cached_folder(file: Path) -> Path:

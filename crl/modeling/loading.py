@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 
 from crl.errors import ConfigError
 from crl.modeling import MAX_LOGITS
+from crl.modeling.lora import has_adapter, merged_weights, without_adapter
 from crl.modeling.packing import Gather, Packing, enable_packing, reads_packed
 from crl.protocols import WeightManifest
 
@@ -362,11 +363,14 @@ def token_logprobs(
     reads packed sequences reads neither padding nor tokens after the last selected token. Other
     models read the padded rows. Logits are computed only for selected tokens, in parts, so that no
     tensor of logits has more than `MAX_LOGITS` elements.
+
+    `reference` may be `model` itself if it has an adapter: the reference is then its base model.
     """
     hidden, head = predicting_states(model, ids, mask), _output_head(model)
     reference_dist = None
     if reference is not None:
-        with torch.no_grad():
+        base = without_adapter(model) if reference is model else nullcontext()
+        with torch.no_grad(), base:
             reference_hidden = predicting_states(reference, ids, mask)
             reference_head = _output_head(reference)
         reference_dist = HeadDistribution(
@@ -517,7 +521,12 @@ def _parts(n: int, vocabulary: int) -> list[slice]:
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's detached parameters by name. A tied parameter is listed once."""
+    """Return the model's detached parameters by name. A tied parameter is listed once.
+
+    An adapter is merged into the weights of the base model.
+    """
+    if has_adapter(model):
+        return merged_weights(model)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -579,7 +588,7 @@ class InProcessWeights:
 
     @classmethod
     def snapshot(cls, model: PreTrainedModel, version: int) -> InProcessWeights:
-        """Return a handle with copies of the model's current weights."""
+        """Return a handle with copies of the model's current weights, an adapter merged."""
         tensors = {name: tensor.clone() for name, tensor in named_weights(model).items()}
         return cls(version, tensors, checksum(tensors))
 

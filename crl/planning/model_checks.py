@@ -10,12 +10,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from crl.config.models import model_profile, model_size, resolve_model
+from crl.config.models import (
+    adapter_base,
+    is_adapter,
+    model_profile,
+    model_size,
+    resolve_model,
+    weight_shapes,
+)
 from crl.config.schema import ActorSection, ExtractorSection, RunConfig
 from crl.config.shapes import PUBLISHED_SHAPES, require_context
 from crl.embedders import encoder_folder
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
+from crl.extras import require_package
 from crl.modeling.gguf import described, find_folder
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
@@ -69,6 +77,10 @@ def require_model(name: str, key: str) -> Path:
     if folder.is_file():
         described(folder, key)
         return folder
+    if is_adapter(folder):
+        require_package("peft", key, str(folder), extra="lora")
+        require_model(str(adapter_base(folder, key)), key)
+        return folder
     missing = _missing_files(folder, key)
     if missing or not (model_size(folder, key) or any(folder.glob("pytorch_model*.bin"))):
         reason = (
@@ -105,6 +117,29 @@ def require_models(config: RunConfig) -> None:
     """Raise `ConfigError` if a model of the run is not on this machine, or is incomplete."""
     for key, name in named_models(config).items():
         require_model(name, key)
+
+
+def require_adapters(config: RunConfig) -> None:
+    """Raise `ConfigError` if the model of a role cannot have the adapter of its settings."""
+    for role, section in model_sections(config).items():
+        if not section.lora.rank:
+            continue
+        require_package("peft", f"{role}.lora.rank", section.lora.rank, extra="lora")
+        path = find_folder(section.model, f"{role}.model")
+        shapes = weight_shapes(path, f"{role}.model") if path else {}
+        layers = {
+            name.split(".")[-2]
+            for name, shape in shapes.items()
+            if len(shape) == 2 and name.endswith(".weight") and ".layers." in name
+        }
+        for name in filter(None, map(str.strip, section.lora.targets.split(","))):
+            if layers and name not in layers:
+                raise ConfigError(
+                    f"{role}.lora.targets",
+                    section.lora.targets,
+                    f"{name} is not a linear layer in a block of the model",
+                    f"Choose from {', '.join(sorted(layers))}",
+                )
 
 
 def require_contexts(config: RunConfig) -> None:

@@ -9,7 +9,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from crl.config.models import bundled_models, find_model, model_size, profile_of
+from crl.config.models import (
+    adapter_base,
+    bundled_models,
+    download_command,
+    find_model,
+    is_adapter,
+    model_size,
+    profile_of,
+)
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
     EmbedderSection,
@@ -193,7 +201,7 @@ def _model(role: str, name: str) -> str:
     path, profile = find_model(name, key), profile_of(name, key)
     if path is None:
         return (
-            f"{role:<10} {name} (not downloaded: hf download {name})\n"
+            f"{role:<10} {name} (not downloaded: {download_command(name)})\n"
             f"           {PUBLISHED_SHAPES[name].parameters:,} parameters; profile {profile}"
         )
     if size := model_size(path, key):
@@ -202,6 +210,7 @@ def _model(role: str, name: str) -> str:
         weights = _counted_parameters(name, key)
     source = "bundled" if name in bundled_models() else "local directory"
     source = "GGUF file, converted to float32" if path.is_file() else source
+    source = f"adapter of {adapter_base(path, key)}" if is_adapter(path) else source
     return f"{role:<10} {path} ({source})\n           {weights}; profile {profile}"
 
 

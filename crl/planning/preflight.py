@@ -251,6 +251,7 @@ CHECKS: tuple[Check, ...] = (
     Check("embedder", "settings", require_embedder),
     Check("context", "models", model_checks.require_contexts),
     Check("models", "machine", model_checks.require_models, detailed=True),
+    Check("adapters", "models", model_checks.require_adapters),
     Check("tokenizers", "models", model_checks.require_tokenizers),
     Check("merge prompt", "models", model_checks.require_merge_tokens),
     Check("architectures", "models", model_checks.require_architectures),

@@ -149,7 +149,8 @@ async def _training_loop(
     models = _model_dirs(config, actor, with_extractor=experience is not None)
     episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
     stack.push_async_callback(episodes.aclose)
-    outputs = Outputs(monitor, run, models, episodes, started, supervisor)
+    adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
+    outputs = Outputs(monitor, run, models, adapters, episodes, started, supervisor)
     return TrainingLoop(
         method,
         _schedule(config),

@@ -48,6 +48,7 @@ from crl.run.models import (
     NO_GPU,
     ModelRole,
     extractor_model,
+    model_of,
     open_role_engine,
     open_role_learner,
     open_untrained_engine,
@@ -265,7 +266,7 @@ def run_bank_source(config: RunConfig, checkpoint: Path, run: RunDir) -> BankSou
     require_bank(run)
     trained = checkpoint / "extractor"
     role = (
-        ModelRole("extractor", trained, config.extractor)
+        model_of("extractor", trained, config.extractor)
         if trained.is_dir()
         else extractor_model(config)
     )

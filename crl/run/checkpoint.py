@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from crl.errors import CheckpointError, ConfigError, LearnerError
+from crl.modeling.files import copy_model_files
 from crl.protocols import Learner, State
 
 MANIFEST = "manifest.json"
@@ -43,6 +44,7 @@ async def prepare_checkpoint(
     model_dirs: Mapping[str, Path],
     state: State,
     *,
+    adapters: Collection[str] = (),
     records: Sequence[Path] = (),
     replace: bool = False,
 ) -> Callable[[], Path]:
@@ -50,8 +52,10 @@ async def prepare_checkpoint(
 
     Return a function that writes the checkpoint and returns its path. It may be called in any
     thread, also while the next steps are being trained. A complete checkpoint of the same step is
-    kept and nothing is written, unless `replace` is true. `model_dirs` maps each role to a model
-    directory: its tokenizer files and profile are copied beside the role's weights. `records` are
+    kept and nothing is written, unless `replace` is true.
+
+    `model_dirs` maps each role to a model directory: its tokenizer files and profile are copied
+    beside the role's weights. `adapters` are roles of which only an adapter is saved. `records` are
     existing files of the run that are synchronised to disk before the checkpoint becomes valid.
 
     Both functions raise `CheckpointError` if the disk has not enough space, a learner cannot save
@@ -62,7 +66,7 @@ async def prepare_checkpoint(
         return lambda: target
     shutil.rmtree(partial_dir, ignore_errors=True)
     with _checkpoint_errors(partial_dir, target):
-        _require_space(root, [model_dirs[role] for role in learners])
+        _require_space(root, [model_dirs[role] for role in learners.keys() - set(adapters)])
         saves: dict[str, Callable[[], None]] = {}
         for role, learner in learners.items():
             (partial_dir / role).mkdir(parents=True)
@@ -94,13 +98,6 @@ def _checkpoint_errors(partial_dir: Path, target: Path) -> Iterator[None]:
             f"{target}: the checkpoint cannot be written: {error}. Check whether the disk is full. "
             "All existing checkpoints are complete."
         ) from error
-
-
-def copy_model_files(model_dir: Path, role_dir: Path) -> None:
-    """Copy the tokenizer files and the profile of a model, unless the learner has written them."""
-    for file in model_dir.iterdir():
-        if _is_copied(file) and not (role_dir / file.name).exists():
-            shutil.copy2(file, role_dir / file.name)
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every: int) -> None:
@@ -259,7 +256,8 @@ def _complete_checkpoints(root: Path) -> list[Path]:
 def _require_space(root: Path, model_dirs: list[Path]) -> None:
     """Create `root`. Raise `OSError` if the disk has not enough free space for a checkpoint.
 
-    The size of the last checkpoint is needed. The first one is estimated from the models.
+    The size of the last checkpoint is needed. The first one is estimated from `model_dirs`, the
+    models whose weights are all saved.
     """
     root.mkdir(parents=True, exist_ok=True)
     if paths := _complete_checkpoints(root):
@@ -326,17 +324,3 @@ def _files(folder: Path) -> Iterator[Path]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _is_copied(file: Path) -> bool:
-    """Return whether a file of a model directory is copied into a checkpoint.
-
-    Tokenizer files and the profile are copied. Weight indices (*.index.json) and recipe.json are
-    not, because they describe the weights in the model directory.
-    """
-    describes_weights = file.name.endswith(".index.json") or file.name == "recipe.json"
-    return (
-        file.is_file()
-        and file.suffix in {".json", ".jinja", ".txt", ".model"}
-        and not describes_weights
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from crl.config.command import changes_since
 from crl.config.load import SavedRun
-from crl.config.models import bundled_models, find_model
+from crl.config.models import adapter_base, bundled_models, find_model, is_adapter
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluation
 from crl.evaluation.records import read_evaluation
@@ -18,9 +18,11 @@ from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.manager import ExperienceManager
 from crl.manager.storage.database import copy_database
 from crl.manager.storage.store import Store
+from crl.modeling.gguf import converted
 from crl.monitor.run_dir import RunDir
 from crl.run.bank import require_bank
 from crl.run.checkpoint import MANIFEST, read_state
+from crl.run.models import print_to_stderr
 from crl.wording import counted
 
 CARD = "README.md"
@@ -32,21 +34,34 @@ BUNDLED_LICENCE = "apache-2.0"
 _LICENCE = re.compile(r"^license:\s*([\w.+-]+)\s*$", re.MULTILINE)
 
 
-def export_model(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> None:
+def export_model(
+    saved: SavedRun, checkpoint: Path, role: str, target: Path, *, merge: bool = False
+) -> None:
     """Write a trained model to the new directory `target`, in Hugging Face format with a card.
 
-    Raise `ConfigError` if the checkpoint has no model of this role, if `target` is not empty, or if
-    the run deletes the checkpoint meanwhile.
+    `merge`: merge the adapter of the checkpoint into its base model.
+
+    Raise `ConfigError` if the checkpoint has no model of this role or no adapter to merge, if
+    `target` is not empty, or if the run deletes the checkpoint meanwhile.
     """
     with _new_directory(target, checkpoint):
         source = checkpoint / role
         if not source.is_dir():
             reason = f"{checkpoint} has no {role}, because the run did not train one"
             raise ConfigError("role", role, reason, "Export the actor")
-        shutil.copytree(
-            source, target, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True
-        )
-        (target / CARD).write_text(_model_card(saved, checkpoint, role), "utf-8")
+        if merge and not is_adapter(source):
+            reason = f"the {role} has no adapter, because all of its weights were trained"
+            raise ConfigError("merge", True, reason, "Leave it out")
+        if merge:
+            from crl.modeling.lora import write_merged
+
+            base = converted(adapter_base(source), "merge", print_to_stderr)
+            write_merged(source, base, target, "merge")
+        else:
+            shutil.copytree(
+                source, target, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True
+            )
+        (target / CARD).write_text(_model_card(saved, checkpoint, role, target), "utf-8")
 
 
 async def export_bank(saved: SavedRun, run: RunDir, checkpoint: Path, target: Path) -> None:
@@ -119,13 +134,14 @@ def _complete(checkpoint: Path) -> Iterator[None]:
 # ── cards ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model_card(saved: SavedRun, checkpoint: Path, role: str) -> str:
+def _model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> str:
     base = saved.config.actor.model if role == "actor" else saved.config.extractor.model
+    what = "adapter (LoRA)" if is_adapter(target) else "model"
     lines = [
         *_front_matter(base),
         f"# {role.capitalize()} trained with crl",
         "",
-        f"This model was trained from `{_base_name(base)}` by reinforcement learning in text "
+        f"This {what} was trained from `{_base_name(base)}` by reinforcement learning in text "
         "environments. Licence of the base model: "
         f"{_licence(base) or 'unknown, see its own card'}.",
         "",
@@ -142,7 +158,17 @@ def _model_card(saved: SavedRun, checkpoint: Path, role: str) -> str:
         'tokenizer = AutoTokenizer.from_pretrained("DIR")',
         "```",
         "",
-        f"With vLLM: `vllm serve DIR`. In a run of crl: `--set {role}.model=DIR`.",
+        *(
+            (
+                "This needs the packages transformers and peft, and the base model in the place "
+                "that adapter_config.json names. `crl export --merge` exports a model without "
+                "these needs.",
+                "",
+                f"In a run of crl: `--set {role}.model=DIR`.",
+            )
+            if is_adapter(target)
+            else (f"With vLLM: `vllm serve DIR`. In a run of crl: `--set {role}.model=DIR`.",)
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -161,6 +161,8 @@ class Outputs:
     """Directory of the run."""
     model_dirs: Mapping[str, Path]
     """Directory of each role's initial model, see `prepare_checkpoint`."""
+    adapters: frozenset[str]
+    """Roles of which only an adapter is trained."""
     episodes: EpisodeWriter
     """Writer of the batches."""
     started: float
@@ -313,6 +315,7 @@ class TrainingLoop:
                 self._learners,
                 self.outputs.model_dirs,
                 state,
+                adapters=self.outputs.adapters,
                 records=[path for path in [self.outputs.run.metrics] if path.exists()],
                 replace=replace,
             )

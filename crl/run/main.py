@@ -46,7 +46,7 @@ from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.bank import run_bank_source
 from crl.run.checkpoint import chosen_checkpoint, latest_checkpoint, read_state, repair
 from crl.run.loop import TrainingLoop
-from crl.run.models import ModelRole, print_to_stderr
+from crl.run.models import model_of, print_to_stderr
 from crl.run.resume import Resumption
 from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
 from crl.run.supervision.ending import Ending, first_cause, log_traceback, logged_failure
@@ -142,11 +142,13 @@ def fork_run(config: RunConfig, source: Path, target: Path, *, step: int | None)
     return resumption.step
 
 
-def export_run(run_dir: Path, target: Path, *, role: str | None, step: int | None) -> Path:
+def export_run(
+    run_dir: Path, target: Path, *, role: str | None, step: int | None, merge: bool = False
+) -> Path:
     """Export a model of a run, or the bank if `role` is None. Return the checkpoint.
 
-    `step` is the step of the checkpoint, or None for the last one. Raise `CrlError` as
-    `export.export_model` and `export.export_bank` do.
+    `step` is the step of the checkpoint, or None for the last one. `merge` is that of
+    `export.export_model`. Raise `CrlError` as `export.export_model` and `export.export_bank` do.
     """
     run, saved = RunDir(run_dir), load_saved(run_dir)
     if role is None:
@@ -154,7 +156,7 @@ def export_run(run_dir: Path, target: Path, *, role: str | None, step: int | Non
         asyncio.run(export.export_bank(saved, run, checkpoint, target))
     else:  # needs no bank
         checkpoint = chosen_checkpoint(run.checkpoints, step, print_to_stderr)
-        export.export_model(saved, checkpoint, role, target)
+        export.export_model(saved, checkpoint, role, target, merge=merge)
     return checkpoint
 
 
@@ -258,7 +260,7 @@ def evaluate_run(run_dir: Path) -> int:
 async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluation:
     source = run_bank_source(config, checkpoint, run) if config.with_extractor else None
     rates = read_state(checkpoint)["success_rates"] if config.critic.enabled else None
-    actor = ModelRole("actor", checkpoint / "actor", config.actor)
+    actor = model_of("actor", checkpoint / "actor", config.actor)
     async with open_evaluator(config, actor, source, rates) as evaluator:
         return await evaluator.evaluate()
 

