@@ -192,6 +192,11 @@ class LoraSection(Section):
     Empty = all linear layers except the output head.
     """
 
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Names in `targets`."""
+        return tuple(name.strip() for name in self.targets.split(",") if name.strip())
+
 
 class ActorSection(Section):
     """Actor: the model that plays, with its sampling, its loss and its optimizer."""

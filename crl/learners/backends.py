@@ -96,12 +96,14 @@ class LearnerBackend(ABC):
 
     @abstractmethod
     def memory(
-        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False
-    ) -> Memory:
+        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
+        adapter: int = 0,
+    ) -> Memory:  # fmt: skip
         """Return the memory of one rank.
 
         `tokens` is the size of a micro-batch; it must cover the longest sequence. With `reference`
-        a whole frozen copy of the model is included, for the KL term.
+        a whole frozen copy of the model is included, for the KL term. `adapter` is the number of
+        parameters of the adapter that is trained; 0 = all weights are trained.
         """
 
     def host_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
@@ -118,16 +120,17 @@ class LearnerBackend(ABC):
         return 0.0
 
     @abstractmethod
-    def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+    def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
         """Return the bytes of weights, gradients and optimizer of all ranks together.
 
-        GPU memory and the machine's memory are included. Each state is counted once.
+        GPU memory and the machine's memory are included. Each state is counted once. `adapter` is
+        as in `memory`.
         """
 
     @abstractmethod
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool,
+        reference: bool, adapter: int = 0,
     ) -> GpuRequest:  # fmt: skip
         """Return the GPUs and the memory of one model's learner; see `memory`."""
 
@@ -169,33 +172,44 @@ class LocalBackend(LearnerBackend):
         """Do nothing: the learner trains on every device and in every precision."""
 
     def memory(
-        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False
-    ) -> Memory:
-        """See `LearnerBackend.memory`. The learner publishes a copy of the weights."""
+        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
+        adapter: int = 0,
+    ) -> Memory:  # fmt: skip
+        """See `LearnerBackend.memory`. The learner publishes a copy of the weights.
+
+        The reference of an adapter is its base model, which needs no copy.
+        """
         n, element_bytes = shape.parameters, dtype_bytes(shape, section)
+        trained, trained_bytes = (adapter, 4) if adapter else (n, element_bytes)
+        copies = 1 + (reference and not adapter)
         return Memory(
-            weights=n * element_bytes * (1 + reference),
-            gradients=n * 4.0,
-            optimizer=float(n * _optimizer_bytes(0, element_bytes)),
+            weights=n * element_bytes * copies + 4.0 * adapter,
+            gradients=trained * 4.0,
+            optimizer=float(trained * _optimizer_bytes(0, trained_bytes)),
             activations=training_bytes(
                 shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
             ),
             other=PROCESS_BYTES + n * element_bytes,
         )
 
-    def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+    def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
         element_bytes = dtype_bytes(shape, section)
+        if adapter:
+            states = adapter * (4 + 4 + _optimizer_bytes(0, 4))
+            return float(shape.parameters * element_bytes + states)
         return float(shape.parameters * (element_bytes + 4 + _optimizer_bytes(0, element_bytes)))
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool,
+        reference: bool, adapter: int = 0,
     ) -> GpuRequest:  # fmt: skip
+        states = gib_text(self.state_bytes(section, shape, adapter))
+        trained = f", an adapter of {adapter:,} parameters" if adapter else ""
         description = (
-            f"{size_text(shape)}, in this process: {gib_text(self.state_bytes(section, shape))} "
-            f"GiB of states; {tokens:,} tokens at a time"
+            f"{size_text(shape)}{trained}, in this process: {states} GiB of states; "
+            f"{tokens:,} tokens at a time"
         )
-        memory = self.memory(section, shape, tokens, reference=reference)
+        memory = self.memory(section, shape, tokens, reference=reference, adapter=adapter)
         return GpuRequest(role, 1, memory, description, first_gpu=True)
 
     def describe(self, section: LearnerSection) -> str:
@@ -256,9 +270,10 @@ class DeepSpeedBackend(LearnerBackend):
             )
 
     def memory(
-        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False
-    ) -> Memory:
-        """See `LearnerBackend.memory`.
+        self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
+        adapter: int = 0,
+    ) -> Memory:  # fmt: skip
+        """See `LearnerBackend.memory`. Adapters are not supported.
 
         An offloaded optimizer takes no GPU memory. At ZeRO stage 2 or 3 its gradients take none
         either. A reference model is whole on every rank.
@@ -301,14 +316,14 @@ class DeepSpeedBackend(LearnerBackend):
         copies = ((element_bytes == 2) != shape.half_precision) + reference
         return float(copies * section.ranks * element_bytes * shape.parameters)
 
-    def state_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+    def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
         element_bytes = dtype_bytes(shape, section)
         on_gpus = shape.parameters * (4.0 + _optimizer_bytes(section.zero, element_bytes))
         return element_bytes * shape.parameters + (self.host_bytes(section, shape) or on_gpus)
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool,
+        reference: bool, adapter: int = 0,
     ) -> GpuRequest:  # fmt: skip
         host_bytes = self.host_bytes(section, shape)
         offloaded = f", {gib_text(host_bytes)} of them in host memory" if host_bytes else ""

@@ -120,13 +120,19 @@ def load_model(
     Raise `ConfigError` if:
 
     * the model cannot be loaded, or weights are missing in its checkpoint,
+    * its architecture cannot be trained right (`require_trainable`), or it is not causal,
     * a layer does not use full attention, because the in-process engine could not serve it,
     * the output head is not linear, or the model changes the logits after the output head, because
       log-probs would be wrong.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     silence_transformers()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # a broken file raises many types of errors
+        raise _not_loadable(path, key, error) from error
+    require_trainable(config, path, key)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,  # pyright: ignore[reportGeneralTypeIssues]
@@ -143,6 +149,7 @@ def load_model(
         raise ConfigError(key, str(path), reason, "Download or create the model again")
     require_supported(model, path, key)
     model = model.to(device).eval()
+    _require_causal(model, path, key)
     _require_unchanged_logits(model, path, key)
     return model
 
@@ -159,6 +166,11 @@ def meta_model(path: Path, key: str = "actor.model", *, encoder: bool = False) -
     silence_transformers()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # a broken file raises many types of errors
+        raise _not_loadable(path, key, error) from error
+    if not encoder:
+        require_trainable(config, path, key)
+    try:
         with init_empty_weights(include_buffers=True):
             return (AutoModel if encoder else AutoModelForCausalLM).from_config(config)
     except Exception as error:  # a broken file raises many types of errors
@@ -168,6 +180,53 @@ def meta_model(path: Path, key: str = "actor.model", *, encoder: bool = False) -
 def _not_loadable(path: Path, key: str, error: Exception) -> ConfigError:
     reason = f"the model cannot be loaded ({first_line(error)})"
     return ConfigError(key, str(path), reason, "Give a directory with a causal language model")
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in a config."""
+OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
+"""Names of parts of a config that read something else than text."""
+
+
+def require_trainable(config: PreTrainedConfig, path: Path, key: str) -> None:
+    """Raise `ConfigError` for an architecture that would be trained wrongly or not at all.
+
+    Mixtures of experts: the trainer's router may choose other experts than the engine's did, and
+    crl does not replay its choices, so log-probs would be those of another policy. Multimodal
+    models and models that are not causal language models cannot play text episodes.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    name = (config.architectures or [type(config).__name__])[0]
+    experts = max((getattr(text, count, None) or 0 for count in EXPERT_COUNTS), default=0)
+    reason = ""
+    if any(getattr(config, part, None) is not None for part in OTHER_INPUTS):
+        reason = f"{name} is multimodal, but episodes are text"
+    elif config.is_encoder_decoder or name.endswith(NOT_CAUSAL):
+        reason = f"{name} is not a causal language model"
+    elif isinstance(experts, int) and experts > 1:
+        reason = (
+            f"{name} is a mixture of {experts} experts: in training, its router may choose other "
+            "experts than in sampling, and crl does not replay the router's choices"
+        )
+    if reason:
+        raise ConfigError(key, str(path), reason, "Use a dense causal language model")
+
+
+NOT_CAUSAL = ("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForPreTraining")
+"""Ends of the names of architectures that are not causal language models."""
+
+
+@torch.no_grad()
+def _require_causal(model: PreTrainedModel, path: Path, key: str) -> None:
+    """Raise `ConfigError` if a token changes the hidden states of earlier tokens."""
+    ids = torch.arange(8, device=model.device)[None] % model.config.vocab_size
+    changed = ids.clone()
+    changed[0, -1] = (ids[0, -1] + 1) % model.config.vocab_size
+    before, after = (hidden_states(model, tokens)[0, :-1] for tokens in (ids, changed))
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    if not bool((after - before).norm() <= tolerance * before.norm()):
+        reason = "it is not causal: a token changes the states of earlier tokens"
+        raise ConfigError(key, str(path), reason, "Use a dense causal language model")
 
 
 def require_supported(model: PreTrainedModel, path: Path, key: str) -> None:

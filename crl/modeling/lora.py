@@ -83,11 +83,10 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, key: str = "actor.lora
     from peft import LoraConfig, inject_adapter_in_model
 
     section = adapter.section
-    targets = [name.strip() for name in section.targets.split(",") if name.strip()]
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]
-        target_modules=targets or "all-linear",
+        target_modules=list(section.target_names) or "all-linear",
         task_type="CAUSAL_LM",
     )
     model.requires_grad_(False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from crl.config.schema import LearnerSection
+from crl.config.schema import LearnerSection, LoraSection
 from crl.config.shapes import ModelShape
 from crl.modeling import MAX_LOGITS
 
@@ -135,6 +135,28 @@ def training_bytes(
     )
     activations = tokens * float(layers + 3 * element_bytes * shape.intermediate)
     return activations + 3.0 * 4 * min(MAX_LOGITS, tokens * shape.vocabulary)
+
+
+def adapter_parameters(shape: ModelShape, section: LoraSection) -> int:
+    """Return the number of parameters of an adapter; 0 without one.
+
+    A matrix of n × m has rank · (n + m). Names of layers are those of Llama and Qwen. A target with
+    another name is counted like the largest layer.
+    """
+    query = shape.attention.heads * shape.attention.head_dim
+    key = shape.attention.kv_heads * shape.attention.head_dim
+    sizes = {
+        "q_proj": shape.hidden + query,
+        "k_proj": shape.hidden + key,
+        "v_proj": shape.hidden + key,
+        "o_proj": shape.hidden + query,
+        "gate_proj": shape.hidden + shape.intermediate,
+        "up_proj": shape.hidden + shape.intermediate,
+        "down_proj": shape.hidden + shape.intermediate,
+    }
+    names = section.target_names or tuple(sizes)
+    largest = max(sizes.values())
+    return section.rank * shape.layers * sum(sizes.get(name, largest) for name in names)
 
 
 # ── wording ───────────────────────────────────────────────────────────────────────────────────────

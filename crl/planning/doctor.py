@@ -24,7 +24,7 @@ from crl.config.shapes import ModelShape
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS
-from crl.modeling.memory import GIB, dtype_bytes
+from crl.modeling.memory import GIB, adapter_parameters, dtype_bytes
 from crl.planning import preflight
 from crl.planning.gpu_plan import gpu_plan
 from crl.planning.gpus import Gpu, visible_gpus
@@ -387,8 +387,15 @@ def _disk(config: RunConfig, directory: Path) -> Finding:
 
 
 def _checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of a checkpoint of all models. Learners copy them to host memory first."""
-    return CHECKPOINT_BYTES * sum(shape.parameters for shape in _shapes(config).values())
+    """Return the bytes of a checkpoint of all models. Learners copy them to host memory first.
+
+    Of a model with an adapter, only the adapter is saved.
+    """
+    sections = model_sections(config)
+    return CHECKPOINT_BYTES * sum(
+        adapter_parameters(shape, sections[role].lora) or shape.parameters
+        for role, shape in _shapes(config).items()
+    )
 
 
 def _shared_memory(config: RunConfig, directory: Path) -> Finding:

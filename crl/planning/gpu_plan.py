@@ -40,6 +40,7 @@ from crl.modeling.memory import (
     GpuUser,
     Memory,
     VllmCache,
+    adapter_parameters,
     dtype_bytes,
     gib_text,
     size_text,
@@ -330,7 +331,12 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
     role: GpuUser = "actor learner" if model == "actor" else "extractor learner"
     tokens = max(learner.micro_batch_tokens, section.max_context_tokens)
     return LEARNERS[learner.kind].request(
-        role, learner, shape, tokens, reference=bool(section.kl_coef)
+        role,
+        learner,
+        shape,
+        tokens,
+        reference=bool(section.kl_coef),
+        adapter=adapter_parameters(shape, section.lora),
     )
 
 

@@ -132,7 +132,7 @@ def require_adapters(config: RunConfig) -> None:
             for name, shape in shapes.items()
             if len(shape) == 2 and name.endswith(".weight") and ".layers." in name
         }
-        for name in filter(None, map(str.strip, section.lora.targets.split(","))):
+        for name in section.lora.target_names:
             if layers and name not in layers:
                 raise ConfigError(
                     f"{role}.lora.targets",

@@ -18,12 +18,16 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertConfig,
     Gemma2Config,
     GraniteConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from crl.errors import ConfigError
@@ -32,6 +36,7 @@ from crl.modeling.loading import (
     checksum,
     load_model,
     load_tokenizer,
+    meta_model,
     named_weights,
     resolve_device,
     stop_ids,
@@ -98,7 +103,7 @@ def rewrite_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], obje
         (lambda path: (path / "config.json").write_text("{"), "not a valid JSON"),
         (
             lambda path: (path / "config.json").write_text('{"model_type": "t5"}'),
-            "Unrecognized configuration class",
+            "T5Config is not a causal language model",
         ),
         (
             lambda path: (path / "model.safetensors").write_bytes(b"torn off"),
@@ -162,6 +167,45 @@ def test_logits_changed_after_the_head_are_rejected(
 ) -> None:
     with pytest.raises(ConfigError, match="post-processes the logits"):
         load_model(saved(config, tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            MixtralConfig(**SMALL, num_local_experts=4, sliding_window=None),
+            "MixtralConfig is a mixture of 4 experts",
+        ),
+        (Qwen3MoeConfig(**SMALL, num_experts=8), "Qwen3MoeConfig is a mixture of 8 experts"),
+        (
+            Qwen2_5_VLConfig(),
+            "Qwen2_5_VLConfig is multimodal, but episodes are text",
+        ),
+        (
+            BertConfig(architectures=["BertForMaskedLM"]),
+            "BertForMaskedLM is not a causal language model",
+        ),
+    ],
+    ids=["Mixtral", "Qwen3-MoE", "Qwen2.5-VL", "BERT"],
+)
+def test_architectures_that_cannot_be_trained_are_refused_by_name(
+    config: PreTrainedConfig, message: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    for check in (lambda: load_model(tmp_path, CPU), lambda: meta_model(tmp_path)):
+        with pytest.raises(ConfigError, match=message):
+            check()
+
+
+def test_a_model_that_is_not_causal_is_rejected(tmp_path: Path) -> None:
+    bert = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, architectures=["BertLMHeadModel"], initializer_range=0.2,
+    )  # fmt: skip
+    with pytest.raises(
+        ConfigError, match="it is not causal: a token changes the states of earlier"
+    ):
+        load_model(saved(bert, tmp_path), CPU)
 
 
 def test_full_attention_is_accepted_however_it_is_declared(tmp_path: Path) -> None:

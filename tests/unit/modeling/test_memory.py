@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from crl.config.schema import EngineSection, LearnerSection
+from crl.config.schema import EngineSection, LearnerSection, LoraSection
 from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape
 from crl.embedders import EMBEDDER_WORK_BYTES, embedder_memory
 from crl.engines import PREFILL_TOKENS
 from crl.engines.backends import ENGINES, VLLM_WORK_BYTES
 from crl.learners.backends import LEARNERS
 from crl.modeling import MAX_LOGITS
-from crl.modeling.memory import GIB, PROCESS_BYTES, Memory
+from crl.modeling.loading import load_model
+from crl.modeling.lora import Adapter, add_adapter
+from crl.modeling.memory import GIB, PROCESS_BYTES, Memory, adapter_parameters
+from crl.planning.model_size import planned_shape
 
 SMALL = ModelShape(
     1_000_000_000, layers=2, hidden=8, intermediate=32,
@@ -124,6 +129,24 @@ def test_states_match_the_zero_paper(zero: int, gigabytes: float):
 def test_states_of_a_billion_parameters_on_four_ranks(settings: dict, gigabytes: tuple[float, ...]):
     memory = learner_memory(SMALL, deepspeed(**settings), 1)
     assert (memory.weights / 1e9, memory.gradients / 1e9, memory.optimizer / 1e9) == gigabytes
+
+
+def test_an_adapter_of_a_billion_parameters() -> None:
+    section = LearnerSection(kind="local")
+    memory = LEARNERS["local"].memory(section, SMALL, 1, reference=True, adapter=10_000_000)
+    # A float32 adapter beside 16-bit weights, with gradients and two moments; no reference.
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2e9 + 4e7, 4e7, 8e7)
+    assert LEARNERS["local"].state_bytes(section, SMALL, 10_000_000) == 2e9 + 16e7
+
+
+@pytest.mark.parametrize("targets", ["", "q_proj,down_proj"])
+def test_the_size_of_an_adapter_is_that_of_its_parameters(targets: str, tiny_actor: Path) -> None:
+    section = LoraSection(rank=3, targets=targets)
+    model = load_model(tiny_actor, torch.device("cpu"))
+    add_adapter(model, Adapter(section, tiny_actor, 0))
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert adapter_parameters(planned_shape("tiny-actor"), section) == parameters
+    assert adapter_parameters(planned_shape("tiny-actor"), LoraSection()) == 0
 
 
 def test_a_reference_is_a_whole_copy_of_the_weights_on_every_rank():

@@ -233,7 +233,7 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "bad config": (rewrite("config.json", "{"), "the model cannot be loaded"),
     "another kind": (
         rewrite("config.json", '{"model_type": "t5"}'),
-        "the model cannot be loaded (Unrecognized configuration class",
+        "T5Config is not a causal language model",
     ),
     "few positions": (
         change_json("config.json", max_position_embeddings=64),
