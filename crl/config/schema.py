@@ -495,9 +495,13 @@ def _is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+WORD_EMBEDDERS = ("hash", "wordllama")
+"""Embedders that need neither a model directory nor an endpoint."""
+
+
 def _embedder_name(name: str) -> str:
     """Return the name of an embedder, with the path of an existing directory made absolute."""
-    if name == "hash" or name in PUBLISHED_SHAPES or _is_url(name):
+    if name in WORD_EMBEDDERS or name in PUBLISHED_SHAPES or _is_url(name):
         return name
     path = _absolute_path(name)
     return path if os.path.isdir(path) else name
@@ -516,10 +520,10 @@ class EmbedderSection(Section):
     model: Annotated[str, Field(min_length=1), AfterValidator(_embedder_name)] = "hash"
     """Embedder of experiences and queries.
 
-    hash = hashed character n-grams, which compare wording only. Any other value names an encoder: a
-    directory with a sentence-transformers or Hugging Face encoder, or its name in the Hugging Face
-    cache. The URL of an OpenAI-compatible endpoint is given without /embeddings
-    (http://localhost:8000/v1).
+    hash = hashed character n-grams, which compare wording only. wordllama = means of word vectors,
+    which compare the meaning of words. Any other value names an encoder: a directory with a
+    sentence-transformers or Hugging Face encoder, or its name in the Hugging Face cache. The URL of
+    an OpenAI-compatible endpoint is given without /embeddings (http://localhost:8000/v1).
     """
     kind: Literal["local", "vllm"] = "local"
     """Runtime of an encoder. local = this process; vllm = a vLLM pooling engine."""
@@ -541,6 +545,11 @@ class EmbedderSection(Section):
     def is_url(self) -> bool:
         """True if the embedder is an endpoint."""
         return _is_url(self.model)
+
+    @property
+    def is_encoder(self) -> bool:
+        """True if the embedder is an encoder on this machine."""
+        return self.model not in WORD_EMBEDDERS and not self.is_url
 
 
 class CriticSection(Section):
@@ -1201,7 +1210,7 @@ def _check_embedder(config: RunConfig) -> None:
             "embedder.model", embedder.model, reason, "Use hash, or the directory of an encoder"
         )
     if embedder.kind == "vllm":
-        if embedder.model == "hash" or embedder.is_url:
+        if embedder.model in WORD_EMBEDDERS or embedder.is_url:
             reason = "requires the directory of an encoder as embedder.model"
             raise ConfigError(
                 "embedder.kind",

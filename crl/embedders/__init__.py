@@ -17,6 +17,7 @@ from crl.embedders.hash import HashEmbedder
 from crl.embedders.recipe import read_encoder_settings
 from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
+from crl.extras import require_package
 from crl.modeling.memory import GIB, PROCESS_BYTES, Memory
 from crl.protocols import Embedder
 
@@ -43,6 +44,11 @@ async def open_embedder(
     """
     if section.model == "hash":
         yield HashEmbedder()
+    elif section.model == "wordllama":
+        require_package("wordllama", "embedder.model", section.model)
+        from crl.embedders.wordllama import WordLlamaEmbedder
+
+        yield WordLlamaEmbedder()
     elif section.is_url:
         from crl.embedders.endpoint import EndpointEmbedder
 
@@ -94,7 +100,9 @@ def require_embedder(section: EmbedderSection) -> None:
     """Raise `ConfigError` for errors that can be found without loading a model or a request."""
     if section.is_url:
         _api_key(section)
-    elif section.model != "hash":
+    elif section.model == "wordllama":
+        require_package("wordllama", "embedder.model", section.model)
+    elif section.is_encoder:
         read_encoder_settings(Path(section.model))
 
 

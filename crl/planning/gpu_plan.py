@@ -243,7 +243,7 @@ def model_shapes(config: RunConfig) -> dict[str, ModelShape]:
 def embedder_shapes(config: RunConfig) -> dict[str, ModelShape]:
     """Return the sizes of the embedder; empty if it needs no model on this machine."""
     model = config.embedder.model
-    if not config.with_bank or model == "hash" or config.embedder.is_url:
+    if not config.with_bank or not config.embedder.is_encoder:
         return {}
     folder = model if model in PUBLISHED_SHAPES else str(encoder_folder(Path(model)))
     return {"embedder": planned_shape(folder, "embedder.model", encoder=True)}

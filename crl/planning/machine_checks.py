@@ -52,8 +52,8 @@ def require_devices(config: RunConfig) -> None:
     if ENGINES[config.engine.kind].in_process:
         devices["engine.device"] = config.engine.device
     embedder = config.embedder
-    if config.with_bank and embedder.kind == "local" and embedder.model != "hash":
-        devices |= {} if embedder.is_url else {"embedder.device": embedder.device}
+    if config.with_bank and embedder.kind == "local" and embedder.is_encoder:
+        devices["embedder.device"] = embedder.device
     for key, device in devices.items():
         if device not in ("auto", "cpu"):
             from crl.modeling.loading import resolve_device

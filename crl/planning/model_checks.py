@@ -57,11 +57,11 @@ def model_sections(config: RunConfig) -> dict[str, ActorSection | ExtractorSecti
 def named_models(config: RunConfig) -> dict[str, str]:
     """Return the names of the run's models, by the key that names each model.
 
-    The embedder is left out if it needs no model on this machine (`hash` or a URL).
+    The embedder is left out if it is not an encoder on this machine.
     """
     named = {f"{role}.model": section.model for role, section in model_sections(config).items()}
     embedder = config.embedder
-    if config.with_bank and embedder.model != "hash" and not embedder.is_url:
+    if config.with_bank and embedder.is_encoder:
         named["embedder.model"] = embedder.model
     return named
 

@@ -285,7 +285,7 @@ def _warmup(config: RunConfig) -> str:
 def _embedder(section: EmbedderSection) -> str:
     if section.is_url:
         return f"{section.name} at {section.model}"
-    if section.model == "hash":
+    if not section.is_encoder:
         return section.model
     vllm = section.kind == "vllm"
     place = "in a vLLM pooling engine" if vllm else f"on {device_text(section.device)}"

@@ -292,6 +292,20 @@ def test_switches_are_compared_with_the_preset(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
+def test_embedders_are_compared_on_right_lessons(tmp_path: Path):
+    pytest.importorskip("alfworld")
+    out = tmp_path / "results.json"
+    script = str(ROOT / "benchmarks" / "embedders.py")
+    command = [sys.executable, script, "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    assert len(rows) == 5 * 2 * 3
+    for row in rows:
+        assert 0 <= row["recall"] <= row["right"] <= 1
+        if row["key"] == "goal, 0.1 text":
+            assert row["own"] > 0.99
+
+
 def test_figures_are_made_from_stored_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -47,6 +47,31 @@ TEXTS = [
 ]
 
 
+# ── word vectors ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_word_vectors_compare_meaning_and_do_not_depend_on_the_batch() -> None:
+    section = EmbedderSection(model="wordllama")
+    require_embedder(section)
+    texts = ["reach the stairs", "go to the staircase", "buy a red shirt", "", "reach the stairs"]
+    async with open_embedder(section) as embedder:
+        vectors = await embedder.embed(texts)
+        alone = [await embedder.embed([text]) for text in texts]
+        assert (await embedder.embed([])).shape == (0, embedder.dim)
+    assert (vectors.shape, vectors.dtype) == ((5, 256), np.float32)
+    assert np.array_equal(vectors, np.concatenate(alone))
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1)
+    assert vectors[0] @ vectors[1] > 0.5 > vectors[0] @ vectors[2]
+    assert np.array_equal(vectors[3], np.eye(256, dtype=np.float32)[0]), "a text without tokens"
+    assert embedder.name == "wordllama-0.4.0.post1"
+
+
+def test_word_vectors_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Run pip install 'crl\\[wordllama\\]'"):
+        require_embedder(EmbedderSection(model="wordllama"))
+
+
 # ── directories ───────────────────────────────────────────────────────────────────────────────────
 
 
