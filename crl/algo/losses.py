@@ -129,6 +129,16 @@ def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tens
     }
 
 
+class NextTokenLoss:
+    """`crl.protocols.Loss` of supervised training: mean `nll` of the trained tokens."""
+
+    def __call__(
+        self, logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, *,
+        weights: Tensor, total_tokens: int,
+    ) -> tuple[Tensor, LossMetrics]:  # fmt: skip
+        return nll(logp, mask, mask.sum(-1) / total_tokens)
+
+
 def truncated_importance_weights(
     trainer_logp: Tensor, engine_logp: Tensor, mask: Tensor, *, cap: float
 ) -> Tensor:

@@ -26,6 +26,7 @@ from crl.cli.runs.compare import compare
 from crl.cli.runs.episodes import episodes, replay
 from crl.cli.runs.eval import evaluate
 from crl.cli.runs.halves import learn, rollout
+from crl.cli.runs.sft import sft
 from crl.cli.tasks import list_tasks
 from crl.errors import ConfigError
 
@@ -299,6 +300,7 @@ app.command("episodes", cls=Command)(episodes)
 app.command("replay", cls=Command)(replay)
 app.command("rollout", cls=Command)(rollout)
 app.command("learn", cls=Command)(learn)
+app.command("sft", cls=Command)(sft)
 
 
 @app.command("make-models", cls=Command)

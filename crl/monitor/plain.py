@@ -67,7 +67,16 @@ BANK_COLUMNS: Columns = (
     ("p95 ms", "perf/search_p95_ms", ".1f"),
 )
 
+SFT_COLUMNS: Columns = (
+    ("epoch", "sft/epoch", ".0f"),
+    ("held-out loss", "sft/held_out_nll", ".4f"),
+    ("loss", "sft/nll", ".4f"),
+    ("lr", "sft/learning_rate", ".1e"),
+    ("grad", "sft/grad_norm", ".2f"),
+)
+
 COLUMNS: Mapping[str, Columns] = {
+    "sft": SFT_COLUMNS,
     "train": TRAIN_COLUMNS,
     "extractor": EXTRACTOR_COLUMNS,
     "bank": BANK_COLUMNS,

@@ -5,12 +5,14 @@ Needs no torch, so a dry run can check them.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
 
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
+from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.hosting.processes import ProcessHost
 from crl.envs.hosting.threads import Hosts, ThreadHost
 from crl.envs.mixture import Mixture
@@ -177,6 +179,22 @@ def online_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, O
                 spec.curriculum.advisor,
             )
     return result
+
+
+def scripted_players(
+    specs: Mapping[str, EnvSpec],
+) -> dict[str, Callable[[random.Random], ScriptedPlayer]]:
+    """Return the maker of scripted players of each task, by task name.
+
+    Raise `ConfigError` if a task has none.
+    """
+    players = {}
+    for name, spec in specs.items():
+        if spec.curriculum.scripted_player is None:
+            reason = "has no scripted player, so nothing can demonstrate it"
+            raise ConfigError("--tasks", name, reason, "Choose other tasks, or recorded episodes")
+        players[name] = spec.curriculum.scripted_player
+    return players
 
 
 def probe_tasks(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, ProbeTask]:

@@ -47,6 +47,7 @@ from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
 from crl.rollout.rates import SuccessRates
 from crl.rollout.rerender import Rerenderer
+from crl.rollout.scripted import FreePlanner, NoSampler, ScriptedRunner
 from crl.rollout.waves import DirectSampler, LockstepSampler, Sampler, SequentialSampler
 from crl.run.bank import BankSource, RunBank, open_bank_copy, open_experience
 from crl.run.critic import CriticParts, Warmup
@@ -210,15 +211,36 @@ def _schedule(config: RunConfig) -> Schedule:
 
 @asynccontextmanager
 async def open_collector(
-    config: RunConfig, run: RunDir, monitor: Monitor
+    config: RunConfig, run: RunDir, monitor: Monitor, *, scripted: bool = False
 ) -> AsyncIterator[tuple[Collector, Supervisor]]:
     """Yield the collector of a run whose actor is not trained, and the supervisor of its episodes.
 
-    The bank of the run, if any, is only read.
+    The bank of the run, if any, is only read. With `scripted`, the scripted players of the
+    environments play instead of the actor, without experience, and no model is loaded.
     """
     async with AsyncExitStack() as stack:
         with reported():  # parts may be slow to close
-            yield await _open_collector(config, run, monitor, stack)
+            open_parts = _open_scripted_collector if scripted else _open_collector
+            yield await open_parts(config, run, monitor, stack)
+
+
+async def _open_scripted_collector(
+    config: RunConfig, run: RunDir, monitor: Monitor, stack: AsyncExitStack
+) -> tuple[Collector, Supervisor]:
+    specs = tasks.specs(config)
+    method, actor = build_method(config, specs), actor_model(config, monitor.note)
+    supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
+    decoding = Decoding(
+        NoSampler(), actor.renderer, config.actor.max_context_tokens, 1.0, config.run.seed
+    )
+    pool = tasks.environment_pool(config, specs, stack, monitor.note)
+    runner = ScriptedRunner(
+        decoding, pool, method.context, method.shaper, NullRetriever(), episode_limits(config),
+        observe=supervisor.episode, players=tasks.scripted_players(specs),
+    )  # fmt: skip
+    free = replace(method, planner=FreePlanner())
+    collector = _collector(config, runner, tasks.train_stream(config, specs), free, None)
+    return collector, supervisor
 
 
 async def _open_collector(

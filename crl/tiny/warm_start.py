@@ -1,10 +1,4 @@
-"""Supervised warm start: a new tokenizer and a new small model, trained on demonstrations.
-
-A demonstration is a conversation in segments. The demonstrator's segments (origin policy or
-tool_call) are trained. Demonstrations are tokenised by the same code as rollouts
-(`crl.modeling.tokens.Conversation`), so token sequences in RL have the same form as in the warm
-start.
-"""
+"""Supervised warm start: a new tokenizer and a new small model, trained on demonstrations."""
 
 from __future__ import annotations
 
@@ -17,9 +11,10 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from crl.algo import micro_batches, nll
+from crl.modeling.demonstrations import Demonstration, demonstrated_traces
 from crl.modeling.loading import token_logprobs
-from crl.modeling.tokens import ChatRenderer, Conversation
-from crl.types import SAMPLED_ORIGINS, Completion, Segment, TokenTrace
+from crl.modeling.tokens import ChatRenderer
+from crl.types import TokenTrace
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -29,9 +24,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-Demonstration = Sequence[Segment]
-"""Conversation that a model learns to imitate."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +105,8 @@ def new_model(shape: Shape, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCau
 
 
 def demonstrated_trace(demonstration: Demonstration, renderer: ChatRenderer) -> TokenTrace:
-    """Return the demonstration as one training sample.
-
-    The mask selects the demonstrator's tokens and their stop tokens.
-    """
-    conversation = Conversation(renderer)
-    for segment in demonstration:
-        if segment.origin not in SAMPLED_ORIGINS:
-            conversation.add([segment])
-            continue
-        conversation.prompt()
-        ids = (*renderer.encode(segment.text), renderer.stop_ids[0])
-        conversation.add_completion(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"))
-    (trace,) = conversation.traces
+    """Return the demonstration as one training sample; see `demonstrated_traces`."""
+    (trace,) = demonstrated_traces(demonstration, renderer)
     return trace
 
 

@@ -29,6 +29,10 @@ def rollout(
         int, typer.Option(metavar="N", min=1, help="Number of training steps to play.")
     ] = 1,
     seed: Seed = None,
+    scripted: Annotated[
+        bool,
+        typer.Option("--scripted", help="Let the environments' scripted players play, unguided."),
+    ] = False,
     run_dir: NewRun = None,
     sets: Sets = None,
 ) -> int:
@@ -43,7 +47,7 @@ def rollout(
     config = load(tasks.split(","), preset=preset, options=options, sets=sets or ())
     from crl.run.halves.commands import play_episodes
 
-    return play_episodes(config, run_dir or _new_folder("rollout"))
+    return play_episodes(config, run_dir or new_folder("rollout"), scripted=scripted)
 
 
 @command
@@ -72,9 +76,9 @@ def learn(
     from crl.records.reader import episode_shards
     from crl.wording import counted
 
-    run = _run_of_file(source) if source.is_file() else source
+    run = run_of_file(source) if source.is_file() else source
     saved = load_saved(run).config
-    shards = _shard(source) if source.is_file() else episode_shards(run)
+    shards = shard_of_file(source) if source.is_file() else episode_shards(run)
     if steps is not None and steps > len(shards):
         reason = f"{source} has episodes of only {counted(len(shards), 'step')}"
         raise ConfigError("--steps", steps, reason, "Use a smaller number")
@@ -85,11 +89,11 @@ def learn(
     from crl.run.halves.commands import learn_from_episodes
 
     chosen = dict(list(shards.items())[:steps])
-    folder = run_dir or _new_folder("learn")
+    folder = run_dir or new_folder("learn")
     return learn_from_episodes(config, chosen, folder, recorder=recorder)
 
 
-def _run_of_file(file: Path) -> Path:
+def run_of_file(file: Path) -> Path:
     """Return the nearest folder above a file of episodes that is a run.
 
     It is not the parent of `episodes` for a file of RUN/discarded.
@@ -99,7 +103,7 @@ def _run_of_file(file: Path) -> Path:
     return next(runs, folders[0])
 
 
-def _shard(file: Path) -> dict[int, Path]:
+def shard_of_file(file: Path) -> dict[int, Path]:
     """Return a file of episodes by its step. Raise `ConfigError` if its name is another one."""
     from crl.records.shards import shards
 
@@ -110,5 +114,5 @@ def _shard(file: Path) -> dict[int, Path]:
     return found
 
 
-def _new_folder(command: str) -> Path:
+def new_folder(command: str) -> Path:
     return Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"

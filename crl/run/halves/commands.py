@@ -1,8 +1,9 @@
-"""Commands behind `crl rollout` and `crl learn`."""
+"""Commands behind `crl rollout`, `crl learn` and `crl sft`."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing
@@ -18,11 +19,14 @@ from crl.monitor.run_dir import RunDir
 from crl.planning import preflight
 from crl.planning.model_checks import require_same_tokenizer
 from crl.planning.plan import overview
+from crl.planning.tasks import scripted_players, specs
 from crl.prompts import hashes
 from crl.protocols import Monitor
+from crl.records.reader import episode_shards
 from crl.records.shards import read_shard
 from crl.run.halves.learn import learn
 from crl.run.halves.play import play
+from crl.run.halves.sft import SftResult, SftSettings, fine_tune
 from crl.run.main import open_monitor
 from crl.run.supervision.ending import Ending, logged_failure
 from crl.run.supervision.interruptible import AGAIN, interruptible
@@ -30,20 +34,22 @@ from crl.run.supervision.signals import INTERRUPTED, Interrupts, do_nothing
 from crl.wording import counted
 
 
-def play_episodes(config: RunConfig, folder: Path) -> int:
+def play_episodes(config: RunConfig, folder: Path, *, scripted: bool = False) -> int:
     """Play the episodes of a run's steps, record them in the new directory `folder`, return 0.
 
-    Raise `CrlError` if this cannot start or fails.
+    `scripted`: let scripted players play. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config, checks=preflight.ROLLOUT_CHECKS)
+    if scripted:
+        scripted_players(specs(config))
     run, steps = _new_folder(config, folder), config.run.steps
 
     async def played(monitor: Monitor) -> str:
-        await play(config, run, monitor)
+        await play(config, run, monitor, scripted=scripted)
         return (
             f"played {counted(steps, 'step')}; the episodes: {run.episodes}\n"
             f"  list them:     crl episodes {run.path}\n"
-            f"  train on them: crl learn --from {run.path}"
+            f"  train on them: crl {'sft' if scripted else 'learn'} --from {run.path}"
         )
 
     _carry_out(config, run, steps, played)
@@ -76,6 +82,46 @@ def learn_from_episodes(
     return 0
 
 
+def fine_tune_on(
+    config: RunConfig, source: Mapping[int, Path] | Path | None, folder: Path,
+    settings: SftSettings, *, lost: bool,
+) -> int:  # fmt: skip
+    """Train the actor on demonstrations, write it to the new directory `folder`, return 0.
+
+    `source` is that of `crl.run.halves.sft.fine_tune`; None = the scripted players first play
+    `run.steps` steps, which are recorded in `folder`. Raise `CrlError` if this cannot start or
+    fails.
+    """
+    preflight.require(config)
+    if source is None:
+        scripted_players(specs(config))
+    elif not isinstance(source, Path):
+        _check_shards(source)
+    run = _new_folder(config, folder)
+    (target := run.path / "actor").mkdir()
+
+    async def tuned(monitor: Monitor) -> str:
+        if source is None:
+            await play(config, run, monitor, scripted=True)
+        demonstrations = episode_shards(run.path) if source is None else source
+        result = await fine_tune(config, demonstrations, target, monitor, settings, lost=lost)
+        return (
+            f"the actor after epoch {result.epoch}, in Hugging Face format: {target}\n"
+            f"{_losses(result)}  train it further: crl train --tasks {','.join(config.tasks)} "
+            f"--set actor.model={shlex.quote(str(target))}"
+        )
+
+    _carry_out(config, run, None, tuned)
+    return 0
+
+
+def _losses(result: SftResult) -> str:
+    """Return a line with the held-out losses; empty without held-out demonstrations."""
+    if result.start is None or result.best is None:
+        return ""
+    return f"  held-out loss:    {result.start:.3f} → {result.best:.3f} nats per token\n"
+
+
 def _check_shards(shards: Mapping[int, Path]) -> None:
     """Raise `ConfigError` if an episode cannot be read. Nothing has been trained then."""
     for path in shards.values():
@@ -94,13 +140,13 @@ def _new_folder(config: RunConfig, folder: Path) -> RunDir:
 
 
 def _carry_out(
-    config: RunConfig, run: RunDir, steps: int,
+    config: RunConfig, run: RunDir, steps: int | None,
     work: Callable[[Monitor], Coroutine[Any, Any, str]],
 ) -> None:  # fmt: skip
     """Await `work` and note the text that it returns.
 
     Failures and interrupts end the process as those of a run do. `steps` is the last step that
-    `work` logs.
+    `work` logs, if known.
     """
     screen = PlainMonitor(steps=steps)
     ending = Ending(run, screen)

@@ -14,16 +14,17 @@ from crl.run.assemble import open_collector
 from crl.run.loop import Stopwatch
 
 
-async def play(config: RunConfig, run: RunDir, monitor: Monitor) -> None:
+async def play(config: RunConfig, run: RunDir, monitor: Monitor, *, scripted: bool = False) -> None:
     """Play the training episodes of `run.steps` steps with the initial actor, and record them.
 
     They are the episodes of `crl train` if no step changes the weights: the same tasks in the same
     groups, guided and free. Experience comes from the bank `bank.init`, which is only read.
+    `scripted` is that of `open_collector`.
     """
     writer = EpisodeWriter(run.episodes, config.run.keep_episodes)
     try:
         async with (
-            open_collector(config, run, monitor) as (collector, supervisor),
+            open_collector(config, run, monitor, scripted=scripted) as (collector, supervisor),
             TaskGroup() as tasks,
         ):
             tasks.create_task(collector.run(), name="collector")

@@ -24,6 +24,7 @@ from crl.envs.alfworld.lessons import (
     visited_receptacles,
 )
 from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
 from crl.tiny.drills.alfworld_chores import (
     ACTOR_CHORES,
@@ -34,7 +35,6 @@ from crl.tiny.drills.alfworld_chores import (
     random_lesson,
 )
 from crl.tiny.drills.drill import Drill, Episode, demonstrated, lesson_answer, op_answer
-from crl.tiny.warm_start import Demonstration
 from crl.types import Segment, Task
 
 QUESTION_TURNS = 6

@@ -20,6 +20,7 @@ from crl.envs.alfworld.small import HOLDS
 from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills.alfworld_houses import SmallHouse
 from crl.tiny.drills.alfworld_personas import (
     ClosedFirstSearcher,
@@ -30,7 +31,6 @@ from crl.tiny.drills.alfworld_personas import (
     TreatmentSkipper,
 )
 from crl.tiny.drills.drill import OFFER, Episode, as_hit, asking_turn, weighted_choice
-from crl.tiny.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 TURNS = 14

@@ -18,8 +18,8 @@ from crl.methods.parts.asking import COMPACT_CALL, COMPACT_OFFER, CompactRefineP
 from crl.methods.parts.distilling import CompactDistilPrompt, Digest
 from crl.methods.parts.judging import CompactCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt
+from crl.modeling.demonstrations import Demonstration
 from crl.protocols import Hit, Question
-from crl.tiny.warm_start import Demonstration
 from crl.types import Counters, ExperienceUse, Provenance, Segment, Task
 
 T = TypeVar("T")

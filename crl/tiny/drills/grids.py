@@ -20,10 +20,10 @@ from crl.envs.maze import lessons as maze_lessons
 from crl.envs.places import Places
 from crl.envs.room.lessons import lesson as room_lesson
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
 from crl.tiny.drills.drill import Drill, Episode, as_hit, weighted_choice
 from crl.tiny.drills.grid_players import PlaceFollower, WayFollower, player_factories
-from crl.tiny.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 GENERIC_LESSONS = tuple(room_lesson(kind) for kind in ("lead", "careful", "time"))

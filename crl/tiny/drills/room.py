@@ -25,6 +25,7 @@ from crl.envs.room.lessons import (
     stairs_direction,
     visited_cells,
 )
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
 from crl.tiny.drills.drill import Drill, Episode, demonstrated, lesson_answer, op_answer
 from crl.tiny.drills.room_walks import (
@@ -35,7 +36,6 @@ from crl.tiny.drills.room_walks import (
     SCORED_TURNS,
     RoomWalks,
 )
-from crl.tiny.warm_start import Demonstration
 from crl.types import Segment, Task
 
 ASSUMED_DISTANCE = 3

@@ -12,6 +12,7 @@ from crl.envs.room.game import RoomGame
 from crl.envs.room.lessons import LESSONS, from_here, lesson, true_stairs_direction
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills.drill import OFFER, Episode, as_hit, asking_turn, weighted_choice
 from crl.tiny.drills.room_personas import (
     STAIRS,
@@ -22,7 +23,6 @@ from crl.tiny.drills.room_personas import (
     cells_showing,
     persona_for_lesson,
 )
-from crl.tiny.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 SCORED_TURNS = 4

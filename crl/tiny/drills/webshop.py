@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from crl.envs.webshop import NAME
 from crl.envs.webshop.lessons import LESSONS, digest, lesson, read, right_brand, wrong_brands
 from crl.envs.webshop.words import BRANDS
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
 from crl.tiny.drills.drill import Drill, Episode, demonstrated, lesson_answer, op_answer
 from crl.tiny.drills.webshop_visits import (
@@ -25,7 +26,6 @@ from crl.tiny.drills.webshop_visits import (
     demonstration_shops,
     demonstration_task,
 )
-from crl.tiny.warm_start import Demonstration
 from crl.types import Task
 
 # ── the extractor ─────────────────────────────────────────────────────────────────────────────────

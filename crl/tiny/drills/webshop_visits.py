@@ -20,8 +20,8 @@ from crl.envs.webshop.player import Requirements, ResultLink, links
 from crl.envs.webshop.shop import Shop
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills.drill import OFFER, Episode, as_hit, weighted_choice
-from crl.tiny.warm_start import Demonstration
 from crl.types import Observation, Segment, Task
 
 TURNS = 11

@@ -17,11 +17,15 @@ from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
 from crl.cli.new_task import write_task
+from crl.config.models import resolve_model
 from support.bank_commands import finished_run
 from support.pages import PAGES, blocks, code, commands
 from support.paths import ROOT
 
 NOT_RUN = {
+    "crl sft --from scripted --tasks room --run-dir runs/sft": (
+        "trains; see tests/integration/test_sft.py"
+    ),
     "crl doctor --preset gpu1": "checks this machine; see tests/unit/planning/test_doctor.py",
     "crl doctor --preset node8": "checks this machine; see tests/unit/planning/test_doctor.py",
     "crl resume runs/first --steps 6": "needs a trained run; see tests/integration/test_resume.py",
@@ -113,12 +117,13 @@ def material(
     (folder / "turn_cost.py").write_text(turn_cost)
     shutil.copy(ROOT / "crl" / "prompts" / "distil.txt", folder)
     (folder / "encoder").symlink_to(random_bert)
+    (folder / "runs" / "sft").mkdir(parents=True)
+    (folder / "runs" / "sft" / "actor").symlink_to(resolve_model("tiny-actor"))
     shutil.copytree(random_qwen3, folder / "language_model")
     config = folder / "language_model" / "config.json"
     longer = json.loads(config.read_text()) | {"max_position_embeddings": 65536}
     config.write_text(json.dumps(longer))
     write_task("my_task", folder)
-    (folder / "runs").mkdir()
     finished_run(folder / "runs" / "mine")
     return folder
 

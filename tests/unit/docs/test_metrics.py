@@ -33,7 +33,7 @@ EXAMPLES = {name: values[0] for name, values in placeholder_values().items()} | 
 
 def test_the_tables_of_the_page_are_read() -> None:
     kinds = {row.kind for row in ROWS}
-    assert kinds == {"", "train", "extractor", "bank", "eval", "probe", "warmup"}
+    assert kinds == {"", "train", "extractor", "bank", "eval", "probe", "warmup", "sft"}
     assert len({(row.kind, row.key) for row in ROWS}) == len(ROWS) > 150, "no key is listed twice"
     values = placeholder_values()
     assert {"not JSON", "near duplicate"} < set(values["reason"])

@@ -38,6 +38,7 @@ from crl.manager.records import Entry
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.merging import CompactMergePrompt
+from crl.modeling.demonstrations import Demonstration
 from crl.modeling.loading import load_model, load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.rollout.critic import parse_critique
@@ -52,7 +53,7 @@ from crl.tiny.drills.room import (
     refinement,
 )
 from crl.tiny.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
-from crl.tiny.warm_start import Demonstration, demonstrated_trace
+from crl.tiny.warm_start import demonstrated_trace
 from crl.types import Counters, Provenance, Sampling, Segment
 
 

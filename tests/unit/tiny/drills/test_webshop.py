@@ -22,6 +22,7 @@ from crl.envs.webshop.lessons import (
 from crl.envs.webshop.player import Requirements, links
 from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
+from crl.modeling.demonstrations import Demonstration
 from crl.modeling.tokens import ChatRenderer
 from crl.tiny.drills.drill import Episode, distil_prompt
 from crl.tiny.drills.webshop import (
@@ -43,7 +44,7 @@ from crl.tiny.drills.webshop_visits import (
     demonstration_task,
     follower,
 )
-from crl.tiny.warm_start import END, Demonstration, demonstrated_trace, train_tokenizer
+from crl.tiny.warm_start import END, demonstrated_trace, train_tokenizer
 
 COMPACT = tomllib.loads(Path("tasks/webshop.toml").read_text())["compact"]
 

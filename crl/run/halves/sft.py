@@ -1,0 +1,296 @@
+"""Supervised fine-tuning of the actor on demonstrations: `crl sft`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from crl.algo.batching import micro_batches
+from crl.algo.losses import NextTokenLoss
+from crl.config.schema import RunConfig
+from crl.errors import ConfigError, CrlError
+from crl.failures import reported
+from crl.learners.optimizer_file import OPTIMIZER_FILE
+from crl.modeling.demonstrations import demonstrated_traces
+from crl.modeling.files import copy_model_files
+from crl.modeling.tokens import ChatRenderer
+from crl.planning.gpu_plan import assigned_gpus
+from crl.protocols import Engine, Monitor
+from crl.records.shards import read_shard
+from crl.run.models import actor_model, open_role_engine, open_role_learner
+from crl.run.sync import sync_weights
+from crl.seeds import generator
+from crl.types import Minibatch, Segment, StepStats, TokenTrace, TrainSample, Trajectory
+from crl.wording import counted
+
+LOG_EVERY = 10
+"""Number of updates whose metrics are averaged in one line."""
+
+ROLES = ("system", "user", "assistant")
+"""Roles of the messages in a file of conversations."""
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """Settings of supervised fine-tuning."""
+
+    epochs: int = 3
+    """Maximum number of epochs."""
+    batch_tokens: int = 4096
+    """Maximum number of tokens of one optimizer update. A longer sample has its own update."""
+    held_out: float = 0.1
+    """Share of the places (goals) whose demonstrations are held out; 0 = none."""
+    patience: int = 1
+    """Number of epochs without a better held-out loss after which the training ends."""
+
+
+@dataclass(frozen=True)
+class Demonstrated:
+    """Demonstration as training samples."""
+
+    goal: str
+    """Place of the demonstration. All demonstrations of a place are trained on, or held out."""
+    traces: Sequence[TokenTrace]
+
+
+@dataclass(frozen=True)
+class SftResult:
+    """Result of supervised fine-tuning. Losses are in nats per token of the demonstrator."""
+
+    start: float | None
+    """Held-out loss before the training; None without held-out demonstrations."""
+    best: float | None
+    """Held-out loss of the written model."""
+    epoch: int
+    """Epoch of the written model; 0 = the model as it was."""
+
+
+# ── demonstrations ────────────────────────────────────────────────────────────────────────────────
+
+
+def recorded_demonstrations(
+    config: RunConfig, renderer: ChatRenderer, shards: Mapping[int, Path], *, lost: bool
+) -> list[Demonstrated]:
+    """Return recorded episodes as demonstrations, with tokens of the model that is trained.
+
+    Episodes with an error are left out, and lost ones too unless `lost` is true. Turns in overtime
+    are not trained.
+    """
+    episodes = (t for path in shards.values() for t in read_shard(path))
+    return [
+        Demonstrated(t.task.goal, _traces(config, renderer, t))
+        for t in episodes
+        if t.error is None and (lost or t.success)
+    ]
+
+
+def _traces(
+    config: RunConfig, renderer: ChatRenderer, trajectory: Trajectory
+) -> tuple[TokenTrace, ...]:
+    task = config.tasks.get(trajectory.task.name)
+    questions = sum(segment.origin == "tool_call" for segment in trajectory.segments)
+    return demonstrated_traces(
+        trajectory.segments,
+        renderer,
+        window=task.window if task else None,
+        turns=trajectory.turns + questions,
+    )
+
+
+def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
+    """Return the conversations of a JSON lines file as demonstrations.
+
+    A line is {"messages": [{"role": "user", "content": "…"}, …]}. The messages of the assistant are
+    trained. The first message of the user is the place.
+
+    Raise `ConfigError` for an invalid line, with its number.
+    """
+    found = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                segments = _segments(line, f"{file}, line {number}")
+                goal = next((s.text for s in segments if s.role == "user"), "")
+                found.append(Demonstrated(goal, demonstrated_traces(segments, renderer)))
+    return found
+
+
+def _segments(line: str, place: str) -> list[Segment]:
+    """Return the messages of a line as segments."""
+    try:
+        messages = json.loads(line)["messages"]
+        segments = [
+            Segment(m["role"], m["content"], "policy" if m["role"] == "assistant" else "env")
+            for m in messages
+        ]
+        valid = all(s.role in ROLES and isinstance(s.text, str) for s in segments)
+    except (ValueError, KeyError, TypeError):
+        segments, valid = [], False
+    if not valid or not any(segment.origin == "policy" for segment in segments):
+        reason = "is not a conversation with an answer of the assistant"
+        remedy = 'Write {"messages": [{"role": "user", "content": "…"}, …]} in each line'
+        raise ConfigError("--from", place, reason, remedy)
+    return segments
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def fine_tune(
+    config: RunConfig, source: Mapping[int, Path] | Path, target: Path, monitor: Monitor,
+    settings: SftSettings, *, lost: bool = False,
+) -> SftResult:  # fmt: skip
+    """Train the actor on demonstrations and write it to the empty directory `target`.
+
+    `source`: recorded episodes, as of `crl.records.reader.episode_shards`, or a file of
+    `conversations`. The loss is the mean over the demonstrator's tokens. The model with the lowest
+    held-out loss is written; without held-out demonstrations, that of the last epoch.
+
+    Raise `ConfigError` if there are too few demonstrations.
+    """
+    async with AsyncExitStack() as stack:
+        with reported():  # the learner may be slow to close
+            return await _fine_tune(config, source, target, monitor, settings, stack, lost=lost)
+
+
+async def _fine_tune(
+    config: RunConfig, source: Mapping[int, Path] | Path, target: Path, monitor: Monitor,
+    settings: SftSettings, stack: AsyncExitStack, *, lost: bool,
+) -> SftResult:  # fmt: skip
+    actor = actor_model(config, monitor.note)
+    renderer = actor.renderer
+    if isinstance(source, Path):
+        found = await asyncio.to_thread(conversations, source, renderer)
+    else:
+        found = await asyncio.to_thread(
+            recorded_demonstrations, config, renderer, source, lost=lost
+        )
+    draws = generator(config.run.seed, "sft")
+    trained, held_out = _split(_fitting(config, found, monitor), settings.held_out, draws)
+    samples = [trace for demonstration in trained for trace in demonstration.traces]
+    monitor.note(
+        f"{counted(len(trained), 'demonstration')} with {sum(len(t.ids) for t in samples):,} "
+        f"tokens; {counted(len(held_out), 'demonstration')} held out"
+    )
+    gpus = assigned_gpus(config)
+    learner = await open_role_learner(config, gpus, actor, NextTokenLoss(), stack)
+    engine = await open_role_engine(config, gpus, actor, stack) if held_out else None
+    start = best = await _held_out_loss(engine, held_out)
+    result, worse, updates = SftResult(start, start, 0), 0, 0
+    for epoch in range(1, settings.epochs + 1):
+        recent: list[StepStats] = []
+        for minibatch in _minibatches(samples, settings.batch_tokens, draws):
+            recent.append(await learner.step([minibatch]))
+            updates += 1
+            if len(recent) == LOG_EVERY:
+                monitor.log(updates, "sft", _metrics(recent))
+                recent.clear()
+        if recent:
+            monitor.log(updates, "sft", _metrics(recent))
+        if engine:
+            await sync_weights(learner, engine)
+        loss = await _held_out_loss(engine, held_out)
+        if loss is not None:
+            monitor.log(updates, "sft", {"sft/epoch": epoch, "sft/held_out_nll": loss})
+        if loss is None or best is None or loss < best:
+            best, worse, result = loss, 0, SftResult(start, loss, epoch)
+            await asyncio.to_thread(await learner.prepare_save(target))
+        elif (worse := worse + 1) >= settings.patience:
+            break
+    if not result.epoch:
+        raise CrlError(
+            f"no epoch has a lower held-out loss than the model before ({start:.3f} nats per "
+            "token). Use another --learning-rate, or more demonstrations."
+        )
+    await asyncio.to_thread(_complete, actor.path, target)
+    return result
+
+
+def _metrics(updates: Sequence[StepStats]) -> dict[str, float]:
+    """Return the metrics of a line: means over the updates."""
+    return {
+        f"sft/{name}": fmean(stats.metrics[name] for stats in updates)
+        for name in ("nll", "grad_norm", "learning_rate")
+        if all(name in stats.metrics for stats in updates)
+    } | {"sft/skipped_updates": sum(stats.skipped for stats in updates)}
+
+
+def _complete(initial: Path, target: Path) -> None:
+    """Remove the optimizer from `target`, and copy the tokenizer of the initial model to it."""
+    (target / OPTIMIZER_FILE).unlink()
+    copy_model_files(initial, target)
+
+
+def _fitting(
+    config: RunConfig, found: Sequence[Demonstrated], monitor: Monitor
+) -> list[Demonstrated]:
+    """Return the demonstrations that fit into the context. Raise `ConfigError` if there is none."""
+    limit = config.actor.max_context_tokens
+    fitting = [d for d in found if d.traces and all(len(t.ids) <= limit for t in d.traces)]
+    if len(fitting) < len(found):
+        monitor.note(
+            f"{counted(len(found) - len(fitting), 'demonstration')} left out: longer than the "
+            f"context of {limit} tokens (actor.max_context_tokens)"
+        )
+    if not fitting:
+        reason = f"has no demonstration to train on, of {counted(len(found), 'episode')}"
+        remedy = "Give other episodes, or --lost to train on lost episodes too"
+        raise ConfigError("--from", "", reason, remedy)
+    return fitting
+
+
+def _split(
+    demonstrations: Sequence[Demonstrated], share: float, draws: random.Random
+) -> tuple[list[Demonstrated], list[Demonstrated]]:
+    """Return the demonstrations that are trained on, and those of the places that are held out.
+
+    With a share above 0 at least one place is held out. Raise `ConfigError` if none remains.
+    """
+    goals = sorted({demonstration.goal for demonstration in demonstrations})
+    held_out = set(draws.sample(goals, max(1, round(share * len(goals))) if share else 0))
+    if len(held_out) == len(goals):
+        reason = (
+            f"leaves nothing to train on: the demonstrations are of {counted(len(goals), 'place')}"
+        )
+        raise ConfigError("--held-out", share, reason, "Use 0, or demonstrations of more places")
+    parts: tuple[list[Demonstrated], list[Demonstrated]] = [], []
+    for demonstration in demonstrations:
+        parts[demonstration.goal in held_out].append(demonstration)
+    return parts
+
+
+def _minibatches(
+    samples: Sequence[TokenTrace], budget: int, draws: random.Random
+) -> Iterator[Minibatch]:
+    """Yield the minibatches of an epoch, in random order and with random samples."""
+    order = draws.sample(range(len(samples)), len(samples))
+    # Random offsets mix samples of neighbouring lengths.
+    lengths = [len(samples[i].ids) + draws.randrange(16) for i in order]
+    batches = micro_batches(lengths, budget)
+    for batch in draws.sample(batches, len(batches)):
+        traces = [samples[order[i]] for i in batch]
+        yield Minibatch(
+            tuple(TrainSample(trace, 0.0, 1.0) for trace in traces),
+            sum(sum(trace.mask) for trace in traces),
+        )
+
+
+async def _held_out_loss(engine: Engine | None, held_out: Sequence[Demonstrated]) -> float | None:
+    """Return the mean negative log-likelihood of the demonstrators' tokens, in nats per token."""
+    if engine is None:
+        return None
+    traces = [trace for demonstration in held_out for trace in demonstration.traces]
+    scores = await asyncio.gather(*(engine.score(trace.ids) for trace in traces))
+    total = sum(
+        logp
+        for trace, logps in zip(traces, scores, strict=True)
+        for logp, mask in zip(logps, trace.mask[1:], strict=True)
+        if mask
+    )
+    return -total / sum(sum(trace.mask) for trace in traces)
