@@ -127,6 +127,8 @@ class Figure:
     """True for numbers of actions."""
     against: tuple[str, ...] = ()
     """Costs over which the training metrics are drawn, besides the steps."""
+    note: str = ""
+    """What a reader must know to judge the result."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,9 @@ FIGURES: Mapping[str, Figure] = {
         _better("co-evolved", "training", "none", "static", "offline"),
         ("room",), ("co-evolved", "none", "static", "offline"), TEN,
         ("training", "unseen", "unseen, bank"),
+        note="The offline bank has lessons for all places of the training stream from the first "
+        "step on, by an extractor that was trained for a whole run. The other arms begin with an "
+        "empty bank, or have none.",
     ),
     "3b-d": Figure(
         "Only guided and free subgroups improve both. Without free members or with advantages "

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,7 @@ def section(name: str, results: Results) -> str:
             "",
             *(_claim_line(results, claim) for claim in figure.claims),
             "",
+            *([*wrap(figure.note, 100), ""] if figure.note else []),
             *_table(results),
             "",
             f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all ({processors}):",

@@ -107,10 +107,11 @@ def results(
 
 def test_a_section_has_verdicts_paired_differences_and_aggregates() -> None:
     text = report.section(
-        "8", results(("room", "sokoban"), {"none": (0.5, 0.2), "static": (0.3, 0.2)})
+        "8", results(("room", "sokoban"), {"none": (0.5, 0.2), "static": (0.3, 0.2)}, note="Note.")
     )
     rows = text.splitlines()
     assert rows[:3] == ["### Figure 8", "", "*Claim:* The claim."]
+    assert rows[5:8] == ["", "Note.", ""]
     assert "- none better than static, training: 0.100 ± 0.000. **agrees**" in rows
     assert "| training | room | 0.550 ± 0.635 | 0.350 ± 0.635 |" in rows
     assert "|  | none − this |  | 0.200 ± 0.000 |" in rows
