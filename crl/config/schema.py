@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from crl.config.method import MethodSpec, method_spec
+from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
 from crl.config.section import Count, Name, Natural, Section
-from crl.config.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 from crl.plugins import absolute_reference
 from crl.types import RewardBaseline, StreamSettings

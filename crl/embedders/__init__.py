@@ -11,8 +11,8 @@ from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crl.config.models.shapes import ModelShape
 from crl.config.schema import EmbedderSection
-from crl.config.shapes import ModelShape
 from crl.embedders.hash import HashEmbedder
 from crl.embedders.recipe import read_encoder_settings
 from crl.engines import prepare_vllm

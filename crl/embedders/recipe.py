@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from crl.config.models import download_hint, not_downloaded
-from crl.config.shapes import PUBLISHED_SHAPES
+from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 
 MODEL_KEY = "embedder.model"

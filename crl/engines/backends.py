@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from crl.config.models.shapes import ModelShape, require_context, require_divisible
 from crl.config.schema import EngineSection
-from crl.config.shapes import ModelShape, require_context, require_divisible
 from crl.engines import PREFILL_TOKENS, prepare_vllm, require_vllm
 from crl.modeling.memory import (
     GIB,

@@ -43,7 +43,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from crl.config.shapes import require_context, require_divisible
+from crl.config.models.shapes import require_context, require_divisible
 from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, shut_down_on_error, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from crl.config.models.shapes import ModelShape
 from crl.config.schema import LearnerSection, OptimizerSection
-from crl.config.shapes import ModelShape
 from crl.errors import ConfigError
 from crl.extras import require_package
 from crl.modeling.memory import (

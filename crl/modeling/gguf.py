@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crl.config.models import ADAPTER_CONFIG, adapter_base, find_model, is_adapter
-from crl.config.packaged import cache_folder
+from crl.config.models.packaged import cache_folder
 from crl.errors import ConfigError, is_disk_full
 from crl.scratch import remove_stale_folders, scratch_folder
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from crl.config.models import bundled_models
-from crl.config.packaged import PACKAGED_MODELS, PackagedModel, imported_folder
+from crl.config.models.packaged import PACKAGED_MODELS, PackagedModel, imported_folder
 from crl.errors import ConfigError, LearnerError
 from crl.modeling.gguf import convert, made_from
 from crl.scratch import scratch_folder

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from crl.config.models.shapes import ModelShape
 from crl.config.schema import LearnerSection, LoraSection
-from crl.config.shapes import ModelShape
 from crl.modeling import MAX_LOGITS
 
 GIB = 2**30

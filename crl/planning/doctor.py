@@ -19,8 +19,8 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from crl.config.load import load, versions
+from crl.config.models.shapes import ModelShape
 from crl.config.schema import RunConfig
-from crl.config.shapes import ModelShape
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS

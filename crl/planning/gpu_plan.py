@@ -26,8 +26,8 @@ from typing import Any
 
 from crl.config.layers import put
 from crl.config.method import ACTOR_ALONE
+from crl.config.models.shapes import PUBLISHED_SHAPES, ModelShape, require_context
 from crl.config.schema import RunConfig
-from crl.config.shapes import PUBLISHED_SHAPES, ModelShape, require_context
 from crl.config.validate import run_config
 from crl.embedders import embedder_memory, encoder_folder
 from crl.engines.backends import ENGINES

@@ -18,8 +18,8 @@ from crl.config.models import (
     resolve_model,
     weight_shapes,
 )
+from crl.config.models.shapes import PUBLISHED_SHAPES, require_context
 from crl.config.schema import ActorSection, ExtractorSection, RunConfig
-from crl.config.shapes import PUBLISHED_SHAPES, require_context
 from crl.embedders import encoder_folder
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from crl.config.models import model_size
-from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
+from crl.config.models.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
 from crl.errors import ConfigError
 from crl.modeling.gguf import find_folder
 

@@ -18,6 +18,7 @@ from crl.config.models import (
     model_size,
     profile_of,
 )
+from crl.config.models.shapes import PUBLISHED_SHAPES, ModelShape
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
     EmbedderSection,
@@ -26,7 +27,6 @@ from crl.config.schema import (
     StreamSection,
     TaskConfig,
 )
-from crl.config.shapes import PUBLISHED_SHAPES, ModelShape
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.evaluation.online import MEMBERS, UNCOUNTED_VISITS, VISITS

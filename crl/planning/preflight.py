@@ -20,8 +20,8 @@ from typing import Literal
 from crl import embedders
 from crl.config.catalog import tasks as shipped_tasks
 from crl.config.models import profile_of
+from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.schema import RunConfig
-from crl.config.shapes import PUBLISHED_SHAPES
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.manager.storage.database import active_tasks, check_bank

@@ -27,8 +27,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from crl.config.models.shapes import ModelShape
 from crl.config.schema import RunConfig
-from crl.config.shapes import ModelShape
 from crl.engines.backends import ENGINES
 from crl.modeling.memory import GpuUser, dtype_bytes
 from crl.planning.gpu_plan import GpuPlan

@@ -142,4 +142,5 @@ def test_demonstrations_that_cannot_be_used(demonstrated: Path, tmp_path: Path) 
 
     assert "does not apply to recorded episodes" in error("--tasks", "room")
     assert "has no demonstration to train on" in error("--set", "actor.max_context_tokens=26")
+    assert "leaves nothing to train on" in error("--held-out", 1.5)
     assert "no epoch has a lower held-out loss" in error("--learning-rate", 0)

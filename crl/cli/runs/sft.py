@@ -57,7 +57,7 @@ def sft(
     held_out: Annotated[
         float,
         typer.Option(
-            metavar="SHARE", min=0, max=0.9, help="Share of the places that are held out; 0 = none."
+            metavar="SHARE", min=0, help="Share of the places that are held out; 0 = none."
         ),
     ] = 0.1,
     patience: Annotated[

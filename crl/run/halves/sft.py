@@ -253,12 +253,13 @@ def _split(
     With a share above 0 at least one place is held out. Raise `ConfigError` if none remains.
     """
     goals = sorted({demonstration.goal for demonstration in demonstrations})
-    held_out = set(draws.sample(goals, max(1, round(share * len(goals))) if share else 0))
-    if len(held_out) == len(goals):
+    n_held_out = max(1, round(share * len(goals))) if share else 0
+    if n_held_out >= len(goals):
         reason = (
             f"leaves nothing to train on: the demonstrations are of {counted(len(goals), 'place')}"
         )
         raise ConfigError("--held-out", share, reason, "Use 0, or demonstrations of more places")
+    held_out = set(draws.sample(goals, n_held_out))
     parts: tuple[list[Demonstrated], list[Demonstrated]] = [], []
     for demonstration in demonstrations:
         parts[demonstration.goal in held_out].append(demonstration)

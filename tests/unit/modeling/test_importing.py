@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from crl.cli.main import app
 from crl.config import load
 from crl.config.models import find_model, not_downloaded
-from crl.config.packaged import PACKAGED_MODELS, imported_folder, imported_models
+from crl.config.models.packaged import PACKAGED_MODELS, imported_folder, imported_models
 from crl.errors import ConfigError, LearnerError
 from crl.modeling import importing
 from crl.modeling.importing import get_packaged, import_file

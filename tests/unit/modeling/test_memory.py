@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from crl.config.models.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape
 from crl.config.schema import EngineSection, LearnerSection, LoraSection
-from crl.config.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape
 from crl.embedders import EMBEDDER_WORK_BYTES, embedder_memory
 from crl.engines import PREFILL_TOKENS
 from crl.engines.backends import ENGINES, VLLM_WORK_BYTES

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.config.models import model_size
-from crl.config.shapes import AttentionShape, read_shape
+from crl.config.models.shapes import AttentionShape, read_shape
 from crl.errors import ConfigError
 from crl.planning import gpu_plan, plan
 from crl.planning.model_size import QWEN25_SHAPES, dense_shape, parse_size, planned_shape

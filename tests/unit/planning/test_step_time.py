@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from crl.config.load import load
+from crl.config.models.shapes import AttentionShape, ModelShape
 from crl.config.schema import RunConfig
-from crl.config.shapes import AttentionShape, ModelShape
 from crl.planning import gpu_plan as gpu_plan_module
 from crl.planning.gpu_plan import gpu_plan, model_shapes
 from crl.planning.step_time import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from crl.config.catalog import PACKAGE, did_you_mean
-from crl.config.packaged import PACKAGED_MODELS, imported_folder, imported_models
-from crl.config.shapes import PUBLISHED_SHAPES
+from crl.config.models.packaged import PACKAGED_MODELS, imported_folder, imported_models
+from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.errors import ConfigError
 
 Profile = Literal["full", "compact"]
