@@ -126,7 +126,7 @@ def section(name: str, results: Results) -> str:
         [
             f"### {title(name)}",
             "",
-            f"*Claim:* {figure.text}",
+            *wrap(f"*Claim:* {figure.text}", 100),
             "",
             *(_claim_line(results, claim) for claim in figure.claims),
             "",
