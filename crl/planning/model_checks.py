@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from crl.config.models import (
     adapter_base,
     is_adapter,
-    model_profile,
     model_size,
     resolve_model,
     weight_shapes,
@@ -231,7 +230,7 @@ def require_merge_tokens(config: RunConfig) -> None:
     if path is None or not _has_tokenizer(path):
         return
     renderer = ChatRenderer(_tokenizer(path, key), ())
-    write_prompt = merge_prompt(model_profile(path, key), config.prompts.files)
+    write_prompt = merge_prompt(config.profile("extractor"), config.prompts.files)
     prompt = len(renderer.encode(renderer.text(write_prompt([]))))
     limit = extractor.max_context_tokens - extractor.max_response_tokens - prompt
     if extractor.merge_tokens > limit:

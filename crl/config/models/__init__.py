@@ -19,6 +19,9 @@ from crl.errors import ConfigError
 Profile = Literal["full", "compact"]
 """Profile of a model: full for language models, compact for tiny models."""
 
+PROFILE_FILE = "crl.json"
+"""File in a model's directory that declares its profile."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -168,7 +171,7 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
 
     Raise `ConfigError` under `key` if crl.json cannot be read or names another profile.
     """
-    profile_file = path / "crl.json"
+    profile_file = path / PROFILE_FILE
     if not profile_file.is_file():
         return "full"
     try:
@@ -185,6 +188,11 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
             key, str(path), f'its crl.json declares the profile "{profile}"', "Use full or compact"
         )
     return cast(Profile, profile)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Declare the profile of the model in the directory `path`."""
+    (path / PROFILE_FILE).write_text(json.dumps({"profile": profile}) + "\n", "utf-8")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from crl.modeling.tokens import ChatRenderer
 from crl.planning.gpu_plan import assigned_gpus
 from crl.protocols import Engine, Monitor
 from crl.records.shards import read_shard
-from crl.run.models import actor_model, open_role_engine, open_role_learner
+from crl.run.models import ModelRole, actor_model, open_role_engine, open_role_learner
 from crl.run.sync import sync_weights
 from crl.seeds import generator
 from crl.types import Minibatch, Segment, StepStats, TokenTrace, TrainSample, Trajectory
@@ -208,7 +208,7 @@ async def _fine_tune(
             f"no epoch has a lower held-out loss than the model before ({start:.3f} nats per "
             "token). Use another --learning-rate, or more demonstrations."
         )
-    await asyncio.to_thread(_complete, actor.path, target)
+    await asyncio.to_thread(_complete, actor, target)
     return result
 
 
@@ -221,10 +221,10 @@ def _metrics(updates: Sequence[StepStats]) -> dict[str, float]:
     } | {"sft/skipped_updates": sum(stats.skipped for stats in updates)}
 
 
-def _complete(initial: Path, target: Path) -> None:
+def _complete(initial: ModelRole, target: Path) -> None:
     """Remove the optimizer from `target`, and copy the tokenizer of the initial model to it."""
     (target / OPTIMIZER_FILE).unlink()
-    copy_model_files(initial, target)
+    copy_model_files(initial.path, target, initial.section.profile)
 
 
 def _fitting(
