@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crl.config.models import resolve_model
+from crl.config.models import model_profile, resolve_model
 from crl.modeling.loading import load_tokenizer
 from support.documented_metrics import undocumented
 from support.whole_runs import crl, episodes, lines, metrics, one_line
@@ -82,10 +82,18 @@ def test_a_model_learns_from_recorded_demonstrations(demonstrated: Path, tmp_pat
 
 
 def test_scripted_demonstrations_are_played_first(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, preset = tmp_path / "run", tmp_path / "mine.toml"
+    preset.write_text('[actor]\nmodel = "tiny-actor"\nmax_context_tokens = 1024\n')
     result = crl("sft", "--from", "scripted", *TASK, "--steps", 1, *FAST, "--epochs", 1,
-                 "--held-out", 0, "--run-dir", run)  # fmt: skip
+                 "--held-out", 0, "--run-dir", run, "--preset", preset,
+                 "--set", "actor.profile=full", "--set", "tasks.room.rendering=compact",
+                 "--set", "tasks.room.max_turns=4", "--set", "tasks.room.max_response_tokens=4",
+                 )  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
+    assert f"crl train --tasks room --preset {preset} --set actor.model={run}/actor" in (
+        result.stdout
+    )
+    assert model_profile(run / "actor") == "full", "as set, not as the model declares"
     assert len(episodes(run)) == 32
     assert "held-out loss" not in result.stdout
     won = sum(t["success"] for t in episodes(run))

@@ -105,10 +105,13 @@ def fine_tune_on(
             await play(config, run, monitor, scripted=True)
         demonstrations = episode_shards(run.path) if source is None else source
         result = await fine_tune(config, demonstrations, target, monitor, settings, lost=lost)
+        command = ["crl", "train", "--tasks", ",".join(config.tasks)]
+        if config.preset != RunConfig.model_fields["preset"].default:
+            command += ["--preset", config.preset]
         return (
             f"the actor after epoch {result.epoch}, in Hugging Face format: {target}\n"
-            f"{_losses(result)}  train it further: crl train --tasks {','.join(config.tasks)} "
-            f"--set actor.model={shlex.quote(str(target))}"
+            f"{_losses(result)}  train it further: "
+            f"{shlex.join([*command, '--set', f'actor.model={target}'])}"
         )
 
     _carry_out(config, run, None, tuned)
