@@ -374,7 +374,7 @@ def stop_ids(
     from transformers import GenerationConfig
 
     end = ChatRenderer(tokenizer, ()).end_of_turn()
-    first = [] if end is None else [tokenizer.convert_tokens_to_ids(end)]
+    first: list[Any] = [] if end is None else [tokenizer.convert_tokens_to_ids(end)]
     ids: list[Any] = [tokenizer.eos_token_id]
     if (model_path / "generation_config.json").is_file():
         try:

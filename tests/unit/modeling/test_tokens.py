@@ -411,7 +411,9 @@ TAUGHT = Segment("system", "rules", "task")
 def with_template(folder: Path, template: str, *control: str) -> ChatRenderer:
     """Return the renderer of a model with another template and further control tokens."""
     tokenizer = load_tokenizer(folder)
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in control])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True) for token in control]  # pyright: ignore[reportArgumentType]
+    )
     tokenizer.chat_template = template
     return ChatRenderer(tokenizer, stop_ids(folder, tokenizer))
 
