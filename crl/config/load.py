@@ -127,7 +127,7 @@ def resolve(
         )
     preset_layer = Layer(str(preset_file(preset)), preset_settings)
     overrides = [
-        Layer(f"--{key.rpartition('.')[2]}", nested(key, value))
+        Layer(f"--{key.rpartition('.')[2].replace('_', '-')}", nested(key, value))
         for key, value in (options or {}).items()
     ]
     overrides += [parse_set(text) for text in sets]

@@ -23,6 +23,7 @@ from crl.embedders import encoder_folder
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.extras import require_package
+from crl.modeling import ADAPTER_WEIGHTS
 from crl.modeling.gguf import described, find_folder
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
@@ -78,6 +79,9 @@ def require_model(name: str, key: str) -> Path:
         return folder
     if is_adapter(folder):
         require_package("peft", key, str(folder), extra="lora")
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            reason = f"the directory of the adapter contains no {ADAPTER_WEIGHTS}"
+            raise ConfigError(key, str(folder), reason, "Download or create the adapter again")
         require_model(str(adapter_base(folder, key)), key)
         return folder
     missing = _missing_files(folder, key)

@@ -178,7 +178,7 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
         reason = "has no complete checkpoint"
         remedy = (
             "Wait for the first one of a run that goes on. Otherwise train again in another "
-            "directory. crl rollout and crl learn write no checkpoints"
+            "directory. crl rollout, crl learn and crl sft write no checkpoints"
         )
     raise ConfigError("run", str(root.parent), reason, remedy)
 

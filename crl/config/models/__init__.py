@@ -93,8 +93,21 @@ def is_adapter(path: Path) -> bool:
 def adapter_base(path: Path, key: str = "actor.model") -> Path:
     """Return the directory or the GGUF file of the base model of the adapter in `path`.
 
-    Raise `ConfigError` under `key` if adapter_config.json does not name a model on this machine.
+    Raise `ConfigError` under `key` if adapter_config.json does not name a model on this machine, or
+    if the adapter is its own base.
     """
+    base, seen = _named_base(path, key), {path.resolve()}
+    link = base
+    while is_adapter(link):
+        if link.resolve() in seen:
+            reason = f"its {ADAPTER_CONFIG} names the adapter itself as its base model"
+            raise ConfigError(key, str(path), reason, "Correct base_model_name_or_path")
+        seen.add(link.resolve())
+        link = _named_base(link, key)
+    return base
+
+
+def _named_base(path: Path, key: str) -> Path:
     try:
         name = json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
         return resolve_model(name, key)

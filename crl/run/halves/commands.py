@@ -69,7 +69,7 @@ def learn_from_episodes(
     if recorder:
         require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
-    (target := run.path / "actor").mkdir()
+    target = run.path / "actor"
 
     async def learned(monitor: Monitor) -> str:
         updates = await learn(config, shards, target, monitor)
@@ -173,7 +173,8 @@ def _carry_out(
                 )
                 monitor.note(done)
         except ConfigError:
-            run.clear()
+            if not run.episodes.exists():
+                run.clear()
             raise
         except Exception as error:
             if (failure := logged_failure(error, run)) is error:
