@@ -94,7 +94,7 @@ class Engine(Protocol):
         """Sample one completion of the prompt `ids`.
 
         `session` names the request's conversation. `rng` seeds the private random generator of the
-        request.
+        request. With truncated sampling, the completion has the kept set of every token.
 
         Raise `RolloutError` if the request cannot be served, `TransientError` if a retry may
         succeed, and `EngineError` if the engine has failed.

@@ -209,6 +209,18 @@ class ActorSection(Section):
     """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature of sampling and of the training loss. Must be above 0."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the most probable tokens that are sampled from, after top_k.
+
+    The loss uses probabilities that are renormalised over these tokens. 1 = all tokens. With
+    engine.kind = "vllm", a lower value requires top_k. Evaluations use all tokens.
+    """
+    top_k: Natural = 0
+    """Number of most probable tokens that are sampled from.
+
+    The loss uses probabilities that are renormalised over these tokens. 0 = all tokens. Evaluations
+    use all tokens.
+    """
     max_context_tokens: Annotated[int, Field(ge=2)] = 32_768
     """Maximum number of tokens in one sequence, prompt and completions together.
 
@@ -1043,7 +1055,10 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Raise `ConfigError` for an engine that contradicts `run.deterministic` or the learner."""
+    """Raise `ConfigError` for an engine that contradicts other settings.
+
+    They are `run.deterministic`, the learner and truncated sampling.
+    """
     engine = config.engine
     if engine.kind == "vllm" and config.run.deterministic:
         reason = (
@@ -1060,6 +1075,17 @@ def _check_engine(config: RunConfig) -> None:
             "nccl",
             reason,
             "Use --set learner.kind=deepspeed, or --set engine.transfer=file",
+        )
+    if engine.kind == "vllm" and config.actor.top_p < 1 and not config.actor.top_k:
+        reason = (
+            "requires actor.top_k with engine.kind = vllm: vLLM returns the tokens that it kept "
+            "only up to a fixed number"
+        )
+        raise ConfigError(
+            "actor.top_p",
+            config.actor.top_p,
+            reason,
+            "Add --set actor.top_k=50, or use --set engine.kind=torch",
         )
 
 

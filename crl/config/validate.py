@@ -20,7 +20,7 @@ from crl.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 TRUNCATION_OPTIONS = frozenset({"top_p", "top_k", "min_p"})
-"""Options of truncated sampling. They are refused with a specific explanation."""
+"""Options of truncated sampling. All except actor.top_p and actor.top_k are refused."""
 
 
 def validated(
@@ -89,10 +89,10 @@ def _unknown_key(
         return ConfigError(
             key,
             value,
-            "is not supported: top_p, top_k and min_p renormalise the probabilities of the "
-            "remaining tokens, so importance ratios against the trainer's full softmax would be "
-            "wrong",
-            "Remove it. Control sampling with actor.temperature only",
+            "is not supported: truncated sampling needs the tokens that the engine kept, so that "
+            "the trainer renormalises over the same tokens. Only actor.top_p and actor.top_k "
+            "provide them",
+            "Remove it, or use actor.top_p or actor.top_k",
         )
     source = f" (from {origin})" if origin and not origin.startswith("-") else ""
     if current := current_key(key):
