@@ -20,7 +20,7 @@ from crl.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 TRUNCATION_OPTIONS = frozenset({"top_p", "top_k", "min_p"})
-"""Options of truncated sampling. All except actor.top_p and actor.top_k are refused."""
+"""Options of truncated sampling. Those of other sections than actor and extractor are refused."""
 
 
 def validated(
@@ -89,10 +89,9 @@ def _unknown_key(
         return ConfigError(
             key,
             value,
-            "is not supported: truncated sampling needs the tokens that the engine kept, so that "
-            "the trainer renormalises over the same tokens. Only actor.top_p and actor.top_k "
-            "provide them",
-            "Remove it, or use actor.top_p or actor.top_k",
+            "is not supported: only top_p and top_k of actor and extractor truncate sampling, "
+            "because the trainer renormalises over the tokens that they keep",
+            "Remove it, or use top_p and top_k of actor or extractor",
         )
     source = f" (from {origin})" if origin and not origin.startswith("-") else ""
     if current := current_key(key):

@@ -6,7 +6,6 @@ The reference for statistics and gradients is plain autograd on masked logits.
 from __future__ import annotations
 
 import math
-from array import array
 
 import pytest
 import torch
@@ -15,16 +14,12 @@ import crl.modeling.loading
 from crl.modeling.loading import HeadDistribution, TokenStats, token_logprobs
 from crl.modeling.packing import enable_packing
 from crl.modeling.truncation import KeptTokens, kept_sets, truncate
-from crl.types import KeptSet
+from support.kept_sets import kept_set
 from support.torch_engines import V, prompts, qwen2
 
 CPU = torch.device("cpu")
 P = (0.2, 0.4, 0.1, 0.3)
 """Probabilities of a vocabulary of four tokens."""
-
-
-def kept_set(*ids: int) -> KeptSet:
-    return array("i", ids).tobytes()
 
 
 @pytest.mark.parametrize(
