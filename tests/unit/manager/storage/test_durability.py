@@ -589,7 +589,7 @@ async def test_a_bank_of_version_4_is_upgraded_with_its_snapshots_and_has_no_kep
     kept = (kept_set(2, 3), kept_set(4), b"")
     completion = replace(new.generation.completion, kept=kept)
     new = replace(new, generation=replace(new.generation, completion=completion))
-    await store.submit([new.request], AT)
+    await store.submit(new.request, AT)
     await store.apply(new, AT, RULES)
     assert (await store.generations(["run/9/0/0"]))["run/9/0/0"] == new.generation
     await store.rollback(25)  # made by the previous version
