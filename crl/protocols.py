@@ -393,8 +393,9 @@ class Rerender(Protocol):
     ) -> Sequence[TokenTrace]:
         """Return the trajectory's sampled answers after prompts without segments of `origins`.
 
-        The ids of sampled tokens are unchanged. `version` says which old log-probs they have. Raise
-        `ValueError` for another version, or if no message remains before an answer.
+        The ids of sampled tokens are unchanged. `version` says which old log-probs they have. Their
+        kept sets are dropped. Raise `ValueError` for another version, or if no message remains
+        before an answer.
         """
         ...
 

@@ -68,9 +68,8 @@ class Request:
     session: str | None = None
     """Name of the conversation; None if the request belongs to no conversation."""
     sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kept: list[KeptSet] = field(default_factory=list)
+    columns: list[tuple[float, int, KeptSet]] = field(default_factory=list)
+    """Log-prob, policy version and kept set of each sampled token."""
 
     @property
     def finish(self) -> Finish | None:
@@ -80,13 +79,8 @@ class Request:
         return "length" if len(self.sampled) == self.sampling.max_tokens else None
 
     def completion(self, finish: Finish) -> Completion:
-        return Completion(
-            tuple(self.sampled),
-            tuple(self.logprobs),
-            tuple(self.versions),
-            finish,
-            tuple(self.kept),
-        )
+        logprobs, versions, kept = zip(*self.columns, strict=True)
+        return Completion(tuple(self.sampled), logprobs, versions, finish, kept)
 
 
 class Decoder:
@@ -246,9 +240,7 @@ class Decoder:
             zip(self.running, *sample(logits, self.running), strict=True)
         ):
             request.sampled.append(token)
-            request.logprobs.append(logprob)
-            request.kept.append(kept)
-            request.versions.append(self.version)
+            request.columns.append((logprob, self.version, kept))
             if request.finish:
                 finished.append(row)
                 if request.session is not None:  # the last sampled token was not read yet
