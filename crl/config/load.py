@@ -127,7 +127,7 @@ def resolve(
         )
     preset_layer = Layer(str(preset_file(preset)), preset_settings)
     overrides = [
-        Layer(f"--{key.rpartition('.')[2]}", nested(key, value))
+        Layer(f"--{key.rpartition('.')[2].replace('_', '-')}", nested(key, value))
         for key, value in (options or {}).items()
     ]
     overrides += [parse_set(text) for text in sets]
@@ -299,11 +299,13 @@ def _model(settings: Tree, role: str) -> _Model:
     """
     section = settings.get(role, {})
     default = RunConfig.model_fields[role].default.model
-    name = section.get("model", default) if isinstance(section, dict) else None
-    if not isinstance(name, str):
+    table = section if isinstance(section, dict) else {}
+    name = table.get("model", default)
+    if not isinstance(name, str):  # refused by the schema
         return _Model(None, "full", bundled=False)
     key = f"{role}.model"
-    return _Model(find_model(name, key), profile_of(name, key), name in bundled_models())
+    profile = table.get("profile") or profile_of(name, key)
+    return _Model(find_model(name, key), profile, name in bundled_models())
 
 
 def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:

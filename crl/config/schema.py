@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, create_model, model_validator
 
 from crl.config.method import MethodSpec, method_spec
+from crl.config.models import Profile, profile_of
 from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
 from crl.config.section import Count, Name, Natural, Section
@@ -207,6 +208,12 @@ class ActorSection(Section):
     It is a bundled model, a directory with a Hugging Face causal language model and its tokenizer,
     or a model name in the Hugging Face cache.
     """
+    profile: Profile | None = None
+    """Profile of the model. It selects its prompts and the tables [compact] of presets and tasks.
+
+    full = for language models; compact = few tokens, for models that were trained on such texts.
+    Default: as the model's crl.json declares, or full without this file. Checkpoints declare it.
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature of sampling and of the training loss. Must be above 0."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -295,6 +302,12 @@ class ExtractorSection(Section):
 
     It is a bundled model, a directory with a Hugging Face causal language model and its tokenizer,
     or a model name in the Hugging Face cache.
+    """
+    profile: Profile | None = None
+    """Profile of the model. It selects its prompts and the tables [compact] of presets and tasks.
+
+    full = for language models; compact = few tokens, for models that were trained on such texts.
+    Default: as the model's crl.json declares, or full without this file. Checkpoints declare it.
     """
     train: bool = True
     """Training of the extractor on the credit that its experiences earn.
@@ -962,6 +975,14 @@ class RunConfig(Section):
     def with_bank(self) -> bool:
         """True if the method has an experience bank."""
         return "bank" in self.spec.uses
+
+    def profile(self, role: Literal["actor", "extractor"]) -> Profile:
+        """Return the profile of a model: its setting, or else what the model declares.
+
+        Raise `ConfigError` if its crl.json is invalid.
+        """
+        section = self.actor if role == "actor" else self.extractor
+        return section.profile or profile_of(section.model, f"{role}.model")
 
     @property
     def with_extractor(self) -> bool:

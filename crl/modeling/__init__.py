@@ -1,5 +1,8 @@
 """Tokens, Hugging Face models, packed sequences, and weights on their way to engines."""
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""File with the weights of a saved adapter."""
+
 MAX_LOGITS = 1 << 26
 """Maximum number of elements of one float32 tensor of logits in training.
 

@@ -35,7 +35,7 @@ def demonstrated_traces(
             conversation.add([segment])
             continue
         conversation.prompt()
-        ids = (*renderer.encode(segment.text), renderer.stop_ids[0])
+        ids = renderer.answer_ids(segment.text)
         conversation.add_completion(
             Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop"),
             trained=turns is None or answers < turns,

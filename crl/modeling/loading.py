@@ -20,6 +20,7 @@ from crl.errors import ConfigError
 from crl.modeling import MAX_LOGITS
 from crl.modeling.lora import has_adapter, merged_weights, without_adapter
 from crl.modeling.packing import Gather, Packing, enable_packing, reads_packed
+from crl.modeling.tokens import PROBE, ChatRenderer
 from crl.modeling.truncation import KeptTokens
 from crl.protocols import WeightManifest
 
@@ -81,18 +82,20 @@ def _require_chat(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> N
     If files are missing, transformers creates an empty tokenizer. Errors in a template only appear
     when it is rendered.
     """
+    own_file = (path / "chat_template.jinja").is_file()
+    file = "chat_template.jinja" if own_file else "chat_template in tokenizer_config.json"
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "Go north?"}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:
+        text = ChatRenderer(tokenizer, ()).text(PROBE)
+    except Exception as error:  # a template raises errors of many types
         reason = (
-            f"its chat template cannot be rendered ({type(error).__name__}: {first_line(error)})"
+            "its chat template cannot be rendered with messages of user and assistant in turn "
+            f"({type(error).__name__}: {first_line(error)})"
         )
-        raise ConfigError(key, str(path), reason, "Fix the tokenizer's chat_template") from error
-    if "Go north?" not in str(text) or "north" not in str(
-        tokenizer.decode(tokenizer.encode(str(text), add_special_tokens=False))
-    ):
+        raise ConfigError(key, str(path), reason, f"Fix {file}") from error
+    if omitted := [segment.role for segment in PROBE if segment.text not in text]:
+        reason = f"its chat template omits or changes a message of the {omitted[0]}"
+        raise ConfigError(key, str(path), reason, f"Fix {file}")
+    if "north" not in str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))):
         raise ConfigError(
             key,
             str(path),
@@ -363,13 +366,16 @@ def checkpoint_activations(
 def stop_ids(
     model_path: Path, tokenizer: PreTrainedTokenizerBase, key: str = "actor.model"
 ) -> tuple[int, ...]:
-    """Return the ids of all tokens that end a turn, in ascending order.
+    """Return the ids of all tokens that end a turn.
 
-    They are the eos token of the tokenizer and the eos tokens in the model's generation config.
-    Raise `ConfigError` if the generation config cannot be read.
+    They are the token with which the chat template ends an answer, if there is one, and then in
+    ascending order the eos token of the tokenizer and the eos tokens in the model's generation
+    config. Raise `ConfigError` if the generation config cannot be read.
     """
     from transformers import GenerationConfig
 
+    end = ChatRenderer(tokenizer, ()).end_of_turn()
+    first: list[Any] = [] if end is None else [tokenizer.convert_tokens_to_ids(end)]
     ids: list[Any] = [tokenizer.eos_token_id]
     if (model_path / "generation_config.json").is_file():
         try:
@@ -380,7 +386,7 @@ def stop_ids(
             reason = f"its generation_config.json cannot be read ({first_line(error)})"
             raise ConfigError(key, str(model_path), reason, "Fix or remove this file") from error
         ids += eos_ids if isinstance(eos_ids, list) else [eos_ids]
-    return tuple(sorted({i for i in ids if i is not None}))
+    return tuple(dict.fromkeys([*first, *sorted({i for i in ids if i is not None})]))
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

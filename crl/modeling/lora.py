@@ -24,13 +24,12 @@ from safetensors import safe_open
 
 from crl.errors import ConfigError, LearnerError
 from crl.extras import require_package
+from crl.modeling import ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from crl.config.schema import LoraSection
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _NAME = "default"
 """Name of the adapter within its model, as peft names it."""

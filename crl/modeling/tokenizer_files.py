@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
+
+from crl.modeling.tokens import PROBE, ChatRenderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 """Special tokens that chat templates may use, by their names in tokenizer_config.json."""
@@ -47,13 +52,11 @@ class FileTokenizer:
         return list(self._special.values())
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, **variables: Any
     ) -> str:
-        """Return the chat as text. `tokenize` must be false."""
+        """Return the chat as text. `tokenize` must be false. `variables`: those of the template."""
         assert not tokenize
-        return self._template.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **self._special
-        )
+        return self._template.render(messages=messages, **self._special, **variables)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -76,12 +79,11 @@ def read_tokenizer(path: Path) -> FileTokenizer | None:
         if tokenizer.token_to_id(special["eos_token"]) is None:
             return None
         read = FileTokenizer(tokenizer, _template(path, config), special)
-        chat = [{"role": "user", "content": "Go north?"}]
-        text = read.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = ChatRenderer(cast("PreTrainedTokenizerBase", read), ()).text(PROBE)
         decoded = read.decode(read.encode(text))
     except Exception:  # a broken file raises many types of errors
         return None
-    return read if "Go north?" in text and "north" in decoded else None
+    return read if all(s.text in text for s in PROBE) and "north" in decoded else None
 
 
 def _text(token: str | Mapping[str, Any]) -> str:

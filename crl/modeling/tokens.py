@@ -12,8 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
+from crl.modeling.thinking import (
+    CHANNEL,
+    FINAL_CHANNEL,
+    THINK_END,
+    THINK_START,
+    answer_start,
+    opened_thinking,
+)
 from crl.types import SAMPLED_ORIGINS, Completion, Segment, TokenTrace
 
 if TYPE_CHECKING:
@@ -25,15 +34,37 @@ PINNED_ORIGINS = frozenset({"task", "experience", "tool_spec"})
 LONG_PROMPT = 4_096
 """Characters that are tokenised in about 2 ms."""
 
+TEMPLATE_DATE = datetime(2025, 1, 1)
+"""Date of today for chat templates that write it (Llama 3.2, gpt-oss).
+
+It is fixed, because the prompts of a run must not depend on the day.
+"""
+
+PROBE = (
+    Segment("system", "You play games.", "task"),
+    Segment("user", "Go north?", "env"),
+    Segment("assistant", "Stay here.", "policy"),
+    Segment("user", "Then south?", "env"),
+)
+"""Conversation that every chat template must render."""
+
 
 class ChatRenderer:
     """Renderer of segments with a tokenizer's chat template.
 
     Control tokens in text that the policy did not write are escaped, for example `<|im_end|>` in an
     observation. Their text stays readable, but it is no longer tokenised as a control token.
+
+    Families differ in these points, which the renderer finds out once, from probes:
+
+    * System messages: if the template refuses or omits them, they become part of the first message
+      of the user.
+    * Thinking: `thinking_start` is what prompts end with if they open it.
+    * Harmony (gpt-oss): the template accepts only the final channel of earlier answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        """Create a renderer. The first of `stop_ids` ends the answers of demonstrators."""
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         # `all_special_tokens` only lists tokens with a role (eos, pad, …). It does not list Llama's
@@ -44,29 +75,56 @@ class ChatRenderer:
         self._control = tuple(
             sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         )
+        system, user, *_ = PROBE
+        self._accepts_system = system.text in self._probe(system, user)
+        self._harmony = CHANNEL in self._control
+        self.thinking_start = opened_thinking(self._probe(user))
+        r"""Text such as `<think>\n` that ends every prompt; empty if prompts open no thinking."""
 
     def messages(self, segments: Iterable[Segment]) -> list[dict[str, str]]:
         """Return chat messages. Neighbouring segments of the same role are joined by a newline."""
         messages: list[dict[str, str]] = []
         for segment in segments:
             text = (
-                segment.text
+                self._sampled_content(segment.text)
                 if segment.origin in SAMPLED_ORIGINS
                 else self._escape_control_tokens(segment.text)
             )
-            if messages and messages[-1]["role"] == segment.role:
+            role = segment.role
+            if role == "system" and not self._accepts_system:
+                role, text = "user", text + "\n"  # a blank line after the instructions
+            if messages and messages[-1]["role"] == role:
                 messages[-1]["content"] += "\n" + text
             else:
-                messages.append({"role": segment.role, "content": text})
+                messages.append({"role": role, "content": text})
         return messages
 
     def text(self, segments: Iterable[Segment]) -> str:
         """Return the prompt as text, ending where the assistant's turn begins."""
-        rendered = self.tokenizer.apply_chat_template(
-            self.messages(segments), tokenize=False, add_generation_prompt=True
-        )
-        assert isinstance(rendered, str)
-        return rendered
+        return self._render(self.messages(segments))
+
+    def end_of_turn(self) -> str | None:
+        """Return the control token with which the template ends the last answer of a conversation.
+
+        Return None if there is none. Harmony ends earlier answers with another token.
+        """
+        _, user, answer, _ = PROBE
+        end = self._probe(user, answer, prompt=False).rpartition(answer.text)[2].lstrip()
+        return next((token for token in self._control if end.startswith(token)), None)
+
+    def answer_ids(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a demonstrator's answer, with the stop token.
+
+        If prompts open the thinking, the answer continues it, with an empty thought if it has none.
+        In the harmony format, an answer without a channel is in the final channel.
+        """
+        if self._harmony and CHANNEL not in text:
+            text = FINAL_CHANNEL + text
+        if self.thinking_start and THINK_END not in text:
+            text = f"\n{THINK_END}\n\n{text}"
+        elif self.thinking_start:
+            text = text.removeprefix(self.thinking_start).removeprefix(THINK_START)
+        return (*self.encode(text), self.stop_ids[0])
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`. No special tokens are added."""
@@ -79,6 +137,34 @@ class ChatRenderer:
         )
         assert isinstance(text, str)
         return text
+
+    def _render(self, messages: Sequence[dict[str, str]], *, prompt: bool = True) -> str:
+        """Return rendered messages. `prompt`: end where the next answer of the assistant begins."""
+        rendered = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=prompt,
+            strftime_now=TEMPLATE_DATE.strftime,
+        )  # fmt: skip
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _probe(self, *segments: Segment, prompt: bool = True) -> str:
+        """Return segments as rendered messages; an empty text if the template refuses them."""
+        messages = [{"role": segment.role, "content": segment.text} for segment in segments]
+        try:
+            return self._render(messages, prompt=prompt)
+        except Exception:  # a template raises errors of many types
+            return ""
+
+    def _sampled_content(self, text: str) -> str:
+        """Return the content of a message that the policy wrote.
+
+        The harmony format has a new prompt for every answer, and only the final channel of the
+        earlier ones. Its template refuses channels within the content.
+        """
+        if not self._harmony:
+            return text
+        start = answer_start(text)
+        return "" if start is None else self._escape_control_tokens(text[start:])
 
     def _escape_control_tokens(self, text: str) -> str:
         """Return `text` with a space after the first character of every control token."""
@@ -151,7 +237,8 @@ class Conversation:
     def add_completion(self, completion: Completion, *, trained: bool = True) -> str:
         """Record a completion and return its text without the stop token.
 
-        If `trained` is false, the completion is recorded as context and is not trained.
+        If the prompt opened the thinking, the text begins with this opening. If `trained` is false,
+        the completion is recorded as context and is not trained.
         """
         self._trace = (
             self._trace.with_sampled(completion)
@@ -161,6 +248,7 @@ class Conversation:
         stopped = completion.finish == "stop"
         text = self._renderer.decode(completion.ids[:-1] if stopped else completion.ids)
         self._text += text + (self._renderer.decode(completion.ids[-1:]) if stopped else "")
+        text = self._renderer.thinking_start + text
         self._turns[-1].append(Segment("assistant", text, "policy"))
         self._turns.append([])
         return text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from crl.config.models import Profile, profile_of
+from crl.config.models import Profile
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec
 from crl.manager import MergePromptWriter, Prompts
@@ -78,7 +78,7 @@ def extractor_prompts(
     extractor reads whole episodes.
     """
     extractor, overrides = config.extractor, config.prompts.files
-    profile = profile_of(extractor.model, "extractor.model")
+    profile = config.profile("extractor")
     if profile == "compact":
         digests = {name: spec.curriculum.digest or turns_text for name, spec in specs.items()}
         distil, refine = CompactDistilPrompt(digests), CompactRefinePrompt(digests)

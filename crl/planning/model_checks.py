@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from crl.config.models import (
     adapter_base,
     is_adapter,
-    model_profile,
     model_size,
     resolve_model,
     weight_shapes,
@@ -24,6 +23,7 @@ from crl.embedders import encoder_folder
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.extras import require_package
+from crl.modeling import ADAPTER_WEIGHTS
 from crl.modeling.gguf import described, find_folder
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
@@ -79,6 +79,9 @@ def require_model(name: str, key: str) -> Path:
         return folder
     if is_adapter(folder):
         require_package("peft", key, str(folder), extra="lora")
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            reason = f"the directory of the adapter contains no {ADAPTER_WEIGHTS}"
+            raise ConfigError(key, str(folder), reason, "Download or create the adapter again")
         require_model(str(adapter_base(folder, key)), key)
         return folder
     missing = _missing_files(folder, key)
@@ -231,7 +234,7 @@ def require_merge_tokens(config: RunConfig) -> None:
     if path is None or not _has_tokenizer(path):
         return
     renderer = ChatRenderer(_tokenizer(path, key), ())
-    write_prompt = merge_prompt(model_profile(path, key), config.prompts.files)
+    write_prompt = merge_prompt(config.profile("extractor"), config.prompts.files)
     prompt = len(renderer.encode(renderer.text(write_prompt([]))))
     limit = extractor.max_context_tokens - extractor.max_response_tokens - prompt
     if extractor.merge_tokens > limit:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crl.config.models import (
+    Profile,
     adapter_base,
     bundled_models,
     download_command,
     find_model,
     is_adapter,
     model_size,
-    profile_of,
 )
 from crl.config.models.shapes import PUBLISHED_SHAPES, ModelShape
 from crl.config.retrieval import retrieval_policy
@@ -190,15 +190,17 @@ def _hypothetical(config: RunConfig, shapes: Mapping[str, ModelShape]) -> str:
 
 
 def _models(config: RunConfig) -> str:
-    models = {"actor": config.actor.model} | (
-        {"extractor": config.extractor.model} if config.with_extractor else {}
-    )
-    return "\n".join(_model(role, name) for role, name in models.items())
+    models: dict[str, tuple[str, Profile]] = {
+        "actor": (config.actor.model, config.profile("actor"))
+    }
+    if config.with_extractor:
+        models["extractor"] = (config.extractor.model, config.profile("extractor"))
+    return "\n".join(_model(role, name, profile) for role, (name, profile) in models.items())
 
 
-def _model(role: str, name: str) -> str:
+def _model(role: str, name: str, profile: Profile) -> str:
     key = f"{role}.model"
-    path, profile = find_model(name, key), profile_of(name, key)
+    path = find_model(name, key)
     if path is None:
         return (
             f"{role:<10} {name} (not downloaded: {download_command(name)})\n"
@@ -293,13 +295,13 @@ def _embedder(section: EmbedderSection) -> str:
 
 
 def _tasks(config: RunConfig) -> str:
-    profile = profile_of(config.actor.model)
+    profile = config.profile("actor")
     specs = tasks.specs(config)
     data_notes, tasks_with_places = tasks.data_notes(specs), tasks.tasks_with_places(config, specs)
     lines = []
     for name, task in config.tasks.items():
         reason = (
-            f"the actor's model declares the {profile} profile"
+            f"the actor has the {profile} profile"
             if task.rendering == profile
             else "set in the config"
         )

@@ -19,7 +19,6 @@ from typing import Literal
 
 from crl import embedders
 from crl.config.catalog import tasks as shipped_tasks
-from crl.config.models import profile_of
 from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.schema import RunConfig
 from crl.envs.base import EnvSpec
@@ -88,9 +87,9 @@ def require_prompts_used(config: RunConfig) -> None:
     if any(task.rendering == "full" for task in config.tasks.values()):
         used_prompts |= {"actor", "experience"} if config.with_bank else {"actor"}
         used_prompts |= {"ask"} if config.ask.enabled and config.with_extractor else set()
-    if config.critic.enabled and profile_of(config.actor.model) == "full":
+    if config.critic.enabled and config.profile("actor") == "full":
         used_prompts |= {"critic"}
-    if config.with_extractor and profile_of(config.extractor.model, "extractor.model") == "full":
+    if config.with_extractor and config.profile("extractor") == "full":
         used_prompts |= (
             {"distil"}
             | ({"merge"} if config.extractor.merge_every else set())
@@ -179,7 +178,7 @@ def require_compatible_extractor(config: RunConfig) -> None:
 
     A compact extractor is trained only on digests of compact episodes.
     """
-    if profile_of(config.extractor.model, "extractor.model") == "full":
+    if config.profile("extractor") == "full":
         return
     if config.bank.evict_votes is not None:
         reason = (
@@ -191,7 +190,7 @@ def require_compatible_extractor(config: RunConfig) -> None:
         if task.rendering == "full":
             reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
             remedy = "Use a language model as extractor, or a tiny model as actor"
-            if profile_of(config.actor.model) == "compact":
+            if config.profile("actor") == "compact":
                 # The [compact] table of every shipped task has the compact rendering.
                 remedy = (
                     f"Remove --set tasks.{name}.rendering, or this setting in your preset"

@@ -20,7 +20,7 @@ from typing import Any, get_args
 from crl.envs.actions import tagged_answers
 from crl.errors import RolloutError
 from crl.manager import OpLimits
-from crl.manager.distillation.ops import THINK_END, THINK_START
+from crl.modeling.thinking import answer_start, opened_thinking
 from crl.protocols import Hit
 from crl.rollout.decoding import Decoding
 from crl.rollout.episode import EpisodeKey
@@ -77,9 +77,10 @@ def parse_critique(completion: str, *, thinking: bool = False) -> Critique:
     reject is a reason and is ignored. A refinement that is empty or longer than MAX_CHARS
     characters is malformed.
     """
-    _, think_end, answer = completion.rpartition(THINK_END)
-    if not think_end and (thinking or THINK_START in completion):
+    start = answer_start(completion, thinking=thinking)
+    if start is None:
         return MALFORMED  # the completion ended during the thinking
+    answer = completion[start:]
     tagged = tagged_answers(answer)
     parts = (
         list(reversed(tagged))
@@ -259,5 +260,5 @@ class Critic:
         self._counts["sampled_tokens"] += len(completion.ids)
         truncated = completion.finish == "length"
         answer = renderer.decode(completion.ids if truncated else completion.ids[:-1])
-        critique = parse_critique(answer, thinking=text.rstrip().endswith(THINK_START))
+        critique = parse_critique(answer, thinking=bool(opened_thinking(text)))
         return MALFORMED if truncated and critique.verdict == "refine" else critique

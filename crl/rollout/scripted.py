@@ -84,7 +84,7 @@ class _ScriptedDecoding(Decoding):
         limit = min(max_tokens, self.max_context - len(prompt))
         if limit < 1:
             return None
-        ids = (*self.renderer.encode(self.player.act()), self.renderer.stop_ids[0])
+        ids = self.renderer.answer_ids(self.player.act())
         finish = "stop" if len(ids) <= limit else "length"
         ids = ids[:limit]
         return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), finish)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from crl.config import RunConfig
-from crl.config.models import profile_of
+from crl.config.models import Profile
 from crl.config.resume import measured_settings
 from crl.config.schema import RATE_WINDOW
 from crl.envs.base import EnvSpec
@@ -150,8 +150,11 @@ async def _training_loop(
     models = _model_dirs(config, actor, with_extractor=experience is not None)
     episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
     stack.push_async_callback(episodes.aclose)
+    profiles: dict[str, Profile] = {"actor": config.profile("actor")}
+    if "extractor" in models:
+        profiles["extractor"] = config.profile("extractor")
     adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
-    outputs = Outputs(monitor, run, models, adapters, episodes, started, supervisor)
+    outputs = Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor)
     return TrainingLoop(
         method,
         _schedule(config),
@@ -360,7 +363,7 @@ def _critic(config: RunConfig, runner: EpisodeRunner, rates: SuccessRates) -> Cr
     }
     return Critic(
         runner.decoding,
-        critic_prompt(profile_of(config.actor.model), config.prompts.files),
+        critic_prompt(config.profile("actor"), config.prompts.files),
         rates,
         tokens,
     )

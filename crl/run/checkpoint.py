@@ -16,8 +16,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from crl.config.models import Profile
 from crl.errors import CheckpointError, ConfigError, LearnerError
 from crl.modeling.files import copy_model_files
 from crl.protocols import Learner, State
@@ -44,6 +46,7 @@ async def prepare_checkpoint(
     model_dirs: Mapping[str, Path],
     state: State,
     *,
+    profiles: Mapping[str, Profile] = MappingProxyType({}),
     adapters: Collection[str] = (),
     records: Sequence[Path] = (),
     replace: bool = False,
@@ -55,8 +58,9 @@ async def prepare_checkpoint(
     kept and nothing is written, unless `replace` is true.
 
     `model_dirs` maps each role to a model directory: its tokenizer files and profile are copied
-    beside the role's weights. `adapters` are roles of which only an adapter is saved. `records` are
-    existing files of the run that are synchronised to disk before the checkpoint becomes valid.
+    beside the role's weights. `profiles` are declared instead of the copied ones. `adapters` are
+    roles of which only an adapter is saved. `records` are existing files of the run that are
+    synchronised to disk before the checkpoint becomes valid.
 
     Both functions raise `CheckpointError` if the disk has not enough space, a learner cannot save
     or a file cannot be written. The incomplete directory is then removed.
@@ -77,7 +81,7 @@ async def prepare_checkpoint(
         with _checkpoint_errors(partial_dir, target):
             for role, save in saves.items():
                 save()
-                copy_model_files(model_dirs[role], partial_dir / role)
+                copy_model_files(model_dirs[role], partial_dir / role, profiles.get(role))
             for path in records:
                 _sync(path)
             write_manifest(partial_dir, manifest | {"files": _synchronised(partial_dir)})
@@ -174,7 +178,7 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
         reason = "has no complete checkpoint"
         remedy = (
             "Wait for the first one of a run that goes on. Otherwise train again in another "
-            "directory. crl rollout and crl learn write no checkpoints"
+            "directory. crl rollout, crl learn and crl sft write no checkpoints"
         )
     raise ConfigError("run", str(root.parent), reason, remedy)
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from crl.algo.training_batch import training_batch
+from crl.config.models import Profile
 from crl.envs.hosting.threads import Hosts
 from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
@@ -161,6 +162,8 @@ class Outputs:
     """Directory of the run."""
     model_dirs: Mapping[str, Path]
     """Directory of each role's initial model, see `prepare_checkpoint`."""
+    profiles: Mapping[str, Profile]
+    """Profile of each role's model."""
     adapters: frozenset[str]
     """Roles of which only an adapter is trained."""
     episodes: EpisodeWriter
@@ -315,6 +318,7 @@ class TrainingLoop:
                 self._learners,
                 self.outputs.model_dirs,
                 state,
+                profiles=self.outputs.profiles,
                 adapters=self.outputs.adapters,
                 records=[path for path in [self.outputs.run.metrics] if path.exists()],
                 replace=replace,

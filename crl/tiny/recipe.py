@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from crl.config.load import versions
+from crl.config.models import write_profile
 from crl.errors import ConfigError
 from crl.modeling.tokens import ChatRenderer
 from crl.seeds import derive_seed, generator
@@ -138,7 +139,7 @@ def make_model(directory: Path, recipe: TrainingRecipe, seed: int, *, command: s
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    (directory / "crl.json").write_text(json.dumps({"profile": "compact"}) + "\n", "utf-8")
+    write_profile(directory, "compact")
     (directory / "recipe.json").write_text(
         json.dumps(_record(recipe, command, loss), indent=2) + "\n", "utf-8"
     )

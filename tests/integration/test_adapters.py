@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from crl.config.models import resolve_model
+from crl.config.models import adapter_base, resolve_model
+from crl.errors import ConfigError
 from crl.modeling.gguf import converted
 from crl.modeling.loading import load_model, named_weights
+from crl.planning.model_checks import require_model
 from support.complementary_runs import SIZES
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics, one_line
 
@@ -142,3 +144,16 @@ def test_a_run_starts_from_an_adapter(rank: int, run: Path, tmp_path: Path) -> N
 def test_settings_that_are_refused(sets: list[str], message: str, tmp_path: Path) -> None:
     command = arguments(tmp_path / "run", "room", tuple(sets), 1, 0, "grpo")
     assert message in one_line(crl(*command, "--dry-run"))
+
+
+def test_adapters_with_wrong_files_are_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.mkdir()
+    (loop / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(loop)}))
+    with pytest.raises(ConfigError, match="names the adapter itself as its base model"):
+        adapter_base(loop)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "adapter_config.json").write_text('{"base_model_name_or_path": "tiny-actor"}')
+    with pytest.raises(ConfigError, match=r"contains no adapter_model\.safetensors"):
+        require_model(str(empty), "actor.model")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crl.config.models import resolve_model
+from crl.config.models import model_profile, resolve_model
 from crl.modeling.loading import load_tokenizer
 from support.documented_metrics import undocumented
 from support.whole_runs import crl, episodes, lines, metrics, one_line
@@ -21,6 +21,7 @@ INVALID_LINES = (
     '{"messages": [{"role": "user", "content": "a"}]}',
     '{"messages": [{"role": "tool", "content": "a"}]}',
     '{"messages": [{"role": 1}]}',
+    '{"messages": [{"role": "assistant", "content": "a"}]}',
 )
 
 
@@ -82,10 +83,18 @@ def test_a_model_learns_from_recorded_demonstrations(demonstrated: Path, tmp_pat
 
 
 def test_scripted_demonstrations_are_played_first(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, preset = tmp_path / "run", tmp_path / "mine.toml"
+    preset.write_text('[actor]\nmodel = "tiny-actor"\nmax_context_tokens = 1024\n')
     result = crl("sft", "--from", "scripted", *TASK, "--steps", 1, *FAST, "--epochs", 1,
-                 "--held-out", 0, "--run-dir", run)  # fmt: skip
+                 "--held-out", 0, "--run-dir", run, "--preset", preset,
+                 "--set", "actor.profile=full", "--set", "tasks.room.rendering=compact",
+                 "--set", "tasks.room.max_turns=4", "--set", "tasks.room.max_response_tokens=4",
+                 )  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
+    assert f"crl train --tasks room --preset {preset} --set actor.model={run}/actor" in (
+        result.stdout
+    )
+    assert model_profile(run / "actor") == "full", "as set, not as the model declares"
     assert len(episodes(run)) == 32
     assert "held-out loss" not in result.stdout
     won = sum(t["success"] for t in episodes(run))
@@ -119,7 +128,7 @@ def test_conversations(tmp_path: Path) -> None:
         error = one_line(
             crl("sft", "--from", file, "--tasks", "room", "--run-dir", tmp_path / "none")
         )
-        assert f"{file}, line 3': is not a conversation with an answer" in error
+        assert f"{file}, line 3': is not a conversation in which the assistant answers" in error
         assert not (tmp_path / "none" / "config.json").exists()
 
 
@@ -142,5 +151,27 @@ def test_demonstrations_that_cannot_be_used(demonstrated: Path, tmp_path: Path) 
 
     assert "does not apply to recorded episodes" in error("--tasks", "room")
     assert "has no demonstration to train on" in error("--set", "actor.max_context_tokens=26")
-    assert "leaves nothing to train on" in error("--held-out", 1.5)
+    assert "--held-out = 1.5: leaves nothing to train on" in error("--held-out", 1.5)
+    assert "actor.kl_coef = 0.05: does not apply" in error("--set", "actor.kl_coef=0.05")
+    assert "actor.temperature = 2.0: does not apply" in error("--set", "actor.temperature=2.0")
     assert "no epoch has a lower held-out loss" in error("--learning-rate", 0)
+
+
+def test_files_of_other_encodings(tmp_path: Path) -> None:
+    talk = {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "go"}]}
+    line = json.dumps(talk, ensure_ascii=False) + "\n"
+    file, options = tmp_path / "talks.jsonl", ("--tasks", "room", "--held-out", 0, "--epochs", 1)
+    file.write_bytes(line.encode("utf-8-sig"))
+    with_mark = crl("sft", "--from", file, *options, "--run-dir", tmp_path / "with mark")
+    assert "1 demonstration with" in with_mark.stdout
+    file.write_bytes(line.encode("latin-1"))
+    error = one_line(crl("sft", "--from", file, *options, "--run-dir", tmp_path / "latin"))
+    assert f"{file}': is not a text in UTF-8" in error
+
+
+def test_played_demonstrations_stay_if_the_training_cannot_begin(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = crl("sft", "--from", "scripted", "--tasks", "room", "--set", "rollout.groups=2",
+                 "--steps", 1, "--held-out", 0.9, "--run-dir", run)  # fmt: skip
+    assert "leaves nothing to train on: the demonstrations are of" in one_line(result)
+    assert len(episodes(run)) == 16

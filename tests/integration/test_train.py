@@ -464,7 +464,7 @@ def test_any_causal_lm_can_be_the_actor(tmp_path: Path, random_qwen3: Path) -> N
         "tasks.room.max_response_tokens=8",
     )
     result = train(tmp_path / "room", *sets)
-    assert "room  full rendering: the actor's model declares the full profile" in result.stdout
+    assert "room  full rendering: the actor has the full profile" in result.stdout
     played = episodes(tmp_path / "room")
     assert [t["error"] for t in played] == [None] * 8
     assert {t["turns"] for t in played} == {3}
@@ -481,9 +481,7 @@ def test_any_causal_lm_can_be_the_actor(tmp_path: Path, random_qwen3: Path) -> N
 def test_a_checkpoint_can_be_trained_on(done: Path, tmp_path: Path) -> None:
     actor = done / "checkpoints" / "3" / "actor"
     result = train(tmp_path / "run", *WIDER, *DETERMINISTIC, f"actor.model={actor}")
-    assert (
-        "room  compact rendering: the actor's model declares the compact profile" in result.stdout
-    )
+    assert "room  compact rendering: the actor has the compact profile" in result.stdout
     before, after = metrics(tmp_path / "run", "eval")[0], metrics(done, "eval")[-1]
     assert {**untimed(before), "step": 3} == untimed(after), "the run starts from the checkpoint"
 

@@ -76,6 +76,8 @@ def sft(
         "method": "grpo",  # no other model is needed
         "actor.optimizer.learning_rate": learning_rate,
         "actor.optimizer.warmup_steps": WARMUP_UPDATES,
+        "actor.temperature": 1.0,
+        "actor.kl_coef": 0.0,
         "run.steps": steps,
     }
     options |= {} if seed is None else {"run.seed": seed}
@@ -86,6 +88,14 @@ def sft(
         config = _config_of_run(path, tasks, options, sets)
     else:
         config = _config_of_tasks(source, tasks, preset, options, sets)
+    for name, value in (("temperature", 1.0), ("kl_coef", 0.0)):
+        if (given := getattr(config.actor, name)) != value:
+            reason = f"does not apply: supervised fine-tuning has the value {value:g}"
+            raise ConfigError(f"actor.{name}", given, reason, "Leave it out")
+    if held_out >= 1:
+        raise ConfigError(
+            "--held-out", held_out, "leaves nothing to train on", "Use a share below 1"
+        )
     from crl.records.reader import episode_shards
     from crl.run.halves.commands import fine_tune_on
     from crl.run.halves.sft import SftSettings

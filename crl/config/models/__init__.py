@@ -19,6 +19,9 @@ from crl.errors import ConfigError
 Profile = Literal["full", "compact"]
 """Profile of a model: full for language models, compact for tiny models."""
 
+PROFILE_FILE = "crl.json"
+"""File in a model's directory that declares its profile."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -90,8 +93,21 @@ def is_adapter(path: Path) -> bool:
 def adapter_base(path: Path, key: str = "actor.model") -> Path:
     """Return the directory or the GGUF file of the base model of the adapter in `path`.
 
-    Raise `ConfigError` under `key` if adapter_config.json does not name a model on this machine.
+    Raise `ConfigError` under `key` if adapter_config.json does not name a model on this machine, or
+    if the adapter is its own base.
     """
+    base, seen = _named_base(path, key), {path.resolve()}
+    link = base
+    while is_adapter(link):
+        if link.resolve() in seen:
+            reason = f"its {ADAPTER_CONFIG} names the adapter itself as its base model"
+            raise ConfigError(key, str(path), reason, "Correct base_model_name_or_path")
+        seen.add(link.resolve())
+        link = _named_base(link, key)
+    return base
+
+
+def _named_base(path: Path, key: str) -> Path:
     try:
         name = json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
         return resolve_model(name, key)
@@ -168,7 +184,7 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
 
     Raise `ConfigError` under `key` if crl.json cannot be read or names another profile.
     """
-    profile_file = path / "crl.json"
+    profile_file = path / PROFILE_FILE
     if not profile_file.is_file():
         return "full"
     try:
@@ -185,6 +201,11 @@ def model_profile(path: Path, key: str = "actor.model") -> Profile:
             key, str(path), f'its crl.json declares the profile "{profile}"', "Use full or compact"
         )
     return cast(Profile, profile)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Declare the profile of the model in the directory `path`."""
+    (path / PROFILE_FILE).write_text(json.dumps({"profile": profile}) + "\n", "utf-8")
 
 
 @dataclass(frozen=True)

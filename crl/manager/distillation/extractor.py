@@ -9,8 +9,9 @@ from functools import partial
 from typing import TypeVar
 
 from crl.config.schema import ExtractorSection
-from crl.manager.distillation.ops import THINK_START, Op, ParsedOps, Span, token_spans
+from crl.manager.distillation.ops import Op, ParsedOps, Span, token_spans
 from crl.manager.records import Generation
+from crl.modeling.thinking import opened_thinking
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Engine
 from crl.seeds import derive_seed
@@ -98,7 +99,7 @@ class Extractor:
         completion = await self.engine.generate(
             prompt, self._sampling, rng=derive_seed(self._seed, purpose, name)
         )
-        thinking = text.rstrip().endswith(THINK_START)
+        thinking = bool(opened_thinking(text))
         parsed, head_tokens, spans = await self.run_blocking(
             partial(self._parse, completion, parse, thinking)
         )

@@ -2,8 +2,8 @@
 
 Ops are parsed one by one. An invalid op is dropped and counted; the valid ops remain usable.
 
-The answer is the text after the thinking (`</think>`). The answer about an episode (CRL §3.2.1) is
-a JSON list of objects:
+The answer is the text after the thinking (`crl.modeling.thinking`). The answer about an episode
+(CRL §3.2.1) is a JSON list of objects:
 
     [{"op": "add", "text": "The exit is behind the altar."},
      {"op": "update", "target": 1, "text": "Go southeast first; the exit is behind the altar."},
@@ -45,10 +45,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from crl.manager.distillation.departure import DECODER, Span, json_departure, op_departure
+from crl.modeling.thinking import answer_start
 
 OpKind = Literal["add", "update", "return", "up", "down", "merge", "discard", "keep", "refine"]
-
-THINK_START, THINK_END = "<think>", "</think>"
 
 MAX_ATTEMPTS = 256
 """Maximum number of opening braces without an op that are tried in one answer."""
@@ -199,7 +198,7 @@ def _parse(
 
     `parse_op` returns the op of an object or the reason for refusal.
     """
-    start = _answer_start(completion, thinking)
+    start = answer_start(completion, thinking=thinking)
     if start is None:
         return ParsedOps((), {"the thinking did not end": 1}, len(completion))
     ops: list[Op] = []
@@ -245,14 +244,6 @@ def _departure(
     return op_departure(
         completion, span, rules.kinds, rules.num_shown, rules.max_chars, refused_key
     )
-
-
-def _answer_start(completion: str, thinking: bool) -> int | None:
-    """Return the position at which the answer starts; None if the thinking did not end."""
-    end = completion.rfind(THINK_END)
-    if end >= 0:
-        return end + len(THINK_END)
-    return None if thinking or THINK_START in completion else 0
 
 
 def _objects(text: str, position: int) -> Iterable[tuple[Any, Span]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from crl.methods.parts.asking import AskTool
 from crl.methods.parts.records import RecordWriter
+from crl.modeling.thinking import answer_start
 from crl.prompts import fill
 from crl.protocols import Hit, Response
 from crl.types import Observation, RolloutPlan, Segment, StepResult, Task, Trajectory
@@ -122,10 +123,11 @@ class ChatContext:
 
         Only the text after the thinking is read, if the completion contains thinking.
         """
-        _, think_end, answer = completion.rpartition("</think>")
-        if not think_end and "<think>" in completion:
+        start = answer_start(completion)
+        if start is None:
             # The completion ended during the thinking, so it contains no decision.
             return Response("")
+        answer = completion[start:]
         tool = self.tools.get(task.name)
         return Response(answer.strip(), tool.parse_query(answer) if tool else None)
 

@@ -69,7 +69,7 @@ def learn_from_episodes(
     if recorder:
         require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
-    (target := run.path / "actor").mkdir()
+    target = run.path / "actor"
 
     async def learned(monitor: Monitor) -> str:
         updates = await learn(config, shards, target, monitor)
@@ -105,10 +105,13 @@ def fine_tune_on(
             await play(config, run, monitor, scripted=True)
         demonstrations = episode_shards(run.path) if source is None else source
         result = await fine_tune(config, demonstrations, target, monitor, settings, lost=lost)
+        command = ["crl", "train", "--tasks", ",".join(config.tasks)]
+        if config.preset != RunConfig.model_fields["preset"].default:
+            command += ["--preset", config.preset]
         return (
             f"the actor after epoch {result.epoch}, in Hugging Face format: {target}\n"
-            f"{_losses(result)}  train it further: crl train --tasks {','.join(config.tasks)} "
-            f"--set actor.model={shlex.quote(str(target))}"
+            f"{_losses(result)}  train it further: "
+            f"{shlex.join([*command, '--set', f'actor.model={target}'])}"
         )
 
     _carry_out(config, run, None, tuned)
@@ -170,7 +173,8 @@ def _carry_out(
                 )
                 monitor.note(done)
         except ConfigError:
-            run.clear()
+            if not run.episodes.exists():
+                run.clear()
             raise
         except Exception as error:
             if (failure := logged_failure(error, run)) is error:

@@ -21,7 +21,7 @@ from crl.records.shards import read_shard
 from crl.rollout.rerender import Rerenderer
 from crl.run.assemble import episode_limits
 from crl.run.loop import Stopwatch
-from crl.run.models import actor_model, open_role_learner
+from crl.run.models import ModelRole, actor_model, open_role_learner
 from crl.seeds import generator
 
 
@@ -69,17 +69,17 @@ async def _learn(
         monitor.log(step, "train", signal | metrics | stopwatch.metrics())
     if all(errors):
         raise CrlError(f"all {len(errors)} recorded episodes failed. The first error: {errors[0]}")
-    await _write(learner, actor.path, target)
+    await _write(learner, actor, target)
     return updates
 
 
-async def _write(learner: Learner, initial: Path, target: Path) -> None:
+async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
     """Write the model to `target` in Hugging Face format, with the tokenizer of `initial`."""
     write = await learner.prepare_save(target)
 
     def finish() -> None:
         write()
-        copy_model_files(initial, target)
+        copy_model_files(initial.path, target, initial.section.profile)
         (target / OPTIMIZER_FILE).unlink()
 
     await asyncio.to_thread(finish)

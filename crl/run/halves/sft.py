@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from crl.modeling.demonstrations import demonstrated_traces
 from crl.modeling.files import copy_model_files
 from crl.modeling.tokens import ChatRenderer
 from crl.planning.gpu_plan import assigned_gpus
-from crl.protocols import Engine, Monitor
+from crl.protocols import Engine, Learner, Monitor
 from crl.records.shards import read_shard
-from crl.run.models import actor_model, open_role_engine, open_role_learner
+from crl.run.models import ModelRole, actor_model, open_role_engine, open_role_learner
 from crl.run.sync import sync_weights
 from crl.seeds import generator
 from crl.types import Minibatch, Segment, StepStats, TokenTrace, TrainSample, Trajectory
@@ -112,12 +113,16 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     Raise `ConfigError` for an invalid line, with its number.
     """
     found = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                segments = _segments(line, f"{file}, line {number}")
-                goal = next((s.text for s in segments if s.role == "user"), "")
-                found.append(Demonstrated(goal, demonstrated_traces(segments, renderer)))
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        reason = f"is not a text in UTF-8 ({error})"
+        raise ConfigError("--from", str(file), reason, "Save it in UTF-8") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            segments = _segments(line, f"{file}, line {number}")
+            goal = next((s.text for s in segments if s.role == "user"), "")
+            found.append(Demonstrated(goal, demonstrated_traces(segments, renderer)))
     return found
 
 
@@ -129,11 +134,13 @@ def _segments(line: str, place: str) -> list[Segment]:
             Segment(m["role"], m["content"], "policy" if m["role"] == "assistant" else "env")
             for m in messages
         ]
-        valid = all(s.role in ROLES and isinstance(s.text, str) for s in segments)
-    except (ValueError, KeyError, TypeError):
+        valid = segments[0].role != "assistant" and all(
+            s.role in ROLES and isinstance(s.text, str) for s in segments
+        )
+    except (ValueError, KeyError, TypeError, IndexError):
         segments, valid = [], False
     if not valid or not any(segment.origin == "policy" for segment in segments):
-        reason = "is not a conversation with an answer of the assistant"
+        reason = "is not a conversation in which the assistant answers"
         remedy = 'Write {"messages": [{"role": "user", "content": "…"}, …]} in each line'
         raise ConfigError("--from", place, reason, remedy)
     return segments
@@ -146,7 +153,7 @@ async def fine_tune(
     config: RunConfig, source: Mapping[int, Path] | Path, target: Path, monitor: Monitor,
     settings: SftSettings, *, lost: bool = False,
 ) -> SftResult:  # fmt: skip
-    """Train the actor on demonstrations and write it to the empty directory `target`.
+    """Train the actor on demonstrations and write it to the new directory `target`.
 
     `source`: recorded episodes, as of `crl.records.reader.episode_shards`, or a file of
     `conversations`. The loss is the mean over the demonstrator's tokens. The model with the lowest
@@ -200,7 +207,7 @@ async def _fine_tune(
             monitor.log(updates, "sft", {"sft/epoch": epoch, "sft/held_out_nll": loss})
         if loss is None or best is None or loss < best:
             best, worse, result = loss, 0, SftResult(start, loss, epoch)
-            await asyncio.to_thread(await learner.prepare_save(target))
+            await _write(learner, actor, target)
         elif (worse := worse + 1) >= settings.patience:
             break
     if not result.epoch:
@@ -208,7 +215,6 @@ async def _fine_tune(
             f"no epoch has a lower held-out loss than the model before ({start:.3f} nats per "
             "token). Use another --learning-rate, or more demonstrations."
         )
-    await asyncio.to_thread(_complete, actor.path, target)
     return result
 
 
@@ -221,10 +227,21 @@ def _metrics(updates: Sequence[StepStats]) -> dict[str, float]:
     } | {"sft/skipped_updates": sum(stats.skipped for stats in updates)}
 
 
-def _complete(initial: Path, target: Path) -> None:
-    """Remove the optimizer from `target`, and copy the tokenizer of the initial model to it."""
-    (target / OPTIMIZER_FILE).unlink()
-    copy_model_files(initial, target)
+async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
+    """Write the model to `target` with the tokenizer of `initial`. It replaces an earlier one."""
+    part = target.with_name(f".{target.name}.part")
+    part.mkdir()
+    write = await learner.prepare_save(part)
+
+    def finish() -> None:
+        write()
+        (part / OPTIMIZER_FILE).unlink()
+        copy_model_files(initial.path, part, initial.section.profile)
+        if target.exists():
+            shutil.rmtree(target)
+        part.rename(target)
+
+    await asyncio.to_thread(finish)
 
 
 def _fitting(

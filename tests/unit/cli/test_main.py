@@ -312,7 +312,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     for line in (
         "engine       torch on cuda if available, else cpu, 1 CPU thread",
         "environments 4 threads",
-        "room  compact rendering: the actor's model declares the compact profile",
+        "room  compact rendering: the actor has the compact profile",
         "a step    16 groups × 8 members = 128 rollouts, at most 1 step ahead",
         "          2 minibatches of about 64 rollouts, one optimizer update each",
         "training  100 steps × 128 = 12,800 episodes, 200 updates",
@@ -352,6 +352,7 @@ def test_the_config_of_the_plan_is_valid_toml(model: str):
         expected["engine"]["memory_fraction"],
     )  # unset: TOML has no null
     del expected["actor"]["importance_cap"]
+    del expected["actor"]["profile"], expected["extractor"]["profile"]
     del expected["eval"]["concurrency"]
     for name in ("max_entries", "evict_votes", "duplicate_similarity"):
         del expected["bank"][name]
@@ -424,9 +425,7 @@ def test_the_plan_only_shows_places_that_persist(model: str, tmp_path: Path):
     sets = [model, "method=grpo"]
     lines = plan(load(["room", "alfworld"], sets=sets)).splitlines()
     own = {
-        name: lines[
-            lines.index(f"{name}  full rendering: the actor's model declares the full profile") :
-        ]
+        name: lines[lines.index(f"{name}  full rendering: the actor has the full profile") :]
         for name in ("room", "alfworld")
     }
     assert own["room"][2] == PLACES

@@ -72,7 +72,7 @@ def test_the_printed_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     planned = crl(*train[1:])
     assert (planned.exit_code, planned.stderr) == (0, "")
-    assert "my_field  compact rendering: the actor's model declares" in planned.output
+    assert "my_field  compact rendering: the actor has the compact" in planned.output
     assert names_in(tmp_path) == {"my tasks"}, "a dry run writes nothing"
 
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from crl.config import catalog
 from crl.config.layers import parse_set, read_toml
 from crl.config.load import dump, load, load_saved, task_settings
-from crl.config.models import ModelSize, model_profile, model_size, resolve_model
+from crl.config.models import ModelSize, model_profile, model_size, resolve_model, write_profile
 from crl.config.schema import SETTINGS_OF_KINDS, RunConfig, TaskConfig
 from crl.config.validate import bundled_config_type, dotted_keys, run_config, validated
 from crl.engines.backends import ENGINES
@@ -618,6 +619,23 @@ def test_a_bad_profile_is_refused(model: Path):
     (model / "crl.json").write_text("[")
     with pytest.raises(ConfigError, match=r"crl\.json cannot be read"):
         model_profile(model)
+
+
+def test_a_profile_can_be_set_instead_of_declared(model: Path, tmp_path: Path):
+    other = shutil.copytree(model, tmp_path / "other")
+    write_profile(model, "full")
+    write_profile(other, "full")
+    declared = resolved(model, f"extractor.model={other}")
+    assert (declared.profile("actor"), declared.profile("extractor")) == ("full", "full")
+    assert declared.tasks["room"].rendering == "full"
+    actor = resolved(model, f"extractor.model={other}", "actor.profile=compact")
+    assert (actor.profile("actor"), actor.profile("extractor")) == ("compact", "full")
+    assert actor.tasks["room"].rendering == "compact"
+    assert actor.actor.minibatches == 2, "from [compact.actor] of the preset"
+    assert actor.extractor.max_response_tokens == declared.extractor.max_response_tokens
+    extractor = resolved(model, f"extractor.model={other}", "extractor.profile=compact")
+    assert extractor.extractor.max_response_tokens == 40, "from [compact.extractor]"
+    assert "actor.profile" in config_error(model, "actor.profile=tiny")
 
 
 def write_safetensors(path: Path, **shapes: list[int]) -> None:

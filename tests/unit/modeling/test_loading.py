@@ -276,9 +276,10 @@ def test_cuda_without_a_device_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "expected"), [([2, 0], (0, 2)), (1, (1, 2)), (None, (2,)), ("no file", (2,))]
+    ("listed", "expected"),
+    [([3, 0, 2], (2, 0, 3)), (1, (2, 1)), (None, (2,)), ("no file", (2,))],
 )
-def test_stop_ids_come_from_the_tokenizer_and_the_generation_config(
+def test_stop_ids_are_those_of_template_tokenizer_and_generation_config(
     copied: Path, listed: object, expected: tuple[int, ...]
 ) -> None:
     file = copied / "generation_config.json"

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from crl.errors import ConfigError
 from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer, Conversation
 from crl.types import Completion, Segment, TokenTrace
 
@@ -378,3 +380,146 @@ def test_neighbouring_segments_of_one_role_are_joined(renderer: ChatRenderer) ->
         {"role": "assistant", "content": "go"},
         {"role": "user", "content": "x\ny"},
     ]
+
+
+# ── templates of model families ───────────────────────────────────────────────────────────────────
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REFUSES_SYSTEM = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}{% endfor %}" + TURNS
+)
+OMITS_SYSTEM = TURNS.replace("in messages", "in messages if m.role != 'system'")
+OPENS_THINKING = TURNS.replace("m.content", "m.content.split('</think>')[-1].lstrip()").replace(
+    "assistant\n{% endif", "assistant\n<think>\n{% endif"
+)
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('No channels') }}{% endif %}"
+    "<|channel|>final{% endif %}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt and m.role == 'assistant' "
+    "else '<|end|>' }}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+
+TAUGHT = Segment("system", "rules", "task")
+
+
+def with_template(folder: Path, template: str, *control: str) -> ChatRenderer:
+    """Return the renderer of a model with another template and further control tokens."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True) for token in control]  # pyright: ignore[reportArgumentType]
+    )
+    tokenizer.chat_template = template
+    return ChatRenderer(tokenizer, stop_ids(folder, tokenizer))
+
+
+@pytest.mark.parametrize("template", [REFUSES_SYSTEM, OMITS_SYSTEM])
+def test_instructions_without_a_system_role_are_part_of_the_first_message_of_the_user(
+    template: str, tiny_actor: Path
+) -> None:
+    renderer = with_template(tiny_actor, template)
+    conversation = Conversation(renderer)
+    conversation.add([TAUGHT, TASK, *env("a hall")])
+    assert renderer.decode(conversation.prompt()) == (
+        "<|im_start|>user\nrules\n\ngoal: leave the room\na hall<|im_end|>\n<|im_start|>assistant\n"
+    )
+    conversation.add_completion(answer(renderer, "go"))
+    conversation.add(env("a door"))
+    conversation.prompt()
+    conversation.add_completion(answer(renderer, "open"))
+    assert len(conversation.traces) == 1
+    kept = with_template(tiny_actor, TURNS)
+    assert kept.messages([TAUGHT, TASK])[0] == {"role": "system", "content": "rules"}
+
+
+def test_thinking_that_the_prompt_opens_is_part_of_the_text(tiny_actor: Path) -> None:
+    renderer = with_template(tiny_actor, OPENS_THINKING)
+    assert renderer.thinking_start == "<think>\n"
+    conversation = Conversation(renderer)
+    conversation.add([TASK])
+    first = conversation.prompt()
+    sampled = answer(renderer, "hm</think>go")
+    assert conversation.add_completion(sampled) == "<think>\nhm</think>go"
+    conversation.add(env("a door"))
+    second = renderer.decode(conversation.prompt())
+    assert "assistant\ngo<|im_end|>" in second
+    assert second.endswith("assistant\n<think>\n")
+    (trace,) = conversation.traces
+    assert trace.ids == first + sampled.ids
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "tokens"),
+    [
+        (TURNS, "go", "go<|im_end|>"),
+        (OPENS_THINKING, "go", "\n</think>\n\ngo<|im_end|>"),
+        (OPENS_THINKING, "<think>\nhm</think>go", "hm</think>go<|im_end|>"),
+        (CHANNELS, "go", "<|channel|>final<|message|>go<|return|>"),
+    ],
+)
+def test_demonstrated_answers_have_the_form_of_sampled_ones(
+    template: str, text: str, tokens: str, tiny_actor: Path
+) -> None:
+    control = CHANNEL_TOKENS if template == CHANNELS else ()
+    renderer = with_template(tiny_actor, template, *control)
+    assert renderer.decode(renderer.answer_ids(text)) == tokens
+
+
+def test_earlier_answers_keep_only_the_final_channel(tiny_actor: Path) -> None:
+    renderer = with_template(tiny_actor, CHANNELS, *CHANNEL_TOKENS)
+    assert renderer.decode(renderer.stop_ids[:1]) == "<|return|>"
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for text, kept in (
+        (f"{thought}<|channel|>final<|message|>go", "go"),
+        ("go", "go"),
+        (thought, ""),
+        ("<|channel|>final<|message|>go<|channel|>", "go< |channel|>"),
+    ):
+        conversation = Conversation(renderer)
+        conversation.add([TASK])
+        first = conversation.prompt()
+        sampled = answer(renderer, text)
+        assert conversation.add_completion(sampled) == text
+        conversation.add(env("a door"))
+        assert renderer.decode(conversation.prompt()) == (
+            "<|start|>user<|message|>goal: leave the room<|end|>"
+            f"<|start|>assistant<|channel|>final<|message|>{kept}<|end|>"
+            "<|start|>user<|message|>a door<|end|><|start|>assistant"
+        )
+        (trace,) = conversation.traces
+        assert trace.ids == first + sampled.ids
+
+
+def test_the_date_of_a_template_is_fixed(tiny_actor: Path) -> None:
+    renderer = with_template(tiny_actor, "{{ strftime_now('%d %b %Y') }}\n" + TURNS)
+    assert renderer.text([TASK]).startswith("01 Jan 2025\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% if messages|length > 2 %}{{ raise_exception('One turn only') }}{% endif %}" + TURNS,
+            r"cannot be rendered with messages .* \(TemplateError: One turn only\)\. "
+            r"Fix chat_template\.jinja",
+        ),
+        (
+            TURNS.replace("in messages", "in messages if m.role != 'assistant'"),
+            r"omits or changes a message of the assistant\. Fix chat_template\.jinja",
+        ),
+    ],
+)
+def test_a_template_that_cannot_write_a_conversation_is_refused(
+    template: str, message: str, tiny_actor: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny_actor)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    assert read_tokenizer(tmp_path) is None
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path)

@@ -198,6 +198,14 @@ def remove(*files: str) -> Callable[[Path], None]:
 BROKEN_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no template": (remove("chat_template.jinja"), "its tokenizer has no chat template"),
     "bad template": (rewrite("chat_template.jinja", "{% if %}"), "cannot be rendered"),
+    "template of one turn": (
+        rewrite(
+            "chat_template.jinja",
+            "{% if messages|length > 2 %}{{ raise_exception('One turn only') }}{% endif %}"
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+        ),
+        "in turn (TemplateError: One turn only). Fix chat_template.jinja",
+    ),
     "no stop token": (
         change_json("tokenizer_config.json", eos_token=None, tokenizer_class="TokenizersBackend"),
         "its tokenizer has no eos_token",

@@ -49,8 +49,10 @@ async def learner(tiny_actor: Path) -> AsyncIterator[LocalLearner]:
     await learner.aclose()
 
 
-async def save(learner: LocalLearner, root: Path, step: int, model_dir: Path) -> Path:
-    return await write(root, step, {"actor": learner}, {"actor": model_dir}, STATE)
+async def save(
+    learner: LocalLearner, root: Path, step: int, model_dir: Path, **options: Any
+) -> Path:
+    return await write(root, step, {"actor": learner}, {"actor": model_dir}, STATE, **options)
 
 
 async def write(*args: Any, **options: Any) -> Path:
@@ -83,6 +85,8 @@ async def test_transformers_can_load_a_checkpoint(
     )
     assert tokenizer.encode("at 2 3") == original.encode("at 2 3")
     assert model_profile(path / "actor") == "compact"
+    full = await save(learner, tmp_path / "full", 4, tiny_actor, profiles={"actor": "full"})
+    assert model_profile(full / "actor") == "full"
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
