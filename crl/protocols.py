@@ -94,7 +94,7 @@ class Engine(Protocol):
         """Sample one completion of the prompt `ids`.
 
         `session` names the request's conversation. `rng` seeds the private random generator of the
-        request.
+        request. With truncated sampling, the completion has the kept set of every token.
 
         Raise `RolloutError` if the request cannot be served, `TransientError` if a retry may
         succeed, and `EngineError` if the engine has failed.
@@ -393,8 +393,9 @@ class Rerender(Protocol):
     ) -> Sequence[TokenTrace]:
         """Return the trajectory's sampled answers after prompts without segments of `origins`.
 
-        The ids of sampled tokens are unchanged. `version` says which old log-probs they have. Raise
-        `ValueError` for another version, or if no message remains before an answer.
+        The ids of sampled tokens are unchanged. `version` says which old log-probs they have. Their
+        kept sets are dropped. Raise `ValueError` for another version, or if no message remains
+        before an answer.
         """
         ...
 

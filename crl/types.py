@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -130,27 +130,59 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one completion.
-
-    Truncated sampling (top-p, top-k) is not supported: it would make importance ratios wrong.
-    """
+    """Sampling parameters of one completion."""
 
     max_tokens: int
     """Maximum number of sampled tokens, including the stop token."""
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy decoding."""
+    top_p: float = 1.0
+    """Probability mass of the most probable tokens that are kept, after `top_k`; 1 keeps all."""
+    top_k: int = 0
+    """Number of most probable tokens that are kept; 0 keeps all."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be finite and not negative, not {self.temperature}")
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(
+                "top_p must be in (0, 1], and top_k must not be negative, "
+                f"not {self.top_p} and {self.top_k}"
+            )
+
+    @property
+    def truncated(self) -> bool:
+        """True if top-p or top-k drop tokens. Greedy decoding ignores both."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+
+KeptSet = bytes
+"""Kept set of a sampled token: ids of the tokens that top-p and top-k kept, as int32.
+
+The sampled token is one of them. An empty kept set stands for the whole vocabulary.
+"""
+
+KEPT_ID_BYTES = 4
+"""Bytes of one id in a `KeptSet`."""
+
+
+def kept_counts(kept: Iterable[KeptSet]) -> list[int]:
+    """Return the number of ids in each kept set."""
+    return [len(ids) // KEPT_ID_BYTES for ids in kept]
+
+
+def split_kept(ids: bytes, counts: Iterable[int]) -> tuple[KeptSet, ...]:
+    """Return the kept sets with these numbers of ids, whose concatenation is `ids`."""
+    ends = list(accumulate((KEPT_ID_BYTES * count for count in counts), initial=0))
+    return tuple(ids[start:end] for start, end in pairwise(ends))
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Tokens that an engine sampled. The three columns have equal length."""
+    """Tokens that an engine sampled. The columns have equal length."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -158,10 +190,21 @@ class Completion:
     versions: tuple[int, ...]
     """Policy version that sampled each token."""
     finish: Finish
+    kept: tuple[KeptSet, ...] = ()
+    """Kept set of each token. () stands for empty kept sets."""
 
     def __post_init__(self) -> None:
-        _check_same_length(ids=self.ids, logprobs=self.logprobs, versions=self.versions)
+        _fill_kept(self)
+        _check_same_length(
+            ids=self.ids, logprobs=self.logprobs, versions=self.versions, kept=self.kept
+        )
         _check_choice("finish", self.finish, Finish)
+
+
+def _fill_kept(record: Completion | TokenTrace) -> None:
+    """Replace `kept` = () by one empty kept set per token."""
+    if not record.kept:
+        object.__setattr__(record, "kept", (b"",) * len(record.ids))
 
 
 CURRENT_POLICY = -1
@@ -190,7 +233,7 @@ OldPolicy = Literal[-1, -2, -3]
 class TokenTrace:
     """Append-only token record of one training sample.
 
-    Sampled token ids are trained unchanged. The four columns have equal length.
+    Sampled token ids are trained unchanged. The columns have equal length.
     """
 
     ids: tuple[int, ...] = ()
@@ -204,10 +247,21 @@ class TokenTrace:
     Sampled tokens after another prompt than the one they were sampled for have
     `CURRENT_POLICY`, `STEP_START` or `BEHAVIOUR` instead.
     """
+    kept: tuple[KeptSet, ...] = ()
+    """Kept set of each token; empty where the mask is 0, and after another prompt.
+
+    The learner's log-prob of a token is renormalised over its kept set. () stands for empty kept
+    sets.
+    """
 
     def __post_init__(self) -> None:
+        _fill_kept(self)
         _check_same_length(
-            ids=self.ids, mask=self.mask, logprobs=self.logprobs, versions=self.versions
+            ids=self.ids,
+            mask=self.mask,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            kept=self.kept,
         )
         if self.mask.count(0) + self.mask.count(1) != len(self.mask):
             raise ValueError("the mask may contain only 0 and 1")
@@ -222,6 +276,8 @@ class TokenTrace:
             bytes(self.mask),
             array("d", self.logprobs).tobytes(),
             array("q", self.versions).tobytes(),
+            b"".join(self.kept),
+            array("q", kept_counts(self.kept)).tobytes(),
         )
 
     def with_context(self, ids: tuple[int, ...]) -> TokenTrace:
@@ -232,6 +288,7 @@ class TokenTrace:
             self.mask + (0,) * n,
             self.logprobs + (0.0,) * n,
             self.versions + (-1,) * n,
+            self.kept + (b"",) * n,
         )
 
     def with_sampled(self, completion: Completion) -> TokenTrace:
@@ -241,6 +298,7 @@ class TokenTrace:
             self.mask + (1,) * len(completion.ids),
             self.logprobs + completion.logprobs,
             self.versions + completion.versions,
+            self.kept + completion.kept,
         )
 
     def completions(self) -> Iterator[range]:
@@ -255,15 +313,24 @@ class TokenTrace:
     def until_last_sampled(self) -> TokenTrace:
         """Return this trace up to its last sampled token; empty if it has no sampled token."""
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
-        return TokenTrace(self.ids[:end], self.mask[:end], self.logprobs[:end], self.versions[:end])
+        return TokenTrace(
+            self.ids[:end],
+            self.mask[:end],
+            self.logprobs[:end],
+            self.versions[:end],
+            self.kept[:end],
+        )
 
 
-def _unpickled_trace(ids: bytes, mask: bytes, logprobs: bytes, versions: bytes) -> TokenTrace:
+def _unpickled_trace(
+    ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, kept: bytes, counts: bytes
+) -> TokenTrace:
     return TokenTrace(
         tuple(array("q", ids)),
         tuple(mask),
         tuple(array("d", logprobs)),
         tuple(array("q", versions)),
+        split_kept(kept, array("q", counts)),
     )
 
 

@@ -216,6 +216,18 @@ class ActorSection(Section):
     """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature of sampling and of the training loss. Must be above 0."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the most probable tokens that are sampled from, after top_k.
+
+    The loss uses probabilities that are renormalised over these tokens. 1 = all tokens. With
+    engine.kind = "vllm", a lower value requires top_k. Evaluations use all tokens.
+    """
+    top_k: Natural = 0
+    """Number of most probable tokens that are sampled from.
+
+    The loss uses probabilities that are renormalised over these tokens. 0 = all tokens. Evaluations
+    use all tokens.
+    """
     max_context_tokens: Annotated[int, Field(ge=2)] = 32_768
     """Maximum number of tokens in one sequence, prompt and completions together.
 
@@ -304,6 +316,17 @@ class ExtractorSection(Section):
     """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature of sampling and of the training loss. Must be above 0."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the most probable tokens that are sampled from, after top_k.
+
+    The loss uses probabilities that are renormalised over these tokens. 1 = all tokens. With
+    engine.kind = "vllm", a lower value requires top_k.
+    """
+    top_k: Natural = 0
+    """Number of most probable tokens that are sampled from.
+
+    The loss uses probabilities that are renormalised over these tokens. 0 = all tokens.
+    """
     max_context_tokens: Annotated[int, Field(ge=2)] = 65_536
     """Maximum number of tokens in one request, prompt and answer together.
 
@@ -1064,7 +1087,10 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Raise `ConfigError` for an engine that contradicts `run.deterministic` or the learner."""
+    """Raise `ConfigError` for an engine that contradicts other settings.
+
+    They are `run.deterministic`, the learner and truncated sampling.
+    """
     engine = config.engine
     if engine.kind == "vllm" and config.run.deterministic:
         reason = (
@@ -1082,6 +1108,15 @@ def _check_engine(config: RunConfig) -> None:
             reason,
             "Use --set learner.kind=deepspeed, or --set engine.transfer=file",
         )
+    roles = ("actor", *(("extractor",) if config.with_extractor else ()))
+    for name, role in ((name, getattr(config, name)) for name in roles):
+        if engine.kind == "vllm" and role.top_p < 1 and not role.top_k:
+            reason = (
+                f"requires {name}.top_k with engine.kind = vllm, which returns the tokens that it "
+                "kept only up to a fixed number"
+            )
+            remedy = f"Add --set {name}.top_k=50, or use --set engine.kind=torch"
+            raise ConfigError(f"{name}.top_p", role.top_p, reason, remedy)
 
 
 def _check_actor(actor: ActorSection) -> None:

@@ -20,7 +20,7 @@ from crl.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 TRUNCATION_OPTIONS = frozenset({"top_p", "top_k", "min_p"})
-"""Options of truncated sampling. They are refused with a specific explanation."""
+"""Options of truncated sampling. Those of other sections than actor and extractor are refused."""
 
 
 def validated(
@@ -89,10 +89,9 @@ def _unknown_key(
         return ConfigError(
             key,
             value,
-            "is not supported: top_p, top_k and min_p renormalise the probabilities of the "
-            "remaining tokens, so importance ratios against the trainer's full softmax would be "
-            "wrong",
-            "Remove it. Control sampling with actor.temperature only",
+            "is not supported: only top_p and top_k of actor and extractor truncate sampling, "
+            "because the trainer renormalises over the tokens that they keep",
+            "Remove it, or use top_p and top_k of actor or extractor",
         )
     source = f" (from {origin})" if origin and not origin.startswith("-") else ""
     if current := current_key(key):

@@ -40,9 +40,10 @@ from crl.modeling.loading import (
     named_weights,
     token_logprobs,
 )
+from crl.modeling.truncation import kept_sets, truncate
 from crl.modeling.weights import FileWeights
 from crl.protocols import PublishHandle
-from crl.types import Completion, Finish, Sampling
+from crl.types import Completion, Finish, KeptSet, Sampling
 from crl.wording import counted
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Request:
     session: str | None = None
     """Name of the conversation; None if the request belongs to no conversation."""
     sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    columns: list[tuple[float, int, KeptSet]] = field(default_factory=list)
+    """Log-prob, policy version and kept set of each sampled token."""
 
     @property
     def finish(self) -> Finish | None:
@@ -78,7 +79,8 @@ class Request:
         return "length" if len(self.sampled) == self.sampling.max_tokens else None
 
     def completion(self, finish: Finish) -> Completion:
-        return Completion(tuple(self.sampled), tuple(self.logprobs), tuple(self.versions), finish)
+        logprobs, versions, kept = zip(*self.columns, strict=True)
+        return Completion(tuple(self.sampled), logprobs, versions, finish, kept)
 
 
 class Decoder:
@@ -233,14 +235,12 @@ class Decoder:
 
     def _sample_tokens(self, logits: torch.Tensor) -> list[Request]:
         """Sample one token for each running request and remove the finished ones. Return them."""
-        tokens, logprobs = sample(logits, self.running)
         finished: list[int] = []
-        for row, (request, token, logprob) in enumerate(
-            zip(self.running, tokens, logprobs, strict=True)
+        for row, (request, token, logprob, kept) in enumerate(
+            zip(self.running, *sample(logits, self.running), strict=True)
         ):
             request.sampled.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
+            request.columns.append((logprob, self.version, kept))
             if request.finish:
                 finished.append(row)
                 if request.session is not None:  # the last sampled token was not read yet
@@ -265,17 +265,21 @@ class Decoder:
         del self.running[remaining:]
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
-    """Return one token per row of the float32 logits [b, V], and the log-prob of each token.
+def sample(
+    logits: torch.Tensor, requests: Sequence[Request]
+) -> tuple[list[int], list[float], list[KeptSet]]:
+    """Return a token for each row of the float32 logits [b, V], its log-prob and its kept set.
 
     Each request draws one uniform number from its own generator. The token is the inverse of the
     cumulative distribution at this number, so it does not depend on the other rows. Log-probs are
-    those at the request's temperature. Temperature 0 is greedy, with log-probs at temperature 1.
+    those at the request's temperature, renormalised over the tokens that top-p and top-k keep.
+    Temperature 0 is greedy, with log-probs at temperature 1 and without truncation.
     Raise `EngineError` if the log-prob of a token is not finite.
     """
     temperature = torch.tensor([r.sampling.temperature for r in requests], device=logits.device)
     greedy = temperature == 0
     log_p = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    kept = _truncate_rows(log_p, [request.sampling for request in requests])
     tokens = logits.argmax(-1)
     if not bool(greedy.all()):
         cumulative = log_p.exp().cumsum(-1, dtype=torch.double)
@@ -289,7 +293,22 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     logprobs = log_p.gather(-1, tokens[:, None])[:, 0]
     if not bool(logprobs.isfinite().all()):
         raise EngineError("the model's logits are not finite, so its weights are damaged")
-    return tokens.tolist(), logprobs.tolist()
+    return tokens.tolist(), logprobs.tolist(), kept
+
+
+def _truncate_rows(log_p: torch.Tensor, samplings: Sequence[Sampling]) -> list[KeptSet]:
+    """Truncate the log-probs [b, V] in place and return the kept set of each row."""
+    rows = [row for row, sampling in enumerate(samplings) if sampling.truncated]
+    kept: list[KeptSet] = [b""] * len(samplings)
+    if rows:
+        top_p, top_k = (
+            torch.tensor([getattr(samplings[row], name) for row in rows], device=log_p.device)
+            for name in ("top_p", "top_k")
+        )
+        log_p[rows] = truncated = truncate(log_p[rows], top_p, top_k)
+        for row, ids in zip(rows, kept_sets(truncated), strict=True):
+            kept[row] = ids
+    return kept
 
 
 class TorchEngine:

@@ -17,12 +17,14 @@ fail with `EngineError` if it is not restarted.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import socket
 import tempfile
 import time
 import zlib
+from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -167,9 +169,11 @@ class VllmEngine:
         """Sample one completion of `ids`. See `crl.protocols.Engine`.
 
         All requests of a session are sent to the same replica. Raise `ValueError` if `rng` is None
-        and the temperature is above 0.
+        and the temperature is above 0, or if top-p is used without top-k.
         """
         self._check(ids, sampling.max_tokens)
+        if sampling.truncated and not sampling.top_k:
+            raise ValueError("vLLM returns kept tokens only with top_k: pass top_k")
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling at a temperature above 0 needs a seed: pass rng")
         parameters = SamplingParams(
@@ -178,12 +182,17 @@ class VllmEngine:
             # vLLM rejects ids outside the vocabulary.
             stop_token_ids=[token for token in sampling.stop_ids if token < self._vocabulary],
             ignore_eos=True,  # the caller passes all stop tokens
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             seed=None if rng is None else rng % 2**SEED_BITS,
-            logprobs=0,  # only the log-prob of the sampled token
+            # 0: only the log-prob of the sampled token.
+            logprobs=min(sampling.top_k, self._vocabulary) if sampling.truncated else 0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return completion(await self._generate(ids, parameters, session))
+        return completion(
+            await self._generate(ids, parameters, session), truncated=sampling.truncated
+        )
 
     async def score(self, ids: Sequence[int]) -> Sequence[float]:
         """Return the log-probs of `ids`. See `crl.protocols.Engine`.
@@ -520,23 +529,41 @@ def _update_info(weights: FileWeights | NcclWeights) -> dict[str, Any]:
     }
 
 
-def completion(output: RequestOutput) -> Completion:
-    """Convert vLLM's output to a `Completion`. Raise `RolloutError` if vLLM aborted the request."""
+def completion(output: RequestOutput, *, truncated: bool) -> Completion:
+    """Convert vLLM's output to a `Completion`. Raise `RolloutError` if vLLM aborted the request.
+
+    If `truncated` is true, the output has the log-probs of the top k tokens. Those above −inf are
+    the kept set. vLLM may also have kept tokens that are exactly as probable as the last one.
+    Therefore the log-prob of the sampled token is renormalised over the kept set.
+
+    vLLM's own `return_sampling_mask` is not used: an engine with this option refuses greedy
+    requests, and vLLM's CPU build does not support the option.
+    """
     (sampled,) = output.outputs
     if sampled.finish_reason not in ("stop", "length"):
         raise RolloutError("engine", f"vLLM aborted the request ({sampled.finish_reason})")
     ids = tuple(sampled.token_ids)
     assert sampled.logprobs is not None
     assert sampled.weight_versions is not None
-    logprobs = tuple(
-        by_token[token].logprob
-        for token, by_token in zip(ids, sampled.logprobs, strict=True)
+    kept = [
+        {token: entry.logprob for token, entry in by_token.items() if entry.logprob > -math.inf}
+        for by_token in sampled.logprobs
         if by_token
-    )
+    ]
+    logprobs = tuple(by_token[token] for token, by_token in zip(ids, kept, strict=True))
     versions = tuple(
         int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)
     )
-    return Completion(ids, logprobs, versions, sampled.finish_reason)
+    if not truncated:
+        return Completion(ids, logprobs, versions, sampled.finish_reason)
+    masses = (math.fsum(map(math.exp, by_token.values())) for by_token in kept)
+    return Completion(
+        ids,
+        tuple(logp - math.log(mass) for logp, mass in zip(logprobs, masses, strict=True)),
+        versions,
+        sampled.finish_reason,
+        tuple(array("i", by_token).tobytes() for by_token in kept),
+    )
 
 
 # ── vLLM's arguments and supported models ─────────────────────────────────────────────────────────
@@ -553,6 +580,8 @@ def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
         "generation_config": "vllm",
         # Log-probs are those of the sampling distribution, including the temperature.
         "logprobs_mode": "processed_logprobs",
+        # No limit. A truncated request asks for the log-probs of its top k tokens.
+        "max_logprobs": -1,
         "max_model_len": settings.max_context,
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from crl.envs.curriculum import Advisor, LessonVerdict
 from crl.evaluation.metrics import GroupGap, group_gaps
@@ -18,7 +18,10 @@ from crl.manager import Distilled, Generation
 from crl.protocols import Hit, SearchRequest, State
 from crl.types import Trajectory
 
-_GENERATIONS = TypeAdapter(list[Generation])
+_GENERATIONS = TypeAdapter(
+    list[Generation],
+    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"),  # of kept sets
+)
 
 MISMATCH_ANSWERS = 4
 """Latest extractor answers on which the trainer's log-probs are compared with the engine's."""

@@ -65,6 +65,7 @@ from crl.learners.optimizer_file import (
 )
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, adamw, probe_minibatch
 from crl.modeling.loading import TokenStats, checksum, load_model, require_packing, token_logprobs
+from crl.modeling.truncation import KeptTokens
 from crl.modeling.weights import LOOPBACK_ADDRESS, manifest_of, write_tensors
 from crl.protocols import WeightManifest
 from crl.scratch import remove_all_stale_folders
@@ -180,13 +181,16 @@ class Scorer(torch.nn.Module):
         mask: torch.Tensor,
         temperature: float,
         reference: PreTrainedModel | None,
+        kept: KeptTokens | None,
     ) -> torch.Tensor:
         """Return `TokenStats` as one tensor [3, b, t].
 
         With a single output, the backward pass is the same in all ranks, whichever parts a loss
         uses. The collective operations of the ranks then match.
         """
-        return torch.stack(token_logprobs(self.model, ids, mask, temperature, reference=reference))
+        return torch.stack(
+            token_logprobs(self.model, ids, mask, temperature, reference=reference, kept=kept)
+        )
 
 
 class ZeroTrainer(Trainer):
@@ -258,7 +262,9 @@ class ZeroTrainer(Trainer):
     def _token_stats(self, batch: MicroBatch) -> TokenStats:
         self._tick()
         return TokenStats(
-            *self.engine(batch.ids, batch.mask, self.settings.temperature, self._reference)
+            *self.engine(
+                batch.ids, batch.mask, self.settings.temperature, self._reference, batch.kept
+            )
         )
 
     def _gather_metrics(self, accumulator: MetricAccumulator) -> MetricAccumulator:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling.loading import TokenStats, checkpoint_activations, token_logprobs
 from crl.modeling.lora import has_adapter
 from crl.modeling.packing import enable_packing
+from crl.modeling.truncation import KeptTokens
 from crl.protocols import Loss
 from crl.types import (
     BEHAVIOUR,
@@ -66,7 +68,8 @@ class TrainSettings:
     """Weight of KL(model ‖ reference); the reference is the model at the start of the run.
 
     The KL is summed over the samples that the minibatch still contains and divided by
-    `Minibatch.total_tokens`. With 0 there is no reference model.
+    `Minibatch.total_tokens`. At a token with a kept set, it is the KL of both distributions
+    renormalised over this set. With 0 there is no reference model.
     """
     activation_checkpointing: bool = False
     """True if activations are recomputed in the backward pass instead of stored."""
@@ -93,7 +96,7 @@ def adamw(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Micro-batch as tensors, right-padded to [b, t]. Only `weights` has the shape [b]."""
+    """Micro-batch as tensors, right-padded to [b, t] except `weights` and `kept`."""
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -104,6 +107,9 @@ class MicroBatch:
     """Policy version that sampled each token; negative as in `TokenTrace`."""
     advantage: torch.Tensor
     weights: torch.Tensor
+    """Weight of each sample [b]."""
+    kept: KeptTokens | None
+    """Kept sets of the trained tokens, row by row; None if no token has one."""
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
@@ -126,6 +132,9 @@ class MicroBatch:
             versions=pad([s.trace.versions for s in samples], torch.long),
             advantage=pad(advantages, torch.float32),
             weights=torch.tensor([s.weight for s in samples], device=device),
+            kept=KeptTokens.of(
+                [ids for s in samples for ids in compress(s.trace.kept, s.trace.mask)], device
+            ),
         )
 
     def old_logps(self, logp: torch.Tensor) -> torch.Tensor:
@@ -349,7 +358,12 @@ class Trainer:
     def _token_stats(self, batch: MicroBatch) -> TokenStats:
         """Return log-prob, entropy and KL of the trained tokens of a micro-batch."""
         return token_logprobs(
-            self.model, batch.ids, batch.mask, self.settings.temperature, reference=self._reference
+            self.model,
+            batch.ids,
+            batch.mask,
+            self.settings.temperature,
+            reference=self._reference,
+            kept=batch.kept,
         )
 
     def _update(self, total: float) -> float | None:

@@ -153,4 +153,5 @@ def masked_trace(generation: Generation, span: tuple[int, int]) -> TokenTrace:
         trace.mask + marked,
         trace.logprobs + completion.logprobs[start:stop],
         trace.versions + completion.versions[start:stop],
+        trace.kept + completion.kept[start:stop],
     )

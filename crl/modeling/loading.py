@@ -21,6 +21,7 @@ from crl.modeling import MAX_LOGITS
 from crl.modeling.lora import has_adapter, merged_weights, without_adapter
 from crl.modeling.packing import Gather, Packing, enable_packing, reads_packed
 from crl.modeling.tokens import PROBE, ChatRenderer
+from crl.modeling.truncation import KeptTokens
 from crl.protocols import WeightManifest
 
 if TYPE_CHECKING:
@@ -408,19 +409,25 @@ def _output_head(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 class TokenStats(NamedTuple):
-    """Results for given tokens, each float32 [b, t] and 0 at tokens that are not selected."""
+    """Results for given tokens, each float32 [b, t] and 0 at tokens that are not selected.
+
+    The distribution of a token with a kept set is renormalised over it.
+    """
 
     logp: torch.Tensor
     """Log-probs of the tokens."""
     entropy: torch.Tensor
     """Entropy of the tokens' distributions in nats, without gradient."""
     kl: torch.Tensor
-    """Exact KL(model ‖ reference) of the tokens' distributions in nats; 0 without a reference."""
+    """Exact KL(model ‖ reference) of the tokens' distributions in nats; 0 without a reference.
+
+    Both distributions are renormalised over the kept set of the token.
+    """
 
 
 def token_logprobs(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0,
-    *, reference: PreTrainedModel | None = None,
+    *, reference: PreTrainedModel | None = None, kept: KeptTokens | None = None,
 ) -> TokenStats:  # fmt: skip
     """Return log-prob, entropy and KL of the tokens that `mask` selects, at `temperature`.
 
@@ -430,6 +437,7 @@ def token_logprobs(
     tensor of logits has more than `MAX_LOGITS` elements.
 
     `reference` may be `model` itself if it has an adapter: the reference is then its base model.
+    `kept` are the kept sets of the selected tokens, row by row. None: no token has one.
     """
     hidden, head = predicting_states(model, ids, mask), _output_head(model)
     reference_dist = None
@@ -439,12 +447,12 @@ def token_logprobs(
             reference_hidden = predicting_states(reference, ids, mask)
             reference_head = _output_head(reference)
         reference_dist = HeadDistribution(
-            reference_hidden, reference_head.weight, reference_head.bias, temperature
+            reference_hidden, reference_head.weight, reference_head.bias, temperature, kept
         )
     with _replaced_forward(
         head,
         lambda x: _HeadStats.apply(
-            x, head.weight, head.bias, ids[mask], temperature, reference_dist
+            x, head.weight, head.bias, ids[mask], temperature, kept, reference_dist
         ),
     ):
         stats = head(hidden)
@@ -499,17 +507,25 @@ def _replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> I
 
 
 class HeadDistribution(NamedTuple):
-    """Distributions of n tokens: the softmax of a linear head at x [n, h] and a temperature."""
+    """Distributions of n tokens: the softmax of a linear head at x [n, h] and a temperature.
+
+    With `kept`, they are renormalised over the kept sets of the tokens.
+    """
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     temperature: float
+    kept: KeptTokens | None
 
     def log_probs(self, part: slice) -> torch.Tensor:
         """Return log p [m, V] in float32 for the m tokens in `part`."""
         logits = torch.nn.functional.linear(self.x[part], self.weight, self.bias).float()
-        return (logits if self.temperature == 1 else logits.div_(self.temperature)).log_softmax(-1)
+        if self.temperature != 1:
+            logits.div_(self.temperature)
+        if self.kept is not None:
+            self.kept.restrict(logits, part)
+        return logits.log_softmax(-1)
 
 
 class _HeadStats(torch.autograd.Function):
@@ -523,21 +539,22 @@ class _HeadStats(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        tokens: torch.Tensor, temperature: float, reference_dist: HeadDistribution | None,
+        tokens: torch.Tensor, temperature: float, kept: KeptTokens | None,
+        reference_dist: HeadDistribution | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         logp, entropy, kl = (
             torch.zeros(len(x), dtype=torch.float32, device=x.device) for _ in range(3)
         )
         parts, log_p = _parts(len(x), len(weight)), None
         for part in parts:
-            log_p = HeadDistribution(x, weight, bias, temperature).log_probs(part)
+            log_p = HeadDistribution(x, weight, bias, temperature, kept).log_probs(part)
             logp[part] = log_p.gather(-1, tokens[part, None])[:, 0]
             p = log_p.exp()
             if reference_dist is not None:
                 kl[part] = reference_dist.log_probs(part).sub_(log_p).mul_(p).sum(-1).neg_()
             entropy[part] = p.mul_(log_p).sum(-1).neg_()
         ctx.save_for_backward(x, weight, bias, tokens, kl, log_p if len(parts) == 1 else None)
-        ctx.temperature, ctx.reference_dist = temperature, reference_dist
+        ctx.temperature, ctx.kept, ctx.reference_dist = temperature, kept, reference_dist
         ctx.mark_non_differentiable(entropy)
         return logp, entropy, kl
 
@@ -552,7 +569,7 @@ class _HeadStats(torch.autograd.Function):
         )
         for part in _parts(len(x), len(weight)):
             log_p = (
-                HeadDistribution(x, weight, bias, ctx.temperature).log_probs(part)
+                HeadDistribution(x, weight, bias, ctx.temperature, ctx.kept).log_probs(part)
                 if saved_log_p is None
                 else saved_log_p
             )
@@ -576,7 +593,7 @@ class _HeadStats(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), x[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _parts(n: int, vocabulary: int) -> list[slice]:

@@ -3,7 +3,9 @@
 * STEP.jsonl.gz: one JSON object per episode, without token columns. Compressed with gzip.
 * STEP.npz: token columns of all training samples of the step, one after the other, in the format of
   `numpy.savez_compressed`: ids (int32), mask (uint8), logprobs (float32) and versions (int32). The
-  field `tokens` of an episode has the lengths of its samples.
+  field `tokens` of an episode has the lengths of its samples. After truncated sampling there are
+  two more columns: kept_counts (int32) has the size of each token's kept set, and kept (int32) the
+  ids of all kept sets.
 
 STEP has six digits or more, and counts from 1. Each file is written under a temporary name,
 synchronised to disk and renamed, STEP.jsonl.gz last: a shard without this file does not exist.
@@ -40,6 +42,8 @@ from crl.types import (
     Task,
     TokenTrace,
     Trajectory,
+    kept_counts,
+    split_kept,
 )
 
 TEXTS = ".jsonl.gz"
@@ -123,14 +127,17 @@ def read_shard(path: Path) -> Iterator[Trajectory]:
     tokens = path.with_name(path.name.removesuffix(TEXTS) + TOKENS)
     with _readable(tokens), np.load(tokens, allow_pickle=False) as file:
         columns = {name: file[name] for name in COLUMNS}
+        counts = file["kept_counts"] if "kept_counts" in file else np.zeros_like(columns["ids"])
+        kept = split_kept(file["kept"].tobytes() if "kept" in file else b"", counts.tolist())
     start = 0
     for record in read_records(path):
         traces: list[TokenTrace] = []
         for length in record["tokens"]:
-            part = {name: tuple(c[start : start + length].tolist()) for name, c in columns.items()}
+            span = slice(start, start + length)
+            part = {name: tuple(column[span].tolist()) for name, column in columns.items()}
             start += length
             with _readable(tokens):
-                traces.append(TokenTrace(**part))
+                traces.append(TokenTrace(**part, kept=kept[span]))
                 if len(traces[-1].ids) != length:
                     raise ValueError(f"it has only {columns['ids'].size:,} tokens")
         yield trajectory_of(record, traces)
@@ -261,13 +268,26 @@ def _write_tokens(file: IO[bytes], traces: Sequence[TokenTrace]) -> None:
     tokens = sum(len(trace.ids) for trace in traces)
     with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=1) as archive:
         for name, dtype in COLUMNS.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as column:
-                header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (tokens,)}
-                np.lib.format.write_array_header_1_0(column, header)
-                for trace in traces:
-                    values = getattr(trace, name)
-                    for start in range(0, len(values), SLICE):
-                        column.write(np.array(values[start : start + SLICE], dtype).data)
+            values = (getattr(trace, name) for trace in traces)
+            _write_column(archive, name, dtype, tokens, values)
+        if any(any(trace.kept) for trace in traces):
+            kept = sum(sum(kept_counts(trace.kept)) for trace in traces)
+            counts = (kept_counts(trace.kept) for trace in traces)
+            _write_column(archive, "kept_counts", np.int32, tokens, counts)
+            ids = (np.frombuffer(b"".join(trace.kept), np.int32) for trace in traces)
+            _write_column(archive, "kept", np.int32, kept, ids)
+
+
+def _write_column(
+    archive: ZipFile, name: str, dtype: type[np.generic], length: int, parts: Iterable[Any]
+) -> None:
+    """Write an array of `length` values, one part after the other."""
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as column:
+        header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(column, header)
+        for values in parts:
+            for start in range(0, len(values), SLICE):
+                column.write(np.array(values[start : start + SLICE], dtype).data)
 
 
 @contextmanager

@@ -26,6 +26,10 @@ class Decoding:
     """Sampling temperature; 0 is greedy decoding."""
     seed: int
     """Root of all sampling draws."""
+    top_p: float = 1.0
+    """Probability mass that is kept, as in `Sampling`."""
+    top_k: int = 0
+    """Number of tokens that are kept, as in `Sampling`."""
     turnstile: Turnstile = field(default_factory=Turnstile)
     """Turnstile that episodes pass after the reset and after every completion."""
 
@@ -41,7 +45,11 @@ class Decoding:
         if remaining_tokens < 1:
             return None
         sampling = Sampling(
-            min(max_tokens, remaining_tokens), self.renderer.stop_ids, self.temperature
+            min(max_tokens, remaining_tokens),
+            self.renderer.stop_ids,
+            self.temperature,
+            self.top_p,
+            self.top_k,
         )
         seed = derive_seed(self.seed, *draw)
         return await self.sampler.generate(prompt, sampling, session=session, rng=seed)

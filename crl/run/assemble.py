@@ -316,6 +316,8 @@ def _runner(
             max_context=config.actor.max_context_tokens,
             temperature=config.actor.temperature,
             seed=config.run.seed,
+            top_p=config.actor.top_p,
+            top_k=config.actor.top_k,
         ),
         pool=pool,
         context=method.context,
@@ -412,6 +414,8 @@ def _evaluation_parts(
         sampler=sampler,
         temperature=config.eval.temperature,
         seed=derive_seed(config.run.seed, "eval"),
+        top_p=1.0,
+        top_k=0,
     )
     eval_runner = replace(runner, decoding=decoding, retriever=NullRetriever(), judge=AcceptAll())
     probe_runner = replace(eval_runner, limits=episode_limits(config))

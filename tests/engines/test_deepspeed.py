@@ -44,7 +44,8 @@ from crl.methods.parts.training import CispoLoss, SurrogateLoss
 from crl.modeling.loading import checksum, load_model, named_weights
 from crl.modeling.weights import FileWeights
 from crl.run.sync import sync_weights
-from crl.types import Minibatch, Sampling, StepStats, TokenTrace, TrainSample
+from crl.types import KeptSet, Minibatch, Sampling, StepStats, TokenTrace, TrainSample
+from support.kept_sets import kept_set
 
 pytest.importorskip(
     "deepspeed", reason="the extra crl[deepspeed] is not installed: make test-engines installs it"
@@ -294,6 +295,35 @@ async def test_ranks_train_as_one_process_does(
     assert together.published.keys() == alone.published.keys()
     for name, weight in alone.published.items():
         torch.testing.assert_close(together.published[name], weight, rtol=0, atol=2e-4)
+
+
+async def test_ranks_renormalise_over_kept_sets(model: Path) -> None:
+    draw = random.Random(5)
+    whole = minibatch(9)
+    samples = tuple(
+        replace(sample, trace=replace(sample.trace, kept=random_kept_sets(sample.trace, draw)))
+        for sample in whole.samples
+    )
+    settings = replace(SETTINGS, kl_coef=0.3)
+    steps = [[replace(whole, samples=samples)]] * 2
+    async with local(model, SURROGATE, settings) as learner:
+        alone = [await learner.step(step) for step in steps]
+    async with ranks(model, zero=3, train=settings) as learner:
+        together = [await learner.step(step) for step in steps]
+    assert alone[0].metrics["entropy"] < 0.5 * math.log(V)
+    for stats, other in zip(together, alone, strict=True):
+        for name in ("entropy", "reference_kl", "ratio_mean", "loss", "grad_norm"):
+            assert stats.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4, abs=1e-5)
+
+
+def random_kept_sets(trace: TokenTrace, draw: random.Random) -> tuple[KeptSet, ...]:
+    """Return kept sets of four tokens for most sampled tokens."""
+    return tuple(
+        kept_set(token, *((token + i * 7) % V for i in (1, 2, 3)))
+        if mask and draw.random() < 0.8
+        else b""
+        for token, mask in zip(trace.ids, trace.mask, strict=True)
+    )
 
 
 # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────

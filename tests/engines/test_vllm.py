@@ -37,7 +37,7 @@ from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.modeling.loading import InProcessWeights, checksum
 from crl.modeling.weights import FileWeights
 from crl.scratch import SHARED_MEMORY
-from crl.types import Completion, Sampling
+from crl.types import KEPT_ID_BYTES, Completion, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -174,6 +174,39 @@ async def test_a_completion_ends_at_a_stop_token_or_at_the_token_limit(pair: Pai
     assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.ids)
     truncated = await pair.old.generate(LONG, replace(GREEDY, max_tokens=3))
     assert (truncated.ids, truncated.finish) == (ids[:3], "length")
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 5), (1.0, 5), (0.9, 500)])
+async def test_truncated_logprobs_equal_the_trainers(pair: Pair, top_p: float, top_k: int) -> None:
+    sampling = Sampling(30, NEVER, 0.7, top_p, top_k)
+    completions = await asyncio.gather(
+        *(pair.old.generate(prompt(9, i), sampling, rng=i) for i in range(8)),
+        pair.old.generate(prompt(9), GREEDY),
+        pair.old.generate(prompt(9), Sampling(12, NEVER), rng=1),
+    )
+    sizes = set()
+    gaps = []
+    for i, completion in enumerate(completions[:8]):
+        ids = prompt(9, i)
+        assert completion.logprobs == pytest.approx(
+            logprobs(pair.old_model, ids, completion.ids, 0.7, kept=completion.kept), abs=1e-4
+        )
+        sizes.update(len(kept) // KEPT_ID_BYTES for kept in completion.kept)
+        # Without the kept sets, the trainer would use the probabilities of the whole vocabulary.
+        whole = logprobs(pair.old_model, ids, completion.ids, 0.7)
+        gaps += [a - b for a, b in zip(completion.logprobs, whole, strict=True)]
+    assert 1 <= min(sizes) <= max(sizes) <= min(top_k, V - 1)
+    assert len(sizes) > 1 or top_p == 1
+    assert max(gaps) > 0.05
+    # Other requests of the same batch are not truncated.
+    assert not any(completions[8].kept + completions[9].kept)
+    assert_logprobs(completions[8], pair.old_model, prompt(9))
+    assert_logprobs(completions[9], pair.old_model, prompt(9))
+
+
+async def test_top_p_needs_top_k(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="pass top_k"):
+        await pair.old.generate(prompt(9), Sampling(3, NEVER, top_p=0.9), rng=0)
 
 
 async def test_scores_equal_the_trainers_logprobs(pair: Pair) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from crl.config.models import resolve_model
@@ -85,6 +86,21 @@ def test_learning_from_a_run_gives_the_weights_of_the_run(trained: Path, tmp_pat
     again = tmp_path / "again"
     assert crl("train", "--tasks", "room", "--method", "grpo", "--run-dir", again, "--steps", 1,
                *sets(*GROUPS, f"actor.model={learned}/actor")).exit_code == 0  # fmt: skip
+
+
+def test_truncated_sampling_in_a_run_and_from_its_recorded_episodes(tmp_path: Path) -> None:
+    """The trainer agrees with the engine, because it renormalises over the kept tokens."""
+    run, learned = tmp_path / "run", tmp_path / "learned"
+    train(run, *GROUPS, "actor.top_p=0.9", "actor.kl_coef=0.01", steps=2)
+    with np.load(run / "episodes" / "000002.npz") as columns:
+        sizes = columns["kept_counts"][columns["mask"] == 1]
+        assert sizes.min() == 1
+        assert 1 < sizes.max() < 100
+    updated = [line for line in metrics(run, "train") if line["actor/updates"]]
+    assert len(updated) == 2
+    assert all(line["actor/mismatch_kl"] < 1e-8 for line in updated)
+    assert crl("learn", "--from", run, "--run-dir", learned).exit_code == 0
+    assert equal_weights(learned / "actor", run / "checkpoints" / "2" / "actor")
 
 
 def test_learning_from_rollouts_with_other_settings(played: Path, tmp_path: Path) -> None:

@@ -224,6 +224,14 @@ def bank_of_version_3(path: Path) -> Path:
     return _golden_bank(path, 3)
 
 
+def bank_of_version_4(path: Path) -> Path:
+    """Write a bank of format version 4, as an earlier crl left it. Return its path.
+
+    It is the bank of version 3 with a lift, and a snapshot (25) after which an entry was trained.
+    """
+    return _golden_bank(path, 4)
+
+
 def _golden_bank(path: Path, version: int) -> Path:
     with closing(sqlite3.connect(path)) as db:
         db.executescript((GOLDEN / f"bank_v{version}.sql").read_text("utf-8"))

@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from crl.modeling.loading import token_logprobs
+from crl.modeling.truncation import KeptTokens
+from crl.types import KeptSet
 
 V = 160
 NEVER = (2,)
@@ -43,13 +45,17 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 @torch.no_grad()
 def logprobs(
-    model: PreTrainedModel, ids: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
-) -> list[float]:
+    model: PreTrainedModel, ids: Sequence[int], sampled: Sequence[int], temperature: float = 1.0,
+    kept: Sequence[KeptSet] = (),
+) -> list[float]:  # fmt: skip
     """Return the log-probs that the trainer computes for `sampled` after `ids`."""
     tokens = torch.tensor([[*ids, *sampled]])
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, : len(ids)] = False
-    return token_logprobs(model, tokens, mask, temperature).logp[0, len(ids) :].tolist()
+    stats = token_logprobs(
+        model, tokens, mask, temperature, kept=KeptTokens.of(kept, tokens.device)
+    )
+    return stats.logp[0, len(ids) :].tolist()
 
 
 @torch.no_grad()

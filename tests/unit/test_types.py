@@ -34,8 +34,11 @@ from crl.types import (
     TokenTrace,
     TrainSample,
     Trajectory,
+    kept_counts,
     lift_order,
+    split_kept,
 )
+from support.kept_sets import kept_set
 
 TASK = Task("room", seed=1, split="train", goal="leave")
 USE = ExperienceUse("e1", version=1, generation="g1", how="start")
@@ -81,6 +84,9 @@ TRACE = TokenTrace(ids=(5, 6, 7), mask=(0, 1, 1), logprobs=(0.0, -0.5, -1.5), ve
         ),
         (USE, {"how": "guess"}, "how must be one of"),
         (RolloutPlan("free"), {"condition": "both"}, "condition must be one of"),
+        (TRACE, {"kept": (b"",)}, r"'kept': 1"),
+        (Sampling(1, ()), {"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        (Sampling(1, ()), {"top_k": -1}, "top_k must not be negative"),
         (TrainSample(TRACE, 1.0, 0.5), {"advantage": (1.0, 2.0)}, "one value per token"),
         (Outcome(), {"rewards": {"outcome": float("nan")}}, "reward must be finite"),
         (Outcome(), {"rewards": {"outcome": float("-inf")}}, "reward must be finite"),
@@ -158,6 +164,25 @@ def test_traces_are_append_only() -> None:
         versions=(-1, -1, 3, 4, -1, 4),
     )
     assert once.with_context(()) == once
+
+
+def test_kept_sets_stay_with_their_tokens() -> None:
+    first, second = kept_set(7, 3), kept_set(8)
+    answer = Completion((7, 8), (-0.5, 0.0), (3, 3), "length", (first, second))
+    trace = TokenTrace().with_context((5,)).with_sampled(answer).with_context((9,))
+    assert trace.kept == (b"", first, second, b"")
+    assert trace.until_last_sampled().kept == (b"", first, second)
+    assert kept_counts(trace.kept) == [0, 2, 1, 0]
+    assert split_kept(b"".join(trace.kept), [0, 2, 1, 0]) == trace.kept
+    whole = trace.with_sampled(Completion((2,), (-0.25,), (4,), "stop"))
+    assert whole.kept == (*trace.kept, b"")
+
+
+def test_which_sampling_is_truncated() -> None:
+    assert not Sampling(1, ()).truncated
+    assert Sampling(1, (), top_p=0.9).truncated
+    assert Sampling(1, (), top_k=1).truncated
+    assert not Sampling(1, (), 0.0, 0.9, 1).truncated
 
 
 def test_a_per_token_advantage_of_the_right_length_is_accepted() -> None:
@@ -270,6 +295,8 @@ def test_few_equal_groups_rank_below_many_similar_ones() -> None:
 
 def test_a_trace_survives_pickling_exactly():
     trace = TokenTrace((1, 2**40), (0, 1), (0.0, -1 / 3), (-1, 7))
+    truncated = replace(trace, kept=(b"", kept_set(5, 2**31 - 1)))
+    assert pickle.loads(pickle.dumps(truncated)) == truncated != trace
     assert pickle.loads(pickle.dumps(trace)) == trace
     assert pickle.loads(pickle.dumps(TokenTrace())) == TokenTrace()
 

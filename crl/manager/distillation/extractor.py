@@ -62,7 +62,11 @@ class Extractor:
         self._renderer, self._seed, self._threaded = renderer, seed, threaded
         self._blocking_lock = asyncio.Lock()
         self._sampling = Sampling(
-            settings.max_response_tokens, renderer.stop_ids, settings.temperature
+            settings.max_response_tokens,
+            renderer.stop_ids,
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
         )
 
     def tokens(self, segments: Sequence[Segment]) -> int:

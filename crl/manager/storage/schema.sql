@@ -1,4 +1,4 @@
--- The bank, version 4. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
+-- The bank, version 5. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
 
 CREATE TABLE log (
     seq       INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -41,7 +41,9 @@ CREATE TABLE generations (
     finish     TEXT NOT NULL,     -- stop or length
     head       INTEGER NOT NULL,  -- sampled tokens before the first op
     c_train    INTEGER NOT NULL DEFAULT 0,
-    t_last     INTEGER            -- the actor step that last trained on it
+    t_last     INTEGER,           -- the actor step that last trained on it
+    kept       BLOB,              -- kept sets of `sampled`, one after the other: token ids, int32; NULL without top-p and top-k
+    kept_counts BLOB              -- number of ids in each kept set, int32; NULL without top-p and top-k
 );
 
 CREATE TABLE entries (

@@ -31,7 +31,16 @@ from crl.manager.records import (
     Vote,
     Write,
 )
-from crl.types import MAX_OUTCOMES, Completion, Counters, ExperienceStatus, Lift, Provenance
+from crl.types import (
+    MAX_OUTCOMES,
+    Completion,
+    Counters,
+    ExperienceStatus,
+    Lift,
+    Provenance,
+    kept_counts,
+    split_kept,
+)
 
 ACTIVE_ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE status = 'active'"
 """Query for the active entries with the counters of their units."""
@@ -401,15 +410,18 @@ def _store_generation(db: Connection, generation: Generation) -> None:
         np.asarray(completion.logprobs, "<f8").tobytes(),
         np.asarray(completion.versions, "<i4").tobytes(),
     )
+    kept = (
+        (b"".join(completion.kept), np.asarray(kept_counts(completion.kept), "<i4").tobytes())
+        if any(completion.kept)
+        else (None, None)
+    )
     sql = (
         "INSERT INTO generations "
-        "(id, extractor, prompt, sampled, logprobs, versions, finish, head) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        "(id, extractor, prompt, sampled, logprobs, versions, finish, head, kept, kept_counts) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     )
-    db.execute(
-        sql,
-        (generation.id, generation.extractor, *columns, completion.finish, generation.head_tokens),
-    )
+    head = generation.head_tokens
+    db.execute(sql, (generation.id, generation.extractor, *columns, completion.finish, head, *kept))
 
 
 # ── credit ────────────────────────────────────────────────────────────────────────────────────────
@@ -514,6 +526,7 @@ def read_generation(row: Row) -> Generation:
         tuple(np.frombuffer(row["logprobs"], "<f8").tolist()),
         tuple(np.frombuffer(row["versions"], "<i4").tolist()),
         row["finish"],
+        split_kept(row["kept"] or b"", np.frombuffer(row["kept_counts"] or b"", "<i4").tolist()),
     )
     prompt = tuple(np.frombuffer(row["prompt"], "<i4").tolist())
     return Generation(

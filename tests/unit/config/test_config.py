@@ -510,13 +510,30 @@ def test_the_sequence_ratio_has_its_own_clip(model: Path):
     )
 
 
-@pytest.mark.parametrize(
-    "key", ["actor.top_p", "actor.top_k", "actor.min_p", "eval.top_p", "engine.top_k"]
-)
+@pytest.mark.parametrize("key", ["actor.min_p", "eval.top_p", "engine.top_k", "top_p"])
 def test_truncated_sampling_is_refused_with_the_reason(model: Path, key: str):
     text = config_error(model, f"{key}=0.9")
-    assert text.startswith(f"{key} = 0.9: is not supported: top_p, top_k and min_p renormalise")
-    assert "importance ratios against the trainer's full softmax would be wrong" in text
+    assert text == (
+        f"{key} = 0.9: is not supported: only top_p and top_k of actor and extractor truncate "
+        "sampling, because the trainer renormalises over the tokens that they keep. Remove it, or "
+        "use top_p and top_k of actor or extractor."
+    )
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_truncated_sampling(model: Path, role: str):
+    section = getattr(resolved(model, f"{role}.top_p=0.9", f"{role}.top_k=20"), role)
+    assert (section.top_p, section.top_k) == (0.9, 20)
+    assert f"{role}.top_p = 0" in config_error(model, f"{role}.top_p=0")
+    assert f"{role}.top_k = -1" in config_error(model, f"{role}.top_k=-1")
+    vllm = "engine.kind=vllm"
+    assert config_error(model, vllm, f"{role}.top_p=0.9") == (
+        f"{role}.top_p = 0.9: requires {role}.top_k with engine.kind = vllm, which returns the "
+        f"tokens that it kept only up to a fixed number. Add --set {role}.top_k=50, or use --set "
+        "engine.kind=torch."
+    )
+    for settings in (f"{role}.top_k=5",), (f"{role}.top_p=0.9", f"{role}.top_k=5"):
+        assert getattr(resolved(model, vllm, *settings), role).top_k == 5
 
 
 def test_settings_that_contradict_each_other(model: Path):
@@ -1094,7 +1111,7 @@ def test_settings_of_another_engine_are_refused(model: Path):
         "Add --set engine.kind=torch, or leave it out."
     )
     for key in ("top_p=0.9", "top_k=4", "min_p=0.1"):
-        assert "is not supported: top_p, top_k and min_p" in config_error(
+        assert "is not supported: only top_p and top_k of" in config_error(
             model, vllm, f"engine.{key}"
         )
 

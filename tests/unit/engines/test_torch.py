@@ -441,7 +441,7 @@ def test_sampling_inverts_the_cumulative_distribution(draw: float, token: int) -
         FixedGenerator(draw),  # pyright: ignore[reportArgumentType]
         future=None,  # pyright: ignore[reportArgumentType]
     )
-    tokens, logprobs = sample(logits, [request])
+    tokens, logprobs, _ = sample(logits, [request])
     assert tokens == [token]
     assert math.exp(logprobs[0]) == pytest.approx({1: 0.1, 2: 0.2, 4: 0.3, 5: 0.4}[token])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from crl.evaluation.metrics import group_gaps, rollout_metrics
 from crl.protocols import Hit, SearchRequest
 from crl.types import Condition, ExperienceUse, Segment, Task, Trajectory
 from support.doors import TASK
+from support.kept_sets import kept_set
 from support.managers import distilled, hit
 from support.trajectories import build_trajectory
 
@@ -217,3 +219,19 @@ def test_success_by_kind_of_lesson_and_task() -> None:
         "guided/doors/wrong/success": 1.0, "guided/doors/wrong/episodes": 1,
         "guided/maze/right/success": 0.0, "guided/maze/right/episodes": 2,
     }  # fmt: skip
+
+
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_latest_answers_survive_a_checkpoint() -> None:
+    answered = distilled("Go.")
+    kept = (kept_set(2, 187),)
+    completion = replace(answered.generation.completion, kept=kept)
+    diagnostics, restored = Diagnostics({}), Diagnostics({})
+    diagnostics.record_distilled(answered)
+    diagnostics.record_distilled(
+        replace(answered, generation=replace(answered.generation, completion=completion))
+    )
+    restored.load_state(json.loads(json.dumps(diagnostics.state())))
+    assert restored.answers == diagnostics.answers

@@ -28,6 +28,7 @@ from crl.methods.parts.training import SurrogateLoss
 from crl.modeling.loading import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
 from crl.types import BEHAVIOUR, STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
+from support.kept_sets import kept_set
 
 V = 16
 SURROGATE = SurrogateLoss(clip_low=0.2, clip_high=0.2, ratio="token")
@@ -431,6 +432,39 @@ def test_the_entropy_of_a_uniform_model() -> None:
     assert sgd_step(uniform_model(), [minibatch(uniform_model())]).metrics[
         "entropy"
     ] == pytest.approx(math.log(V), rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kept_sets_by_hand(recompute: bool) -> None:
+    """Check tokens with kept sets of 4 tokens and of 1 token, and one without a kept set.
+
+    All 16 tokens are equally likely, so the probabilities are 1/4, 1 and 1/16. The engine's are the
+    same. The old log-probs are the engine's or the trainer's.
+    """
+    sampled = TokenTrace(
+        (1, 5, 7, 2),
+        (0, 1, 1, 1),
+        (0.0, -math.log(4), 0.0, -math.log(16)),
+        (-1, 0, 0, 0),
+        (b"", kept_set(3, 5, 6, 15), kept_set(7), b""),
+    )
+    batch = Minibatch((TrainSample(sampled, 1.0, 1.0),), 3)
+    model = uniform_model()
+    metrics = sgd_step(model, [batch], recompute=recompute, kl_coef=1.0).metrics
+    assert metrics["entropy"] == pytest.approx((math.log(4) + math.log(16)) / 3)
+    assert metrics["ratio_max"] == metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    # Per token, ∂ loss / ∂ z is (p − 1[token]) / 3. Row 4 of the head belongs to a token outside
+    # the kept sets: only the token without a kept set changes it. Rows 3 and 4 differ by the first
+    # token, and row 7 by the second token, whose gradient is 0.
+    head = model.get_parameter("lm_head.weight").detach()
+    assert torch.equal(head[4], head[0])
+    assert torch.equal(head[7], head[4])
+    assert not torch.allclose(head[3], head[4])
+    without = replace(batch.samples[0], trace=replace(sampled, kept=()))
+    without_kept = sgd_step(uniform_model(), [replace(batch, samples=(without,))])
+    assert without_kept.metrics["mismatch_kl"] > 0.5
 
 
 def test_mismatch_is_measured_on_tokens_of_the_trainers_own_version() -> None:

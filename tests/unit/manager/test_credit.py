@@ -6,6 +6,7 @@ test_credit_corners.py checks the same rules through a real bank.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from crl.config.schema import ExtractorSection
 from crl.manager.credit import ReadyUnit, batch_samples, choose_batch, masked_trace
 from crl.manager.records import Generation, PendingUnit, UnitKey
 from crl.types import Completion
+from support.kept_sets import kept_set
 
 SETTINGS = ExtractorSection(cooldown=3, alpha=0.5, malformed_reward=-1.0)
 
@@ -172,6 +174,13 @@ def test_the_trace_masks_only_the_span_and_ends_with_it():
     assert trace.logprobs == pytest.approx((0, 0, 0, 0, 0, -0.3, -0.4))
     assert trace.versions == (-1, -1, -1, -1, -1, 3, 4)
     assert trace.until_last_sampled() == trace
+
+
+def test_the_trace_has_the_kept_sets_of_its_span():
+    whole = generation("g")
+    kept = tuple(kept_set(i) for i in range(len(whole.completion.ids)))
+    truncated = replace(whole, completion=replace(whole.completion, kept=kept))
+    assert masked_trace(truncated, (2, 4)).kept == (b"",) * 5 + kept[2:4]
 
 
 def test_there_is_no_head_sample_without_head_tokens():

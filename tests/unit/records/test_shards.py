@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from crl.records.reader import read_episode_records, read_episodes
 from crl.records.shards import COLUMNS, FIELDS, SLICE, episode_record, shards, write_shard
 from crl.records.writer import EpisodeWriter
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
+from support.kept_sets import kept_set
 from support.trajectories import build_trajectory
 
 TASK = Task("room", 7, "train", "find the exit", {"lgen": 3, "name": "é"})
@@ -105,6 +107,17 @@ def test_what_is_written_is_read_again(run: RunDir):
     assert list(read_episodes(run.path)) == [*written, trajectory(second, step=11)]
     assert list(read_episodes(run.path, [12])) == [trajectory(second, step=11)]
     assert list(read_episode_records(run.path, range(1, 4))) == list(map(episode_record, written))
+
+
+def test_kept_sets_are_read_again(run: RunDir):
+    trace = TokenTrace((5, 6, 7), (0, 1, 1), (0.0, -0.5, 0.0), (-1, 4, 4))
+    truncated = replace(trace, kept=(b"", kept_set(6, 9), kept_set(7)))
+    written = [trajectory(truncated, trace), trajectory(trace, truncated)]
+    write_shard(run.episodes, 3, written)
+    assert list(read_episodes(run.path)) == written
+    with np.load(run.episodes / "000003.npz") as columns:
+        assert columns["kept_counts"].tolist() == [0, 2, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1]
+        assert columns["kept"].tolist() == [6, 9, 7, 6, 9, 7]
 
 
 def test_log_probs_have_the_precision_of_float32(run: RunDir):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from crl.engines.scripted import ScriptedEngine
 from crl.rollout.episode import EpisodeKey, Limits
 from crl.rollout.rerender import Rerenderer
-from crl.types import BEHAVIOUR, GUIDANCE_ORIGINS, RolloutPlan, TokenTrace, Trajectory
+from crl.types import (
+    BEHAVIOUR,
+    CURRENT_POLICY,
+    GUIDANCE_ORIGINS,
+    RolloutPlan,
+    TokenTrace,
+    Trajectory,
+)
 from support.doors import TASK, RecordingRetriever, open_host, renderer, runner, script
+from support.kept_sets import kept_set
 
 LIMITS = {"doors": Limits(max_turns=3, max_response_tokens=32)}
 
@@ -48,6 +58,21 @@ async def test_samples_can_keep_the_logprobs_of_the_policy_that_sampled_them() -
     }
     dropped = rerenderer.without(episode, GUIDANCE_ORIGINS)
     assert {logprob for _, logprob in sampled(dropped)} == {0.0}
+
+
+async def test_kept_sets_do_not_apply_after_another_prompt() -> None:
+    episode = await guided_episode()
+    traces = tuple(
+        replace(trace, kept=tuple(kept_set(1) if m else b"" for m in trace.mask))
+        for trace in episode.traces
+    )
+    assert any(traces[0].kept)
+    rerenderer = Rerenderer(renderer(), LIMITS)
+    for version in (BEHAVIOUR, CURRENT_POLICY):
+        views = rerenderer.without(
+            replace(episode, traces=traces), GUIDANCE_ORIGINS, version=version
+        )
+        assert not any(ids for view in views for ids in view.kept)
 
 
 async def test_invalid_arguments_are_refused() -> None:

@@ -44,7 +44,15 @@ from crl.manager.storage.database import SCHEMA_VERSION
 from crl.manager.storage.snapshots import TABLES
 from crl.manager.storage.store import Store
 from crl.types import Completion, Lift, Verdict
-from support.managers import bank_of_version_1, bank_of_version_2, bank_of_version_3, hit, request
+from support.kept_sets import kept_set
+from support.managers import (
+    bank_of_version_1,
+    bank_of_version_2,
+    bank_of_version_3,
+    bank_of_version_4,
+    hit,
+    request,
+)
 from support.paths import python_environment
 
 AT = Stamp(4, 2)
@@ -558,6 +566,34 @@ async def test_a_bank_of_version_3_is_upgraded_with_its_snapshots_and_has_no_lif
     assert await records() == {**others, "run/0/0/0#0@2": (0, 1, None)}
     await store.record_lifts({"run/5/1": [GroupSuccess(unit, 1.0, 0.5)]}, AT)
     assert await records() == {**others, "run/0/0/0#0@2": (0, 1, Lift(1, 0.5))}
+    await store.aclose()
+
+
+async def test_a_bank_of_version_4_is_upgraded_with_its_snapshots_and_has_no_kept_sets(
+    tmp_path: Path,
+) -> None:
+    path = bank_of_version_4(tmp_path / "old.sqlite")
+    await (await Store.open(tmp_path / "new.sqlite")).aclose()
+    store = await Store.open(path)
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+
+    async def trainings() -> dict[str, int]:
+        names = [f"run/{name}" for name in ("0/0/0", "0/0/1", "1/0/0", "9/0/0")]
+        found = await store.generations(names)
+        assert not any(any(found[name].completion.kept) for name in names[:3])
+        return {name: generation.c_train for name, generation in found.items()}
+
+    others = {"run/0/0/0": 0, "run/1/0/0": 0}
+    assert await trainings() == {**others, "run/0/0/1": 1}
+    new = distilled(request(9), "add")
+    kept = (kept_set(2, 3), kept_set(4), b"")
+    completion = replace(new.generation.completion, kept=kept)
+    new = replace(new, generation=replace(new.generation, completion=completion))
+    await store.submit(new.request, AT)
+    await store.apply(new, AT, RULES)
+    assert (await store.generations(["run/9/0/0"]))["run/9/0/0"] == new.generation
+    await store.rollback(25)  # made by the previous version
+    assert await trainings() == {**others, "run/0/0/1": 0}
     await store.aclose()
 
 
