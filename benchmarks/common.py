@@ -13,11 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from crl.intervals import Mean
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
@@ -26,6 +29,16 @@ def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
     print(" ".join(command), file=sys.stderr)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def sampling_config(tokens: int) -> GenerationConfig:
+    """Return the options of transformers' `generate` that sample exactly `tokens` tokens."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import write_results
+from common import sampling_config, write_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +148,6 @@ async def run_engine(engine: TorchEngine, sessions: Sequence[Session], pause: fl
 def run_generate(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
     """Send the same requests to `generate`, one batch per turn."""
     import torch
-    from transformers import GenerationConfig
 
     prompts: list[list[int]] = [[] for _ in sessions]
     for turn in range(max(len(session.turns) for session in sessions)):
@@ -164,13 +163,9 @@ def run_generate(model: PreTrainedModel, sessions: Sequence[Session]) -> None:
             mask = torch.tensor(
                 [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
             )
-            config = GenerationConfig(
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
             with torch.inference_mode():
                 outputs = model.generate(  # pyright: ignore[reportCallIssue]
-                    padded, attention_mask=mask, generation_config=config
+                    padded, attention_mask=mask, generation_config=sampling_config(tokens)
                 )
             for i, row in zip(batch, outputs[:, width:].tolist(), strict=True):
                 prompts[i] += row[: sessions[i].turns[turn].tokens]

@@ -58,11 +58,14 @@ def verdict(advantages: Sequence[float]) -> str:
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return the verdict on several claims: the common one, else how many hold."""
+    """Return the verdict on several claims: the common one, else how many claims have each."""
     if len(set(verdicts)) == 1:
         return verdicts[0]
     counts = {name: verdicts.count(name) for name in (DISAGREES, NOT_SHOWN, AGREES)}
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    plural = {DISAGREES: "disagree", NOT_SHOWN: NOT_SHOWN, AGREES: "agree"}
+    return ", ".join(
+        f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items() if count
+    )
 
 
 def _differences(
@@ -280,5 +283,5 @@ def summary(complete: Mapping[str, Results]) -> list[str]:
 
 def _rank(judged: str) -> int:
     """Return the place of a verdict in the summary: by the worst of its claims."""
-    order = (DISAGREES, NOT_SHOWN, AGREES, NOT_RUN)
+    order = ("disagree", NOT_SHOWN, "agree", NOT_RUN)
     return next(place for place, word in enumerate(order) if word in judged)

@@ -213,7 +213,7 @@ def search(
             [entry for entry in bank.entries() if task in (None, entry.task)],
         )
         short = short_uids(bank.uids())
-    similarities = asyncio.run(_similarities(text, entries, keys, _embedder(file)))
+    similarities = asyncio.run(_similarities(text, entries, keys, _embedder(file, keys)))
     found = sorted(zip(similarities, entries, strict=True), key=lambda pair: -pair[0])
     rows = found[: limit or None]
     if as_json:
@@ -509,15 +509,15 @@ def _print_rows(
     report_count(len(rows), len(found))
 
 
-def _embedder(file: Path) -> EmbedderSection:
-    """Return the embedder of the run, or the default if there is no config.json beside the bank."""
+def _embedder(file: Path, keys: KeyVectors) -> EmbedderSection:
+    """Return the embedder of the run, or of the bank if there is no config.json beside it."""
     from crl.config.load import load_saved
-    from crl.config.schema import EmbedderSection
+    from crl.embedders import embedder_named
 
     return (
         load_saved(file.parent).config.embedder
         if (file.parent / "config.json").is_file()
-        else EmbedderSection()
+        else embedder_named(keys.name)
     )
 
 
@@ -545,8 +545,7 @@ async def _similarities(
                 "embedder",
                 keys.name,
                 reason,
-                "Put the config.json of the run that computed the vectors beside the bank (without "
-                "it, the search uses the default embedder)",
+                "Put the config.json of the run that computed the vectors beside the bank",
             )
         (query,) = await embedder.embed([text])
     return [float(vector @ query) for vector in vectors]

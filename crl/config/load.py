@@ -80,6 +80,7 @@ VERSIONED_PACKAGES = (
     "alfworld",
     "textworld",
     "gem-llm",
+    "wordllama",
     "bm25s",
     "pystemmer",
     "thefuzz",
@@ -254,7 +255,10 @@ def _kind_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
 def _adapter_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
     """Return reason and remedy for a setting of an adapter that no model of the run has."""
     role, _, name = key.partition(".")
-    if name in ("lora.alpha", "lora.targets") and not getattr(config, role).lora.rank:
+    if (
+        name in ("lora.alpha", "lora.targets", "lora.dropout")
+        and not getattr(config, role).lora.rank
+    ):
         return f"{role}.lora.rank is 0", f"Add --set {role}.lora.rank=16, or leave it out"
     return None
 
@@ -498,6 +502,8 @@ def load_saved(run: Path) -> SavedRun:
         upgrade(data)
         # Runs from before merge passes existed had none.
         data.setdefault("extractor", {}).setdefault("merge_every", 0)
+        # The embedder was hash in all runs, unless the config named another one.
+        data.setdefault("embedder", {}).setdefault("model", "hash")
         if (
             data.setdefault("bank", {}).get("max_per_goal")
             and data.get("retrieval", {}).get("choice") == "credit"

@@ -184,13 +184,23 @@ class LoraSection(Section):
     """Low-rank adapter (LoRA), which is trained instead of the weights of the model."""
 
     rank: Natural = 0
-    """Rank of the adapter's matrices. 0 = all weights of the model are trained."""
+    """Rank of the adapter's matrices. 0 = all weights of the model are trained.
+
+    It is at most the smallest dimension of the layers that have an adapter.
+    """
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapter: the product of its matrices is multiplied by alpha / rank."""
     targets: str = ""
     """Names of the linear layers that have an adapter, with commas, such as q_proj,v_proj.
 
     Empty = all linear layers except the output head.
+    """
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which an input of an adapter's layer is set to 0 in the passes of an update.
+
+    The other inputs are divided by 1 - dropout. All other passes are without dropout: sampling,
+    evaluation, recomputed old log-probs, and the reference of kl_coef. 0 = off.
     """
 
     @property
@@ -482,14 +492,14 @@ class RetrievalSection(Section):
     margin: Annotated[float, Field(ge=0, le=2)] = 0.05
     """Maximum difference in cosine similarity to the best candidate.
 
-    Candidates within it count as about equally similar. The default fits embedder.model = "hash".
+    Candidates within it count as about equally similar. The default fits hash and wordllama.
     Similarities of a learned encoder are closer together.
     """
     min_similarity: Annotated[float, Field(ge=-1, le=1)] = 0.1
     """Minimum cosine similarity of an experience that is returned.
 
-    If no experience reaches it, nothing is returned. The default fits embedder.model = "hash". A
-    learned encoder gives higher similarities to unrelated texts.
+    If no experience reaches it, nothing is returned. The default fits hash and wordllama. A learned
+    encoder gives higher similarities to unrelated texts.
     """
     count_penalty: Annotated[float, Field(ge=0)] = 0.4
     """Rank positions that an experience loses per unit of log(1 + retrieval count) (λ in eq. 6)."""
@@ -534,10 +544,13 @@ def _is_url(name: str) -> bool:
 WORD_EMBEDDERS = ("hash", "wordllama")
 """Embedders that need neither a model directory nor an endpoint."""
 
+DEFAULT_EMBEDDERS: Mapping[Profile, str] = {"full": "wordllama", "compact": "hash"}
+"""Embedder that embedder.model = "auto" stands for, by the profile of the actor."""
+
 
 def _embedder_name(name: str) -> str:
     """Return the name of an embedder, with the path of an existing directory made absolute."""
-    if name in WORD_EMBEDDERS or name in PUBLISHED_SHAPES or _is_url(name):
+    if name in ("auto", *WORD_EMBEDDERS) or name in PUBLISHED_SHAPES or _is_url(name):
         return name
     path = _absolute_path(name)
     return path if os.path.isdir(path) else name
@@ -553,13 +566,15 @@ class EmbedderSection(Section):
     only meant for queries is not used.
     """
 
-    model: Annotated[str, Field(min_length=1), AfterValidator(_embedder_name)] = "hash"
+    model: Annotated[str, Field(min_length=1), AfterValidator(_embedder_name)] = "auto"
     """Embedder of experiences and queries.
 
     hash = hashed character n-grams, which compare wording only. wordllama = means of word vectors,
-    which compare the meaning of words. Any other value names an encoder: a directory with a
-    sentence-transformers or Hugging Face encoder, or its name in the Hugging Face cache. The URL of
-    an OpenAI-compatible endpoint is given without /embeddings (http://localhost:8000/v1).
+    which compare the meaning of words; it needs the extra wordllama. auto = hash for an actor with
+    the compact profile, else wordllama; config.json of a run has the one that was chosen. Any other
+    value names an encoder: a directory with a sentence-transformers or Hugging Face encoder, or its
+    name in the Hugging Face cache. The URL of an OpenAI-compatible endpoint is given without
+    /embeddings (http://localhost:8000/v1).
     """
     kind: Literal["local", "vllm"] = "local"
     """Runtime of an encoder. local = this process; vllm = a vLLM pooling engine."""
@@ -585,7 +600,7 @@ class EmbedderSection(Section):
     @property
     def is_encoder(self) -> bool:
         """True if the embedder is an encoder on this machine."""
-        return self.model not in WORD_EMBEDDERS and not self.is_url
+        return self.model not in ("auto", *WORD_EMBEDDERS) and not self.is_url
 
 
 class CriticSection(Section):
@@ -652,13 +667,13 @@ class EngineSection(Section):
     """Initial weights of a vLLM engine.
 
     auto = the weights of the model; dummy = random weights of the same shapes, for benchmarks
-    without a checkpoint.
+    without a checkpoint. dummy is refused if an adapter is trained.
     """
     transfer: Literal["file", "nccl"] = "file"
     """Transfer of weights from the learner to the vLLM engines.
 
     file = through shared memory; nccl = from GPU to GPU. With nccl, engine and learner must use
-    different GPUs.
+    different GPUs. nccl is refused if an adapter is trained.
     """
 
 
@@ -999,6 +1014,16 @@ class RunConfig(Section):
         """True if the extractor is trained."""
         return self.distils and self.extractor.train
 
+    def trained_adapter(self, role: str) -> LoraSection | None:
+        """Return the adapter that the run trains for a role, the actor or the extractor.
+
+        Return None if all weights of the role are trained, or none.
+        """
+        if role == "extractor" and not self.trains_extractor:
+            return None
+        section = (self.actor if role == "actor" else self.extractor).lora
+        return section if section.rank else None
+
     @model_validator(mode="after")
     def _check_sections(self) -> RunConfig:
         _check_run(self)
@@ -1076,14 +1101,20 @@ def _check_learner(learner: LearnerSection) -> None:
 
 
 def _check_adapters(config: RunConfig) -> None:
-    """Raise `ConfigError` for adapters with learners or engines that do not support them."""
-    roles = ("actor", *(("extractor",) if config.trains_extractor else ()))
-    for key in (f"{role}.lora.rank" for role in roles if getattr(config, role).lora.rank):
-        for section, kind in (("learner", "local"), ("engine", "torch")):
-            if (other := getattr(config, section).kind) != kind:
-                rank = getattr(config, key.partition(".")[0]).lora.rank
-                reason = f'is not supported by {section}.kind = "{other}"'
-                raise ConfigError(key, rank, reason, f"Add --set {section}.kind={kind}")
+    """Raise `ConfigError` for settings of a vLLM engine that an adapter contradicts."""
+    engine = config.engine
+    trained = [role for role in ("actor", "extractor") if config.trained_adapter(role)]
+    if not trained or engine.kind != "vllm":
+        return
+    if engine.load_format == "dummy":
+        reason = (
+            f"starts with random weights, but {trained[0]}.lora.rank trains an adapter and the "
+            "engine receives no other weights"
+        )
+        raise ConfigError("engine.load_format", "dummy", reason, "Use engine.load_format=auto")
+    if engine.transfer == "nccl":
+        reason = f"sends whole weights, but {trained[0]}.lora.rank trains an adapter"
+        raise ConfigError("engine.transfer", "nccl", reason, "Use engine.transfer=file")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -1263,10 +1294,13 @@ def _check_embedder(config: RunConfig) -> None:
             "requests that it serves"
         )
         raise ConfigError(
-            "embedder.model", embedder.model, reason, "Use hash, or the directory of an encoder"
+            "embedder.model",
+            embedder.model,
+            reason,
+            "Use hash, wordllama or the directory of an encoder",
         )
     if embedder.kind == "vllm":
-        if embedder.model in WORD_EMBEDDERS or embedder.is_url:
+        if not embedder.is_encoder:
             reason = "requires the directory of an encoder as embedder.model"
             raise ConfigError(
                 "embedder.kind",

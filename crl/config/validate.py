@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from crl.config.layers import first_leaf
 from crl.config.method import BUNDLED_METHODS, method_spec
 from crl.config.renamed import current_key
-from crl.config.schema import RunConfig, run_config_type
+from crl.config.schema import DEFAULT_EMBEDDERS, RunConfig, run_config_type
 from crl.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -55,7 +55,8 @@ def run_config(data: Mapping[str, Any], *, origins: Mapping[str, str] | None = N
     """Return `data` as the validated configuration of a run.
 
     The section of a bundled method that is not the run's is validated and left out, so that the
-    same settings serve several methods. `origins`: origin of values, by dotted key.
+    same settings serve several methods. An embedder that is left to the profile of the actor is
+    filled in. `origins`: origin of values, by dotted key.
 
     Raise `ConfigError` for the first error.
     """
@@ -67,7 +68,16 @@ def run_config(data: Mapping[str, Any], *, origins: Mapping[str, str] | None = N
         settings = method_spec(other).settings if other != spec.name and other in data else None
         if settings:
             validated(settings, data.pop(other), prefix=other, origins=origins)
-    return validated(run_config_type(spec), data, origins=origins)
+    return _with_embedder(validated(run_config_type(spec), data, origins=origins))
+
+
+def _with_embedder(config: RunConfig) -> RunConfig:
+    """Return the config with the embedder that "auto" stands for."""
+    if config.embedder.model != "auto":
+        return config
+    model = DEFAULT_EMBEDDERS[config.profile("actor")]
+    embedder = config.embedder.model_copy(update={"model": model})
+    return config.model_copy(update={"embedder": embedder})
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:

@@ -15,6 +15,7 @@ from crl.config.models.shapes import ModelShape
 from crl.config.schema import EmbedderSection
 from crl.embedders.hash import HashEmbedder
 from crl.embedders.recipe import read_encoder_settings
+from crl.embedders.wordllama import WordLlamaEmbedder, wordllama_name
 from crl.engines import prepare_vllm
 from crl.errors import ConfigError, EngineError
 from crl.extras import require_package
@@ -45,9 +46,7 @@ async def open_embedder(
     if section.model == "hash":
         yield HashEmbedder()
     elif section.model == "wordllama":
-        require_package("wordllama", "embedder.model", section.model)
-        from crl.embedders.wordllama import WordLlamaEmbedder
-
+        _require_wordllama()
         yield WordLlamaEmbedder()
     elif section.is_url:
         from crl.embedders.endpoint import EndpointEmbedder
@@ -101,14 +100,39 @@ def require_embedder(section: EmbedderSection) -> None:
     if section.is_url:
         _api_key(section)
     elif section.model == "wordllama":
-        require_package("wordllama", "embedder.model", section.model)
+        _require_wordllama()
     elif section.is_encoder:
         read_encoder_settings(Path(section.model))
 
 
+def _require_wordllama() -> None:
+    remedy = (
+        "Run pip install 'crl[wordllama]', or add --set embedder.model=hash, which compares "
+        "wording alone"
+    )
+    require_package("wordllama", "embedder.model", "wordllama", remedy)
+
+
 def known_name(section: EmbedderSection) -> str | None:
-    """Return the name of the embedder; None if it must be loaded first."""
-    return HashEmbedder().name if section.model == "hash" else None
+    """Return the name of the embedder; None if it must be loaded first.
+
+    Raise `ConfigError` if its package is not installed.
+    """
+    if section.model == "hash":
+        return HashEmbedder().name
+    if section.model == "wordllama":
+        _require_wordllama()
+        return wordllama_name()
+    return None
+
+
+def embedder_named(name: str | None) -> EmbedderSection:
+    """Return the settings of the word embedder that made vectors, by its `Embedder.name`.
+
+    Return those of hash if another embedder made them, or if there are none.
+    """
+    wordllama = name is not None and name.startswith("wordllama-")
+    return EmbedderSection(model="wordllama" if wordllama else "hash")
 
 
 def encoder_folder(path: Path) -> Path:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crl.embedders.parts import embed_in_parts
+
 
 class HashEmbedder:
     """`crl.protocols.Embedder` of hashed character n-grams (length 2 to 4, within words).
@@ -32,8 +34,9 @@ class HashEmbedder:
 
         All texts without any n-gram have the same arbitrary vector.
         """
-        if not texts:
-            return np.zeros((0, self.dim), np.float32)
+        return await embed_in_parts(texts, self.dim, self._embed)
+
+    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         vectors = self._vectorizer.transform(texts).toarray().astype(np.float32)
         vectors[~vectors.any(axis=1), 0] = 1.0
         return vectors

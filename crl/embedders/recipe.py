@@ -74,10 +74,12 @@ def read_encoder_settings(path: Path) -> EncoderSettings:
         if str(path) in PUBLISHED_SHAPES:
             raise not_downloaded(str(path), MODEL_KEY)
         remedy = (
-            "Use hash, the URL of an endpoint, or a directory with an encoder in Hugging Face "
-            f"format (crl does not download models from hubs){download_hint(str(path))}"
+            "Use hash, wordllama, the URL of an endpoint, or a directory with an encoder in "
+            "Hugging Face format (crl does not download models from hubs)"
+            f"{download_hint(str(path))}"
         )
-        raise ConfigError(MODEL_KEY, str(path), "is not hash, a URL or a directory", remedy)
+        reason = "is not hash, wordllama, a URL or a directory"
+        raise ConfigError(MODEL_KEY, str(path), reason, remedy)
     modules = _read_json(path / "modules.json") or []
     try:
         module_paths = {

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from crl.config.models.shapes import ModelShape, require_context, require_divisible
-from crl.config.schema import EngineSection
+from crl.config.schema import EngineSection, LoraSection
 from crl.engines import PREFILL_TOKENS, prepare_vllm, require_vllm
+from crl.errors import ConfigError
+from crl.modeling import Precision
 from crl.modeling.memory import (
     GIB,
     PROCESS_BYTES,
@@ -25,7 +27,9 @@ from crl.modeling.memory import (
     GpuUser,
     Memory,
     VllmCache,
+    adapter_parameters,
     layer_bytes,
+    sampling_bytes,
     size_text,
 )
 from crl.protocols import Engine
@@ -36,6 +40,15 @@ VLLM_WORK_BYTES = 3.0 * GIB
 
 They cover the forward pass of a full batch, CUDA graphs and the sampler's logits.
 """
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM can reserve the matrices of an adapter (`MaxLoRARanks` in vLLM 0.32.0)."""
+
+PACKED_LAYERS = (
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"gate_proj", "up_proj"}),
+)
+"""Layers of Llama and Qwen that are one layer in vLLM."""
 
 ALTERNATIVE_FRACTIONS = (0.8, 0.5, 0.3)
 """Alternatives that are tried for an engine.memory_fraction that does not fit."""
@@ -48,10 +61,12 @@ class ServedModel:
     role: Literal["actor", "extractor"]
     path: Path
     """Directory of the model."""
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Precision
     """Precision of the weights."""
     max_context: int
     """Maximum number of tokens of prompt and answer."""
+    adapter: LoraSection | None = None
+    """Adapter that a learner trains; None if it trains all weights, or if none trains the model."""
 
     @property
     def key(self) -> str:
@@ -66,6 +81,11 @@ class EngineBackend(ABC):
     """True if the engine is part of this process. Other engines use the GPUs assigned to them."""
     extra: ClassVar[str] = ""
     """Extra that installs the engine; empty if the base install does."""
+    receives_adapters: ClassVar[bool] = False
+    """True if the engine holds the base model of an adapter and receives the adapter alone.
+
+    Other engines receive the base model with the adapter merged.
+    """
 
     @abstractmethod
     def require_installed(self) -> None:
@@ -74,6 +94,15 @@ class EngineBackend(ABC):
     @abstractmethod
     def require_servable(self, section: EngineSection, role: str, shape: ModelShape) -> None:
         """Raise `ConfigError` for a model that the engine cannot serve on any machine."""
+
+    @abstractmethod
+    def require_adapter(
+        self, role: str, adapter: LoraSection, *, float32_on_gpu: bool = False
+    ) -> None:
+        """Raise `ConfigError` for an adapter that the engine cannot have.
+
+        `float32_on_gpu`: the model is on a GPU in float32.
+        """
 
     @abstractmethod
     def uses_gpu(self, section: EngineSection) -> bool:
@@ -93,11 +122,13 @@ class EngineBackend(ABC):
     @abstractmethod
     def request(
         self, role: GpuUser, section: EngineSection, shape: ModelShape, tokens: int,
-        element_bytes: int,
+        element_bytes: int, adapter: LoraSection | None = None, *, truncated: bool = False,
     ) -> GpuRequest:  # fmt: skip
         """Return the GPUs and the memory of one model's engine.
 
-        `tokens` is the maximum context, `element_bytes` the size of one weight.
+        `tokens` is the maximum context, `element_bytes` the size of one weight. `adapter` is the
+        adapter that a learner trains; None if it trains all weights, or if none trains the model.
+        `truncated`: tokens are sampled with top-p or top-k.
         """
 
     @abstractmethod
@@ -127,12 +158,17 @@ class TorchBackend(EngineBackend):
     def require_servable(self, section: EngineSection, role: str, shape: ModelShape) -> None:
         """Do nothing: sizes do not limit this engine."""
 
+    def require_adapter(
+        self, role: str, adapter: LoraSection, *, float32_on_gpu: bool = False
+    ) -> None:
+        """Do nothing: adapters are merged before they are sent."""
+
     def uses_gpu(self, section: EngineSection) -> bool:
         return section.device != "cpu"
 
     def request(
         self, role: GpuUser, section: EngineSection, shape: ModelShape, tokens: int,
-        element_bytes: int,
+        element_bytes: int, adapter: LoraSection | None = None, *, truncated: bool = False,
     ) -> GpuRequest:  # fmt: skip
         """See `EngineBackend.request`.
 
@@ -144,7 +180,7 @@ class TorchBackend(EngineBackend):
             weights=element_bytes * shape.parameters,
             cache=2 * batch * row_tokens * shape.kv_bytes(element_bytes),
             activations=PREFILL_TOKENS * layer_bytes(shape, element_bytes)
-            + 3 * 4 * batch * shape.vocabulary,
+            + sampling_bytes(batch, shape.vocabulary, truncated=truncated),
             other=PROCESS_BYTES,
         )
         description = (
@@ -190,12 +226,25 @@ class VllmBackend(EngineBackend):
 
     in_process = False
     extra = "vllm"
+    receives_adapters = True
 
     def require_installed(self) -> None:
         require_vllm("engine.kind", "vllm")
 
     def require_servable(self, section: EngineSection, role: str, shape: ModelShape) -> None:
         require_divisible(role, section.tensor_parallel, shape.attention.heads)
+
+    def require_adapter(
+        self, role: str, adapter: LoraSection, *, float32_on_gpu: bool = False
+    ) -> None:
+        if float32_on_gpu:
+            reason = "vLLM's kernels for adapters on GPUs need bfloat16, but the model is float32"
+            remedy = "Add --set learner.precision=bfloat16, or use --set engine.kind=torch"
+            raise ConfigError(f"{role}.lora.rank", adapter.rank, reason, remedy)
+        if adapter.rank > VLLM_RANKS[-1]:
+            reason = f"vLLM supports ranks up to {VLLM_RANKS[-1]}"
+            remedy = f"Choose at most {VLLM_RANKS[-1]}, or add --set engine.kind=torch"
+            raise ConfigError(f"{role}.lora.rank", adapter.rank, reason, remedy)
 
     def uses_gpu(self, section: EngineSection) -> bool:
         return True
@@ -211,25 +260,25 @@ class VllmBackend(EngineBackend):
 
     def request(
         self, role: GpuUser, section: EngineSection, shape: ModelShape, tokens: int,
-        element_bytes: int,
+        element_bytes: int, adapter: LoraSection | None = None, *, truncated: bool = False,
     ) -> GpuRequest:  # fmt: skip
         """See `EngineBackend.request`.
 
         The memory is the minimum, with a cache for one sequence of `tokens`. All memory above it
-        becomes cache.
+        becomes cache. The matrices of an adapter are counted whole on every GPU.
         """
         parallel, kv_heads = section.tensor_parallel, shape.attention.kv_heads
         # With fewer KV heads than GPUs, each head is replicated on several GPUs.
         share = max(1, kv_heads // parallel) / kv_heads
         memory = Memory(
-            weights=element_bytes * shape.parameters / parallel,
+            weights=element_bytes * (shape.parameters / parallel + _reserved(shape, adapter)),
             cache=tokens * shape.kv_bytes(element_bytes) * share,
             other=PROCESS_BYTES + VLLM_WORK_BYTES,
         )
         token_bytes = shape.kv_bytes(element_bytes) / min(parallel, kv_heads)
         description = (
-            f"{size_text(shape)}, vLLM, {counted(section.replicas, 'replica')} "
-            f"of {counted(parallel, 'GPU')}"
+            f"{size_text(shape)}{f', an adapter of rank {adapter.rank}' if adapter else ''}, vLLM, "
+            f"{counted(section.replicas, 'replica')} of {counted(parallel, 'GPU')}"
         )
         return GpuRequest(
             role,
@@ -277,8 +326,30 @@ class VllmBackend(EngineBackend):
             max_batch=section.max_batch,
             max_context=model.max_context,
             threads=section.threads,
+            adapter=model.adapter,
         )
         return await VllmEngine.start(model.path, settings, model.key)
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the rank of the matrices that vLLM reserves for an adapter of this rank."""
+    return next(reserved for reserved in VLLM_RANKS if reserved >= rank)
+
+
+def _reserved(shape: ModelShape, adapter: LoraSection | None) -> int:
+    """Return the number of elements that vLLM reserves for an adapter.
+
+    Query, key and value projections are one layer in vLLM, and so are gate and up projection. All
+    parts of such a layer have matrices if one has.
+    """
+    if adapter is None:
+        return 0
+    names = set(adapter.target_names)
+    for packed in PACKED_LAYERS:
+        if names & packed:
+            names |= packed
+    reserved = {"rank": vllm_rank(adapter.rank), "targets": ",".join(sorted(names))}
+    return adapter_parameters(shape, adapter.model_copy(update=reserved))
 
 
 ENGINES: dict[str, EngineBackend] = {"torch": TorchBackend(), "vllm": VllmBackend()}

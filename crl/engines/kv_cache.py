@@ -139,6 +139,14 @@ class SlotCache(Cache):
             x[row, :, :tokens] = source[:, :tokens]
 
 
+def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Return the number of leading tokens that two sequences have in common."""
+    limit = min(len(first), len(second))
+    if first[:limit] == second[:limit]:
+        return limit
+    return next(i for i in range(limit) if first[i] != second[i])
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Tokens that a conversation has read so far, with their keys and values."""
@@ -183,10 +191,7 @@ class PrefixCache:
         prefix = self._by_session.get(session) if session is not None else None
         if prefix is None:
             return 0
-        limit = min(len(prefix.ids), len(ids) - 1)
-        if prefix.ids[:limit] == ids[:limit]:
-            return limit
-        return next(i for i in range(limit) if prefix.ids[i] != ids[i])
+        return common_prefix(prefix.ids, ids[:-1])
 
     def restore(self, session: str | None, ids: tuple[int, ...], row: int) -> int:
         """Copy the reusable part of the session's prefix into the row and drop the prefix.

@@ -6,12 +6,13 @@ are swapped. Its compute thread runs several passes in a row without returning t
 
 `Decoder` runs on the compute thread and owns the model and the cache. `Decoder.step` is one forward
 pass: it reads new prompts together with the tokens of running requests (`crl.engines.passes`).
+A long prompt is read in chunks, one per pass, so that running requests go on in the meantime.
 `SlotCache` holds keys and values. Running requests occupy its first rows, so attention works on
-views. `PrefixCache` stores the keys and values of a conversation's last turn for the next turn,
-until the weights change.
+views. A prompt that begins like that of a running request copies this part. `PrefixCache` stores
+the keys and values of a conversation's last turn for the next turn, until the weights change.
 
-A swap of weights waits until no request is decoding. Requests that arrive in the meantime wait for
-the new weights.
+A swap of weights waits until no request is read or decoded. Requests that arrive in the meantime
+wait for the new weights.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from crl.engines import PREFILL_TOKENS
-from crl.engines.kv_cache import PrefixCache, SlotCache
+from crl.engines.kv_cache import PrefixCache, SlotCache, common_prefix
 from crl.engines.passes import CACHED_ATTENTION, Block, Pass
 from crl.errors import EngineError, RolloutError
 from crl.modeling.loading import (
@@ -55,6 +57,21 @@ SupportedHandle = InProcessWeights | FileWeights
 SLICE_S = 0.05
 """Seconds of decoding after which the compute thread checks for other work, such as scoring."""
 
+CPU_PREFILL_FLOPS = 5e10
+"""Operations for the prompts of one pass on a CPU: about a second of one core.
+
+A decoding request waits this long at most for its next token, besides the decoding itself.
+"""
+
+MIN_PREFILL_TOKENS = 64
+"""Minimum of the maximum number of prompt tokens in a pass.
+
+With fewer tokens, reading the weights would take most of the time.
+"""
+
+MIN_SHARED_TOKENS = 32
+"""Minimum number of leading tokens that a prompt copies from a running request."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -67,6 +84,8 @@ class Request:
     future: asyncio.Future[Completion]
     session: str | None = None
     """Name of the conversation; None if the request belongs to no conversation."""
+    read: int = 0
+    """Number of prompt tokens in the cache."""
     sampled: list[int] = field(default_factory=list)
     columns: list[tuple[float, int, KeptSet]] = field(default_factory=list)
     """Log-prob, policy version and kept set of each sampled token."""
@@ -83,6 +102,18 @@ class Request:
         return Completion(tuple(self.sampled), logprobs, versions, finish, kept)
 
 
+def prefill_limit(model: PreTrainedModel) -> int:
+    """Return the maximum number of prompt tokens in one pass.
+
+    On a GPU this is `PREFILL_TOKENS`. On a CPU, larger models have shorter passes
+    (`CPU_PREFILL_FLOPS`): each weight takes two operations per token.
+    """
+    if model.device.type != "cpu":
+        return PREFILL_TOKENS
+    tokens = int(CPU_PREFILL_FLOPS / (2 * model.num_parameters()))
+    return max(MIN_PREFILL_TOKENS, min(tokens, PREFILL_TOKENS))
+
+
 class Decoder:
     """Model, cache and running requests.
 
@@ -92,52 +123,117 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, slots: int, version: int) -> None:
         self.model = model
         self.version = version
+        self.prefill_limit = prefill_limit(model)
         self.running: list[Request] = []  # request i owns cache row i
+        self.reading: Request | None = None
+        """Request whose prompt is longer than `prefill_limit`, until it is read.
+
+        It owns the cache row after those of the running requests.
+        """
         self._cache = SlotCache(model.config.num_hidden_layers, slots)
         self._prefixes = PrefixCache(self._cache)
         model.set_attn_implementation(CACHED_ATTENTION)
         self._packed = self._supports_packing()
 
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that occupy a row."""
+        return self.running if self.reading is None else [*self.running, self.reading]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request occupies a row."""
+        return bool(self.requests)
+
+    def continues(self, request: Request) -> bool:
+        """Return whether a waiting request continues a conversation whose prefix is stored."""
+        return self._prefixes.reusable(request.session, request.ids) > 0
+
     def unread_tokens(self, request: Request) -> int:
-        """Return the number of prompt tokens that the first pass of a waiting request must read."""
-        return len(request.ids) - self._prefixes.reusable(request.session, request.ids)
+        """Return the number of prompt tokens that a waiting request must read."""
+        reusable = self._prefixes.reusable(request.session, request.ids)
+        return len(request.ids) - (reusable or self._shared(request.ids)[1])
+
+    def _shared(self, ids: tuple[int, ...]) -> tuple[int, int]:
+        """Return the row of the running request whose prompt begins most like `ids`.
+
+        The second number is that of the common leading tokens, without the last token of `ids`,
+        whose logits must be computed. It is 0 if there are too few.
+        """
+        known, best = ids[:-1], (0, 0)
+        start = known[:MIN_SHARED_TOKENS]
+        if len(start) < MIN_SHARED_TOKENS:
+            return best
+        for row, other in enumerate(self.running):
+            if other.ids[:MIN_SHARED_TOKENS] == start:
+                best = max(best, (row, common_prefix(other.ids, known)), key=itemgetter(1))
+        return best
 
     @torch.inference_mode()
     def step(self, arrivals: Sequence[Request] = ()) -> list[Request]:
         """Run one pass: read the prompts of `arrivals` and sample one token for every request.
 
         Return the finished requests. Equal prompts among the arrivals are read once, except for
-        requests that reuse the prefix of a conversation.
+        requests that reuse the prefix of a conversation. A prompt of more than `prefill_limit`
+        tokens must be the only arrival. It is read in chunks by this and the next passes, which
+        have no arrivals.
         """
         decoding = len(self.running)
-        reused = {id(r): self._prefixes.reusable(r.session, r.ids) for r in arrivals}
-        reader_rows: dict[tuple[int, ...], int] = {}  # prompt → row of the request that reads it
+        readers, duplicates = self._divide(arrivals)
+        if self.reading is not None:
+            readers = [self.reading]
+        else:
+            for row, request in enumerate(readers, start=decoding):
+                request.read = self._reuse(request, row)
+        new_tokens = [(r.sampled[-1],) for r in self.running] + [
+            r.ids[r.read : r.read + self.prefill_limit] for r in readers
+        ]
+        starts = [len(r.ids) + len(r.sampled) - 1 for r in self.running] + [r.read for r in readers]
+        logits = self._forward(Pass(new_tokens, starts, decoding, self.model.device))
+        for request, tokens in zip(readers, new_tokens[decoding:], strict=True):
+            request.read += len(tokens)
+        if readers and readers[-1].read < len(readers[-1].ids):
+            self.reading = readers.pop()
+            logits = logits[:decoding]
+        else:
+            self.reading = None
+        rows = {request.ids: row for row, request in enumerate(readers, start=decoding)}
+        self.running += [*readers, *duplicates]
+        if duplicates:
+            sources = [rows[r.ids] for r in duplicates]
+            targets = range(decoding + len(readers), len(self.running))
+            self._cache.move(sources, targets, [len(r.ids) for r in duplicates])
+            logits = torch.cat((logits, logits[sources]))
+        return self._sample_tokens(logits) if self.running else []
+
+    def _divide(self, arrivals: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+        """Return the requests that read their prompt, and those with the same prompt as one.
+
+        Prompts of similar length are neighbours.
+        """
         readers: list[Request] = []
         duplicates: list[Request] = []
+        prompts: set[tuple[int, ...]] = set()
         for request in sorted(arrivals, key=lambda r: len(r.ids)):
-            if reused[id(request)] or request.ids not in reader_rows:
-                reader_rows.setdefault(request.ids, decoding + len(readers))
-                readers.append(request)
-            else:
+            if request.ids in prompts and not self.continues(request):
                 duplicates.append(request)
-        self.running += [*readers, *duplicates]
-        for row, request in enumerate(readers, start=decoding):
-            self._prefixes.restore(request.session, request.ids, row)
-        new_tokens = [(r.sampled[-1],) for r in self.running[:decoding]] + [
-            r.ids[reused[id(r)] :] for r in readers
-        ]
-        starts = [len(r.ids) + len(r.sampled) - 1 for r in self.running[:decoding]] + [
-            reused[id(r)] for r in readers
-        ]
-        logits = self._forward(Pass(new_tokens, starts, decoding, self.model.device))
-        if duplicates:
-            sources, rows = (
-                [reader_rows[r.ids] for r in duplicates],
-                range(decoding + len(readers), len(self.running)),
-            )
-            self._cache.move(sources, rows, [len(r.ids) for r in duplicates])
-            logits = torch.cat((logits, logits[sources]))
-        return self._sample_tokens(logits)
+            else:
+                prompts.add(request.ids)
+                readers.append(request)
+        return readers, duplicates
+
+    def _reuse(self, request: Request, row: int) -> int:
+        """Copy the keys and values of the prompt's first tokens into `row`, if they are known.
+
+        Return the number of these tokens.
+        """
+        if tokens := self._prefixes.restore(request.session, request.ids, row):
+            return tokens
+        source, tokens = self._shared(request.ids)
+        if tokens:
+            self._cache.reserve(tokens)
+            self._cache.move([source], [row], [tokens])
+        return tokens
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -169,6 +265,8 @@ class Decoder:
     @torch.inference_mode()
     def abort(self, requests: Sequence[Request]) -> None:
         """Free the rows of cancelled requests."""
+        if self.reading in requests:
+            self.reading = None
         self._release([row for row, request in enumerate(self.running) if request in requests])
 
     @torch.inference_mode()
@@ -253,7 +351,7 @@ class Decoder:
 
     def _release(self, rows: Sequence[int]) -> None:
         """Free `rows`, which must be in ascending order. Move the last running requests there."""
-        free = set(rows)
+        free, reading_row = set(rows), len(self.running)
         remaining = len(self.running) - len(free)
         sources = [row for row in range(remaining, len(self.running)) if row not in free]
         targets = [row for row in rows if row < remaining]
@@ -263,6 +361,8 @@ class Decoder:
             for row, request in zip(targets, moved, strict=True):
                 self.running[row] = request
         del self.running[remaining:]
+        if self.reading is not None and free:
+            self._cache.move([reading_row], [remaining], [self.reading.read])
 
 
 def sample(
@@ -451,7 +551,7 @@ class TorchEngine:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._waiting or self._decoder.running or self._swap:
+                while self._waiting or self._decoder.busy or self._swap:
                     await self._run_slice()
         except EngineError as error:
             self._fail_all(error)
@@ -460,7 +560,7 @@ class TorchEngine:
 
     async def _run_slice(self) -> None:
         """Swap the weights if a swap is pending and no request runs. Otherwise run passes."""
-        if self._swap is not None and not self._decoder.running:
+        if self._swap is not None and not self._decoder.busy:
             handle, done = self._swap
             await self._compute(self._decoder.load, handle)
             self._swap = None
@@ -476,15 +576,15 @@ class TorchEngine:
         """
         decoder, end = self._decoder, time.perf_counter() + SLICE_S
         while self._failure is None:
-            if cancelled := [r for r in decoder.running if r.future.cancelled()]:
+            if cancelled := [r for r in decoder.requests if r.future.cancelled()]:
                 decoder.abort(cancelled)
             arrivals = self._admit()
-            if not decoder.running and not arrivals:
+            if not decoder.busy and not arrivals:
                 return
             finished = decoder.step(arrivals)
             # Decide before the delivery. Otherwise the speed of the callers would determine which
             # requests share a pass.
-            slice_done = (not decoder.running and not self._waiting) or time.perf_counter() > end
+            slice_done = (not decoder.busy and not self._waiting) or time.perf_counter() > end
             if finished:
                 loop.call_soon_threadsafe(self._deliver, finished)
             if slice_done:
@@ -493,8 +593,9 @@ class TorchEngine:
     def _admit(self) -> list[Request]:
         """Remove and return the waiting requests that start now.
 
-        While a swap is pending, no request starts. Otherwise `max_batch` and `PREFILL_TOKENS` limit
-        the number of requests. Cancelled requests are dropped.
+        While a swap is pending or a long prompt is read, no request starts. Otherwise `max_batch`
+        and the decoder's `prefill_limit` limit the number of requests. A longer prompt starts
+        alone. Cancelled requests are dropped.
         """
         batch: list[Request] = []
         prompts: set[tuple[int, ...]] = set()
@@ -502,13 +603,14 @@ class TorchEngine:
         while (
             self._waiting
             and self._swap is None
+            and self._decoder.reading is None
             and len(self._decoder.running) + len(batch) < self._max_batch
         ):
             request = self._waiting[0]
             unread_tokens = self._decoder.unread_tokens(request)
-            if unread_tokens == len(request.ids) and request.ids in prompts:
+            if request.ids in prompts and not self._decoder.continues(request):
                 unread_tokens = 0  # an equal prompt is read once
-            if batch and tokens + unread_tokens > PREFILL_TOKENS:
+            if batch and tokens + unread_tokens > self._decoder.prefill_limit:
                 break
             self._waiting.popleft()
             if not request.future.cancelled():

@@ -5,6 +5,7 @@ Input and output are token ids; this module handles no text.
 * `VllmEngine` serves one or more replicas of a model behind the `Engine` protocol.
 * `Replica` (vllm_replica.py) owns one vLLM engine and restarts it if it dies.
 * `Receiver` (vllm_worker.py) runs in vLLM's worker processes and receives new weights.
+* vllm_adapters.py sends adapters instead of whole weights.
 
 During a swap of weights, running requests finish on the old weights and new requests wait. The
 swap clears the prefix cache, because keys and values of old weights would give wrong tokens without
@@ -27,7 +28,7 @@ import zlib
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -46,9 +47,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from crl.config.models.shapes import require_context, require_divisible
+from crl.config.schema import LoraSection
+from crl.engines.backends import ENGINES
+from crl.engines.vllm_adapters import (
+    AdapterFile,
+    adapter_arguments,
+    adapter_request,
+    add_initial_adapter,
+    load_adapter,
+    write_config,
+)
 from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, shut_down_on_error, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
+from crl.modeling import ADAPTER_WEIGHTS, Precision
 from crl.modeling.loading import InProcessWeights, checksum, first_line
 from crl.modeling.weights import (
     LOOPBACK_ADDRESS,
@@ -83,7 +95,7 @@ SEED_BITS = 63
 class WeightSettings:
     """Precision of an engine's weights, and how the weights reach the engine."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Precision = "float32"
     """Dtype of the weights. The learner publishes them in this dtype."""
     load_format: Literal["auto", "dummy"] = "auto"
     """Source of the initial weights in vLLM: the model's directory, or dummy values."""
@@ -111,6 +123,8 @@ class VllmSettings:
     """Maximum number of prompt and completion tokens of one request."""
     threads: int = 1
     """CPU threads of a worker process in the CPU build."""
+    adapter: LoraSection | None = None
+    """Adapter that the engine receives instead of whole weights; None for whole weights."""
 
 
 class VllmEngine:
@@ -269,8 +283,10 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
 
+        adapter = adapter_request() if self._settings.adapter else None
+
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[RequestOutput]:
-            return llm.generate(tokens_input(list(ids)), parameters, name)
+            return llm.generate(tokens_input(list(ids)), parameters, name, lora_request=adapter)
 
         with self._timer.running():
             return await self._replica(session).request(call)
@@ -304,6 +320,8 @@ class VllmEngine:
         """Start one vLLM engine on `gpus` and set its weight version."""
         llm = await start_vllm(arguments, gpus, self._settings.threads)
         async with shut_down_on_error(llm):
+            if self._settings.adapter:
+                await add_initial_adapter(llm)
             await llm.update_weight_version(str(self.version))
             await llm.get_supported_tasks()  # otherwise the first request would make this call
         return llm
@@ -320,18 +338,33 @@ class VllmEngine:
         if not isinstance(handle, InProcessWeights | FileWeights):
             raise EngineError(f"the vLLM engine cannot receive weights over {handle.transport}")
         if isinstance(handle, FileWeights) and not self._heads:
-            path = sibling_path(handle.path)
+            path = self._file_path(sibling_path(handle.path))
             link_or_copy(handle.path, path)
-            return replace(handle, path=path)  # the workers compute the checksum of the file
+            # The workers compute the checksum of the file.
+            return self._stored_type(path, handle.version, handle.checksum, handle.manifest)
         tensors = handle.tensors
         if checksum(tensors) != handle.checksum:
             raise EngineError(
                 f"the weights of version {handle.version} arrived with a different checksum"
             )
-        path = weights_path(weight_bytes(handle.manifest))
-        return FileWeights.write(
-            path, self._heads.widen(tensors) if self._heads else tensors, handle.version
-        )
+        path = self._file_path(weights_path(weight_bytes(handle.manifest)))
+        if self._heads:
+            widen = self._heads.widen_adapter if self._settings.adapter else self._heads.widen
+            tensors = widen(tensors)
+        return self._stored_type.write(path, tensors, handle.version)
+
+    @property
+    def _stored_type(self) -> type[FileWeights]:
+        return AdapterFile if self._settings.adapter else FileWeights
+
+    def _file_path(self, path: Path) -> Path:
+        """Return the path of a file for weights: `path`, or in a new directory for an adapter."""
+        if self._settings.adapter is None:
+            return path
+        folder = path.with_suffix("")
+        folder.mkdir()
+        write_config(self._settings.adapter, folder)
+        return folder / ADAPTER_WEIGHTS
 
     def _widened(self, model: Path) -> Path:
         """Write a copy of the model with wider heads. Return its directory."""
@@ -488,10 +521,13 @@ async def _load_weights(llm: AsyncLLM, weights: FileWeights | NcclWeights) -> No
     reset its prefix cache. Raise vLLM's `EngineDeadError` if vLLM dies.
     """
     with _as_engine_error(llm, f"vLLM cannot load the weights of version {weights.version}"):
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(weights)))
-        await llm.finish_weight_update(weight_version=str(weights.version))
-        received = await llm.collective_rpc("received_checksum")
+        if isinstance(weights, AdapterFile):
+            received = await load_adapter(llm, weights)
+        else:
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(weights)))
+            await llm.finish_weight_update(weight_version=str(weights.version))
+            received = await llm.collective_rpc("received_checksum")
         version = await llm.get_weight_version()
     if set(received) != {weights.checksum} or version != str(weights.version):
         raise EngineError(
@@ -589,6 +625,7 @@ def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.weights.transfer}"),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **(adapter_arguments(model, settings.adapter) if settings.adapter else {}),
     } | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
 
 
@@ -605,8 +642,8 @@ def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, key: str) -> None:
     """Raise `ConfigError` if vLLM cannot serve the model with these settings.
 
-    Check the head size (CPU build only), the context length, and that `tensor_parallel` divides the
-    number of attention heads.
+    Check the head size (CPU build only), the precision of a model with an adapter, the context
+    length, and that `tensor_parallel` divides the number of attention heads.
     """
     if on_cpu() and head_size(config) not in CPU_HEAD_SIZES and not wider_heads(config):
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
@@ -616,6 +653,9 @@ def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, k
         )
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
     role = key.partition(".")[0]
+    if settings.adapter:
+        float32_on_gpu = settings.weights.dtype == "float32" and not on_cpu()
+        ENGINES["vllm"].require_adapter(role, settings.adapter, float32_on_gpu=float32_on_gpu)
     require_context(role, settings.max_context, getattr(config, "max_position_embeddings", None))
     require_divisible(role, settings.tensor_parallel, config.num_attention_heads)
 

@@ -87,6 +87,20 @@ class WiderHeads:
                 widened[name] = tensor
         return widened
 
+    def widen_adapter(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the matrices of an adapter (LoRA) of the widened model.
+
+        The change of a weight is B A. Rows of the change are rows of B, and columns are those of A.
+        Only the side of the heads is widened.
+        """
+        widened: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            layer, matrix = name.split(".")[-3:-1]
+            weight = f"layer.{layer}.weight"
+            on_heads = matrix == ("lora_A" if layer == "o_proj" else "lora_B")
+            widened[name] = self.widen({weight: tensor})[weight] if on_heads else tensor
+        return widened
+
     def write_config(self, model: Path, folder: Path) -> None:
         """Write the widened model's config.json to `folder`.
 

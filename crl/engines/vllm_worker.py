@@ -38,6 +38,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -58,6 +59,7 @@ class Receiver:
     """Worker extension of vLLM. Its methods are called over `collective_rpc`."""
 
     weight_transfer_engine: Any
+    model_runner: Any
 
     def received_checksum(self) -> int:
         """Return the checksum of the tensors that this worker received in the last sync.
@@ -65,6 +67,25 @@ class Receiver:
         The checksum is computed before vLLM splits and packs the tensors for its kernels.
         """
         return self.weight_transfer_engine.load.crc
+
+    def add_initial_adapter(self, name: str, number: int) -> None:
+        """Add an adapter whose matrices are 0."""
+        request = LoRARequest(name, number, "/")
+        self.model_runner.lora_manager.add_dummy_lora(request, rank=1)
+
+    def received_adapter(self, path: str, names: list[str], number: int) -> int:
+        """Return the checksum of the adapter in the file `path`, which this worker has loaded.
+
+        `names` are its tensors, in the order of their checksum. Raise `RuntimeError` if the model
+        has no layer for one of them, because vLLM would ignore the layer's matrices.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        if unknown := sorted(set(manager.get_adapter(number).loras) - set(manager.modules)):
+            raise RuntimeError(
+                f"vLLM's model has no layer {unknown[0]} with an adapter ({len(unknown)} in total)"
+            )
+        with safe_open(path, "pt") as file:
+            return checksum({name: file.get_tensor(name) for name in names})
 
 
 @dataclass

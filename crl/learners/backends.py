@@ -17,6 +17,7 @@ from crl.config.models.shapes import ModelShape
 from crl.config.schema import LearnerSection, OptimizerSection
 from crl.errors import ConfigError
 from crl.extras import require_package
+from crl.modeling import Precision
 from crl.modeling.memory import (
     PROCESS_BYTES,
     GpuAssignment,
@@ -58,7 +59,7 @@ class TrainedModel:
     role: Literal["actor", "extractor"]
     path: Path
     """Directory of the model."""
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Precision
     """Precision of the weights in forward and backward passes."""
     optimizer: OptimizerSection
     loss: Loss
@@ -106,16 +107,20 @@ class LearnerBackend(ABC):
         parameters of the adapter that is trained; 0 = all weights are trained.
         """
 
-    def host_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
-        """Return the bytes of the machine's memory that all ranks take together."""
+    def host_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
+        """Return the bytes of the machine's memory that all ranks take together.
+
+        `adapter` is as in `memory`.
+        """
         return 0.0
 
     def starting_bytes(
-        self, section: LearnerSection, shape: ModelShape, *, reference: bool = False
-    ) -> float:
+        self, section: LearnerSection, shape: ModelShape, *, reference: bool = False,
+        adapter: int = 0,
+    ) -> float:  # fmt: skip
         """Return the bytes of the machine's memory that all ranks take while they start.
 
-        `host_bytes` is not included. `reference` is as in `memory`.
+        `host_bytes` is not included. `reference` and `adapter` are as in `memory`.
         """
         return 0.0
 
@@ -204,9 +209,8 @@ class LocalBackend(LearnerBackend):
         reference: bool, adapter: int = 0,
     ) -> GpuRequest:  # fmt: skip
         states = gib_text(self.state_bytes(section, shape, adapter))
-        trained = f", an adapter of {adapter:,} parameters" if adapter else ""
         description = (
-            f"{size_text(shape)}{trained}, in this process: {states} GiB of states; "
+            f"{size_text(shape)}{_adapter_text(adapter)}, in this process: {states} GiB of states; "
             f"{tokens:,} tokens at a time"
         )
         memory = self.memory(section, shape, tokens, reference=reference, adapter=adapter)
@@ -240,7 +244,7 @@ class LocalBackend(LearnerBackend):
             model.optimizer,
             model.settings,
             threads=section.threads,
-            adapter_base=model.adapter and model.adapter.base,
+            adapter=model.adapter,
         )
 
 
@@ -273,39 +277,44 @@ class DeepSpeedBackend(LearnerBackend):
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
         adapter: int = 0,
     ) -> Memory:  # fmt: skip
-        """See `LearnerBackend.memory`. Adapters are not supported.
+        """See `LearnerBackend.memory`.
 
         An offloaded optimizer takes no GPU memory. At ZeRO stage 2 or 3 its gradients take none
-        either. A reference model is whole on every rank.
+        either. A reference model is whole on every rank. The reference of an adapter is its base
+        model, which needs no copy.
         """
         n, element_bytes, zero = shape.parameters, dtype_bytes(shape, section), section.zero
+        trained = adapter or n
+        reference = reference and not adapter
 
         def shards(stage: int) -> int:
             return section.ranks if zero >= stage else 1
 
         return Memory(
-            weights=n * element_bytes / shards(3) + n * element_bytes * reference,
-            gradients=0.0 if section.offload and zero >= 2 else n * 4 / shards(2),
+            weights=(n + adapter) * element_bytes / shards(3) + n * element_bytes * reference,
+            gradients=0.0 if section.offload and zero >= 2 else trained * 4 / shards(2),
             optimizer=0.0
             if section.offload
-            else n * _optimizer_bytes(zero, element_bytes) / shards(1),
+            else trained * _optimizer_bytes(zero, element_bytes) / shards(1),
             activations=training_bytes(
                 shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
             ),
-            other=PROCESS_BYTES + _bucket_bytes(n, zero, element_bytes),
+            other=PROCESS_BYTES + _bucket_bytes(n, trained, zero, element_bytes),
         )
 
-    def host_bytes(self, section: LearnerSection, shape: ModelShape) -> float:
+    def host_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
         """See `LearnerBackend.host_bytes`. Return 0 without offload.
 
         The bytes are the offloaded states, the gradients, and a buffer of DeepSpeed. The buffer is
         a second copy of the fp32 gradients at stage 3, and a copy of the weights at lower stages.
         """
-        return OFFLOADED_PARAMETER_BYTES * float(shape.parameters) if section.offload else 0.0
+        trained = float(adapter or shape.parameters)
+        return OFFLOADED_PARAMETER_BYTES * trained if section.offload else 0.0
 
     def starting_bytes(
-        self, section: LearnerSection, shape: ModelShape, *, reference: bool = False
-    ) -> float:
+        self, section: LearnerSection, shape: ModelShape, *, reference: bool = False,
+        adapter: int = 0,
+    ) -> float:  # fmt: skip
         """See `LearnerBackend.starting_bytes`.
 
         Ranks map the files of a model into memory and share their pages, so these need no memory of
@@ -313,29 +322,32 @@ class DeepSpeedBackend(LearnerBackend):
         another precision, and those of a reference model for the KL term.
         """
         element_bytes = dtype_bytes(shape, section)
-        copies = ((element_bytes == 2) != shape.half_precision) + reference
+        copied_reference = reference and not adapter
+        copies = ((element_bytes == 2) != shape.half_precision) + copied_reference
         return float(copies * section.ranks * element_bytes * shape.parameters)
 
     def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
-        element_bytes = dtype_bytes(shape, section)
-        on_gpus = shape.parameters * (4.0 + _optimizer_bytes(section.zero, element_bytes))
-        return element_bytes * shape.parameters + (self.host_bytes(section, shape) or on_gpus)
+        element_bytes, trained = dtype_bytes(shape, section), adapter or shape.parameters
+        on_gpus = trained * (4.0 + _optimizer_bytes(section.zero, element_bytes))
+        states = self.host_bytes(section, shape, adapter) or on_gpus
+        return element_bytes * (shape.parameters + adapter) + states
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
         reference: bool, adapter: int = 0,
     ) -> GpuRequest:  # fmt: skip
-        host_bytes = self.host_bytes(section, shape)
+        host_bytes = self.host_bytes(section, shape, adapter)
         offloaded = f", {gib_text(host_bytes)} of them in host memory" if host_bytes else ""
+        states = gib_text(self.state_bytes(section, shape, adapter))
         description = (
-            f"{size_text(shape)}, DeepSpeed ZeRO-{section.zero}, "
-            f"{counted(section.ranks, 'rank')}: {gib_text(self.state_bytes(section, shape))} "
-            f"GiB of states{offloaded}; {tokens:,} tokens at a time"
+            f"{size_text(shape)}{_adapter_text(adapter)}, DeepSpeed ZeRO-{section.zero}, "
+            f"{counted(section.ranks, 'rank')}: {states} GiB of states{offloaded}; "
+            f"{tokens:,} tokens at a time"
         )
         return GpuRequest(
             role,
             section.ranks,
-            self.memory(section, shape, tokens, reference=reference),
+            self.memory(section, shape, tokens, reference=reference, adapter=adapter),
             description,
             key="learner.ranks",
             host_bytes=host_bytes,
@@ -365,6 +377,7 @@ class DeepSpeedBackend(LearnerBackend):
         from crl.learners.deepspeed import (
             ComputeSettings,
             DeepSpeedLearner,
+            RankModel,
             RankSettings,
             ZeroSettings,
         )
@@ -375,8 +388,7 @@ class DeepSpeedBackend(LearnerBackend):
             section, cuda=cuda, bfloat16=model.dtype == "bfloat16", receivers=receivers
         )
         ranks = RankSettings(
-            model=model.path,
-            key=model.key,
+            model=RankModel(model.path, model.key, model.adapter),
             loss=model.loss,
             optimizer=model.optimizer,
             train=model.settings,
@@ -425,7 +437,12 @@ def _optimizer_bytes(zero: int, element_bytes: int) -> int:
     return 12 if element_bytes == 2 or zero in (1, 2) else 8
 
 
-def _bucket_bytes(parameters: int, zero: int, element_bytes: int) -> float:
-    reduced = min(REDUCE_BUCKET, parameters)
-    gathered = min(MAX_LIVE_PARAMETERS if zero == 3 else REDUCE_BUCKET, parameters)
+def _adapter_text(adapter: int) -> str:
+    return f", an adapter of {adapter:,} parameters" if adapter else ""
+
+
+def _bucket_bytes(parameters: int, trained: int, zero: int, element_bytes: int) -> float:
+    """Return the bytes of DeepSpeed's buckets. `trained`: parameters that the optimizer updates."""
+    reduced = min(REDUCE_BUCKET, trained)
+    gathered = min(MAX_LIVE_PARAMETERS, parameters) if zero == 3 else reduced
     return float(element_bytes * (reduced + gathered)) if zero else 0.0

@@ -32,10 +32,11 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from crl.algo import rank_shares
 from crl.child_processes import OWNER_VARIABLE, Owner
-from crl.config.models import model_size
 from crl.config.schema import OptimizerSection
 from crl.errors import CrlError, LearnerError
 from crl.learners.step import TrainSettings
+from crl.modeling import Precision
+from crl.modeling.lora import Adapter
 from crl.modeling.weights import FileWeights, NcclWeights, weights_path
 from crl.protocols import Loss, State
 from crl.scratch import scratch_folder
@@ -73,7 +74,7 @@ class ComputeSettings:
     """Device of a rank, and settings of its computations."""
 
     device: Literal["cpu", "cuda"]
-    precision: Literal["float32", "bfloat16"]
+    precision: Precision
     """Dtype of the weights in forward and backward passes. The optimizer's weights are float32."""
     threads: int
     """CPU threads of a rank."""
@@ -92,13 +93,22 @@ class ZeroSettings:
 
 
 @dataclass(frozen=True)
-class RankSettings:
-    """Settings that are the same for every rank."""
+class RankModel:
+    """Model that the ranks train."""
 
-    model: Path
+    path: Path
     """Directory of the model."""
     key: str
     """Setting that names the model; used in error messages."""
+    adapter: Adapter | None = None
+    """Adapter that is trained; None if all weights are."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """Settings that are the same for every rank."""
+
+    model: RankModel
     loss: Loss
     optimizer: OptimizerSection
     train: TrainSettings
@@ -134,12 +144,7 @@ class DeepSpeedLearner:
         """Number of steps that changed the weights."""
         self._settings, self._receivers = settings, receivers
         self._progress_timeout = LOAD_TIMEOUT_S
-        size = model_size(settings.model, settings.key)
-        self._weight_bytes = (
-            size.parameters * (2 if settings.compute.precision == "bfloat16" else 4)
-            if size
-            else sys.maxsize
-        )
+        self._published_bytes = 0
         self._folder = Path(tempfile.mkdtemp(prefix="learner-", dir=scratch_folder()))
         self._ranks = [
             _RankProcess(rank, self._folder / f"rank{rank}.log") for rank in range(ranks)
@@ -258,7 +263,7 @@ class DeepSpeedLearner:
         )
 
     async def _publish_file(self) -> FileWeights:
-        path = weights_path(self._weight_bytes)
+        path = weights_path(self._published_bytes)
         checksum, manifest = await self._command("publish", path)
         return FileWeights(path, self.version, checksum, manifest)
 
@@ -277,14 +282,10 @@ class DeepSpeedLearner:
         assignments = [
             RankAssignment(self._settings, rank.number, count, self._folder) for rank in self._ranks
         ]
-        await self._wait_answers(
-            "start",
-            [
-                rank.call(assignment)
-                for rank, assignment in zip(self._ranks, assignments, strict=True)
-            ],
-            limit=LOAD_TIMEOUT_S,
-        )
+        calls = [
+            rank.call(assignment) for rank, assignment in zip(self._ranks, assignments, strict=True)
+        ]
+        self._published_bytes = (await self._wait_answers("start", calls, limit=LOAD_TIMEOUT_S))[0]
         self._spawn(self._watch())
 
     async def _command(self, name: str, *arguments: object) -> Any:

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -65,8 +65,18 @@ from crl.learners.optimizer_file import (
 )
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, adamw, probe_minibatch
 from crl.modeling.loading import TokenStats, checksum, load_model, require_packing, token_logprobs
+from crl.modeling.lora import (
+    adapter_parameters,
+    add_adapter,
+    base_weights,
+    dropout_of,
+    layer_parameters,
+    merged_weight,
+    read_adapter,
+    write_adapter,
+)
 from crl.modeling.truncation import KeptTokens
-from crl.modeling.weights import LOOPBACK_ADDRESS, manifest_of, write_tensors
+from crl.modeling.weights import LOOPBACK_ADDRESS, manifest_of, weight_bytes, write_tensors
 from crl.protocols import WeightManifest
 from crl.scratch import remove_all_stale_folders
 from crl.types import Minibatch, StepStats, TokenTrace, TrainSample
@@ -147,7 +157,7 @@ def main() -> None:
     pipe = ParentPipe()
     try:
         rank = Rank(pipe.read_assignment(), pipe)
-        pipe.send("done")
+        pipe.send("done", weight_bytes(rank.manifest()))
         while True:
             name, arguments = pipe.command()
             pipe.send("done", getattr(rank, name)(*arguments))
@@ -199,7 +209,10 @@ class ZeroTrainer(Trainer):
     Each rank maps the files of the whole model into memory; ZeRO then partitions the model. The
     ranks share the mapped pages, so host memory does not hold the model once per rank. Weights that
     are converted to another precision are copied by each rank. A reference model for the KL remains
-    whole on every rank.
+    whole on every rank; the reference of an adapter is its base model, which needs no copy.
+
+    The optimizer holds the adapter alone if one is trained. ZeRO-3 also partitions the frozen base
+    model. In bfloat16, DeepSpeed rounds the adapter for the passes and updates float32 copies.
 
     DeepSpeed averages gradients over ranks, but the losses of the shares must be summed. Therefore
     each loss is multiplied by the number of ranks. All ranks compute the same number of
@@ -210,14 +223,19 @@ class ZeroTrainer(Trainer):
         self, settings: RankSettings, ranks: int, device: torch.device, tick: Callable[[], None]
     ) -> None:
         dtype = getattr(torch, settings.compute.precision)
-        model = load_model(settings.model, torch.device("cpu"), dtype, key=settings.key)
-        require_packing(model, settings.model, settings.key)  # before ZeRO partitions the model
+        path, key = settings.model.path, settings.model.key
+        model = load_model(path, torch.device("cpu"), dtype, key=key)
+        require_packing(model, path, key)  # before ZeRO partitions the model
+        if settings.model.adapter:
+            add_adapter(model, settings.model.adapter, f"{key.partition('.')[0]}.lora")
         fused = settings.zero.offload or device.type == "cuda"
-        optimizer, schedule = adamw(model.parameters(), settings.optimizer, fused=fused)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, schedule = adamw(trained, settings.optimizer, fused=fused)
         super().__init__(model, optimizer, schedule, settings.loss, settings.train)
-        if self._reference is not None:
+        if self._reference is not None and self._reference is not model:
             self._reference.to(device)  # pyright: ignore[reportArgumentType]
         self.stage, self._ranks, self._device, self._tick = settings.zero.stage, ranks, device, tick
+        self.rank = dist.get_rank()
         self.engine: Any = deepspeed.initialize(
             model=Scorer(model), optimizer=optimizer, config=zero_config(settings, ranks)
         )[0]
@@ -238,18 +256,19 @@ class ZeroTrainer(Trainer):
         for i in range(count):
             last = i == count - 1
             self.engine.set_gradient_accumulation_boundary(last)
-            if i < len(own):
-                loss = self._loss(own[i], minibatch.total_tokens, accumulator, mismatch_version)
-                total += loss.item()
-            else:
-                loss = self._dummy_loss()
-            self._tick()
-            if last:
-                total = self._sum_over_ranks(total)
-                # A loss that is not finite may have a finite gradient. A gradient of NaN makes all
-                # ranks skip the update.
-                loss = loss if math.isfinite(total) else loss * math.nan
-            self.engine.backward(loss * self._ranks)
+            with dropout_of(self._dropout, *self._address, self.rank, i):
+                if i < len(own):
+                    loss = self._loss(own[i], minibatch.total_tokens, accumulator, mismatch_version)
+                    total += loss.item()
+                else:
+                    loss = self._dummy_loss()
+                self._tick()
+                if last:
+                    total = self._sum_over_ranks(total)
+                    # A loss that is not finite may have a finite gradient. A gradient of NaN makes
+                    # all ranks skip the update.
+                    loss = loss if math.isfinite(total) else loss * math.nan
+                self.engine.backward(loss * self._ranks)
         return total
 
     def _update(self, total: float) -> float | None:
@@ -411,7 +430,7 @@ class Rank:
         )
         self._pipe, self._tick = pipe, pipe.tick
         self._trainer = ZeroTrainer(settings, assignment.ranks, self._device, pipe.tick)
-        self._model = self._trainer.model
+        self._model, self._adapter = self._trainer.model, settings.model.adapter
         self._nccl_group: Any = None
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
@@ -424,9 +443,7 @@ class Rank:
         and rank 0 computes the checksum; `broadcast` gathers the weights again when the engines
         wait for them.
         """
-        manifest = self._manifest(
-            {name: str(p.dtype) for name, p in self._model.named_parameters()}
-        )
+        manifest = self.manifest()
         if path is not None:
             crc = self._write(path, manifest, self._weights())
         else:
@@ -468,16 +485,17 @@ class Rank:
         the message "written" at its end. The optimizer state is stored as whole tensors that do not
         depend on the number of ranks.
         """
-        weights = dict(self._copies(self._weights()))
+        weights = dict(self._copies(self._adapter_masters() if self._adapter else self._weights()))
         optimizer = dict(self._copies(self._optimizer_tensors()))
         if not self._is_rank0:
             return
-        saved_names = self._model.state_dict().keys()
-        weights |= {
-            name: _host_copy(buffer)
-            for name, buffer in self._model.named_buffers()
-            if name in saved_names
-        }
+        if not self._adapter:
+            saved_names = self._model.state_dict().keys()
+            weights |= {
+                name: _host_copy(buffer)
+                for name, buffer in self._model.named_buffers()
+                if name in saved_names
+            }
         metadata = optimizer_metadata(self._trainer.updates)
         threading.Thread(
             target=self._write_copies, args=(directory, weights, optimizer, metadata), daemon=True
@@ -501,7 +519,10 @@ class Rank:
         """Write copies in Hugging Face format and as an optimizer file. Send the result."""
         problem = None
         try:
-            self._model.save_pretrained(directory, state_dict=weights)
+            if self._adapter:
+                write_adapter(self._model, weights, self._adapter.base, directory)
+            else:
+                self._model.save_pretrained(directory, state_dict=weights)
             write_tensors(
                 directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
             )
@@ -512,31 +533,35 @@ class Rank:
     def load(self, directory: Path) -> None:
         """Load a checkpoint of any learner, which may have had another number of ranks.
 
-        Raise `LearnerError` if the directory holds no optimizer state.
+        Raise `LearnerError` if the directory holds no optimizer state, or no adapter of these
+        layers if an adapter is trained.
         """
-        saved = optimizer_path(directory)
-        loaded = load_model(
-            directory,
-            torch.device("cpu"),
-            getattr(torch, self._settings.compute.precision),
-            key=self._settings.key,
-        )
-        weights = dict(loaded.named_parameters())
+        saved, weights = optimizer_path(directory), self._saved_weights(directory)
         with safe_open(saved, "pt") as file:
             saved_names = set(file.keys())
-            for name, parameter in self._model.named_parameters():
-                self._set_weight(parameter, weights[name].detach())
+            for name, parameter in self._trained():
+                self._set_weight(parameter, weights[name])
                 for kind in MOMENTS:
                     self._set_optimizer_tensor(parameter, kind, file.get_tensor(f"{kind}.{name}"))
                 if self._trainer.stage:
                     master = (
                         file.get_tensor(f"weight.{name}")
                         if f"weight.{name}" in saved_names
-                        else weights[name].detach().float()
+                        else weights[name].float()
                     )
                     self._set_optimizer_tensor(parameter, "weight", master)
             metadata = file.metadata()
         self._trainer.updates = restore_schedule(self._trainer.schedule, metadata)
+
+    def _saved_weights(self, directory: Path) -> Mapping[str, torch.Tensor]:
+        """Return the saved values of the trained parameters by name. An adapter is float32."""
+        if self._adapter:
+            saved_names = {id(p): name for name, p in adapter_parameters(self._model).items()}
+            tensors = read_adapter(directory, saved_names.values(), torch.device("cpu"))
+            return {name: tensors[saved_names[id(p)]] for name, p in self._trained()}
+        dtype = getattr(torch, self._settings.compute.precision)
+        loaded = load_model(directory, torch.device("cpu"), dtype, key=self._settings.model.key)
+        return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
 
     # Access to whole tensors that ZeRO has partitioned. At stage 3 a whole weight exists only while
     # it is gathered. From stage 1 on, the float32 weights and the moments are partitioned. All
@@ -546,32 +571,57 @@ class Rank:
     def _state_kinds(self) -> tuple[str, ...]:
         """Names of the tensors saved for each weight, in addition to the model.
 
-        "weight" is the float32 value; it is saved if the model's own weight is rounded.
+        "weight" is the float32 value; it is saved if the saved weight is rounded.
         """
-        return MOMENTS if self._settings.compute.precision == "float32" else ("weight", *MOMENTS)
+        rounded = self._settings.compute.precision != "float32" and not self._adapter
+        return ("weight", *MOMENTS) if rounded else MOMENTS
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield name and parameter of each weight that the optimizer updates."""
+        return ((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole tensor of each weight. A tensor is valid until the next one."""
-        for name, parameter in self._model.named_parameters():
-            with self._gathered(parameter):
-                yield name, parameter.detach()
+        """Yield name and whole tensor of each published weight.
+
+        A tensor is valid until the next one. Without `Adapter.merged`, they are the matrices of the
+        adapter. With it, the adapter is merged into the weights of the base model.
+        """
+        if self._adapter and not self._adapter.merged:
+            for name, parameter in adapter_parameters(self._model).items():
+                with self._gathered(parameter):
+                    yield name, parameter.detach()
+            return
+        for name, parameter, layer in base_weights(self._model):
+            with self._gathered(parameter, *(layer_parameters(layer) if layer else ())):
+                yield name, merged_weight(parameter, layer)
+
+    def _adapter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield saved name and whole float32 matrix of the adapter."""
+        for name, parameter in adapter_parameters(self._model).items():
+            if parameter.dtype == torch.float32:
+                with self._gathered(parameter):
+                    yield name, parameter.detach()
+            else:
+                yield name, self._optimizer_tensor(parameter, "weight")
 
     def _gathered(
-        self, parameter: torch.nn.Parameter, *, modify: bool = False
+        self, *parameters: torch.nn.Parameter, modify: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context in which the parameter is whole.
+        """Return a context in which the parameters are whole.
 
         With `modify`, the value on rank 0 is distributed to all ranks at the end.
         """
         self._tick()
         if self._trainer.stage < 3:
             return nullcontext()
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if modify else None)
+        return deepspeed.zero.GatheredParameters(
+            list(parameters), modifier_rank=0 if modify else None
+        )
 
     def _optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and whole tensor of each part of the optimizer state."""
         for kind in self._state_kinds:
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self._trained():
                 yield f"{kind}.{name}", self._optimizer_tensor(parameter, kind)
 
     def _optimizer_tensor(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
@@ -619,14 +669,16 @@ class Rank:
             else:
                 safe_set_local_optimizer_state(parameter, part, kind)
 
-    def _manifest(self, dtypes: dict[str, str]) -> WeightManifest:
-        """Return a manifest of tensors that have the shapes of the parameters.
-
-        `dtypes` maps names to dtypes. It lists the parameters once or several times, in order.
-        """
-        shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in self._model.parameters()]
+    def manifest(self) -> WeightManifest:
+        """Return names, dtypes and shapes of the published weights, in the order of `_weights`."""
+        if self._adapter and not self._adapter.merged:
+            published: dict[str, torch.nn.Parameter] = adapter_parameters(self._model)
+        else:
+            published = {name: parameter for name, parameter, _ in base_weights(self._model)}
         return WeightManifest(
-            tuple(dtypes), tuple(dtypes.values()), tuple(shapes * (len(dtypes) // len(shapes)))
+            tuple(published),
+            tuple(str(p.dtype) for p in published.values()),
+            tuple(tuple(getattr(p, "ds_shape", p.shape)) for p in published.values()),
         )
 
     def _write(

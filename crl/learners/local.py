@@ -22,7 +22,7 @@ from crl.learners.optimizer_file import (
 )
 from crl.learners.step import Trainer, TrainSettings, adamw
 from crl.modeling.loading import InProcessWeights, load_model
-from crl.modeling.lora import adapter_parameters, load_adapter, write_adapter
+from crl.modeling.lora import Adapter, adapter_parameters, load_adapter, write_adapter
 from crl.modeling.weights import manifest_of, write_tensors
 from crl.protocols import Loss, State
 from crl.types import Minibatch, StepStats
@@ -40,8 +40,7 @@ class LocalLearner:
     """`crl.protocols.Learner` in this process.
 
     A model in half precision is trained with float32 master weights (`MasterWeights`). Of a model
-    with an adapter (`crl.modeling.lora`), the adapter is trained and saved. `adapter_base` is then
-    the base model that saved adapters name.
+    with an adapter (`crl.modeling.lora`), the adapter is trained and saved.
     """
 
     def __init__(
@@ -52,12 +51,13 @@ class LocalLearner:
         settings: TrainSettings,
         *,
         threads: int = 1,
-        adapter_base: Path | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
+        """Prepare training of the model. `adapter` is the adapter that the model has."""
         self.model = model
         self.version = 0
         """Number of steps that changed the weights."""
-        self._adapter_base = adapter_base
+        self._adapter = adapter
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         half = any(parameter.dtype != torch.float32 for parameter in trained)
         self._masters = MasterWeights(model) if half else None
@@ -77,7 +77,7 @@ class LocalLearner:
         return await self._compute(self._step, minibatches)
 
     async def publish(self) -> InProcessWeights:
-        return await self._compute(InProcessWeights.snapshot, self.model, self.version)
+        return await self._compute(self._publish)
 
     async def save(self, directory: Path) -> None:
         """Write the model in Hugging Face format and the optimizer state to `directory`."""
@@ -114,6 +114,16 @@ class LocalLearner:
         self.version += stats.updates > 0
         return stats
 
+    def _publish(self) -> InProcessWeights:
+        if not self._adapter or self._adapter.merged:
+            return InProcessWeights.snapshot(self.model, self.version)
+        # The engine computes in this precision.
+        matrices = {
+            name: matrix.detach().to(self.model.dtype)
+            for name, matrix in adapter_parameters(self.model).items()
+        }
+        return InProcessWeights.copies(matrices, self.version)
+
     def _copied(self) -> tuple[Tensors, Tensors, Mapping[str, str]]:
         """Return copies of the weights and of the optimizer, and the metadata of the optimizer."""
         optimizer, schedule = self._trainer.optimizer, self._trainer.schedule
@@ -128,7 +138,7 @@ class LocalLearner:
                     if moment is None
                     else _host_copy(moment)
                 )
-        weights = adapter_parameters(self.model) if self._adapter_base else self.model.state_dict()
+        weights = adapter_parameters(self.model) if self._adapter else self.model.state_dict()
         # Tied weights are one tensor under several names, and must remain one.
         copies = {tensor.data_ptr(): _host_copy(tensor) for tensor in weights.values()}
         return (
@@ -142,8 +152,8 @@ class LocalLearner:
     ) -> None:
         """Write copied weights and a copied optimizer. Raise `LearnerError` on failure."""
         try:
-            if self._adapter_base:
-                write_adapter(self.model, weights, self._adapter_base, directory)
+            if self._adapter:
+                write_adapter(self.model, weights, self._adapter.base, directory)
             else:
                 self.model.save_pretrained(directory, state_dict=weights)
             write_tensors(
@@ -162,7 +172,7 @@ class LocalLearner:
             yield name, master
 
     def _load(self, directory: Path) -> None:
-        if self._adapter_base:
+        if self._adapter:
             load_adapter(self.model, directory)
         else:
             loaded = load_model(directory, self.model.device, self.model.dtype)

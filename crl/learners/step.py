@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from crl.algo import micro_batches, truncated_importance_weights
 from crl.modeling.loading import TokenStats, checkpoint_activations, token_logprobs
-from crl.modeling.lora import has_adapter
+from crl.modeling.lora import dropout_layers, dropout_of, has_adapter
 from crl.modeling.packing import enable_packing
 from crl.modeling.truncation import KeptTokens
 from crl.protocols import Loss
@@ -249,7 +249,13 @@ class Trainer:
     of the start of the run, because the reference for the KL is copied from it. The optimizer's
     parameters may differ from the model's (`MasterWeights`). A trainer is not thread-safe: a
     learner calls it from one worker thread only.
+
+    An adapter with dropout has it in the passes of an update alone: forward and backward pass of
+    `_gradient`.
     """
+
+    rank = 0
+    """Number of this process among those that train on the same minibatches."""
 
     def __init__(
         self, model: PreTrainedModel, optimizer: torch.optim.Optimizer,
@@ -262,6 +268,9 @@ class Trainer:
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.loss, self.settings = loss, settings
         self._reference = _reference(model) if settings.kl_coef else None
+        self._dropout = dropout_layers(model)
+        self._address = (0, 0)
+        """Address of the draws of dropout: updates so far, and skipped updates of this step."""
 
     def step(self, minibatches: Sequence[Minibatch], version: int) -> StepStats:
         """Make one optimizer update per minibatch and return the metrics of the step.
@@ -281,10 +290,14 @@ class Trainer:
         for minibatch, own in zip(minibatches, accumulators, strict=True):
             # The trainer has the weights of `version` until the first update. Only until then can
             # its log-probs be compared with the engine's.
-            if updates == 0:
-                self._measure_probe(minibatch, own, version)
+            comparable = updates == 0
+            if comparable:
+                self._measure_probe(self._with_probe(minibatch, version), own, version)
+            self._address = (self.schedule.last_epoch, skipped)
             total = self._gradient(
-                minibatch, own, mismatch_version=version if updates == 0 else None
+                minibatch,
+                own,
+                mismatch_version=version if comparable and not self._dropout else None,
             )
             grad_norm = self._update(total)
             if grad_norm is None:
@@ -317,9 +330,10 @@ class Trainer:
         """
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for _, batch in self._micro_batches(minibatch):
-            loss = self._loss(batch, minibatch.total_tokens, accumulator, mismatch_version)
-            loss.backward()
+        for number, (_, batch) in enumerate(self._micro_batches(minibatch)):
+            with dropout_of(self._dropout, *self._address, self.rank, number):
+                loss = self._loss(batch, minibatch.total_tokens, accumulator, mismatch_version)
+                loss.backward()
             total += loss.item()
         return total
 
@@ -401,6 +415,16 @@ class Trainer:
         """Add the mismatch between trainer and engine on the minibatch's probe traces."""
         for _, batch in self._micro_batches(probe_minibatch(minibatch.probe)):
             self._add_mismatch(accumulator, self._token_stats(batch).logp, batch, version)
+
+    def _with_probe(self, minibatch: Minibatch, version: int) -> Minibatch:
+        """Return a minibatch whose probe also has its samples, if its update has dropout.
+
+        The log-probs of an update with dropout cannot be compared with the engine's.
+        """
+        if not self._dropout or self.settings.recompute:
+            return minibatch
+        traces = (s.trace for s in minibatch.samples if version in s.trace.versions)
+        return replace(minibatch, probe=(*minibatch.probe, *traces))
 
     def _micro_batches(
         self, minibatch: Minibatch

@@ -171,19 +171,22 @@ class ExperienceManager:
         await self._store.evict_to_bounds(self._rules)
         entries = await self._store.entries()
         vectors = [vector for _, vector in entries]
-        if await self._store.embedder() != self._keys.name or (
-            vectors and len(vectors[0]) != self._embedder.dim
-        ):
-            vectors = await self._reembed([entry for entry, _ in entries])
+        before = await self._store.embedder()
+        if before != self._keys.name or (vectors and len(vectors[0]) != self._embedder.dim):
+            change = f"{before} → {self._keys.name}" if before else ""
+            vectors = await self._reembed([entry for entry, _ in entries], change)
         await self._searcher.change(
             [(entry, vector) for (entry, _), vector in zip(entries, vectors, strict=True)]
         )
 
-    async def _reembed(self, entries: Sequence[Entry]) -> list[Vector]:
-        """Embed the entries again, store the vectors, and return them in the same order."""
+    async def _reembed(self, entries: Sequence[Entry], change: str) -> list[Vector]:
+        """Embed the entries again, store the vectors, and return them in the same order.
+
+        `change`: embedders before and now, for the progress display.
+        """
         vectors: list[Vector] = []
         if entries:
-            with self._progress(len(entries)) as advance:
+            with self._progress(len(entries), change) as advance:
                 for start in range(0, len(entries), EMBED_BATCH):
                     part = entries[start : start + EMBED_BATCH]
                     vectors += list(

@@ -13,16 +13,17 @@ from crl.manager.distillation.merge import MergePromptWriter
 from crl.manager.distillation.refine import RefinePromptWriter
 from crl.manager.records import ApplyRules
 
-Progress = Callable[[int], AbstractContextManager[Callable[[int], object]]]
-"""Progress display for a job. It is called with the number of parts of the job.
+Progress = Callable[[int, str], AbstractContextManager[Callable[[int], object]]]
+"""Progress display for the embedding of a bank. It is called with the number of experiences, and
+with the embedders before and now, or "" for a bank without vectors.
 
-Inside the context, the job calls the returned function with the number of parts that it has just
-completed.
+Inside the context, the returned function is called with the number of experiences that have just
+been embedded.
 """
 
 
 @contextmanager
-def no_progress(total: int) -> Iterator[Callable[[int], object]]:
+def no_progress(total: int, change: str) -> Iterator[Callable[[int], object]]:
     """Provide a `Progress` that displays nothing."""
     yield lambda done: None
 

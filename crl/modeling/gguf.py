@@ -20,11 +20,12 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from crl.config.models import ADAPTER_CONFIG, adapter_base, find_model, is_adapter
 from crl.config.models.packaged import cache_folder
 from crl.errors import ConfigError, is_disk_full
+from crl.modeling import Precision
 from crl.scratch import remove_stale_folders, scratch_folder
 
 
@@ -53,7 +54,7 @@ def described(path: Path, key: str) -> Path:
     model = _cached_folder(path)
     if (model / "config.json").is_file():
         return model
-    return made_from(path, model.with_name(f"{model.name}-header"), _describe, key)
+    return made_from(path, model.with_name(f"{model.name}-header"), describe, key)
 
 
 def converted(path: Path, key: str, note: Callable[[str], object]) -> Path:
@@ -103,6 +104,8 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
     """Return `folder`. If it does not exist, call `write(file, DIR)` and rename DIR to `folder`.
 
     DIR is in a scratch folder. If this process is killed, the next call removes it.
+
+    Raise `ConfigError` under `key` if `write` fails, or the one that it raises.
     """
     remove_stale_folders(folder.parent)
     if (folder / "config.json").is_file():
@@ -120,6 +123,8 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
         with contextlib.redirect_stderr(io.StringIO()):  # transformers draws a progress bar
             write(file, unfinished)
         unfinished.rename(folder)
+    except ConfigError:
+        raise
     except Exception as error:  # a broken file raises many types of errors
         if not (folder / "config.json").is_file():  # no other process has made it meanwhile
             first_line = str(error).strip().split("\n")[0]
@@ -136,7 +141,7 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
     return folder
 
 
-def _describe(file: Path, folder: Path) -> None:
+def describe(file: Path, folder: Path) -> None:
     """Write config.json and the tokenizer of a GGUF file to `folder`. Read only its header."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
@@ -150,7 +155,7 @@ def _describe(file: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
 
 
-def convert(file: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+def convert(file: Path, folder: Path, dtype: Precision = "float32") -> None:
     """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face format."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

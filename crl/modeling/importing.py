@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from crl.config.models import bundled_models
 from crl.config.models.packaged import PACKAGED_MODELS, PackagedModel, imported_folder
 from crl.errors import ConfigError, LearnerError
-from crl.modeling.gguf import convert, made_from
+from crl.modeling import Precision
+from crl.modeling.gguf import convert, describe, made_from
 from crl.scratch import scratch_folder
 
-Precision = Literal["float32", "bfloat16"]
+MAX_NAME = 255
+"""Maximum number of bytes in the name of a directory on common file systems."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -33,20 +34,68 @@ def import_file(file: Path, name: str, precision: Precision, note: Callable[[str
 
     `note` is called with a line of text before the conversion, which may take minutes.
 
-    Raise `ConfigError` if the file or the name is invalid, or if the name is taken.
+    Raise `ConfigError` if the file is not that of a chat model, if the name is invalid, or if the
+    name is taken.
     """
-    if not file.is_file() or file.suffix != ".gguf":
-        remedy = "Give a GGUF file; a directory in Hugging Face format needs no import"
-        raise ConfigError("import", str(file), "is not a GGUF file", remedy)
-    if not _NAME.fullmatch(name):
-        reason = "is not a name of letters, digits, underscores, dots and hyphens"
-        raise ConfigError("name", name, reason, "Give another name with --name")
+    _require_gguf(file)
+    _require_name(name)
     folder = imported_folder(name)
     if name in (*bundled_models(), *PACKAGED_MODELS) or folder.exists():
         remedy = f"Give another name with --name{f', or remove {folder}' * folder.exists()}"
         raise ConfigError("name", name, "is the name of another model", remedy)
+
+    def write(file: Path, unfinished: Path) -> None:
+        _require_chat_model(file, unfinished)
+        convert(file, unfinished, precision)
+
     note(f"converting {file} to {precision} in {folder}")
-    return made_from(file, folder, partial(convert, dtype=precision), "import")
+    return made_from(file, folder, write, "import")
+
+
+def _require_gguf(file: Path) -> None:
+    """Raise `ConfigError` if `file` is not a GGUF file."""
+    reason, remedy = "is not a GGUF file", "Give a GGUF file"
+    if file.is_file() and file.suffix == ".gguf":
+        return
+    if not file.exists():
+        reason = "does not exist"
+    elif (file / "config.json").is_file():
+        reason = "is a directory in Hugging Face format, which needs no import"
+        remedy = f"Use it with --set actor.model={file}"
+    elif file.is_dir():
+        found = sorted(file.glob("*.gguf"))
+        reason = "is a directory" if found else "is a directory without a GGUF file"
+        if len(found) == 1:
+            remedy = f"Give the GGUF file in it: {found[0]}"
+        elif found:
+            remedy = f"Give one of the GGUF files in it: {', '.join(path.name for path in found)}"
+    raise ConfigError("import", str(file), reason, remedy)
+
+
+def _require_name(name: str) -> None:
+    """Raise `ConfigError` if a model cannot have this name."""
+    reason = ""
+    if not _NAME.fullmatch(name):
+        reason = "is not a name of letters, digits, underscores, dots and hyphens"
+    elif (size := len(os.fsencode(name))) > MAX_NAME:
+        reason = f"is too long: {size} bytes, and the name of a directory has at most {MAX_NAME}"
+    if reason:
+        raise ConfigError("name", name, reason, "Give another name with --name")
+
+
+def _require_chat_model(file: Path, folder: Path) -> None:
+    """Raise `ConfigError` if the tokenizer of a GGUF file cannot render and encode a chat.
+
+    The tokenizer is read from the header of the file and written to `folder`.
+    """
+    from crl.modeling.loading import load_tokenizer
+
+    describe(file, folder)
+    try:
+        load_tokenizer(folder, "import")
+    except ConfigError as error:
+        remedy = "Import a chat model, whose GGUF file contains tokenizer.chat_template"
+        raise ConfigError("import", str(file), error.reason, remedy) from error
 
 
 def get_packaged(name: str, precision: Precision, note: Callable[[str], object]) -> Path:

@@ -671,8 +671,13 @@ class InProcessWeights:
     @classmethod
     def snapshot(cls, model: PreTrainedModel, version: int) -> InProcessWeights:
         """Return a handle with copies of the model's current weights, an adapter merged."""
-        tensors = {name: tensor.clone() for name, tensor in named_weights(model).items()}
-        return cls(version, tensors, checksum(tensors))
+        return cls.copies(named_weights(model), version)
+
+    @classmethod
+    def copies(cls, tensors: Mapping[str, torch.Tensor], version: int) -> InProcessWeights:
+        """Return a handle with copies of the tensors."""
+        copied = {name: tensor.clone() for name, tensor in tensors.items()}
+        return cls(version, copied, checksum(copied))
 
     @property
     def manifest(self) -> WeightManifest:

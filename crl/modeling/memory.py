@@ -21,6 +21,22 @@ GIB = 2**30
 PROCESS_BYTES = 1.0 * GIB
 """Bytes of a process on a GPU: CUDA context, NCCL buffers, work space of libraries."""
 
+SAMPLED_LOGIT_BYTES = 28
+"""Bytes per logit of the torch engine while it samples: `crl.engines.torch.sample`.
+
+Logits, log-probs and probabilities take 4 each, and the running sum of the probabilities, before
+and after, 8 each. Greedy decoding takes 12.
+"""
+
+TRUNCATED_LOGIT_BYTES = 56
+"""Bytes per logit while the torch engine sorts the tokens for top-p and top-k.
+
+The log-probs and their sorted copy take 24: logits 4, log-probs 4, truncated rows 4, sorted values
+4 and ids 8. On CUDA the sort itself takes at most 32 (torch's SortStable.cu, 2 to 127 rows): two
+arrays of segments and ids 8 each, sorted keys 4, and the radix sort's second copy of keys and
+values 12. The rest of `crl.modeling.truncation.truncate` takes 38.
+"""
+
 GpuUser = Literal[
     "actor engine",
     "actor learner",
@@ -137,26 +153,39 @@ def training_bytes(
     return activations + 3.0 * 4 * min(MAX_LOGITS, tokens * shape.vocabulary)
 
 
+def sampling_bytes(batch: int, vocabulary: int, *, truncated: bool) -> int:
+    """Return the bytes in which the torch engine samples a token for each row of a batch.
+
+    `truncated`: the tokens are sorted for top-p or top-k.
+    """
+    return (TRUNCATED_LOGIT_BYTES if truncated else SAMPLED_LOGIT_BYTES) * batch * vocabulary
+
+
 def adapter_parameters(shape: ModelShape, section: LoraSection) -> int:
     """Return the number of parameters of an adapter; 0 without one.
 
     A matrix of n × m has rank · (n + m). Names of layers are those of Llama and Qwen. A target with
     another name is counted like the largest layer.
     """
-    query = shape.attention.heads * shape.attention.head_dim
-    key = shape.attention.kv_heads * shape.attention.head_dim
-    sizes = {
-        "q_proj": shape.hidden + query,
-        "k_proj": shape.hidden + key,
-        "v_proj": shape.hidden + key,
-        "o_proj": shape.hidden + query,
-        "gate_proj": shape.hidden + shape.intermediate,
-        "up_proj": shape.hidden + shape.intermediate,
-        "down_proj": shape.hidden + shape.intermediate,
-    }
+    sizes = {name: sum(dims) for name, dims in block_layers(shape).items()}
     names = section.target_names or tuple(sizes)
     largest = max(sizes.values())
     return section.rank * shape.layers * sum(sizes.get(name, largest) for name in names)
+
+
+def block_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return the outputs and inputs of the linear layers in a block, by their names in Llama."""
+    query = shape.attention.heads * shape.attention.head_dim
+    key = shape.attention.kv_heads * shape.attention.head_dim
+    return {
+        "q_proj": (query, shape.hidden),
+        "k_proj": (key, shape.hidden),
+        "v_proj": (key, shape.hidden),
+        "o_proj": (shape.hidden, query),
+        "gate_proj": (shape.intermediate, shape.hidden),
+        "up_proj": (shape.intermediate, shape.hidden),
+        "down_proj": (shape.hidden, shape.intermediate),
+    }
 
 
 # ── wording ───────────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,8 @@ def truncate(log_p: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> t
     `log_p` [b, V] are log-probs. `top_p` is float [b] in (0, 1]. `top_k` is int [b], 0 for all.
     Of the k most probable tokens, top-p keeps the fewest whose renormalised probabilities sum to at
     least p (Holtzman et al. 2020, arXiv 1904.09751, section 3.1). The order of vLLM is the same.
+
+    The GPU plan counts the memory of the sort (`crl.modeling.memory.TRUNCATED_LOGIT_BYTES`).
     """
     vocabulary = log_p.shape[1]
     ordered, ids = log_p.sort(dim=-1, descending=True, stable=True)

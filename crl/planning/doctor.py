@@ -347,8 +347,10 @@ def _memory(config: RunConfig) -> Finding:
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offloaded = sum(
-        LEARNERS[config.learner.kind].host_bytes(config.learner, shape)
-        for shape in _shapes(config).values()
+        LEARNERS[config.learner.kind].host_bytes(
+            config.learner, shape, _adapter(config, role, shape)
+        )
+        for role, shape in _shapes(config).items()
     )
     needed = offloaded + _published_bytes(config, _weight_bytes(config))
     needed += max(_starting_bytes(config), _checkpoint_bytes(config))
@@ -391,11 +393,14 @@ def _checkpoint_bytes(config: RunConfig) -> int:
 
     Of a model with an adapter, only the adapter is saved.
     """
-    sections = model_sections(config)
     return CHECKPOINT_BYTES * sum(
-        adapter_parameters(shape, sections[role].lora) or shape.parameters
-        for role, shape in _shapes(config).items()
+        _adapter(config, role, shape) or shape.parameters for role, shape in _shapes(config).items()
     )
+
+
+def _adapter(config: RunConfig, role: str, shape: ModelShape) -> int:
+    """Return the number of parameters of a role's adapter; 0 without one."""
+    return adapter_parameters(shape, model_sections(config)[role].lora)
 
 
 def _shared_memory(config: RunConfig, directory: Path) -> Finding:
@@ -434,9 +439,15 @@ def _in_other_processes(config: RunConfig) -> bool:
 
 
 def _weight_bytes(config: RunConfig) -> list[int]:
-    """Return the bytes of each model's weights, in the precision of training and publishing."""
+    """Return the bytes of each model's published weights, in the precision of training.
+
+    For an engine that holds the base model, they are those of the adapter.
+    """
+    alone = ENGINES[config.engine.kind].receives_adapters
     return [
-        dtype_bytes(shape, config.learner) * shape.parameters for shape in _shapes(config).values()
+        dtype_bytes(shape, config.learner)
+        * ((alone and _adapter(config, role, shape)) or shape.parameters)
+        for role, shape in _shapes(config).items()
     ]
 
 
@@ -447,7 +458,12 @@ def _starting_bytes(config: RunConfig) -> float:
     """
     backend, sections = LEARNERS[config.learner.kind], model_sections(config)
     starting = (
-        backend.starting_bytes(config.learner, shape, reference=bool(sections[role].kl_coef))
+        backend.starting_bytes(
+            config.learner,
+            shape,
+            reference=bool(sections[role].kl_coef),
+            adapter=_adapter(config, role, shape),
+        )
         for role, shape in _shapes(config).items()
     )
     return max(starting, default=0.0)

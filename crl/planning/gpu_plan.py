@@ -27,7 +27,7 @@ from typing import Any
 from crl.config.layers import put
 from crl.config.method import ACTOR_ALONE
 from crl.config.models.shapes import PUBLISHED_SHAPES, ModelShape, require_context
-from crl.config.schema import RunConfig
+from crl.config.schema import LoraSection, RunConfig
 from crl.config.validate import run_config
 from crl.embedders import embedder_memory, encoder_folder
 from crl.engines.backends import ENGINES
@@ -161,7 +161,7 @@ def gpu_plan(
         if unchecked:
             return None
         raise
-    _require_served(config, shapes)
+    _require_served(config, shapes, learners=learners)
     sizes, source = _sizes(config, count, visible)
     requests = _requests(config, shapes, learners=learners)
     placements, problems = _place(config, requests, count, sizes)
@@ -249,13 +249,17 @@ def embedder_shapes(config: RunConfig) -> dict[str, ModelShape]:
     return {"embedder": planned_shape(folder, "embedder.model", encoder=True)}
 
 
-def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool) -> None:
     """Raise `ConfigError` for a model that cannot be served, however many GPUs there are."""
     for model in (role for role in ("actor", "extractor") if role in shapes):
         require_context(
             model, _section(config, model).max_context_tokens, shapes[model].max_context
         )
-        ENGINES[config.engine.kind].require_servable(config.engine, model, shapes[model])
+        backend = ENGINES[config.engine.kind]
+        backend.require_servable(config.engine, model, shapes[model])
+        if learners and (adapter := config.trained_adapter(model)):
+            float32 = dtype_bytes(shapes[model], config.learner) == 4
+            backend.require_adapter(model, adapter, float32_on_gpu=float32)
 
 
 def _requests(
@@ -269,7 +273,8 @@ def _requests(
     requests = []
     for model in ("actor", "extractor") if config.with_extractor else ("actor",):
         if uses_gpu:
-            requests.append(_engine(config, model, shapes[model]))
+            adapter = config.trained_adapter(model) if trained[model] else None
+            requests.append(_engine(config, model, shapes[model], adapter))
         if trained[model] and config.learner.device != "cpu":
             requests.append(_learner(config, model, shapes[model]))
     if _compares_lessons(config) and uses_gpu:
@@ -295,13 +300,20 @@ def _requests(
     return requests
 
 
-def _engine(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
+def _engine(
+    config: RunConfig, model: str, shape: ModelShape, adapter: LoraSection | None = None
+) -> GpuRequest:
     role: GpuUser = "actor engine" if model == "actor" else "extractor engine"
-    tokens, element_bytes = (
-        _section(config, model).max_context_tokens,
+    section = _section(config, model)
+    return ENGINES[config.engine.kind].request(
+        role,
+        config.engine,
+        shape,
+        section.max_context_tokens,
         dtype_bytes(shape, config.learner),
+        adapter,
+        truncated=section.top_p < 1 or section.top_k > 0,
     )
-    return ENGINES[config.engine.kind].request(role, config.engine, shape, tokens, element_bytes)
 
 
 def _compares_lessons(config: RunConfig) -> bool:

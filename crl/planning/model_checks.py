@@ -7,6 +7,7 @@ also built on the meta device, without weights, as `crl.modeling.loading` would 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,17 +19,19 @@ from crl.config.models import (
     weight_shapes,
 )
 from crl.config.models.shapes import PUBLISHED_SHAPES, require_context
-from crl.config.schema import ActorSection, ExtractorSection, RunConfig
+from crl.config.schema import ActorSection, ExtractorSection, LoraSection, RunConfig
 from crl.embedders import encoder_folder
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.extras import require_package
 from crl.modeling import ADAPTER_WEIGHTS
 from crl.modeling.gguf import described, find_folder
+from crl.modeling.memory import block_layers
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
 from crl.planning.context import merge_prompt
+from crl.planning.model_size import planned_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +49,10 @@ PLAIN_ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 """Architectures that crl supports without sliding windows and dropout, with their model types."""
+
+
+Layer = tuple[str, tuple[int, int]]
+"""Name of a linear layer within its block, and its outputs and inputs."""
 
 
 def model_sections(config: RunConfig) -> dict[str, ActorSection | ExtractorSection]:
@@ -98,6 +105,17 @@ def require_model(name: str, key: str) -> Path:
     return folder
 
 
+def require_config(folder: Path, key: str) -> None:
+    """Raise `ConfigError` if config.json is not an object."""
+    file = folder / "config.json"
+    try:
+        if not isinstance(json.loads(file.read_text("utf-8")), dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read ({error})"
+        raise ConfigError(key, str(file), reason, "Download or create the model again") from error
+
+
 def _has_tokenizer(folder: Path) -> bool:
     """Return whether a file of a tokenizer is in the directory of a model."""
     return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
@@ -128,21 +146,59 @@ def require_adapters(config: RunConfig) -> None:
         if not section.lora.rank:
             continue
         require_package("peft", f"{role}.lora.rank", section.lora.rank, extra="lora")
-        path = find_folder(section.model, f"{role}.model")
-        shapes = weight_shapes(path, f"{role}.model") if path else {}
-        layers = {
-            name.split(".")[-2]
-            for name, shape in shapes.items()
-            if len(shape) == 2 and name.endswith(".weight") and ".layers." in name
-        }
-        for name in section.lora.target_names:
-            if layers and name not in layers:
-                raise ConfigError(
-                    f"{role}.lora.targets",
-                    section.lora.targets,
-                    f"{name} is not a linear layer in a block of the model",
-                    f"Choose from {', '.join(sorted(layers))}",
-                )
+        ENGINES[config.engine.kind].require_adapter(role, section.lora)
+        _require_rank(section.lora, adapted_layers(section.model, section.lora, role), role)
+
+
+def _require_rank(section: LoraSection, layers: Sequence[Layer], role: str) -> None:
+    """Raise `ConfigError` if the rank is above the smallest dimension of a layer."""
+    narrow = {name: dims for name, dims in layers if min(dims) < section.rank}
+    if not narrow:
+        return
+    name = min(narrow, key=lambda name: min(narrow[name]))
+    outputs, inputs = narrow[name]
+    reason = (
+        f"is above the smallest dimension of {name}, which is {outputs} × {inputs}: a larger rank "
+        "adds parameters and no expressiveness"
+    )
+    remedy = f"Choose at most {min(outputs, inputs)}"
+    if narrow.keys() != {name for name, _ in layers}:
+        remedy += f", or leave out {' and '.join(narrow)} with --set {role}.lora.targets=A,B"
+    remedy += f", or train all weights with {role}.lora.rank=0"
+    raise ConfigError(f"{role}.lora.rank", section.rank, reason, remedy)
+
+
+def adapted_layers(model: str, section: LoraSection, role: str) -> list[Layer]:
+    """Return the linear layers of a model that get an adapter, in all of its blocks.
+
+    The layers are those in the headers of the weights. Without such files, they are those of Llama
+    with the sizes of the model; none if these are unknown.
+
+    Raise `ConfigError` if a target is not a linear layer in the header.
+    """
+    path = find_folder(model, f"{role}.model")
+    shapes = weight_shapes(path, f"{role}.model") if path else {}
+    layers: list[Layer] = [
+        (name.split(".")[-2], (shape[0], shape[1]))
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and ".layers." in name
+    ]
+    names = {name for name, _ in layers}
+    for name in section.target_names:
+        if names and name not in names:
+            raise ConfigError(
+                f"{role}.lora.targets",
+                section.targets,
+                f"{name} is not a linear layer in a block of the model",
+                f"Choose from {', '.join(sorted(names))}",
+            )
+    if not layers:
+        try:
+            shape = planned_shape(model, f"{role}.model")
+        except ConfigError:  # other checks report it, if it is an error
+            return []
+        layers = [*block_layers(shape).items()] * shape.layers
+    return [layer for layer in layers if layer[0] in (section.target_names or {layer[0]})]
 
 
 def require_contexts(config: RunConfig) -> None:

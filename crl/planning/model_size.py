@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crl.config.models import model_size
+from crl.config.models import find_model, model_size
 from crl.config.models.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape, read_shape
 from crl.errors import ConfigError
-from crl.modeling.gguf import find_folder
+from crl.modeling.adapters import merged_precision
+from crl.modeling.gguf import described
 
 QWEN25_SHAPES = (
     PUBLISHED_SHAPES["Qwen/Qwen2.5-0.5B-Instruct"],
@@ -38,15 +39,22 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MB])", re.IGNORECASE)
 def planned_shape(name: str, key: str = "actor.model", *, encoder: bool = False) -> ModelShape:
     """Return the sizes of the model `name`: from its directory, else the published ones.
 
-    The parameters are counted in the headers of the safetensors files. Without such files, and for
+    An adapter has the sizes of its base model, in the precision in which it is merged. The
+    parameters are counted in the headers of the safetensors files. Without such files, and for
     sizes that config.json does not name directly, the architecture of config.json is built on the
     meta device, where tensors have shapes but no memory. Both counts are exact.
 
     Raise `ConfigError` under `key` if the sizes cannot be determined.
     """
-    path = find_folder(name, key)
-    if path is None:
+    if (model := find_model(name, key)) is None:
         return PUBLISHED_SHAPES[name]
+    shape = _shape(described(model, key), name, key, encoder=encoder)
+    precision = merged_precision(model, key)
+    return replace(shape, half_precision=precision == "bfloat16") if precision else shape
+
+
+def _shape(path: Path, name: str, key: str, *, encoder: bool) -> ModelShape:
+    """Return the sizes of the model in the directory `path`, as `planned_shape`."""
     size = model_size(path, key)
     try:
         if size is not None:

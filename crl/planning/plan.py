@@ -41,7 +41,7 @@ from crl.planning.gpu_plan import (
     planned_elsewhere,
 )
 from crl.planning.gpus import Gpu, visible_gpus
-from crl.planning.model_checks import model_sections
+from crl.planning.model_checks import adapted_layers, model_sections
 from crl.planning.model_size import dense_shape, parse_size, planned_shape
 from crl.planning.step_time import estimate
 from crl.wording import counted, device_text
@@ -195,7 +195,20 @@ def _models(config: RunConfig) -> str:
     }
     if config.with_extractor:
         models["extractor"] = (config.extractor.model, config.profile("extractor"))
-    return "\n".join(_model(role, name, profile) for role, (name, profile) in models.items())
+    return "\n".join(
+        _model(role, name, profile) + _adapter(config, role)
+        for role, (name, profile) in models.items()
+    )
+
+
+def _adapter(config: RunConfig, role: str) -> str:
+    """Return the text for the adapter that is trained; empty if all weights are, or none."""
+    if (adapter := config.trained_adapter(role)) is None:
+        return ""
+    layers = adapted_layers(model_sections(config)[role].model, adapter, role)
+    count = adapter.rank * sum(sum(dims) for _, dims in layers)
+    trained = f"{count:,} trainable parameters" if layers else "an unknown number of parameters"
+    return f"; adapter of rank {adapter.rank} with {trained}"
 
 
 def _model(role: str, name: str, profile: Profile) -> str:

@@ -7,8 +7,9 @@ parameters, L layers and attention of width d = heads · head width:
 * Forward pass: 2 N + 2 L T d FLOP per token, for a sequence of T tokens (Kaplan et al. 2020,
   arXiv 2001.08361, §2.1).
 * Training: three times that, because the backward pass costs twice the forward pass (ibid.; 6 N
-  without attention). Activation checkpointing, recomputed log-probs and a reference model cost one
-  more forward pass each.
+  without attention). With an adapter, the backward pass costs 2 N less, because the weights are
+  frozen; the matrices of the adapter are not counted. Activation checkpointing, recomputed
+  log-probs and a reference model cost one more forward pass each.
 * Prefill: one forward pass for every token that is not sampled. The prefix cache keeps the tokens
   of earlier turns.
 * Decode: a pass reads the weights and the keys and values of all sequences in the batch, with T / 2
@@ -126,16 +127,18 @@ def forward_flops(shape: ModelShape, tokens: int) -> float:
 
 
 def training_seconds(
-    shape: ModelShape, work: Work, *, extra_passes: int, gpus: int, flops: float
-) -> float:
+    shape: ModelShape, work: Work, *, extra_passes: int, gpus: int, flops: float,
+    frozen: bool = False,
+) -> float:  # fmt: skip
     """Return the time of a training step on `work`.
 
     `extra_passes`: forward passes in addition to forward and backward pass. `flops`: FLOP/s of one
-    GPU.
+    GPU. `frozen`: an adapter is trained.
     """
-    passes = 3 + extra_passes
-    total = work.sequences * work.tokens * passes * forward_flops(shape, work.tokens)
-    return total / (gpus * flops)
+    by_token = (3 + extra_passes) * forward_flops(shape, work.tokens)
+    if frozen:
+        by_token -= 2.0 * shape.parameters
+    return work.sequences * work.tokens * by_token / (gpus * flops)
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,9 @@ def role_seconds(
             extra = config.learner.activation_checkpointing + recomputed + bool(section.kl_coef)
             gpus = len(placement.gpus)
             seconds[role] = training_seconds(
-                shape, work, extra_passes=extra, gpus=gpus, flops=flops
-            )
+                shape, work, extra_passes=extra, gpus=gpus, flops=flops,
+                frozen=section.lora.rank > 0,
+            )  # fmt: skip
             continue
         engine = ENGINES[config.engine.kind]
         gpus, replicas = engine.gpus_per_replica(config.engine), engine.replicas(config.engine)

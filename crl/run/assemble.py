@@ -127,7 +127,7 @@ async def _training_loop(
     if retriever_override:
         method = replace(method, distiller=None, extractor=None)
     learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    engine = await open_role_engine(config, gpus, actor, stack)
+    engine = await open_role_engine(config, gpus, actor, stack, trained=True)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,

@@ -38,7 +38,7 @@ from crl.protocols import (
     Method,
     Monitor,
 )
-from crl.run.checkpoint import read_state
+from crl.run.checkpoint import read_state, trained_model
 from crl.run.experience import (
     ExperiencePipeline,
     ExtractorTrainer,
@@ -190,7 +190,8 @@ async def open_experience(
     if method.distiller is None:
         return None, None
     role = extractor_model(config, monitor.note)
-    engine = await open_role_engine(config, gpus, role, stack)
+    trained = method.extractor is not None
+    engine = await open_role_engine(config, gpus, role, stack, trained=trained)
     factory = await bank_factory(
         config, specs, gpus, embedding_progress(monitor.note, progress_bar=progress_bar), stack
     )
@@ -264,12 +265,11 @@ def run_bank_source(config: RunConfig, checkpoint: Path, run: RunDir) -> BankSou
     Raise `ConfigError` if the run's bank file is missing.
     """
     require_bank(run)
-    trained = checkpoint / "extractor"
-    role = (
-        model_of("extractor", trained, config.extractor)
-        if trained.is_dir()
-        else extractor_model(config)
-    )
+    if (checkpoint / "extractor").is_dir():
+        trained = trained_model(checkpoint, "extractor", config.extractor.model)
+        role = model_of("extractor", trained, config.extractor)
+    else:
+        role = extractor_model(config)
     return BankSource(run.bank, role, int(checkpoint.name))
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from crl.config.models import Profile
+from crl.config.models import Profile, is_adapter
 from crl.errors import CheckpointError, ConfigError, LearnerError
+from crl.modeling.adapters import base_has_moved, moved_base, with_base
 from crl.modeling.files import copy_model_files
 from crl.protocols import Learner, State
 
@@ -193,6 +194,20 @@ def checkpoint_of(root: Path, step: int) -> Path:
     if reason := damage(path):
         raise ConfigError("checkpoint", step, reason, "Choose another checkpoint")
     return path
+
+
+def trained_model(checkpoint: Path, role: str, initial: str) -> Path:
+    """Return the directory of a model of a checkpoint.
+
+    `initial` is the model of the role in the settings of the run. If the base model that an adapter
+    names has moved there, the directory is a temporary one, with an adapter that names it.
+
+    Raise `ConfigError` if the base model is gone, or if `initial` is another model.
+    """
+    model = (checkpoint / role).resolve()
+    if not is_adapter(model) or not base_has_moved(model, f"{role}.model"):
+        return model
+    return with_base(model, moved_base(model, initial, f"{role}.model"))
 
 
 def damage(checkpoint: Path) -> str:

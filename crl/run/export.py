@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from crl.config.command import changes_since
 from crl.config.load import SavedRun
-from crl.config.models import adapter_base, bundled_models, find_model, is_adapter
+from crl.config.models import bundled_models, find_model, is_adapter
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluation
 from crl.evaluation.records import read_evaluation
@@ -18,6 +19,12 @@ from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.manager import ExperienceManager
 from crl.manager.storage.database import copy_database
 from crl.manager.storage.store import Store
+from crl.modeling.adapters import (
+    base_has_moved,
+    moved_base,
+    recorded_precision,
+    write_base_name,
+)
 from crl.modeling.gguf import converted
 from crl.monitor.run_dir import RunDir
 from crl.run.bank import require_bank
@@ -52,16 +59,28 @@ def export_model(
         if merge and not is_adapter(source):
             reason = f"the {role} has no adapter, because all of its weights were trained"
             raise ConfigError("merge", True, reason, "Leave it out")
+        initial: str = getattr(saved.config, role).model
         if merge:
             from crl.modeling.lora import write_merged
 
-            base = converted(adapter_base(source), "merge", print_to_stderr)
+            base = converted(moved_base(source, initial, f"{role}.model"), "merge", print_to_stderr)
             write_merged(source, base, target, "merge")
         else:
-            shutil.copytree(
-                source, target, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True
-            )
+            _copy_model(source, target, initial, f"{role}.model")
         (target / CARD).write_text(_model_card(saved, checkpoint, role, target), "utf-8")
+
+
+def _copy_model(source: Path, target: Path, initial: str, key: str) -> None:
+    """Copy a model of a checkpoint without its optimizer.
+
+    `initial` is the model of the role in the settings of the run. An adapter names it if its base
+    model has moved there.
+    """
+    ignored = shutil.ignore_patterns(OPTIMIZER_FILE)
+    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+    if is_adapter(target) and base_has_moved(target, key):
+        with suppress(ConfigError):  # an adapter can be exported without its base model
+            write_base_name(target, moved_base(target, initial, key))
 
 
 async def export_bank(saved: SavedRun, run: RunDir, checkpoint: Path, target: Path) -> None:
@@ -146,6 +165,7 @@ def _model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> s
         f"{_licence(base) or 'unknown, see its own card'}.",
         "",
         *_training_lines(saved, checkpoint),
+        f"- precision: {_precision(target)}",
         "",
         *_result_lines(checkpoint),
         "",
@@ -171,6 +191,13 @@ def _model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> s
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _precision(model: Path) -> str:
+    """Return the precision of the weights in the directory of a model, as text."""
+    if is_adapter(model):
+        return f"float32 (adapter), {recorded_precision(model) or 'unknown'} (base model)"
+    return json.loads((model / "config.json").read_text("utf-8")).get("dtype") or "unknown"
 
 
 def _bank_card(saved: SavedRun, checkpoint: Path, entries: int) -> str:

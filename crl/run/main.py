@@ -44,7 +44,13 @@ from crl.protocols import Monitor
 from crl.run import export, resume
 from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.bank import run_bank_source
-from crl.run.checkpoint import chosen_checkpoint, latest_checkpoint, read_state, repair
+from crl.run.checkpoint import (
+    chosen_checkpoint,
+    latest_checkpoint,
+    read_state,
+    repair,
+    trained_model,
+)
 from crl.run.loop import TrainingLoop
 from crl.run.models import model_of, print_to_stderr
 from crl.run.resume import Resumption
@@ -92,6 +98,7 @@ def resume_run(
     `train` does, and `ConfigError` if there is no undamaged checkpoint, or if the run is finished.
     """
     started = time.monotonic()
+    resume.require_initial_models(config)
     preflight.require(config, checks=preflight.RESUME_CHECKS)
     run = RunDir(run_dir)
     with run.lock():
@@ -260,7 +267,7 @@ def evaluate_run(run_dir: Path) -> int:
 async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluation:
     source = run_bank_source(config, checkpoint, run) if config.with_extractor else None
     rates = read_state(checkpoint)["success_rates"] if config.critic.enabled else None
-    actor = model_of("actor", checkpoint / "actor", config.actor)
+    actor = model_of("actor", trained_model(checkpoint, "actor", config.actor.model), config.actor)
     async with open_evaluator(config, actor, source, rates) as evaluator:
         return await evaluator.evaluate()
 

@@ -16,6 +16,8 @@ from crl.config.schema import ActorSection, ExtractorSection
 from crl.engines.backends import ENGINES, ServedModel, open_engine
 from crl.learners.backends import LEARNERS, TrainedModel, open_learner
 from crl.learners.step import TrainSettings
+from crl.modeling import Precision
+from crl.modeling.adapters import BaseModel
 from crl.modeling.gguf import converted
 from crl.modeling.loading import (
     load_tokenizer,
@@ -107,9 +109,7 @@ async def open_role_learner(
         role.section.optimizer,
         loss,
         _train_settings(config, role.section),
-        Adapter(role.section.lora, role.source, derive_seed(config.run.seed, "adapter", role.name))
-        if role.section.lora.rank
-        else None,
+        _adapter(config, role),
     )
     learner = await open_learner(
         section,
@@ -120,6 +120,18 @@ async def open_role_learner(
     )
     stack.push_async_callback(learner.aclose)
     return learner
+
+
+def _adapter(config: RunConfig, role: ModelRole) -> Adapter | None:
+    """Return the adapter that the learner of a role trains; None if it trains all weights."""
+    if not role.section.lora.rank:
+        return None
+    return Adapter(
+        role.section.lora,
+        BaseModel.of(role.source, role.key),
+        derive_seed(config.run.seed, "adapter", role.name),
+        merged=not ENGINES[config.engine.kind].receives_adapters,
+    )
 
 
 def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection) -> TrainSettings:
@@ -136,12 +148,20 @@ def _train_settings(config: RunConfig, section: ActorSection | ExtractorSection)
 
 
 async def open_role_engine(
-    config: RunConfig, gpus: Mapping[str, GpuAssignment], role: ModelRole, stack: AsyncExitStack
+    config: RunConfig,
+    gpus: Mapping[str, GpuAssignment],
+    role: ModelRole,
+    stack: AsyncExitStack,
+    *,
+    trained: bool = False,
 ) -> Engine:
-    """Start the engine of a role. `stack` closes it."""
+    """Start the engine of a role. `stack` closes it.
+
+    `trained`: a learner of the role sends weights to the engine.
+    """
     assigned = gpus.get(f"{role.name} engine", NO_GPU)
     replicas = ENGINES[config.engine.kind].replicas(config.engine)
-    return await _open_engine(config, assigned, role, replicas, stack)
+    return await _open_engine(config, assigned, role, replicas, stack, trained=trained)
 
 
 async def open_untrained_engine(
@@ -162,6 +182,8 @@ async def _open_engine(
     role: ModelRole,
     replicas: int,
     stack: AsyncExitStack,
+    *,
+    trained: bool = False,
 ) -> Engine:
     section = config.engine
     if not ENGINES[section.kind].in_process:
@@ -169,7 +191,11 @@ async def _open_engine(
     engine = await open_engine(
         section,
         ServedModel(
-            role.name, role.path, _precision(config, role), role.section.max_context_tokens
+            role.name,
+            role.path,
+            _precision(config, role),
+            role.section.max_context_tokens,
+            role.section.lora if trained and role.section.lora.rank else None,
         ),
         assigned,
         replicas=replicas,
@@ -183,7 +209,7 @@ def _learner_device(config: RunConfig) -> torch.device:
     return resolve_device(config.learner.device, "learner.device")
 
 
-def _precision(config: RunConfig, role: ModelRole) -> Literal["float32", "bfloat16"]:
+def _precision(config: RunConfig, role: ModelRole) -> Precision:
     """Return the precision of learner and engine.
 
     Both use the same one, so the engine samples with exactly the weights that the learner

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crl.config.load import SavedRun, load_saved, versions
-from crl.config.models import find_model, weight_shapes
+from crl.config.models import find_model, is_adapter, weight_shapes
+from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 from crl.manager.storage.database import copy_database, snapshots
 from crl.manager.storage.store import Store
+from crl.modeling.adapters import moved_remedy, require_same_base
 from crl.monitor.run_dir import RunDir
+from crl.planning.model_checks import model_sections
 from crl.records import position
 from crl.run.bank import require_bank
 from crl.run.checkpoint import (
@@ -123,7 +126,8 @@ def has_moved(run: RunDir) -> Callable[[str, str, str], bool]:
     """Return a function that tells whether the initial model of a role has moved.
 
     Its arguments are the role, the old and the new path. The old path must have no model. The
-    weights at the new path must have the shapes of the trained ones, if the role is trained.
+    weights at the new path must have the shapes of the trained ones, if the role is trained. The
+    function raises `ConfigError` if an adapter was trained and the new path has another base model.
     """
 
     def moved(role: str, old: str, new: str) -> bool:
@@ -132,14 +136,27 @@ def has_moved(run: RunDir) -> Callable[[str, str, str], bool]:
             return False
         if (found := find_model(new, key)) is None:
             return False
-        trained = [run.checkpoint(step) / role for step in complete_steps(run.checkpoints)[-1:]]
+        steps = complete_steps(run.checkpoints)[-1:]
+        trained = [path for step in steps if (path := run.checkpoint(step) / role).is_dir()]
+        for path in filter(is_adapter, trained):
+            require_same_base(path, found, key)
         return all(
             weight_shapes(path, key) == weight_shapes(found, key)
             for path in trained
-            if path.is_dir()
+            if not is_adapter(path)
         )
 
     return moved
+
+
+def require_initial_models(config: RunConfig) -> None:
+    """Raise `ConfigError` if a model that the run began with is gone."""
+    for role, section in model_sections(config).items():
+        try:
+            find_model(section.model, f"{role}.model")
+        except ConfigError as error:
+            remedy = f"Restore it. {moved_remedy(error.key)}"
+            raise ConfigError(error.key, error.value, error.reason, remedy) from error
 
 
 def _exists(model: str) -> bool:

@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from crl.config.schema import OptimizerSection
+from crl.config.schema import LoraSection, OptimizerSection
 from crl.engines.torch import TorchEngine
 from crl.errors import ConfigError, LearnerError
 from crl.learners.deepspeed import (
@@ -34,14 +35,23 @@ from crl.learners.deepspeed import (
     HEARTBEAT_TIMEOUT_S,
     ComputeSettings,
     DeepSpeedLearner,
+    RankModel,
     RankSettings,
     ZeroSettings,
 )
 from crl.learners.local import LocalLearner
 from crl.learners.optimizer_file import OPTIMIZER_FILE
-from crl.learners.step import TrainSettings
+from crl.learners.step import MicroBatch, TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
+from crl.modeling.adapters import BaseModel
 from crl.modeling.loading import checksum, load_model, named_weights
+from crl.modeling.lora import (
+    ADAPTER_WEIGHTS,
+    Adapter,
+    adapter_parameters,
+    add_adapter,
+    write_merged,
+)
 from crl.modeling.weights import FileWeights
 from crl.run.sync import sync_weights
 from crl.types import KeptSet, Minibatch, Sampling, StepStats, TokenTrace, TrainSample
@@ -113,11 +123,25 @@ def with_nan(batch: Minibatch) -> Minibatch:
     return replace(batch, samples=(replace(first, advantage=NAN), *rest))
 
 
+def adapter_of(path: Path, *, rank: int = 4, merged: bool = True) -> Adapter:
+    """Return an adapter of all linear layers. ZeRO stage 3 partitions it from rank 128 on."""
+    return Adapter(
+        LoraSection(rank=rank, alpha=2.0 * rank), BaseModel.of(path), seed=3, merged=merged
+    )
+
+
 @asynccontextmanager
 async def local(
-    path: Path, loss: Any = SURROGATE, settings: TrainSettings = SETTINGS
+    path: Path,
+    loss: Any = SURROGATE,
+    settings: TrainSettings = SETTINGS,
+    adapter: Adapter | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> AsyncIterator[LocalLearner]:
-    learner = LocalLearner(load_model(path, torch.device("cpu")), loss, RATE, settings)
+    model = load_model(path, torch.device("cpu"), dtype)
+    if adapter:
+        add_adapter(model, adapter)
+    learner = LocalLearner(model, loss, RATE, settings, adapter=adapter)
     try:
         yield learner
     finally:
@@ -135,10 +159,10 @@ async def ranks(
     precision: Literal["float32", "bfloat16"] = "float32",
     zero: int = 2,
     offload: bool = False,
+    adapter: Adapter | None = None,
 ) -> AsyncIterator[DeepSpeedLearner]:
     rank_settings = RankSettings(
-        model=path,
-        key="actor.model",
+        model=RankModel(path, "actor.model", adapter),
         loss=loss,
         optimizer=RATE,
         train=train,
@@ -263,13 +287,31 @@ leaves a rank without work.
             },
             id="recomputed activations, offloaded, at 3",
         ),
+        pytest.param(0, {"adapter": 4}, marks=pytest.mark.soak, id="adapter at 0"),
+        pytest.param(1, {"adapter": 4}, marks=pytest.mark.soak, id="adapter at 1"),
+        pytest.param(
+            2,
+            {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3, "adapter": 4},
+            id="adapter with kl and clipping on three ranks",
+        ),
+        pytest.param(
+            3,
+            {
+                "train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3),
+                "offload": True,
+                "adapter": 128,
+            },
+            id="adapter with kl, recomputed activations, offloaded, at 3",
+        ),
     ],
 )
 async def test_ranks_train_as_one_process_does(
     model: Path, tmp_path: Path, zero: int, options: dict[str, Any]
 ) -> None:
+    adapter = adapter_of(model, rank=options["adapter"]) if "adapter" in options else None
+    options = {**options, "adapter": adapter}
     async with local(
-        model, options.get("loss", SURROGATE), options.get("train", SETTINGS)
+        model, options.get("loss", SURROGATE), options.get("train", SETTINGS), adapter
     ) as learner:
         alone = await outcome(learner, new_folder(tmp_path / "local"), STEPS)
     async with ranks(model, zero=zero, **options) as learner:
@@ -474,6 +516,181 @@ async def test_bfloat16_ranks_train_float32_weights_and_save_them(
     assert differing < 0.1 * sum(weight.numel() for weight in expected.values()), (
         "the same up to rounding"
     )
+
+
+# ── adapters ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def disturbed(path: Path, adapter: Adapter, folder: Path) -> Path:
+    """Save an adapter whose matrices B are not 0, so that all gradients differ from 0."""
+    draws = torch.Generator().manual_seed(5)
+    async with local(path, adapter=adapter) as learner:
+        with torch.no_grad():
+            for parameter in adapter_parameters(learner.model).values():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=draws))
+        await learner.save(new_folder(folder))
+    return folder
+
+
+def peft_gradients(path: Path, saved: Path, batch: Minibatch) -> Mapping[str, torch.Tensor]:
+    """Return the gradients of a `PeftModel` for the whole minibatch in padded rows."""
+    model: Any = peft.PeftModel.from_pretrained(
+        load_model(path, torch.device("cpu")), str(saved), is_trainable=True
+    )
+    whole = MicroBatch.of(batch.samples, torch.device("cpu"))
+    log_p = model(input_ids=whole.ids).logits.log_softmax(-1)
+    new = log_p[:, :-1].gather(2, whole.ids[:, 1:, None])[..., 0]
+    loss, _ = SURROGATE(
+        torch.nn.functional.pad(new, (1, 0)), whole.old_logp, whole.advantage, whole.mask,
+        weights=whole.weights, total_tokens=batch.total_tokens,
+    )  # fmt: skip
+    loss.backward()
+    return {
+        name.removeprefix("base_model.model."): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize(("zero", "rank"), [(2, 4), (3, 128)])
+async def test_gradients_of_adapters_are_those_of_peft(
+    model: Path, tmp_path: Path, zero: int, rank: int
+) -> None:
+    adapter = adapter_of(model, rank=rank)
+    start = await disturbed(model, adapter, tmp_path / "start")
+    expected = peft_gradients(model, start, minibatch(0))
+    async with ranks(model, zero=zero, adapter=adapter) as learner:
+        await learner.load(start)
+        await learner.step([minibatch(0)])
+        await learner.save(new_folder(tmp_path / "saved"))
+    found = moments(tmp_path / "saved")
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name] * 10, gradient, rtol=1e-5, atol=1e-5)
+    assert sum(float(gradient.abs().max()) > 1e-3 for gradient in expected.values()) > 10
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 3)), (None, (3, 2)), ((3, 2), None)])
+async def test_a_checkpoint_of_an_adapter_resumes_with_other_ranks(
+    model: Path, tmp_path: Path, before: tuple[int, int] | None, after: tuple[int, int] | None
+) -> None:
+    """Compare a resumed learner with an uninterrupted one. The adapters are equal to the bit."""
+    adapter = adapter_of(model, rank=128)
+    train = replace(SETTINGS, kl_coef=0.3)
+
+    def learner_of(stage_and_ranks: tuple[int, int] | None) -> Any:
+        if stage_and_ranks is None:
+            return local(model, settings=train, adapter=adapter)
+        return ranks(
+            model, stage_and_ranks[1], train=train, zero=stage_and_ranks[0], adapter=adapter
+        )
+
+    first, again = new_folder(tmp_path / "first"), new_folder(tmp_path / "again")
+    async with learner_of(before) as learner:
+        await learner.step(STEPS[0])
+        await learner.save(first)
+        uninterrupted = await learner.step(STEPS[2])
+        expected = dict((await published_file(learner)).tensors)
+    names = {path.name for path in first.iterdir()}
+    assert names >= {"adapter_config.json", ADAPTER_WEIGHTS, OPTIMIZER_FILE}
+    assert not names & {"model.safetensors", "config.json"}
+    async with learner_of(after) as learner:
+        await learner.load(first)
+        await learner.save(again)
+        resumed = await learner.step(STEPS[2])
+        found = dict((await published_file(learner)).tensors)
+    for file in (ADAPTER_WEIGHTS, OPTIMIZER_FILE):
+        saved, kept = (load_file(folder / file) for folder in (first, again))
+        assert saved.keys() == kept.keys()
+        assert all(torch.equal(saved[name], kept[name]) for name in saved)
+    for name, value in uninterrupted.metrics.items():
+        if name not in PACKING_METRICS:
+            assert resumed.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-4)
+    write_merged(first, model, tmp_path / "merged", "merge")
+    merged = named_weights(load_model(tmp_path / "merged", torch.device("cpu")))
+    assert merged.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+async def test_bfloat16_ranks_train_float32_adapters(
+    model: Path, tmp_path: Path, zero: int
+) -> None:
+    adapter = adapter_of(model, rank=128)
+    train = replace(SETTINGS, kl_coef=0.3)
+    start = await disturbed(model, adapter, tmp_path / "start")
+    async with local(model, settings=train, adapter=adapter, dtype=torch.bfloat16) as learner:
+        await learner.load(start)
+        alone = await learner.step(STEPS[1])
+    async with ranks(
+        model, zero=zero, precision="bfloat16", train=train, adapter=adapter
+    ) as learner:
+        await learner.load(start)
+        await learner.save(new_folder(tmp_path / "loaded"))
+        stats = await learner.step(STEPS[1])
+        await learner.save(new_folder(tmp_path / "saved"))
+        published = dict((await published_file(learner)).tensors)
+        with pytest.raises(LearnerError, match=rf"contains no {ADAPTER_WEIGHTS}"):
+            await learner.load(await whole_checkpoint(model, tmp_path / "whole"))
+    assert (stats.updates, stats.skipped) == (2, 1)
+    for name in ("loss", "entropy", "reference_kl"):
+        assert stats.metrics[name] == pytest.approx(alone.metrics[name], rel=0.05, abs=0.02)
+    loaded, saved = (tmp_path / name / ADAPTER_WEIGHTS for name in ("loaded", "saved"))
+    exact, kept = load_file(start / ADAPTER_WEIGHTS), load_file(loaded)
+    assert kept.keys() == exact.keys()
+    assert all(torch.equal(kept[name], exact[name]) for name in exact), "not rounded"
+    tensors = load_file(saved)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors.values())
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    base = named_weights(load_model(model, torch.device("cpu"), torch.bfloat16))
+    changed = {name for name, weight in base.items() if not torch.equal(published[name], weight)}
+    assert len(changed) == 2 * 7, "the weights of the linear layers"
+
+
+async def test_one_rank_has_the_dropout_of_one_process(model: Path, tmp_path: Path) -> None:
+    """Compare gradients with recomputed activations, and the next step after a resume."""
+    adapter = adapter_of(model)
+    adapter = replace(adapter, section=adapter.section.model_copy(update={"dropout": 0.4}))
+    start = await disturbed(model, adapter, tmp_path / "start")
+    train = replace(SETTINGS, activation_checkpointing=True)
+    async with local(model, adapter=adapter) as learner:
+        await learner.load(start)
+        alone = await outcome(learner, new_folder(tmp_path / "local"), STEPS)
+    for number, (stage, source) in enumerate(((2, start), (3, tmp_path / "0"))):
+        async with ranks(model, 1, train=train, zero=stage, adapter=adapter) as learner:
+            await learner.load(source)
+            steps = STEPS[number:]
+            together = await outcome(learner, new_folder(tmp_path / str(number)), steps)
+        for stats, other in zip(together.stats, alone.stats[number:], strict=True):
+            for name in ("loss", "grad_norm", "entropy", "ratio_mean"):
+                assert stats.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4), name
+        if not number:
+            for name, gradient in alone.gradients.items():
+                torch.testing.assert_close(
+                    together.gradients[name] * 10, gradient * 10, rtol=1e-5, atol=1e-5
+                )
+
+
+async def whole_checkpoint(path: Path, folder: Path) -> Path:
+    async with local(path) as learner:
+        await learner.save(new_folder(folder))
+    return folder
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+async def test_ranks_publish_the_adapter_alone(model: Path, tmp_path: Path, zero: int) -> None:
+    adapter = adapter_of(model, rank=128, merged=False)
+    async with ranks(model, zero=zero, adapter=adapter) as learner:
+        await learner.step(STEPS[0])
+        handle = await published_file(learner)
+        await learner.save(tmp_path)
+        published = dict(handle.tensors)
+        handle.discard()
+    saved = load_file(tmp_path / ADAPTER_WEIGHTS)
+    assert published.keys() == saved.keys()
+    assert all(torch.equal(published[name], saved[name]) for name in saved)
 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support.engine_runs import (
     DEEPSPEED,
@@ -37,17 +38,30 @@ pytest.importorskip(
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import TorchEngine
 from crl.engines.vllm import VllmEngine, VllmSettings
-from crl.learners.deepspeed import ComputeSettings, DeepSpeedLearner, RankSettings, ZeroSettings
+from crl.learners.deepspeed import (
+    ComputeSettings,
+    DeepSpeedLearner,
+    RankModel,
+    RankSettings,
+    ZeroSettings,
+)
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
 from crl.methods.parts.training import CispoLoss, SurrogateLoss
 from crl.modeling.loading import load_model
+from crl.modeling.lora import ADAPTER_WEIGHTS
 from crl.run.sync import sync_weights
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
 SETTINGS = TrainSettings(temperature=0.8, micro_batch_tokens=256, max_grad_norm=1.0, kl_coef=0.05)
 RATE = OptimizerSection(learning_rate=1e-4)
 PROMPTS = [tuple(range(5 + i, 45 + 3 * i)) for i in range(6)]
+
+
+ADAPTERS = (
+    "actor.lora.rank=4", "extractor.lora.rank=2", "extractor.lora.targets=q_proj,v_proj",
+    "actor.kl_coef=0.01",
+)  # fmt: skip
 
 
 @asynccontextmanager
@@ -84,7 +98,7 @@ def local(model: Path, loss: Any) -> LocalLearner:
 
 async def ranks(model: Path, loss: Any, zero: int) -> DeepSpeedLearner:
     settings = RankSettings(
-        model=model, key="actor.model", loss=loss, optimizer=RATE, train=SETTINGS,
+        model=RankModel(model, "actor.model"), loss=loss, optimizer=RATE, train=SETTINGS,
         compute=ComputeSettings("cpu", "float32", threads=1, deterministic=False),
         zero=ZeroSettings(zero, offload=False), timeout=120.0,
     )  # fmt: skip
@@ -174,3 +188,27 @@ def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
     assert len(versions) > 1
     for role in ("actor", "extractor"):
         assert (run / "checkpoints" / str(steps) / role / "optimizer.safetensors").is_file()
+
+
+@pytest.mark.parametrize("learner", [DEEPSPEED, ()], ids=["ranks", "local learner"])
+def test_a_run_trains_adapters_end_to_end(tmp_path: Path, learner: Sequence[str]) -> None:
+    """Check a run whose engines receive adapters alone. It is resumed after half of its steps.
+
+    The heads of the bundled models are widened for vLLM.
+    """
+    run, steps = tmp_path / "run", 8
+    train(run, *VLLM, *learner, *ADAPTERS, "extractor.batch=2", steps=steps // 2)
+    resume(run, steps=steps)
+    assert [line["step"] for line in metrics(run, "train")] == list(range(1, steps + 1))
+    trained_in_agreement(run)
+    for role, line in (("actor", metrics(run, "train")[-1]), ("extractor", extractor_line(run))):
+        saved = run / "checkpoints" / str(steps) / role
+        assert not (saved / "model.safetensors").exists()
+        adapter = load_file(saved / ADAPTER_WEIGHTS)
+        sent = sum(tensor.numel() * 4 for tensor in adapter.values())
+        assert line["perf/sync_bytes"] == sent
+    assert metrics(run, "train")[-1]["actor/reference_kl"] > 0
+
+
+def extractor_line(run: Path) -> dict[str, Any]:
+    return [line for line in metrics(run, "extractor") if line["extractor/updates"]][-1]

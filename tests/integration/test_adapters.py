@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from crl.config.models import adapter_base, resolve_model
+from crl.config.schema import LoraSection
 from crl.errors import ConfigError
+from crl.modeling.adapters import BaseModel
+from crl.modeling.files import copy_model_files
 from crl.modeling.gguf import converted
 from crl.modeling.loading import load_model, named_weights
+from crl.modeling.lora import Adapter, adapter_parameters, add_adapter
 from crl.planning.model_checks import require_model
 from support.complementary_runs import SIZES
+from support.gguf_files import write_gguf
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics, one_line
 
 SETS = (
@@ -111,6 +117,98 @@ def test_exports(run: Path, tmp_path: Path) -> None:
     assert not whole.exists()
 
 
+def test_an_export_has_the_precision_of_its_run(tmp_path: Path) -> None:
+    """A run on the CPU trains a base model in bfloat16 in float32."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    half = load_model(resolve_model("tiny-actor"), CPU, torch.bfloat16)
+    half.save_pretrained(base)
+    copy_model_files(resolve_model("tiny-actor"), base)
+    sets = (*SIZES, "eval.probe_every=0", "actor.lora.rank=2", f"actor.model={base}")
+    assert crl(*arguments(run, "room", sets, 1, 0, "grpo")).exit_code == 0
+    cards = []
+    for name, options in (("adapter", ()), ("merged", ("--merge",))):
+        assert crl("export", run, tmp_path / name, *options).exit_code == 0
+        cards.append((tmp_path / name / "README.md").read_text("utf-8"))
+    assert "- precision: float32 (adapter), float32 (base model)\n" in cards[0]
+    assert "- precision: float32\n" in cards[1]
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
+    changed = [name for name, t in merged.items() if not torch.equal(t, t.bfloat16().float())]
+    assert changed, "rounding to bfloat16 would change the adapted weights"
+
+
+@pytest.fixture(scope="module")
+def homeless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of two steps, and with its base model after it was moved.
+
+    The directory `other` has a model of the same shape with other weights.
+    """
+    folder = tmp_path_factory.mktemp("homeless")
+    base = folder / "base"
+    shutil.copytree(resolve_model("tiny-actor"), base)
+    sets = (*(name for name in SIZES if "eval." in name), *DETERMINISTIC, "eval.probe_every=0",
+            "rollout.groups=2", "rollout.group_size=4", "run.checkpoint_every=1",
+            "actor.lora.rank=2", f"actor.model={base}",
+            "actor.optimizer.learning_rate=0.01")  # fmt: skip
+    result = crl(*arguments(folder / "run", "room", sets, 2, 0, "grpo"))
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert adapter_base(folder / "run" / "checkpoints" / "2" / "actor") == base
+    shutil.copytree(base, folder / "other")
+    model = load_model(base, CPU)
+    with torch.no_grad():
+        next(model.parameters()).add_(0.01)
+    model.save_pretrained(folder / "other")
+    base.rename(folder / "moved")
+    return folder
+
+
+MEASURED = ("--tasks", "room", "--set", "tasks.room.eval.seen=8",
+            "--set", "tasks.room.eval.unseen=4")  # fmt: skip
+REMEDY = "Add --set actor.model=DIR with its new place to crl eval, crl resume or crl fork"
+
+
+def test_a_run_whose_base_model_has_moved_is_evaluated(homeless: Path, tmp_path: Path) -> None:
+    run, moved = homeless / "run", homeless / "moved"
+    for options in (["eval", run], ["eval", run, *MEASURED], ["resume", run, "--steps", 3]):
+        error = one_line(crl(*options))
+        assert f"{homeless / 'base'}" in error
+        assert REMEDY in error, options
+    assert REMEDY in one_line(crl("export", run, tmp_path / "export", "--merge"))
+    given = ("--set", f"actor.model={moved}")
+    result = crl("eval", run, *MEASURED, *given, "--out", tmp_path / "own")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    saved = json.loads((tmp_path / "own" / "step2-no-experience.json").read_text("utf-8"))
+    actor = str((run / "checkpoints" / "2" / "actor").resolve())
+    assert saved["about"]["model"] == saved["about"]["settings"]["actor"]["model"] == actor
+    last = metrics(run, "eval")[-1]
+    assert f"{last['eval/room/seen/success/free']:.3f}" in result.output
+    for command in (["eval", run, *MEASURED], ["resume", run, "--steps", 3]):
+        error = one_line(crl(*command, "--set", f"actor.model={homeless / 'other'}"))
+        assert f"is not the base model of {run / 'checkpoints' / '2' / 'actor'}" in error
+        assert "their weights differ" in error
+
+
+def test_a_run_whose_base_model_has_moved_continues(homeless: Path, tmp_path: Path) -> None:
+    """All commands on the run use the new place after one of them has recorded it."""
+    moved, run, copied = homeless / "moved", tmp_path / "run", tmp_path / "fork"
+    shutil.copytree(homeless / "run", run)
+    result = crl("fork", run, copied, "--set", f"actor.model={moved}")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    result = crl("resume", run, "--steps", 3, "--set", f"actor.model={moved}", "--plain")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert f"actor.model: {homeless / 'base'} → {moved}" in result.output
+    for folder in (run, copied):
+        assert crl("eval", folder).exit_code == 0
+        assert crl("eval", folder, *MEASURED, "--step", 2).exit_code == 0
+        whole, adapter = (tmp_path / f"{folder.name}-{kind}" for kind in ("whole", "adapter"))
+        assert crl("export", folder, whole, "--merge", "--step", 2).exit_code == 0
+        assert crl("export", folder, adapter, "--step", 2).exit_code == 0
+        assert adapter_base(adapter) == moved
+        assert_equal(adapter, whole)
+    error = one_line(crl("eval", run, *MEASURED, "--step", 3, "--set", f"actor.model={moved}"))
+    assert "has no effect: the checkpoint has the models" in error
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_starts_from_an_adapter(rank: int, run: Path, tmp_path: Path) -> None:
     """The adapter is merged into the initial weights. A new adapter is trained on top of it."""
@@ -137,13 +235,67 @@ def test_a_run_starts_from_an_adapter(rank: int, run: Path, tmp_path: Path) -> N
     [
         (["actor.lora.alpha=2"], "has no effect because actor.lora.rank is 0"),
         (["actor.lora.rank=2", "actor.lora.targets=q_proj,nope"], "nope is not a linear layer"),
-        (["actor.lora.rank=2", "learner.kind=deepspeed"], "not supported by learner.kind"),
-        (["actor.lora.rank=2", "engine.kind=vllm"], "not supported by engine.kind"),
+        (
+            ["actor.lora.rank=33"],
+            "actor.lora.rank = 33: is above the smallest dimension of k_proj, which is 32 × 64: a "
+            "larger rank adds parameters and no expressiveness. Choose at most 32, or leave out "
+            "k_proj and v_proj with --set actor.lora.targets=A,B, or train all weights with "
+            "actor.lora.rank=0",
+        ),
+        (
+            ["actor.lora.rank=65", "actor.lora.targets=down_proj"],
+            "of down_proj, which is 64 × 192: a larger rank adds parameters and no "
+            "expressiveness. Choose at most 64, or train all weights with actor.lora.rank=0",
+        ),
+        (["actor.lora.rank=513", "engine.kind=vllm"], "vLLM supports ranks up to 512"),
+        (
+            ["actor.lora.rank=2", "engine.kind=vllm", "engine.load_format=dummy"],
+            "engine.load_format = 'dummy': starts with random weights",
+        ),
+        (
+            [
+                "actor.lora.rank=2",
+                "engine.kind=vllm",
+                "engine.transfer=nccl",
+                "learner.kind=deepspeed",
+            ],
+            "engine.transfer = 'nccl': sends whole weights",
+        ),
     ],
 )
 def test_settings_that_are_refused(sets: list[str], message: str, tmp_path: Path) -> None:
     command = arguments(tmp_path / "run", "room", tuple(sets), 1, 0, "grpo")
     assert message in one_line(crl(*command, "--dry-run"))
+
+
+@pytest.mark.parametrize("targets", ["", "q_proj,down_proj"])
+def test_the_plan_shows_adapters(targets: str, tmp_path: Path) -> None:
+    sets = (f"actor.lora.targets={targets}", "actor.lora.rank=32", "extractor.lora.rank=2")
+    arguments_ = arguments(tmp_path / "run", "room", sets, 1, 0, "complementary")
+    result = crl(*arguments_, "--dry-run")
+    assert result.exit_code == 0, result.output
+    counts = []
+    for role, section in (
+        ("actor", LoraSection(rank=32, targets=targets)),
+        ("extractor", LoraSection(rank=2)),
+    ):
+        path = resolve_model(f"tiny-{role}")
+        add_adapter(model := load_model(path, CPU), Adapter(section, BaseModel.of(path), 0))
+        count = sum(p.numel() for p in adapter_parameters(model).values())
+        counts.append(f"; adapter of rank {section.rank} with {count:,} trainable parameters\n")
+    models = result.output.partition("── models ──")[2]
+    assert all(text in models for text in counts), models
+    untrained = crl(*arguments_, "--dry-run", "--set", "extractor.train=false")
+    assert counts[0] in untrained.output
+    assert counts[1] not in untrained.output
+
+
+def test_the_rank_for_a_gguf_file_is_checked(tiny_actor: Path, tmp_path: Path) -> None:
+    """The header of the file has the sizes. Its weights are not read."""
+    write_gguf(tiny_actor, file := tmp_path / "tiny.gguf")
+    sets = (f"actor.model={file}", "actor.profile=compact", "actor.lora.rank=33")
+    error = one_line(crl(*arguments(tmp_path / "run", "room", sets, 1, 0, "grpo"), "--dry-run"))
+    assert "is above the smallest dimension of k_proj, which is 32 × 64" in error
 
 
 def test_adapters_with_wrong_files_are_refused(tmp_path: Path) -> None:

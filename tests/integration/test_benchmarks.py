@@ -298,12 +298,26 @@ def test_embedders_are_compared_on_right_lessons(tmp_path: Path):
     script = str(ROOT / "benchmarks" / "embedders.py")
     command = [sys.executable, script, "--quick", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    rows = json.loads(out.read_text("utf-8"))["rows"]
-    assert len(rows) == 5 * 2 * 3
+    results = json.loads(out.read_text("utf-8"))
+    rows = results["rows"]
+    assert len(rows) == (5 + 1) * 2 * 3 * 3, "tasks and all of them, embedders, wordings, keys"
     for row in rows:
-        assert 0 <= row["recall"] <= row["right"] <= 1
+        assert 0 <= row["recall@1"] <= min(row["right"], row["recall@5"]) <= 1
+        low, high = row["right_interval"]
+        assert low <= row["right"] <= high
         if row["key"] == "goal, 0.1 text":
             assert row["own"] > 0.99
+    right = {
+        (row["embedder"][:4], row["wording"]): row["right"]
+        for row in rows
+        if (row["task"], row["key"]) == ("all", "text")
+    }
+    for wording in ("same words", "other words"):
+        assert right["word", wording] > right["hash", wording], "the reason for the default"
+    assert len(results["differences"]) == 3 * 3
+    assert [(speed["texts"], speed["per_second"] > 0) for speed in results["speed"]] == [
+        ("short", True), ("long", True),
+    ] * 2  # fmt: skip
 
 
 def test_figures_are_made_from_stored_runs(
@@ -348,3 +362,17 @@ def test_the_lag_of_the_event_loop_is_measured_for_every_part(tmp_path: Path):
         assert 0 < row["p50"] <= row["p99"] <= row["max"]
         alone = row["part"] in ("idle", "bank")
         assert (row["on_loop"] is None, row["ratio"] is None) == (alone, alone)
+
+
+def test_the_speed_of_the_engine_is_compared_with_generate(tmp_path: Path):
+    out = tmp_path / "results.json"
+    script = str(ROOT / "benchmarks" / "engine_speed.py")
+    command = [sys.executable, script, "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    kinds = ("torch", "generate")
+    assert [(row["engine"], row["requests"]) for row in rows] == [
+        (kind, requests) for requests in (1, 16) for kind in kinds
+    ]
+    assert all(row["tokens_per_cpu_s"] > 0 and row["repetitions"] == 1 for row in rows)
+    assert all(row["ratio"] == 1 for row in rows if row["engine"] == "generate")

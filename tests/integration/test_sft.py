@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from support.whole_runs import crl, episodes, lines, metrics, one_line
 
 TASK = ("--tasks", "room", "--set", "rollout.groups=8", "--set", "rollout.group_size=4")
 FAST = ("--learning-rate", "1e-3")
+TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 INVALID_LINES = (
     "no JSON",
     '{"messages": []}',
@@ -82,6 +85,25 @@ def test_a_model_learns_from_recorded_demonstrations(demonstrated: Path, tmp_pat
     assert losses(result.stdout)[0] == start
 
 
+@pytest.mark.parametrize(("sets", "warmup"), [((), 3), (("actor.optimizer.warmup_steps=1",), 1)])
+def test_a_tenth_of_the_updates_is_the_warm_up(
+    sets: tuple[str, ...], warmup: int, tmp_path: Path
+) -> None:
+    file, run = tmp_path / "talks.jsonl", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 15, "utf-8")
+    result = crl(
+        "sft", "--from", file, "--tasks", "room", "--held-out", 0, "--epochs", 2,
+        "--batch-tokens", 1, "--learning-rate", 1e-3, "--run-dir", run,
+        *(part for text in sets for part in ("--set", text)),
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert f"at most 30 updates; warm-up of {warmup}" in result.stdout
+    rates = [line["sft/learning_rate"] for line in metrics(run, "sft")]
+    first = [min(1.0, (update + 1) / warmup) * 1e-3 for update in range(10)]
+    assert rates[0] == pytest.approx(sum(first) / 10)
+    assert rates[1:] == pytest.approx([1e-3] * 3)
+
+
 def test_scripted_demonstrations_are_played_first(tmp_path: Path) -> None:
     run, preset = tmp_path / "run", tmp_path / "mine.toml"
     preset.write_text('[actor]\nmodel = "tiny-actor"\nmax_context_tokens = 1024\n')
@@ -144,17 +166,74 @@ def test_requests_that_are_refused(options: list[str], message: str, tmp_path: P
     assert message in one_line(crl("sft", *options, "--run-dir", tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", 2], "--steps = 2: does not apply to recorded episodes"),
+        (["--preset", "gpu1"], "--preset = 'gpu1': does not apply to recorded episodes"),
+        (["--preset", "cpu"], "--preset = 'cpu': does not apply to recorded episodes"),
+        (["--tasks", "room"], "--tasks = 'room': does not apply to recorded episodes"),
+        (["--tasks", "room", "--steps", 4], "--steps = 4: does not apply to conversations"),
+        (["--tasks", "room", "--lost"], "--lost = True: does not apply to conversations"),
+    ],
+)
+def test_options_of_other_sources_are_refused(
+    options: list[object], message: str, demonstrated: Path, tmp_path: Path
+) -> None:
+    """The default of an option is refused too, if it was given."""
+    source = demonstrated
+    if "conversations" in message:
+        source = tmp_path / "talks.jsonl"
+        source.write_text(TALK + "\n", "utf-8")
+    error = one_line(crl("sft", "--from", source, *options, "--run-dir", tmp_path / "run"))
+    assert message in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_demonstrations_that_cannot_be_used(demonstrated: Path, tmp_path: Path) -> None:
     def error(*options: object) -> str:
         run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         return one_line(crl("sft", "--from", demonstrated, *options, "--run-dir", run))
 
-    assert "does not apply to recorded episodes" in error("--tasks", "room")
-    assert "has no demonstration to train on" in error("--set", "actor.max_context_tokens=26")
+    none = error("--set", "actor.max_context_tokens=26")
+    assert f"--from = '{demonstrated}': has no demonstration to train on: all " in none
+    assert "are longer than the context of 26 tokens" in none
+    assert "raise actor.max_context_tokens" in none
     assert "--held-out = 1.5: leaves nothing to train on" in error("--held-out", 1.5)
     assert "actor.kl_coef = 0.05: does not apply" in error("--set", "actor.kl_coef=0.05")
     assert "actor.temperature = 2.0: does not apply" in error("--set", "actor.temperature=2.0")
     assert "no epoch has a lower held-out loss" in error("--learning-rate", 0)
+
+
+def test_sources_without_a_demonstration_are_named(demonstrated: Path, tmp_path: Path) -> None:
+    shutil.copytree(demonstrated, lost := tmp_path / "lost")
+    for file in (lost / "episodes").glob("*.jsonl.gz"):
+        records = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+        for record in records:
+            record["success"] = False
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        file.write_bytes(gzip.compress(text.encode()))
+    error = one_line(crl("sft", "--from", lost, "--run-dir", tmp_path / "a"))
+    assert f"--from = '{lost}': has no demonstration to train on: no episode was won" in error
+    assert "or --lost to train on lost episodes too" in error
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n", "utf-8")
+    error = one_line(crl("sft", "--from", empty, "--tasks", "room", "--run-dir", tmp_path / "b"))
+    assert f"--from = '{empty}': has no demonstration to train on: the file is empty" in error
+
+
+def test_errors_of_the_chat_template_have_the_line(tiny_actor: Path, tmp_path: Path) -> None:
+    model, file = tmp_path / "model", tmp_path / "talks.jsonl"
+    shutil.copytree(tiny_actor, model)
+    template = model / "chat_template.jinja"
+    refusal = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no bad') }}{% endif %}"
+    template.write_text(refusal + template.read_text("utf-8"), "utf-8")
+    bad = TALK.replace('"a"', '"bad"')
+    file.write_text(f"{TALK}\n\n{bad}\n", "utf-8")
+    options = ("--tasks", "room", "--model", model, "--run-dir", tmp_path / "run")
+    error = one_line(crl("sft", "--from", file, *options))
+    assert f"--from = '{file}, line 3': the chat template of the model refuses" in error
+    assert "(TemplateError: no bad)" in error
 
 
 def test_files_of_other_encodings(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ NAMES = {
 
 
 def write_gguf(source: Path, file: Path) -> None:
-    """Write the bundled model in directory `source` as a GGUF file."""
+    """Write a bundled model in the directory `source`, or a copy of one, as a GGUF file.
+
+    A copy may lack the chat template.
+    """
     config = json.loads((source / "config.json").read_text("utf-8"))
     tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
     writer = gguf.GGUFWriter(file, "qwen2")
@@ -54,7 +57,8 @@ def write_gguf(source: Path, file: Path) -> None:
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])
-    writer.add_chat_template((source / "chat_template.jinja").read_text("utf-8"))
+    if (template := source / "chat_template.jinja").exists():
+        writer.add_chat_template(template.read_text("utf-8"))
     names = dict(NAMES)
     for name, tensor in load_file(source / "model.safetensors").items():
         if name.startswith("model.layers."):

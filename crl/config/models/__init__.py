@@ -22,6 +22,9 @@ Profile = Literal["full", "compact"]
 PROFILE_FILE = "crl.json"
 """File in a model's directory that declares its profile."""
 
+_METADATA = "__metadata__"
+"""Entry for the metadata in the header of a safetensors file."""
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -107,16 +110,35 @@ def adapter_base(path: Path, key: str = "actor.model") -> Path:
     return base
 
 
-def _named_base(path: Path, key: str) -> Path:
+def base_name(path: Path, key: str = "actor.model") -> str:
+    """Return the name or the path of the base model that the adapter in `path` names.
+
+    Raise `ConfigError` under `key` if its adapter_config.json cannot be read.
+    """
     try:
         name = json.loads((path / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
-        return resolve_model(name, key)
+        if not isinstance(name, str):
+            raise TypeError(f"base_model_name_or_path is {name!r}")
     except (ValueError, KeyError, TypeError) as error:
         reason = f"its {ADAPTER_CONFIG} cannot be read ({type(error).__name__}: {error})"
         raise ConfigError(key, str(path), reason, "Restore the file") from error
+    return name
+
+
+def _named_base(path: Path, key: str) -> Path:
+    """Return the directory or the GGUF file of the base model that the adapter in `path` names.
+
+    The base model may be an adapter. Raise `ConfigError` under `key` as `adapter_base` does.
+    """
+    name = base_name(path, key)
+    try:
+        return resolve_model(name, key)
     except ConfigError as error:
         reason = f"the base model of this adapter, {error.value}, {error.reason}"
-        remedy = f"Correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        remedy = (
+            f"Correct base_model_name_or_path in its {ADAPTER_CONFIG}; of a checkpoint, in a copy "
+            "that crl export makes"
+        )
         raise ConfigError(key, str(path), reason, remedy) from error
 
 
@@ -244,12 +266,32 @@ def _tensors(path: Path, key: str) -> dict[str, dict]:
     """Return the header entries of all tensors of a model, by name; none for an adapter."""
     if is_adapter(path):
         return {}
-    files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
-    return {name: entry for file in files for name, entry in _safetensors_header(file, key)}
+    files = [file for file in weight_files(path) if file.suffix == ".safetensors"]
+    headers = [_safetensors_header(file, key) for file in files]
+    return {
+        name: entry for header in headers for name, entry in header.items() if name != _METADATA
+    }
 
 
-def _safetensors_header(file: Path, key: str) -> list[tuple[str, dict]]:
-    """Return the entries of the header with their names, one per tensor.
+def weight_files(path: Path) -> list[Path]:
+    """Return the files with the weights of a model that is no adapter, in order.
+
+    `path` is a directory or a GGUF file. Files in safetensors come first: they are used if there
+    are some.
+    """
+    if path.is_file():
+        return [path]
+    patterns = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
+    return next((files for name in patterns if (files := sorted(path.glob(name)))), [])
+
+
+def safetensors_metadata(file: Path, key: str) -> dict[str, str]:
+    """Return the metadata of a safetensors file. Raise `ConfigError` like `model_size`."""
+    return _safetensors_header(file, key).get(_METADATA, {})
+
+
+def _safetensors_header(file: Path, key: str) -> dict[str, dict]:
+    """Return the header: an entry for each tensor, and the metadata.
 
     The file starts with the length of the header as a little-endian u64, followed by the header as
     JSON.
@@ -260,8 +302,10 @@ def _safetensors_header(file: Path, key: str) -> list[tuple[str, dict]]:
             if length > file.stat().st_size:
                 raise ValueError("the header is longer than the file")
             header = json.loads(stream.read(length))
-        return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, struct.error, AttributeError) as error:
+        if not isinstance(header, dict):
+            raise ValueError("the header is not an object")
+        return header
+    except (ValueError, struct.error) as error:
         raise ConfigError(
             key,
             str(file),

@@ -62,9 +62,11 @@ def _about(request: Request) -> Mapping[str, Any]:
     """Return the model, the options and the settings of an evaluation, as JSON."""
     config, bank = request.config, request.bank
     settings = config.model_dump(mode="json", include=set(SECTIONS))
+    if request.checkpoint:  # the model may be a temporary copy of the checkpoint's adapter
+        settings["actor"]["model"] = str((request.checkpoint / "actor").resolve())
     return {
         "subject": str(request.subject),
-        "model": config.actor.model,
+        "model": settings["actor"]["model"],
         "step": request.step,
         "weights": request.weights,
         "experience": request.source.value,

@@ -14,17 +14,18 @@ from typing import Any
 
 from crl.config.layers import Layer, Tree, leaves, merge, nested, parse_set, put
 from crl.config.load import load, load_saved, task_layers
-from crl.config.models import find_model, model_profile
+from crl.config.models import find_model, is_adapter, model_profile
 from crl.config.schema import RunConfig
 from crl.config.validate import run_config
 from crl.embedders import known_name
 from crl.errors import ConfigError
 from crl.evaluation.samples import Source
 from crl.manager.storage.database import active_tasks, check_bank, require_vectors_of, snapshots
+from crl.modeling.adapters import base_has_moved
 from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.protocols import State
-from crl.run.checkpoint import chosen_checkpoint, read_manifest, read_state
+from crl.run.checkpoint import chosen_checkpoint, read_manifest, read_state, trained_model
 
 REFUSED: Mapping[str, str] = {
     r"(method|learner\..*|monitor\..*)": "an evaluation trains nothing",
@@ -184,11 +185,12 @@ def _of_run(path: Path, options: Options, source: Source, samples: int, note: An
     tree = saved.model_dump(mode="json")
     if options.tasks is not None:
         tree["tasks"] = _tasks_of_run(tree["tasks"], options.tasks, checkpoint)
-    overrides = _overrides(options)
+    overrides, bases = _without_moved_bases(_overrides(options), checkpoint)
     _refuse_training_settings(overrides, tree["tasks"])
     for role in ("actor", "extractor"):
         if (checkpoint / role).is_dir():
-            put(tree, f"{role}.model", str((checkpoint / role).resolve()))
+            initial = bases.get(role) or getattr(saved, role).model
+            put(tree, f"{role}.model", str(trained_model(checkpoint, role, initial)))
     config = _with_overrides(tree, overrides)
     bank = _bank_of_run(config, run, checkpoint, options, source)
     return Request(path, config, source, samples, bank, checkpoint, options)
@@ -235,6 +237,29 @@ def _overrides(options: Options) -> list[Layer]:
     if options.temperature is not None:
         layers.append(Layer("--temperature", nested("eval.temperature", options.temperature)))
     return layers
+
+
+def _without_moved_bases(
+    overrides: Sequence[Layer], checkpoint: Path
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the overrides without new places of base models, and these places by role.
+
+    `--set ROLE.model=DIR` is the new place of the base model of an adapter if this model has moved.
+    """
+    others, bases = [], {}
+    for layer in overrides:
+        key, value = next(leaves(layer.data), ("", None))
+        role, _, name = key.partition(".")
+        moved = (
+            name == "model"
+            and is_adapter(checkpoint / role)
+            and base_has_moved(checkpoint / role, f"{role}.model")
+        )
+        if moved:
+            bases[role] = str(value)
+        else:
+            others.append(layer)
+    return others, bases
 
 
 def _with_overrides(tree: Tree, overrides: Sequence[Layer]) -> RunConfig:

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from crl.records.reader import episode_shards
 from crl.records.shards import read_shard
 from crl.run.halves.learn import learn
 from crl.run.halves.play import play
-from crl.run.halves.sft import SftResult, SftSettings, fine_tune
+from crl.run.halves.sft import SftResult, SftSettings, Source, fine_tune
 from crl.run.main import open_monitor
 from crl.run.supervision.ending import Ending, logged_failure
 from crl.run.supervision.interruptible import AGAIN, interruptible
@@ -65,7 +66,7 @@ def learn_from_episodes(
     them, or None if the actor is the same model. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config)
-    _check_shards(shards)
+    _check_shards(shards, "train on the steps before it with --steps N")
     if recorder:
         require_same_tokenizer(config.actor.model, recorder)
     run = _new_folder(config, folder)
@@ -83,28 +84,27 @@ def learn_from_episodes(
 
 
 def fine_tune_on(
-    config: RunConfig, source: Mapping[int, Path] | Path | None, folder: Path,
-    settings: SftSettings, *, lost: bool,
+    config: RunConfig, source: Source, folder: Path, settings: SftSettings
 ) -> int:  # fmt: skip
     """Train the actor on demonstrations, write it to the new directory `folder`, return 0.
 
-    `source` is that of `crl.run.halves.sft.fine_tune`; None = the scripted players first play
-    `run.steps` steps, which are recorded in `folder`. Raise `CrlError` if this cannot start or
-    fails.
+    Scripted players first play `run.steps` steps, which are recorded in `folder`. Raise `CrlError`
+    if this cannot start or fails.
     """
     preflight.require(config)
-    if source is None:
+    if source.files is None:
         scripted_players(specs(config))
-    elif not isinstance(source, Path):
-        _check_shards(source)
+    elif not isinstance(source.files, Path):
+        _check_shards(source.files, "give one file of the others")
     run = _new_folder(config, folder)
     (target := run.path / "actor").mkdir()
 
     async def tuned(monitor: Monitor) -> str:
-        if source is None:
+        demonstrations = source
+        if source.files is None:
             await play(config, run, monitor, scripted=True)
-        demonstrations = episode_shards(run.path) if source is None else source
-        result = await fine_tune(config, demonstrations, target, monitor, settings, lost=lost)
+            demonstrations = replace(source, files=episode_shards(run.path))
+        result = await fine_tune(config, demonstrations, target, monitor, settings)
         command = ["crl", "train", "--tasks", ",".join(config.tasks)]
         if config.preset != RunConfig.model_fields["preset"].default:
             command += ["--preset", config.preset]
@@ -125,15 +125,19 @@ def _losses(result: SftResult) -> str:
     return f"  held-out loss:    {result.start:.3f} → {result.best:.3f} nats per token\n"
 
 
-def _check_shards(shards: Mapping[int, Path]) -> None:
-    """Raise `ConfigError` if an episode cannot be read. Nothing has been trained then."""
+def _check_shards(shards: Mapping[int, Path], remedy: str) -> None:
+    """Raise `ConfigError` if an episode cannot be read. Nothing has been trained then.
+
+    `remedy` is an alternative to restoring the file.
+    """
     for path in shards.values():
         try:
             for _ in read_shard(path):
                 pass
         except ConfigError as error:
-            remedy = "Restore the file, or train on the steps before it with --steps N"
-            raise ConfigError(error.key, error.value, error.reason, remedy) from error
+            raise ConfigError(
+                error.key, error.value, error.reason, f"Restore the file, or {remedy}"
+            ) from error
 
 
 def _new_folder(config: RunConfig, folder: Path) -> RunDir:

@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -20,6 +20,7 @@ from crl.failures import reported
 from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.modeling.demonstrations import demonstrated_traces
 from crl.modeling.files import copy_model_files
+from crl.modeling.loading import first_line
 from crl.modeling.tokens import ChatRenderer
 from crl.planning.gpu_plan import assigned_gpus
 from crl.protocols import Engine, Learner, Monitor
@@ -32,6 +33,9 @@ from crl.wording import counted
 
 LOG_EVERY = 10
 """Number of updates whose metrics are averaged in one line."""
+
+WARMUP_SHARE = 0.1
+"""Default share of the updates over which the learning rate rises."""
 
 ROLES = ("system", "user", "assistant")
 """Roles of the messages in a file of conversations."""
@@ -49,6 +53,23 @@ class SftSettings:
     """Share of the places (goals) whose demonstrations are held out; 0 = none."""
     patience: int = 1
     """Number of epochs without a better held-out loss after which the training ends."""
+    warmup: int | None = None
+    """Number of updates over which the learning rate rises; None = a tenth of all updates."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Source of demonstrations."""
+
+    name: str
+    """Name for error messages: the value of --from."""
+    files: Mapping[int, Path] | Path | None
+    """Recorded episodes, as of `crl.records.reader.episode_shards`, or a file of `conversations`.
+
+    None = the episodes of scripted players, which have not been played yet.
+    """
+    lost: bool = False
+    """True if lost episodes are demonstrations too."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,8 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     A line is {"messages": [{"role": "user", "content": "…"}, …]}. The messages of the assistant are
     trained. The first message of the user is the place.
 
-    Raise `ConfigError` for an invalid line, with its number.
+    Raise `ConfigError` with the number of a line that is invalid, or that the chat template of the
+    model refuses.
     """
     found = []
     try:
@@ -120,9 +142,19 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
         raise ConfigError("--from", str(file), reason, "Save it in UTF-8") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            segments = _segments(line, f"{file}, line {number}")
+            place = f"{file}, line {number}"
+            segments = _segments(line, place)
+            try:
+                traces = demonstrated_traces(segments, renderer)
+            except Exception as error:  # a template raises errors of many types
+                reason = (
+                    "the chat template of the model refuses the conversation "
+                    f"({type(error).__name__}: {first_line(error)})"
+                )
+                remedy = "Correct the line, or choose another model"
+                raise ConfigError("--from", place, reason, remedy) from error
             goal = next((s.text for s in segments if s.role == "user"), "")
-            found.append(Demonstrated(goal, demonstrated_traces(segments, renderer)))
+            found.append(Demonstrated(goal, traces))
     return found
 
 
@@ -150,56 +182,47 @@ def _segments(line: str, place: str) -> list[Segment]:
 
 
 async def fine_tune(
-    config: RunConfig, source: Mapping[int, Path] | Path, target: Path, monitor: Monitor,
-    settings: SftSettings, *, lost: bool = False,
+    config: RunConfig, source: Source, target: Path, monitor: Monitor, settings: SftSettings
 ) -> SftResult:  # fmt: skip
     """Train the actor on demonstrations and write it to the new directory `target`.
 
-    `source`: recorded episodes, as of `crl.records.reader.episode_shards`, or a file of
-    `conversations`. The loss is the mean over the demonstrator's tokens. The model with the lowest
-    held-out loss is written; without held-out demonstrations, that of the last epoch.
+    Scripted players must have played already. The loss is the mean over the demonstrator's tokens.
+    The model with the lowest held-out loss is written; without held-out demonstrations, that of the
+    last epoch.
 
     Raise `ConfigError` if there are too few demonstrations.
     """
     async with AsyncExitStack() as stack:
         with reported():  # the learner may be slow to close
-            return await _fine_tune(config, source, target, monitor, settings, stack, lost=lost)
+            return await _fine_tune(config, source, target, monitor, settings, stack)
 
 
 async def _fine_tune(
-    config: RunConfig, source: Mapping[int, Path] | Path, target: Path, monitor: Monitor,
-    settings: SftSettings, stack: AsyncExitStack, *, lost: bool,
+    config: RunConfig, source: Source, target: Path, monitor: Monitor, settings: SftSettings,
+    stack: AsyncExitStack,
 ) -> SftResult:  # fmt: skip
     actor = actor_model(config, monitor.note)
-    renderer = actor.renderer
-    if isinstance(source, Path):
-        found = await asyncio.to_thread(conversations, source, renderer)
-    else:
-        found = await asyncio.to_thread(
-            recorded_demonstrations, config, renderer, source, lost=lost
-        )
+    found = await asyncio.to_thread(_demonstrations, config, actor.renderer, source, monitor)
     draws = generator(config.run.seed, "sft")
-    trained, held_out = _split(_fitting(config, found, monitor), settings.held_out, draws)
+    trained, held_out = _split(found, settings.held_out, draws)
     samples = [trace for demonstration in trained for trace in demonstration.traces]
     monitor.note(
         f"{counted(len(trained), 'demonstration')} with {sum(len(t.ids) for t in samples):,} "
         f"tokens; {counted(len(held_out), 'demonstration')} held out"
     )
-    gpus = assigned_gpus(config)
+    # All epochs now, because the warm-up depends on the number of updates.
+    epochs = [
+        list(_minibatches(samples, settings.batch_tokens, draws)) for _ in range(settings.epochs)
+    ]
+    config = _with_warmup(config, settings, sum(map(len, epochs)), monitor)
+    actor, gpus = replace(actor, section=config.actor), assigned_gpus(config)
     learner = await open_role_learner(config, gpus, actor, NextTokenLoss(), stack)
-    engine = await open_role_engine(config, gpus, actor, stack) if held_out else None
+    engine = await open_role_engine(config, gpus, actor, stack, trained=True) if held_out else None
     start = best = await _held_out_loss(engine, held_out)
     result, worse, updates = SftResult(start, start, 0), 0, 0
-    for epoch in range(1, settings.epochs + 1):
-        recent: list[StepStats] = []
-        for minibatch in _minibatches(samples, settings.batch_tokens, draws):
-            recent.append(await learner.step([minibatch]))
-            updates += 1
-            if len(recent) == LOG_EVERY:
-                monitor.log(updates, "sft", _metrics(recent))
-                recent.clear()
-        if recent:
-            monitor.log(updates, "sft", _metrics(recent))
+    for epoch, minibatches in enumerate(epochs, start=1):
+        await _train_epoch(learner, minibatches, updates, monitor)
+        updates += len(minibatches)
         if engine:
             await sync_weights(learner, engine)
         loss = await _held_out_loss(engine, held_out)
@@ -216,6 +239,33 @@ async def _fine_tune(
             "token). Use another --learning-rate, or more demonstrations."
         )
     return result
+
+
+def _with_warmup(
+    config: RunConfig, settings: SftSettings, updates: int, monitor: Monitor
+) -> RunConfig:
+    """Return the config with the warm-up of a training of at most `updates` updates."""
+    warmup = settings.warmup
+    if warmup is None:
+        warmup = round(WARMUP_SHARE * updates)
+    monitor.note(f"at most {counted(updates, 'update')}; warm-up of {warmup}")
+    optimizer = config.actor.optimizer.model_copy(update={"warmup_steps": warmup})
+    actor = config.actor.model_copy(update={"optimizer": optimizer})
+    return config.model_copy(update={"actor": actor})
+
+
+async def _train_epoch(
+    learner: Learner, minibatches: Sequence[Minibatch], updates: int, monitor: Monitor
+) -> None:
+    """Make one update for each minibatch. `updates`: number of earlier updates, for the log."""
+    recent: list[StepStats] = []
+    for update, minibatch in enumerate(minibatches, start=updates + 1):
+        recent.append(await learner.step([minibatch]))
+        if len(recent) == LOG_EVERY:
+            monitor.log(update, "sft", _metrics(recent))
+            recent.clear()
+    if recent:
+        monitor.log(updates + len(minibatches), "sft", _metrics(recent))
 
 
 def _metrics(updates: Sequence[StepStats]) -> dict[str, float]:
@@ -244,22 +294,36 @@ async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
     await asyncio.to_thread(finish)
 
 
-def _fitting(
-    config: RunConfig, found: Sequence[Demonstrated], monitor: Monitor
+def _demonstrations(
+    config: RunConfig, renderer: ChatRenderer, source: Source, monitor: Monitor
 ) -> list[Demonstrated]:
     """Return the demonstrations that fit into the context. Raise `ConfigError` if there is none."""
+    assert source.files is not None
+    if talks := isinstance(source.files, Path):
+        found = conversations(source.files, renderer)
+    else:
+        found = recorded_demonstrations(config, renderer, source.files, lost=source.lost)
+    if not found:
+        reason, remedy = "no episode was won", "or --lost to train on lost episodes too"
+        if talks or source.lost:
+            reason = "the file is empty" if talks else "all episodes ended with an error"
+            remedy = ""
+        raise _nothing_found(source, reason, f"Give other demonstrations, {remedy}".rstrip(", "))
     limit = config.actor.max_context_tokens
     fitting = [d for d in found if d.traces and all(len(t.ids) <= limit for t in d.traces)]
+    if not fitting:
+        reason = f"all {len(found)} are longer than the context of {limit} tokens"
+        raise _nothing_found(source, reason, "Give shorter ones, or raise actor.max_context_tokens")
     if len(fitting) < len(found):
         monitor.note(
             f"{counted(len(found) - len(fitting), 'demonstration')} left out: longer than the "
             f"context of {limit} tokens (actor.max_context_tokens)"
         )
-    if not fitting:
-        reason = f"has no demonstration to train on, of {counted(len(found), 'episode')}"
-        remedy = "Give other episodes, or --lost to train on lost episodes too"
-        raise ConfigError("--from", "", reason, remedy)
     return fitting
+
+
+def _nothing_found(source: Source, reason: str, remedy: str) -> ConfigError:
+    return ConfigError("--from", source.name, f"has no demonstration to train on: {reason}", remedy)
 
 
 def _split(

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import benchmark
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    import learning_curves  # pyright: ignore[reportMissingImports]
+learning_curves = benchmark("learning_curves")
 
 
 def stored_runs() -> list[dict]:

@@ -19,13 +19,11 @@ from crl.manager.retrieval.choice import Candidate, choose_entry
 from crl.planning.methods import build_method
 from crl.protocols import Method
 from crl.types import Condition, Counters, EpisodeAddress, Outcome, Provenance, Task, Trajectory
-from support.paths import ROOT
+from support.paths import ROOT, benchmark
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    import coevolution  # pyright: ignore[reportMissingImports]
-    import figures  # pyright: ignore[reportMissingImports]
-    import rivals  # pyright: ignore[reportMissingImports]
+coevolution = benchmark("coevolution")
+figures = benchmark("figures")
+rivals = benchmark("rivals")
 
 WON, LOST = 1.0, -1.0
 SETTINGS = RetrievalSection(margin=2.0, min_similarity=-1.0)

@@ -10,28 +10,26 @@ from typing import get_args
 import pytest
 
 from crl.embedders.hash import HashEmbedder
-from support.paths import ROOT
+from support.paths import benchmark
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import search_latency  # pyright: ignore[reportMissingImports]
-
-        yield search_latency
+def search_latency():
+    return benchmark("search_latency")
 
 
 @pytest.fixture(scope="module")
-def rows(benchmark):
+def rows(search_latency):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ray", None)  # as if not installed
-        return asyncio.run(benchmark.bank_latency(50, [1, 20], 0.0))
+        return asyncio.run(search_latency.bank_latency(50, [1, 20], 0.0))
 
 
-def test_there_is_a_row_for_every_load_and_embedder(benchmark, rows):
+def test_there_is_a_row_for_every_load_and_embedder(search_latency, rows):
     kinds = [
-        (load, what) for load in get_args(benchmark.Load) for what in ("asyncio", "numpy", "known")
+        (load, what)
+        for load in get_args(search_latency.Load)
+        for what in ("asyncio", "numpy", "known")
     ] + [("idle", "encoder")]
     assert {(row["waiting"], row["load"], row["what"]) for row in rows} == {
         (waiting, *kind) for waiting in (1, 20) for kind in kinds
@@ -45,19 +43,19 @@ def test_there_is_a_row_for_every_load_and_embedder(benchmark, rows):
 
 
 async def test_updates_and_merges_are_applied_and_the_size_of_the_bank_stays_constant(
-    benchmark, tmp_path
+    search_latency, tmp_path
 ):
     """Check both rounds. Before the second one, all entries were updated, merged or added."""
-    embeddings = benchmark.LookupEmbedder(HashEmbedder())
+    embeddings = search_latency.LookupEmbedder(HashEmbedder())
     keys, episodes = (
-        await benchmark.write_bank(tmp_path / "bank.sqlite", 20, embeddings),
-        benchmark.BurstRequests(20),
+        await search_latency.write_bank(tmp_path / "bank.sqlite", 20, embeddings),
+        search_latency.BurstRequests(20),
     )
-    await embeddings.store([benchmark.goal(0), benchmark.goal(1)])
-    async with benchmark.open_manager(tmp_path / "bank.sqlite", embeddings) as manager:
+    await embeddings.store([search_latency.goal(0), search_latency.goal(1)])
+    async with search_latency.open_manager(tmp_path / "bank.sqlite", embeddings) as manager:
         for waiting, load in itertools.product((1, 20), ("writes", "merge")):
-            op, before = benchmark.LOAD_OPS[load], await manager.stats()
-            results = await benchmark.measure(
+            op, before = search_latency.LOAD_OPS[load], await manager.stats()
+            results = await search_latency.measure(
                 manager, embeddings, keys, episodes, waiting, load, 0.3
             )
             assert results["known"][f"{op}s/s"] >= 0
@@ -65,21 +63,21 @@ async def test_updates_and_merges_are_applied_and_the_size_of_the_bank_stays_con
             assert 16 <= len(manager._bank.entries) <= 22
 
 
-def test_without_matplotlib_there_is_no_plot(benchmark, rows, tmp_path, capsys):
+def test_without_matplotlib_there_is_no_plot(search_latency, rows, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)  # as if not installed
-        benchmark.write_plot(benchmark.plot, rows, tmp_path / "results.json")
+        search_latency.write_plot(search_latency.plot, rows, tmp_path / "results.json")
     assert capsys.readouterr().out == "no plot: matplotlib is not installed\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_of_loads_compares_them_with_the_idle_bank(benchmark, rows):
-    lines = benchmark.load_table(rows).splitlines()
+def test_the_table_of_loads_compares_them_with_the_idle_bank(search_latency, rows):
+    lines = search_latency.load_table(rows).splitlines()
     assert [line.split()[0] for line in lines] == ["p95", "50"] * 3
     p95 = {(row["waiting"], row["load"]): row["p95"] for row in rows if row["what"] == "known"}
     assert float(lines[1].split()[1]) == pytest.approx(p95[1, "writes"] / p95[1, "idle"], abs=0.005)
 
 
-def test_the_plot_is_drawn(benchmark, rows, tmp_path):
-    benchmark.plot(rows, tmp_path / "plot.png")
+def test_the_plot_is_drawn(search_latency, rows, tmp_path):
+    search_latency.plot(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

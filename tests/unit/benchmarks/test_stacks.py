@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import benchmark
 
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    import stacks  # pyright: ignore[reportMissingImports]
+stacks = benchmark("stacks")
 
 
 def runs(*values: float) -> list[dict]:

@@ -24,14 +24,16 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from crl.config.load import dump, load
+from crl.config.load import dump, load, load_saved
+from crl.config.resume import resumed_config
 from crl.config.schema import EmbedderSection, RetrievalSection
-from crl.embedders import open_embedder, require_embedder
+from crl.embedders import known_name, open_embedder, require_embedder
 from crl.embedders.encoder import EncoderEmbedder, pool_states
 from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
 from crl.embedders.recipe import EncoderSettings, read_encoder_settings
 from crl.errors import ConfigError, EngineError
 from crl.manager import ManagerSettings
+from crl.manager.storage.database import require_vectors_of
 from crl.planning.plan import plan
 from crl.planning.preflight import require
 from crl.run.progress import embedding_progress
@@ -48,6 +50,8 @@ TEXTS = [
 
 
 # ── word vectors ──────────────────────────────────────────────────────────────────────────────────
+
+LANGUAGE_MODEL = "actor.profile=full"
 
 
 async def test_word_vectors_compare_meaning_and_do_not_depend_on_the_batch() -> None:
@@ -68,8 +72,129 @@ async def test_word_vectors_compare_meaning_and_do_not_depend_on_the_batch() -> 
 
 def test_word_vectors_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="Run pip install 'crl\\[wordllama\\]'"):
-        require_embedder(EmbedderSection(model="wordllama"))
+    remedy = (
+        r"Run pip install 'crl\[wordllama\]', or add --set embedder.model=hash, which compares "
+        r"wording alone\."
+    )
+    for section in (
+        EmbedderSection(model="wordllama"),
+        load(["room"], sets=[LANGUAGE_MODEL]).embedder,
+    ):
+        with pytest.raises(ConfigError, match=remedy):
+            require_embedder(section)
+        with pytest.raises(ConfigError, match=remedy):
+            known_name(section)
+
+
+def test_word_vectors_are_those_of_the_package_which_is_not_imported():
+    """Its import would print the log records of all packages."""
+    code = """
+import asyncio, logging, sys
+import numpy as np
+from crl.embedders.wordllama import WordLlamaEmbedder
+
+embedder = WordLlamaEmbedder()
+texts = ["Reach the stairs down (>).", "a\\nb", "Zoë said: go 3 steps. " * 40]
+vectors = asyncio.run(embedder.embed(texts))
+assert "wordllama" not in sys.modules
+assert not logging.getLogger().handlers
+
+from wordllama import WordLlama, WordLlamaInference
+
+library = WordLlamaInference(embedder._vectors, embedder._tokenizer)
+for text, vector in zip(texts, vectors):
+    expected = library.embed([text])
+    assert np.array_equal(vector[None], expected / np.linalg.norm(expected, axis=1, keepdims=True))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("model", ["hash", "wordllama"])
+async def test_long_texts_are_embedded_in_parts_between_which_other_tasks_run(model: str):
+    texts = ["Go west. " * 60, "Go east.", "", "Go north. " * 300, *["Look."] * 300]
+    turns = 0
+
+    async def other_task() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with open_embedder(EmbedderSection(model=model)) as embedder:
+        alone = [await embedder.embed([text]) for text in texts]
+        task = asyncio.create_task(other_task())
+        vectors = await embedder.embed(texts)
+        task.cancel()
+    assert np.array_equal(vectors, np.concatenate(alone))
+    assert turns == 3, "parts: 552 characters, 3,000, 1,000 and 500"
+
+
+# ── the default ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("preset", "sets", "model"),
+    [
+        ("cpu", [], "hash"),
+        ("cpu", ["embedder.model=auto"], "hash"),
+        ("cpu", [LANGUAGE_MODEL], "wordllama"),
+        ("cpu", [LANGUAGE_MODEL, "embedder.model=hash"], "hash"),
+        ("cpu", ["embedder.model=wordllama"], "wordllama"),
+        ("cpu", ["extractor.profile=full"], "hash"),
+        ("gpu1", [], "wordllama"),
+        ("gpu1", ["actor.model=tiny-actor"], "hash"),
+        ("node8", [], "Qwen/Qwen3-Embedding-0.6B"),
+    ],
+)
+def test_the_profile_of_the_actor_decides_about_the_embedder(
+    preset: str, sets: list[str], model: str
+):
+    config = load(["room"], preset=preset, sets=sets)
+    assert config.embedder.model == model
+    assert f"embedder   {model}" in plan(config) or preset != "cpu"
+
+
+def test_a_saved_run_keeps_its_embedder(tmp_path: Path):
+    """Runs from before the default depended on the model used hash."""
+    path = tmp_path / "config.json"
+    for config in (
+        load(["room"], sets=[LANGUAGE_MODEL]),
+        load(["room"], sets=[LANGUAGE_MODEL, "embedder.model=hash"]),
+    ):
+        dump(config, path)
+        assert load_saved(tmp_path).config == config
+    saved = json.loads(path.read_text("utf-8"))
+    del saved["config"]["embedder"]
+    path.write_text(json.dumps(saved), "utf-8")
+    old = load_saved(tmp_path).config
+    assert (old.profile("actor"), old.embedder.model) == ("full", "hash")
+    with pytest.raises(ConfigError, match="cannot change from 'hash' in a run that continues"):
+        resumed_config(old, options={}, sets=["embedder.model=auto"], has_moved=lambda *_: False)
+
+
+@pytest.mark.parametrize("model", ["hash", "wordllama"])
+def test_bank_search_without_a_config_uses_the_word_embedder_of_the_bank(
+    model: str, tmp_path: Path
+):
+    run = finished_run(tmp_path / "run")
+
+    async def embed_again() -> None:
+        async with open_embedder(EmbedderSection(model=model)) as embedder:
+            assert known_name(EmbedderSection(model=model)) == embedder.name
+            opened = await open_manager(run / "bank.sqlite", answering(str), embedder=embedder)
+            await opened.aclose()
+
+    asyncio.run(embed_again())
+    rows = parsed("search", copy_of(run, tmp_path), "Mind the trap.")
+    assert (rows[0]["text"], rows[0]["similarity"]) == ("Mind the trap.", pytest.approx(1.0))
+
+
+def test_a_bank_of_another_embedder_is_not_read_by_an_evaluation(tmp_path: Path):
+    bank_file = finished_run(tmp_path / "run") / "bank.sqlite"
+    name = known_name(load(["room"], sets=[LANGUAGE_MODEL]).embedder)
+    assert name
+    with pytest.raises(ConfigError, match="made by the embedder hash-char_wb-2-4-384, not by word"):
+        require_vectors_of(bank_file, name, "bank")
 
 
 # ── directories ───────────────────────────────────────────────────────────────────────────────────
@@ -496,7 +621,7 @@ async def test_the_config_opens_each_kind(
         EmbedderSection(model=str(random_bert)),
         EmbedderSection(model=endpoint.url, name="words", key_env="WORDS_KEY"),
     )
-    for section, dim in zip((EmbedderSection(), *sections), (384, 32, 3), strict=True):
+    for section, dim in zip((EmbedderSection(model="hash"), *sections), (384, 32, 3), strict=True):
         require_embedder(section)
         async with open_embedder(section) as embedder:
             assert embedder.dim == dim
@@ -557,7 +682,7 @@ async def test_an_invalid_key_is_rejected_and_not_printed(
 
 
 async def test_a_directory_without_an_encoder(random_bert: Path, tmp_path: Path):
-    assert "is not hash, a URL or a directory. Use hash, " in await config_error(
+    assert "is not hash, wordllama, a URL or a directory. Use hash, " in await config_error(
         model=str(tmp_path / "none")
     )
     assert "contains no config.json" in await config_error(model=str(tmp_path))
@@ -610,7 +735,7 @@ async def test_a_directory_without_an_encoder(random_bert: Path, tmp_path: Path)
             ],
             "embedder.model = 'http://h/v1': cannot be an endpoint with run.deterministic: its "
             "vectors may depend on the other requests that it serves. "
-            "Use hash, or the directory of an encoder.",
+            "Use hash, wordllama or the directory of an encoder.",
         ),
     ],
 )
@@ -651,7 +776,7 @@ async def test_a_new_embedder_embeds_the_bank_again_in_batches(
     )
     await opened.aclose()
     assert words.calls == [texts[:2], texts[2:]]
-    assert notes == ["embedding 3 experiences of the bank"]
+    assert notes == ["embedding 3 experiences of the bank again (words → other words)"]
     async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
         for _ in range(2):
             opened = await open_manager(
@@ -661,7 +786,8 @@ async def test_a_new_embedder_embeds_the_bank_again_in_batches(
             assert hit is not None
             assert hit.text == "Mind the trap."
             await opened.aclose()
-    assert len(notes) == 2  # the second time, there was nothing to embed
+    assert len(notes) == 2, "the second time, there was nothing to embed"
+    assert f"(other words → {encoder.name})" in notes[1]
 
 
 async def test_a_search_fails_if_the_endpoint_fails(
@@ -686,7 +812,7 @@ def read_terminal(screen: int) -> bytes:
 
 
 def test_in_a_terminal_progress_is_a_bar():
-    code = "with embedding_progress(print)(4) as advance:\n    advance(3)\n    advance(1)"
+    code = "with embedding_progress(print)(4, '') as advance:\n    advance(3)\n    advance(1)"
     screen, terminal = pty.openpty()
     command = [sys.executable, "-c", f"from crl.run.progress import embedding_progress\n{code}"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
@@ -707,7 +833,7 @@ def test_a_dry_run_names_the_embedder(random_bert: Path, tmp_path: Path):
         load(["room"], sets=[f"embedder.model={random_bert}", "embedder.device=cpu"])
     ).splitlines()
     assert f"embedder   {random_bert} on cpu" in lines
-    with pytest.raises(ConfigError, match="is not hash, a URL or a directory"):
+    with pytest.raises(ConfigError, match="is not hash, wordllama, a URL or a directory"):
         require(load(["room"], sets=[f"embedder.model={tmp_path / 'none'}"]))
 
 

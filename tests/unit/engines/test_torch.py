@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from transformers import GPTJConfig, GPTJForCausalLM, PreTrainedModel
 
 from crl.engines import PREFILL_TOKENS
 from crl.engines.passes import MAX_STACKED_TOKENS, Pass
-from crl.engines.torch import Request, sample
+from crl.engines.torch import (
+    MIN_PREFILL_TOKENS,
+    MIN_SHARED_TOKENS,
+    Request,
+    prefill_limit,
+    sample,
+)
 from crl.errors import EngineError, RolloutError
 from crl.modeling.loading import InProcessWeights, load_model
 from crl.types import Completion, Sampling
@@ -127,7 +134,7 @@ async def test_more_requests_than_cache_rows() -> None:
     assert [c.ids for c in done] == [reference(model, p, 3 + len(p) % 4) for p in prompt_list]
 
 
-async def test_prefill_passes_are_limited_but_a_longer_prompt_is_still_served() -> None:
+async def test_prefill_passes_are_limited_and_a_longer_prompt_is_read_in_chunks() -> None:
     model = qwen2()
     prompt_list = prompts(*[300] * 9, PREFILL_TOKENS + 100, 5)
     async with serving(model, max_batch=16) as engine:
@@ -137,7 +144,8 @@ async def test_prefill_passes_are_limited_but_a_longer_prompt_is_still_served() 
     assert passes.read == [
         (300,) * fit,
         (*(1,) * fit, *(300,) * (9 - fit)),
-        (*(1,) * (9 - fit), PREFILL_TOKENS + 100),
+        (*(1,) * (9 - fit), PREFILL_TOKENS),
+        (100,),
         (1, 5),
         (1,),
     ]
@@ -254,6 +262,96 @@ async def test_prompts_are_read_while_others_decode() -> None:
         done = await asyncio.gather(one, two)
     assert passes.read == [(10,), (1,), (1,), (1, 6), (1, 1), (1,)]
     assert [c.ids for c in done] == [reference(model, first, 5), reference(model, late, 3)]
+
+
+async def test_others_decode_finish_and_are_cancelled_while_a_prompt_is_read_in_chunks() -> None:
+    model = qwen2()
+    shorts = prompts(9, 10, 11)
+    (long,) = prompts(350)
+    async with serving(model) as engine:
+        engine._decoder.prefill_limit = 100
+        passes = Passes(model)
+        passes.hold(1)
+        first, second, third = (
+            asyncio.create_task(engine.generate(p, greedy(n)))
+            for p, n in zip(shorts, (3, 9, 20), strict=True)
+        )
+        await passes.held()
+        long_ones = [asyncio.create_task(engine.generate(long, greedy(4))) for _ in range(2)]
+        await settled()
+        passes.hold(3)
+        passes.go()
+        await passes.held()
+        third.cancel()
+        passes.go()
+        done = await asyncio.gather(first, second, *long_ones)
+    chunks = [(1, 1, 1, 100), (1, 1, 100), (1, 100), (1, 50)]
+    assert passes.read[1:7] == [(1, 1, 1), *chunks, (1, 1, 1)]
+    assert [c.ids for c in done] == [
+        reference(model, p, n) for p, n in zip((*shorts[:2], long, long), (3, 9, 4, 4), strict=True)
+    ]
+
+
+async def test_a_cancelled_long_prompt_makes_room_and_a_swap_waits_for_it() -> None:
+    model, newer = qwen2(), qwen2(seed=1)
+    long, short = prompts(350, 8)
+    expected = reference(qwen2(), long, 4)
+    async with serving(model) as engine:
+        engine._decoder.prefill_limit = 100
+        passes = Passes(model)
+        passes.hold(2)
+        cancelled = asyncio.create_task(engine.generate(long, greedy(4)))
+        await passes.held()
+        cancelled.cancel()
+        after = asyncio.create_task(engine.generate(short, greedy(3)))
+        await settled()
+        passes.hold(7)
+        passes.go()
+        assert (await after).ids == reference(qwen2(), short, 3)
+        again = asyncio.create_task(engine.generate(long, greedy(4)))
+        await passes.held()
+        handle = InProcessWeights.snapshot(newer, version=1)
+        swap = asyncio.create_task(engine.update_weights(handle))
+        await settled()
+        passes.go()
+        old, _ = await asyncio.gather(again, swap)
+        new = await engine.generate(long, greedy(4))
+    assert (old.ids, old.versions) == (expected, (0,) * 4)
+    assert (new.ids, new.versions) == (reference(newer, long, 4), (1,) * 4)
+
+
+async def test_a_prompt_copies_what_it_shares_with_a_running_request(
+    model: PreTrainedModel,
+) -> None:
+    (first,) = prompts(60)
+    second, little = (*first[:50], 3, 4, 5), (*first[: MIN_SHARED_TOKENS - 1], 3, 4)
+    async with serving(model) as engine:
+        passes = Passes(model)
+        passes.hold(2)
+        one = asyncio.create_task(engine.generate(first, greedy(12)))
+        await passes.held()
+        others = [
+            asyncio.create_task(engine.generate(p, greedy(5))) for p in (second, first, little)
+        ]
+        await settled()
+        passes.go()
+        done = await asyncio.gather(one, *others)
+    assert sorted(passes.read[3][1:]) == sorted((len(second) - 50, 1, len(little)))
+    assert [c.ids for c in done] == [
+        reference(model, p, n) for p, n in ((first, 12), (second, 5), (first, 5), (little, 5))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "device", "limit"),
+    [(200_000, "cpu", PREFILL_TOKENS), (125_000_000, "cpu", 200),
+     (7_000_000_000, "cpu", MIN_PREFILL_TOKENS), (7_000_000_000, "cuda", PREFILL_TOKENS)],
+)  # fmt: skip
+def test_larger_models_read_less_in_a_pass_of_a_cpu(
+    parameters: int, device: str, limit: int
+) -> None:
+    model: Any = SimpleNamespace(device=torch.device(device), num_parameters=lambda: parameters)
+    assert prefill_limit(model) == limit
 
 
 async def test_arrivals_cancellations_and_swaps_are_noticed_within_a_slice(

@@ -7,15 +7,19 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from crl.algo.losses import NextTokenLoss
 from crl.config.schema import OptimizerSection
 from crl.engines.torch import Request, sample
 from crl.learners.step import Trainer, TrainSettings, adamw
+from crl.modeling.memory import SAMPLED_LOGIT_BYTES, TRUNCATED_LOGIT_BYTES, sampling_bytes
 from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 from support.torch_engines import NEVER, prompts, qwen2, serving, true_logprobs
 
@@ -105,3 +109,27 @@ def test_rows_of_one_batch_are_truncated_each_in_its_own_way() -> None:
     assert set(counts["two"]) == {1, 3}
     assert counts["two"][1] / 2000 == pytest.approx(4 / 7, abs=0.04)
     assert set(counts["one"]) == set(counts["greedy"]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "expected"),
+    [(1.0, 0, SAMPLED_LOGIT_BYTES), (0.9, 0, 38), (1.0, 5, 38)],
+)
+def test_the_plan_counts_the_memory_of_sampling(top_p: float, top_k: int, expected: int) -> None:
+    """The CPU sorts within its outputs. CUDA takes at most 32 bytes more, while 24 are in use."""
+    rows, vocabulary = 8, 20_000
+    sampling = Sampling(9, NEVER, 1.0, top_p, top_k)
+    requests: list[Any] = [
+        Request((1,), sampling, random.Random(row), future=None)  # pyright: ignore[reportArgumentType]
+        for row in range(rows)
+    ]
+    logits = torch.randn(rows, vocabulary)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        sample(logits, requests)
+    results: Any = profiled.profiler
+    events = results.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = max(accumulate(size for _, size in changes)) / logits.numel() + 4  # of `logits`
+    assert peak == pytest.approx(expected, abs=0.5)
+    assert sampling_bytes(1, 1, truncated=expected == 38) >= expected
+    assert TRUNCATED_LOGIT_BYTES == 24 + 32

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
+from crl.config.schema import LoraSection
 from crl.engines.vllm_heads import WiderHeads
-from crl.modeling.loading import load_model, token_logprobs
+from crl.modeling.adapters import BaseModel
+from crl.modeling.loading import load_model, named_weights, token_logprobs
+from crl.modeling.lora import Adapter, adapter_parameters, add_adapter
 
 
 @pytest.mark.parametrize("wide", [32, 64])
@@ -67,6 +70,27 @@ def test_grouped_queries_and_biases_are_widened_too(tmp_path: Path) -> None:
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)(ids).logits
         torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_widened_adapter_changes_the_widened_weights(tiny_actor: Path) -> None:
+    """Compare the widened adapter with the widening of the merged weights."""
+    heads = WiderHeads.of(AutoConfig.from_pretrained(tiny_actor), 32)
+    assert heads is not None
+    model = load_model(tiny_actor, torch.device("cpu"))
+    before = heads.widen(named_weights(model))
+    add_adapter(model, Adapter(LoraSection(rank=2, alpha=4.0), BaseModel.of(tiny_actor), 0))
+    matrices = adapter_parameters(model)
+    with torch.no_grad():
+        for matrix in matrices.values():
+            torch.nn.init.normal_(matrix, std=0.3)
+    after = heads.widen(named_weights(model))
+    wide = heads.widen_adapter({name: matrix.detach() for name, matrix in matrices.items()})
+    assert wide.keys() == matrices.keys()
+    for name, b in wide.items():
+        if name.endswith("lora_B.weight"):
+            weight = name.removeprefix("base_model.model.").replace("lora_B.", "")
+            change = 2 * b @ wide[name.replace("lora_B", "lora_A")]
+            torch.testing.assert_close(before[weight] + change, after[weight])
 
 
 def test_unsupported_models_are_not_widened() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +23,23 @@ from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, TrainSettings, adamw
 from crl.methods.parts.training import SurrogateLoss
+from crl.modeling.adapters import BaseModel
+from crl.modeling.files import copy_model_files
 from crl.modeling.gguf import converted, described
-from crl.modeling.loading import load_model, named_weights, token_logprobs
+from crl.modeling.loading import load_model, meta_model, named_weights, token_logprobs
 from crl.modeling.lora import (
     ADAPTER_WEIGHTS,
     Adapter,
+    AdapterDropout,
     adapter_parameters,
     add_adapter,
+    default_targets,
+    dropout_layers,
+    dropout_of,
     shared_base,
     without_adapter,
 )
+from crl.planning.model_size import planned_shape
 from crl.types import Minibatch, TokenTrace, TrainSample
 
 CPU = torch.device("cpu")
@@ -42,7 +50,7 @@ SECTION = LoraSection(rank=4, alpha=8.0)
 
 def adapted(path: Path, section: LoraSection = SECTION, *, seed: int = 3) -> PreTrainedModel:
     model = load_model(path, CPU)
-    add_adapter(model, Adapter(section, path, seed))
+    add_adapter(model, Adapter(section, BaseModel.of(path), seed))
     return model
 
 
@@ -75,11 +83,12 @@ def logp(model: Any) -> torch.Tensor:
 
 @asynccontextmanager
 async def learning(
-    model: PreTrainedModel, base: Path, **settings: float
+    model: PreTrainedModel, base: Path, *, merged: bool = True, **settings: Any
 ) -> AsyncIterator[LocalLearner]:
     optimizer = OptimizerSection(learning_rate=1e-2)
     learner = LocalLearner(
-        model, LOSS, optimizer, replace(SETTINGS, **settings), adapter_base=base
+        model, LOSS, optimizer, replace(SETTINGS, **settings),
+        adapter=Adapter(SECTION, BaseModel.of(base), 3, merged),
     )  # fmt: skip
     try:
         yield learner
@@ -156,7 +165,7 @@ def test_the_base_model_is_the_reference(tiny_actor: Path) -> None:
 def test_models_with_adapters_share_their_base(tiny_actor: Path) -> None:
     actor, extractor = (shared_base(tiny_actor, CPU, torch.float32) for _ in range(2))
     for seed, model in enumerate((actor, extractor)):
-        add_adapter(model, Adapter(SECTION, tiny_actor, seed))
+        add_adapter(model, Adapter(SECTION, BaseModel.of(tiny_actor), seed))
     disturb(actor)
     for name, parameter in actor.named_parameters():
         other = extractor.get_parameter(name)
@@ -172,7 +181,7 @@ async def test_training_saves_and_restores_the_adapter(
 ) -> None:
     def new() -> PreTrainedModel:
         model = load_model(tiny_actor, CPU, dtype)
-        add_adapter(model, Adapter(SECTION, tiny_actor, 3))
+        add_adapter(model, Adapter(SECTION, BaseModel.of(tiny_actor), 3))
         return model
 
     model, continued = new(), new()
@@ -203,6 +212,26 @@ async def test_training_saves_and_restores_the_adapter(
     assert mismatch < (1e-5 if dtype == torch.float32 else 0.2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_an_adapter_is_published_alone(dtype: torch.dtype, tiny_actor: Path) -> None:
+    """Check the matrices in the precision of the model, which the engine computes in."""
+    model = load_model(tiny_actor, CPU, dtype)
+    add_adapter(model, Adapter(SECTION, BaseModel.of(tiny_actor), 3))
+    disturb(model)
+    async with learning(model, tiny_actor, merged=False) as learner:
+        published = await learner.publish()
+        before = {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
+        await learner.step([minibatch()])
+    assert published.tensors.keys() == before.keys()
+    for name, tensor in published.tensors.items():
+        assert torch.equal(tensor, before[name].to(dtype)), name
+
+
+def test_layers_with_an_adapter_are_those_of_peft(tiny_actor: Path) -> None:
+    named = {name.split(".")[-3] for name in adapter_parameters(adapted(tiny_actor))}
+    assert default_targets(meta_model(tiny_actor)) == sorted(named)
+
+
 async def test_saved_adapters_are_read_by_peft_and_merged(tiny_actor: Path, tmp_path: Path) -> None:
     model, folder = adapted(tiny_actor), tmp_path / "adapter"
     folder.mkdir()
@@ -220,6 +249,44 @@ async def test_saved_adapters_are_read_by_peft_and_merged(tiny_actor: Path, tmp_
     assert torch.allclose(logp(load_model(merged, CPU)), logp(model), atol=1e-5)
     assert (merged / "crl.json").read_text() == (tiny_actor / "crl.json").read_text()
     assert not (merged / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("trained", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+async def test_a_merged_adapter_is_the_model_of_its_run(
+    stored: str, trained: str, tiny_actor: Path, tmp_path: Path
+) -> None:
+    """The merged weights are those that the engine got, whatever the precision of the base."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    load_model(tiny_actor, CPU, getattr(torch, stored)).save_pretrained(base)
+    copy_model_files(tiny_actor, base)
+    folder.mkdir()
+    model = load_model(base, CPU, getattr(torch, trained))
+    add_adapter(model, Adapter(SECTION, BaseModel.of(base), 3))
+    disturb(model)
+    async with learning(model, base) as learner:
+        await learner.save(folder)
+        published = (await learner.publish()).tensors
+    merged = converted(folder, "actor.model", print)
+    assert json.loads((merged / "config.json").read_text("utf-8"))["dtype"] == trained
+    weights = load_file(merged / "model.safetensors")
+    assert published.keys() - weights.keys() <= {"lm_head.weight"}
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, published[name]), name
+    assert planned_shape(str(folder)).half_precision == (trained == "bfloat16")
+
+
+def test_an_adapter_of_another_program_has_the_precision_of_its_base(
+    tiny_actor: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    load_model(tiny_actor, CPU, torch.bfloat16).save_pretrained(base)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(load_model(base, CPU), config)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    merged = converted(tmp_path / "adapter", "actor.model", print)
+    assert json.loads((merged / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"
+    assert planned_shape(str(tmp_path / "adapter")).half_precision
 
 
 def test_adapters_that_are_refused(tiny_actor: Path, tmp_path: Path) -> None:
@@ -254,3 +321,112 @@ async def test_checkpoints_of_other_learners_are_refused(tiny_actor: Path, tmp_p
     async with learning(few, tiny_actor) as learner:
         with pytest.raises(LearnerError, match="is an adapter of other layers"):
             await learner.load(adapter)
+
+
+# ── dropout ───────────────────────────────────────────────────────────────────────────────────────
+
+DROPOUT = SECTION.model_copy(update={"dropout": 0.5})
+
+
+async def outcome(
+    path: Path, section: LoraSection, batches: Sequence[Minibatch], **settings: Any
+) -> tuple[dict[str, torch.Tensor], Mapping[str, float]]:
+    """Return the adapter after one step from an adapter with random matrices, and its metrics."""
+    model = adapted(path, section)
+    disturb(model)
+    async with learning(model, path, **settings) as learner:
+        stats = await learner.step(batches)
+    assert stats.updates == len(batches)
+    return {name: p.detach() for name, p in adapter_parameters(model).items()}, stats.metrics
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_dropout_keeps_the_mean_of_its_input() -> None:
+    layer, x = AdapterDropout(0.3, seed=1), torch.ones(1, 400, 50)
+    assert torch.equal(layer(x), x), "not outside the context"
+    with dropout_of([layer], 4, 2):
+        dropped, again = layer(x), layer(x)
+    with dropout_of([layer], 4, 3):
+        other = layer(x)
+    assert torch.equal(dropped, again)
+    assert not torch.equal(dropped, other)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert float((dropped == 0).float().mean()) == pytest.approx(0.3, abs=0.02)
+
+
+def test_dropout_acts_in_the_passes_of_an_update_alone(tiny_actor: Path) -> None:
+    """Check log-probs outside of an update, also of the reference and of recomputed samples."""
+    model, plain = adapted(tiny_actor, DROPOUT), adapted(tiny_actor)
+    layers = dropout_layers(model)
+    assert len(layers) == 7 * model.config.num_hidden_layers
+    assert len({layer.seed for layer in layers}) == len(layers)
+    assert not dropout_layers(plain)
+    for disturbed in (model, plain):
+        disturb(disturbed)
+    expected = logp(plain)
+    assert torch.equal(logp(model), expected)
+    with dropout_of(layers, 0):
+        assert not torch.allclose(logp(model), expected, atol=1e-3)
+        with without_adapter(model):
+            assert torch.equal(logp(model), logp(load_model(tiny_actor, CPU)))
+    optimizer, schedule = adamw(adapter_parameters(model).values(), OptimizerSection())
+    trainer = Trainer(model, optimizer, schedule, LOSS, replace(SETTINGS, recompute=True))
+    recomputed = trainer._recompute_logprobs(minibatch(), MetricAccumulator(), 0)
+    own = Trainer(plain, optimizer, schedule, LOSS, replace(SETTINGS, recompute=True))
+    assert recomputed == own._recompute_logprobs(minibatch(), MetricAccumulator(), 0)
+
+
+async def test_draws_of_dropout(tiny_actor: Path) -> None:
+    """Check that draws depend on the number of updates, and not on recomputed activations."""
+    batches = [minibatch()]
+    without, _ = await outcome(tiny_actor, SECTION, batches)
+    first, _ = await outcome(tiny_actor, DROPOUT, batches)
+    again, _ = await outcome(tiny_actor, DROPOUT, batches, activation_checkpointing=True)
+    assert not equal(first, without)
+    for name, tensor in first.items():
+        assert torch.allclose(tensor, again[name], atol=1e-6), name
+    model = adapted(tiny_actor, DROPOUT)
+    disturb(model)
+    gradients: list[dict[str, Any]] = []
+    async with learning(model, tiny_actor) as learner:
+        trainer = learner._trainer
+        for updates in (0, 0, 1):
+            trainer._address = (updates, 0)
+            trainer._gradient(minibatch(), MetricAccumulator(), None)
+            gradients.append({name: p.grad for name, p in adapter_parameters(model).items()})
+    assert equal(gradients[0], gradients[1])
+    assert not equal(gradients[0], gradients[2])
+
+
+async def test_a_resumed_adapter_continues_with_the_same_draws(
+    tiny_actor: Path, tmp_path: Path
+) -> None:
+    model, continued = adapted(tiny_actor, DROPOUT), adapted(tiny_actor, DROPOUT)
+    async with (
+        learning(model, tiny_actor) as learner,
+        learning(continued, tiny_actor) as other,
+    ):
+        await learner.step([minibatch(), minibatch(1)])
+        await learner.save(tmp_path)
+        await other.load(tmp_path)
+        for trained in (learner, other):
+            await trained.step([minibatch(2)])
+        assert (await learner.publish()).checksum == (await other.publish()).checksum
+    assert '"lora_dropout": 0.5' in (tmp_path / "adapter_config.json").read_text("utf-8")
+
+
+async def test_the_mismatch_is_measured_without_dropout(tiny_actor: Path) -> None:
+    """Check a sample with the log-probs of the policy: the mismatch is 0, but ratios are not 1."""
+    model = adapted(tiny_actor, DROPOUT)
+    disturb(model)
+    own = (0.0, *logp(model)[0, 1:].tolist())
+    trace = TokenTrace(tuple(IDS[0].tolist()), tuple(map(int, MASK[0])), own, (-1, *[0] * 36))
+    batch = Minibatch((TrainSample(trace, 1.0, 1.0),), 36)
+    _, dropped = await outcome(tiny_actor, DROPOUT, [batch])
+    assert dropped["mismatch_kl"] == pytest.approx(0.0, abs=1e-8)
+    assert abs(dropped["ratio_mean"] - 1) > 1e-3
+    _, plain = await outcome(tiny_actor, SECTION, [batch])
+    assert plain["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 import zipfile
 from dataclasses import replace
@@ -57,8 +58,13 @@ def test_imports_that_are_refused(file: Path, tmp_path: Path) -> None:
             import_file(file, name, "float32", print)
         return str(caught.value)
 
-    assert "is not a GGUF file" in error(tmp_path, "a")
-    assert "is not a GGUF file" in error(tmp_path / "none.gguf", "a")
+    text = tmp_path / "text.txt"
+    text.write_text("no model", "utf-8")
+    assert f"import = '{text}': is not a GGUF file" in error(text, "a")
+    missing = tmp_path / "none.gguf"
+    assert f"import = '{missing}': does not exist" in error(missing, "a")
+    for length in (256, 5000):
+        assert f"is too long: {length} bytes" in error(file, "x" * length)
     for name in ("", "../a", "a/b", ".a"):
         assert f"name = {name!r}: is not a name of letters" in error(file, name)
     for name in ("tiny-actor", "smollm2"):
@@ -68,6 +74,64 @@ def test_imports_that_are_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "b.gguf").write_bytes(b"no model")
     assert "the GGUF file cannot be converted" in error(tmp_path / "b.gguf", "b")
     assert imported_models() == ["a"]
+
+
+def test_directories_are_not_imported(file: Path, tiny_actor: Path, tmp_path: Path) -> None:
+    def error(folder: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            import_file(folder, "a", "float32", print)
+        return str(caught.value).removeprefix(f"import = '{folder}': ")
+
+    (folder := tmp_path / "folder").mkdir()
+    assert error(folder) == "is a directory without a GGUF file. Give a GGUF file."
+    file.rename(first := folder / "b.gguf")
+    assert error(folder) == f"is a directory. Give the GGUF file in it: {first}."
+    (folder / "a.gguf").touch()
+    assert error(folder) == "is a directory. Give one of the GGUF files in it: a.gguf, b.gguf."
+    assert error(tiny_actor) == (
+        "is a directory in Hugging Face format, which needs no import. "
+        f"Use it with --set actor.model={tiny_actor}."
+    )
+
+
+def test_a_file_without_a_chat_template_is_refused(tiny_actor: Path, tmp_path: Path) -> None:
+    """It is refused before its weights are converted, which takes minutes."""
+    file, source = tmp_path / "base.gguf", tmp_path / "source"
+    shutil.copytree(tiny_actor, source)
+    (source / "chat_template.jinja").unlink()
+    write_gguf(source, file)
+    with pytest.raises(ConfigError) as caught:
+        import_file(file, "base", "float32", print)
+    assert str(caught.value) == (
+        f"import = '{file}': its tokenizer has no chat template. Import a chat model, whose GGUF "
+        "file contains tokenizer.chat_template."
+    )
+    assert imported_models() == []
+
+
+def test_a_damaged_model_is_listed_with_the_reason(file: Path, tiny_actor: Path) -> None:
+    names = ("cut", "garbled", "good", "odd", "unset")
+    folders = {name: imported_folder(name) for name in names}
+    for folder in folders.values():
+        shutil.copytree(tiny_actor, folder)
+    (folders["cut"] / "model.safetensors").write_bytes(b"\xff" * 40)
+    (folders["garbled"] / "config.json").write_text("{", "utf-8")
+    (folders["odd"] / "crl.json").write_text("[]", "utf-8")
+    (folders["unset"] / "model.safetensors").unlink()
+    result = CliRunner().invoke(app, ["models", "list"])
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line for line in result.output.splitlines()}
+    assert f"{folders['good'].resolve()}" in rows["good"]
+    assert "tiny-extractor" in rows
+    reasons = {
+        "cut": "model.safetensors: is not a safetensors file (the header is longer",
+        "garbled": "config.json: cannot be read (",
+        "odd": "odd: its crl.json cannot be read (",
+        "unset": "unset: the directory contains no weights",
+    }
+    for name, reason in reasons.items():
+        assert " damaged: " in rows[name]
+        assert reason in rows[name]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from crl.engines import PREFILL_TOKENS
 from crl.engines.backends import ENGINES, VLLM_WORK_BYTES
 from crl.learners.backends import LEARNERS
 from crl.modeling import MAX_LOGITS
+from crl.modeling.adapters import BaseModel
 from crl.modeling.loading import load_model
 from crl.modeling.lora import Adapter, add_adapter
 from crl.modeling.memory import GIB, PROCESS_BYTES, Memory, adapter_parameters
@@ -139,11 +140,62 @@ def test_an_adapter_of_a_billion_parameters() -> None:
     assert LEARNERS["local"].state_bytes(section, SMALL, 10_000_000) == 2e9 + 16e7
 
 
+@pytest.mark.parametrize(
+    ("settings", "gigabytes"),
+    [
+        # A 16-bit base model with an adapter of 10 M parameters. Of the adapter: 16-bit weights,
+        # and gradients, two moments and weights in float32. No reference.
+        ({"zero": 1}, (2.02, 0.04, 0.03)),
+        ({"zero": 2}, (2.02, 0.01, 0.03)),
+        ({"zero": 3}, (0.505, 0.01, 0.03)),
+        ({"zero": 3, "offload": True}, (0.505, 0, 0)),
+        ({"zero": 0, "precision": "float32"}, (4.04, 0.04, 0.08)),
+    ],
+)
+def test_an_adapter_on_four_ranks(settings: dict, gigabytes: tuple[float, ...]) -> None:
+    learner, section = LEARNERS["deepspeed"], deepspeed(**settings)
+    memory = learner.memory(section, SMALL, 1, reference=True, adapter=10_000_000)
+    assert (memory.weights, memory.gradients, memory.optimizer) == pytest.approx(
+        [part * 1e9 for part in gigabytes]
+    )
+    assert learner.starting_bytes(section, SMALL, reference=True, adapter=10_000_000) == (
+        4 * 4e9 if "precision" in settings else 0
+    )
+
+
+def test_states_and_buckets_of_an_adapter_on_ranks() -> None:
+    learner = LEARNERS["deepspeed"]
+    assert learner.state_bytes(deepspeed(), SMALL, 10_000_000) == 2.02e9 + 16e7
+    assert learner.host_bytes(deepspeed(offload=True), SMALL, 10_000_000) == 20e7
+    assert learner.state_bytes(deepspeed(offload=True), SMALL, 10_000_000) == 2.02e9 + 20e7
+    # Gradients of the adapter alone are reduced. Stage 3 also gathers weights of the base model.
+    for zero, elements in ((2, 2e7), (3, 1e9 + 1e7)):
+        memory = learner.memory(deepspeed(zero=zero), SMALL, 1, adapter=10_000_000)
+        assert memory.other == PROCESS_BYTES + 2 * elements
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "elements"),
+    [
+        # hidden 8, queries 8, keys and values 4, MLP 32; 2 layers. Rank 16 is reserved for rank 9.
+        ("o_proj", 9, 2 * 16 * (8 + 8)),
+        ("q_proj", 9, 2 * 16 * (16 + 12 + 12)),  # one layer with keys and values
+        ("up_proj,down_proj", 16, 2 * 16 * 3 * 40),
+        ("", 64, 2 * 64 * (16 + 12 + 12 + 16 + 3 * 40)),
+    ],
+)
+def test_vllm_reserves_memory_for_an_adapter(targets: str, rank: int, elements: int) -> None:
+    section, adapter = EngineSection(kind="vllm"), LoraSection(rank=rank, targets=targets)
+    request = ENGINES["vllm"].request("actor engine", section, SMALL, 9, 2, adapter)
+    assert request.memory.weights == 2e9 + 2 * elements
+    assert f", an adapter of rank {rank}, vLLM" in request.description
+
+
 @pytest.mark.parametrize("targets", ["", "q_proj,down_proj"])
 def test_the_size_of_an_adapter_is_that_of_its_parameters(targets: str, tiny_actor: Path) -> None:
     section = LoraSection(rank=3, targets=targets)
     model = load_model(tiny_actor, torch.device("cpu"))
-    add_adapter(model, Adapter(section, tiny_actor, 0))
+    add_adapter(model, Adapter(section, BaseModel.of(tiny_actor), 0))
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert adapter_parameters(planned_shape("tiny-actor"), section) == parameters
     assert adapter_parameters(planned_shape("tiny-actor"), LoraSection()) == 0
@@ -246,7 +298,7 @@ def test_the_torch_engine_caches_a_full_batch_and_prefixes():
     assert memory.cache == 2 * 16 * 8192 * 64
     assert memory.weights == 4e9
     # fp32: 2 · 12 · 8 + 8 · (4 + 2) · 2 + 16 · 32 = 192 + 96 + 512
-    assert memory.activations == PREFILL_TOKENS * 800 + 3 * 4 * 16 * 100
+    assert memory.activations == PREFILL_TOKENS * 800 + 28 * 16 * 100
     assert engine_memory(SMALL, 5000, 2, max_batch=16).cache == memory.cache / 2
 
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from crl.cli.main import app
 from crl.config.load import load
-from crl.modeling.memory import GIB
+from crl.config.models.shapes import PUBLISHED_SHAPES
+from crl.modeling.memory import GIB, adapter_parameters
 from crl.planning import doctor
 from crl.planning.doctor import Finding, environment, failed
 from crl.planning.gpus import Gpu
@@ -251,6 +252,21 @@ def test_memory_of_starting_ranks(sets: list[str], copies: int):
     settings = load(["room"], preset="node8", sets=sets)
     assert doctor._starting_bytes(settings) == 2 * copies * 7_615_616_512
     assert doctor._starting_bytes(config("gpu1")) == 0
+
+
+def test_adapters_are_published_without_their_base_models() -> None:
+    """Check the bytes of models with adapters: they are published, saved and offloaded alone."""
+    sets = ["actor.lora.rank=16", "extractor.lora.rank=16", "actor.kl_coef=0.1"]
+    settings = load(["room"], preset="node8", sets=sets)
+    adapters = [
+        adapter_parameters(PUBLISHED_SHAPES[section.model], section.lora)
+        for section in (settings.actor, settings.extractor)
+    ]
+    assert doctor._weight_bytes(settings) == [2 * adapter for adapter in adapters]
+    assert doctor._checkpoint_bytes(settings) == 14 * sum(adapters)
+    assert doctor._starting_bytes(settings) == 0, "no copy of a reference"
+    merged = load(["room"], preset="node8", sets=[*sets, "engine.kind=torch"])
+    assert doctor._weight_bytes(merged)[0] == 2 * 7_615_616_512
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from crl.config.load import load
 from crl.config.models import find_model, resolve_model
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
-from crl.modeling.memory import GIB, GpuAssignment
+from crl.modeling.memory import GIB, GpuAssignment, GpuUser
 from crl.planning import gpu_plan as module
 from crl.planning import gpus
 from crl.planning.gpu_plan import (
@@ -91,13 +91,43 @@ def test_a_node_of_eight():
     assert max(used_bytes(plan, number) for number in range(8)) <= USABLE_SHARE * 80 * GIB + 1
 
 
+@pytest.mark.parametrize("setting", ["top_p=0.9", "top_k=20"])
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_the_sort_of_truncated_sampling_is_counted(setting: str, role: str):
+    plain, truncated = (planned(*sets, preset="gpu1") for sets in ((), (f"{role}.{setting}",)))
+    engines: tuple[GpuUser, ...] = ("actor engine", "extractor engine")
+    for engine in engines:
+        more = truncated[engine].memory.activations - plain[engine].memory.activations
+        assert more == engine.startswith(role) * (56 - 28) * 32 * 151_936
+
+
 def test_too_few_gpus_are_shared():
-    plan = planned("gpus=4")
+    plan = planned("gpus=4", "tasks.room.eval.online_places=4")
     assert plan.problems == ()
     assert plan["actor learner"].gpus != plan["extractor learner"].gpus
     assert plan["actor engine"].gpus == plan["extractor learner"].gpus
     assert all(used_bytes(plan, number) <= USABLE_SHARE * 80 * GIB + 1 for number in range(4))
     assert plan["actor engine"].memory.cache >= 1.75 * GIB, "at least one whole sequence"
+
+
+def test_adapters_on_a_node() -> None:
+    """Check that adapters need no memory for a reference and little for their states."""
+    sets = (
+        "actor.lora.rank=16", "extractor.lora.rank=16", "extractor.kl_coef=0.1", "gpus=4",
+        "tasks.room.eval.online_places=4",
+    )  # fmt: skip
+    plan = planned(*sets, "learner.ranks=1", "engine.replicas=1", "learner.offload=false")
+    assert not plan.problems
+    engine, learner = plan["actor engine"].request, plan["extractor learner"].request
+    adapter = 40_370_176  # of the actor, Qwen2.5-7B
+    assert engine.memory.weights == 2 * (7_615_616_512 + adapter)
+    assert ", an adapter of rank 16, vLLM" in engine.description
+    assert learner.memory.weights < 2.1 * 4_022_468_096
+    assert learner.memory.optimizer < 0.5e9
+    assert "an adapter of 33,030,144 parameters, DeepSpeed ZeRO-3" in learner.description
+    assert plan["untrained extractor"].request.memory.weights == 2 * 4_022_468_096
+    with pytest.raises(ConfigError, match="kernels for adapters on GPUs need bfloat16"):
+        planned(*sets, "learner.precision=float32")
 
 
 def test_parts_of_this_process_are_on_the_first_gpu():

@@ -111,12 +111,12 @@ def refused(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             "tokens also hold 9 tokens of the merge prompt and 40 tokens of the answer. Choose at "
             "most 975, or raise extractor.max_context_tokens.",
         ),
-        (["embedder.model={folder}/none"], "is not hash, a URL or a directory"),
+        (["embedder.model={folder}/none"], "is not hash, wordllama, a URL or a directory"),
         (
             ["embedder.model=Qwen/X"],
-            "embedder.model = 'Qwen/X': is not hash, a URL or a directory. Use hash, the URL of an "
-            "endpoint, or a directory with an encoder in Hugging Face format (crl does not "
-            "download models from hubs); or download it: hf download Qwen/X.",
+            "embedder.model = 'Qwen/X': is not hash, wordllama, a URL or a directory. Use hash, "
+            "wordllama, the URL of an endpoint, or a directory with an encoder in Hugging Face "
+            "format (crl does not download models from hubs); or download it: hf download Qwen/X.",
         ),
         (
             ["embedder.model=http://localhost:9", "embedder.name=m", "embedder.key_env=NO_SUCH"],

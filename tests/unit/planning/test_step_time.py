@@ -63,6 +63,12 @@ def test_training_costs_six_flop_per_parameter_and_token_without_attention() -> 
     assert training_seconds(shape, work, extra_passes=0, gpus=1, flops=1) == 6 * 1_000_000 * 7
 
 
+def test_training_of_an_adapter_needs_no_gradients_of_weights() -> None:
+    shape, work = replace(SHAPE, layers=0), Work(1, 7, 0)
+    seconds = training_seconds(shape, work, extra_passes=0, gpus=1, flops=1, frozen=True)
+    assert seconds == 4 * 1_000_000 * 7
+
+
 def test_sampling_that_the_bandwidth_limits() -> None:
     # Prefill: 4 sequences · 40 tokens · 2,080,000 FLOP at 1e12 FLOP/s = 0.3328 ms.
     # A decode pass of 2 sequences reads 2,000,000 bytes of weights, and 2 · 25 tokens of
