@@ -158,7 +158,9 @@ def test_conversations(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--from", "scripted"], "--tasks = None: is required for scripted"),
-        (["--from", "no/such"], "is neither scripted, nor a run, nor a file"),
+        (["--from", "drills"], "--tasks = None: is required for drills"),
+        (["--from", "scripted", "--demonstrations", 9], "does not apply to scripted players"),
+        (["--from", "no/such"], "is neither scripted, nor drills, nor a run, nor a file"),
         (["--from", "scripted", "--tasks", "river,river"], "river"),
     ],
 )
@@ -220,6 +222,65 @@ def test_sources_without_a_demonstration_are_named(demonstrated: Path, tmp_path:
     empty.write_text("\n", "utf-8")
     error = one_line(crl("sft", "--from", empty, "--tasks", "room", "--run-dir", tmp_path / "b"))
     assert f"--from = '{empty}': has no demonstration to train on: the file is empty" in error
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_models_learn_from_drills(role: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = crl(
+        "sft", "--from", "drills", "--role", role, *TASK, "--demonstrations", 30,
+        "--learning-rate", 1e-5, "--epochs", 1, "--run-dir", run,
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "27 demonstrations with" in result.stdout
+    start, best = losses(result.stdout)
+    assert best < start < 1, "the bundled models know their drills"
+    assert f"--set {role}.model={run}/{role}" in result.stdout
+    assert model_profile(run / role) == "compact"
+    assert [path.name for path in run.iterdir() if path.is_dir()] == [role]
+    later = ("train", *TASK, "--set", f"{role}.model={run}/{role}", "--dry-run")
+    assert crl(*later).exit_code == 0
+
+
+def test_the_extractor_learns_from_conversations(tmp_path: Path) -> None:
+    file, run = tmp_path / "talks.jsonl", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 5, "utf-8")
+    options = ("--tasks", "room", "--held-out", 0, "--epochs", 1, "--run-dir", run)
+    result = crl("sft", "--from", file, "--role", "extractor", *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"the extractor after epoch 1, in Hugging Face format: {run}/extractor" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", 2], "--steps = 2: does not apply to drills"),
+        (["--lost"], "--lost = True: does not apply to drills"),
+        (["--set", "actor.profile=full"], "rendering = 'full': is not the rendering of the drills"),
+        (
+            ["--role", "extractor", "--set", "extractor.profile=full"],
+            "extractor.profile = 'full': is not the profile of the drills",
+        ),
+        (
+            ["--role", "extractor", "--set", "extractor.kl_coef=0.1"],
+            "extractor.kl_coef = 0.1: does not apply",
+        ),
+    ],
+)
+def test_requests_for_drills_that_are_refused(
+    options: list[object], message: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    error = one_line(crl("sft", "--from", "drills", "--tasks", "room", *options, "--run-dir", run))
+    assert message in error
+    assert not run.exists()
+
+
+def test_the_extractor_does_not_learn_from_episodes(demonstrated: Path, tmp_path: Path) -> None:
+    for source in (demonstrated, "scripted"):
+        options = ("--role", "extractor", "--run-dir", tmp_path / "run")
+        error = one_line(crl("sft", "--from", source, *options))
+        assert f"--role = 'extractor': cannot learn from {source}" in error
 
 
 def test_errors_of_the_chat_template_have_the_line(tiny_actor: Path, tmp_path: Path) -> None:

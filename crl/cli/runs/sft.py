@@ -1,4 +1,4 @@
-"""Command `crl sft`: supervised fine-tuning of the actor on demonstrations.
+"""Command `crl sft`: supervised fine-tuning of actor or extractor on demonstrations.
 
 Modules that need torch are imported inside the command.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,30 +18,45 @@ from crl.errors import ConfigError
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
 
+Role = Literal["actor", "extractor"]
+
 SCRIPTED = "scripted"
 """Value of `--from` for demonstrations of the scripted players."""
 
+DRILLS = "drills"
+"""Value of `--from` for the demonstrations from which the bundled models learned."""
+
 STEPS = 4
 """Default of --steps."""
+
+DEMONSTRATIONS = 400
+"""Default of --demonstrations."""
 
 UNUSED: Mapping[str, Mapping[str, str]] = {
     "recorded": {
         "--tasks": "does not apply to recorded episodes, which have the tasks of their run",
         "--preset": "does not apply to recorded episodes, which have the settings of their run",
         "--steps": "does not apply to recorded episodes, which are all used",
+        "--demonstrations": "does not apply to recorded episodes, which are all used",
     },
     "conversations": {
         "--steps": "does not apply to conversations, which are all used",
+        "--demonstrations": "does not apply to conversations, which are all used",
         "--lost": "does not apply to conversations, which are neither won nor lost",
+    },
+    SCRIPTED: {"--demonstrations": "does not apply to scripted players: give --steps"},
+    DRILLS: {
+        "--steps": "does not apply to drills: give --demonstrations",
+        "--lost": "does not apply to drills, which are neither won nor lost",
     },
 }
 """Reasons why an option has no effect, by kind of source."""
 
-WARMUP = "actor.optimizer.warmup_steps"
-"""Setting that replaces the default warm-up, which depends on the number of updates."""
+WARMUP = "optimizer.warmup_steps"
+"""Setting of a role that replaces the default warm-up, which depends on the number of updates."""
 
-OBJECTIVE: Mapping[str, float] = {"actor.temperature": 1.0, "actor.kl_coef": 0.0}
-"""Settings that the loss of supervised fine-tuning fixes."""
+OBJECTIVE: Mapping[str, float] = {"temperature": 1.0, "kl_coef": 0.0}
+"""Settings of a role that the loss of supervised fine-tuning fixes."""
 
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────
@@ -51,17 +66,21 @@ Source = Annotated[
     typer.Option(
         "--from",
         metavar="SOURCE",
-        help="scripted = demonstrations of the environments' scripted players; or a run with "
-        "recorded episodes, one file of them (RUN/episodes/STEP.jsonl.gz), or conversations "
-        "(FILE.jsonl).",
+        help="scripted = demonstrations of the environments' scripted players; drills = those of "
+        "the bundled models; or a run with recorded episodes, one file of them "
+        "(RUN/episodes/STEP.jsonl.gz), or conversations (FILE.jsonl).",
     ),
+]
+TrainedRole = Annotated[
+    Role,
+    typer.Option("--role", help="Model to train. The extractor learns from drills or a file."),
 ]
 Tasks = Annotated[
     str | None,
-    typer.Option(metavar="A,B", help="Tasks; required for scripted players and conversations."),
+    typer.Option(metavar="A,B", help="Tasks; not for recorded episodes, else required."),
 ]
 Model = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Model to train (default: actor.model).")
+    str | None, typer.Option(metavar="NAME", help="Model to train (default: ROLE.model).")
 ]
 SourcePreset = Annotated[
     str | None,
@@ -76,6 +95,10 @@ Steps = Annotated[
     typer.Option(
         metavar="N", min=1, help=f"Training steps that scripted players play (default: {STEPS})."
     ),
+]
+Demonstrations = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help=f"Number of drills (default: {DEMONSTRATIONS})."),
 ]
 Epochs = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of epochs.")]
 BatchTokens = Annotated[
@@ -98,10 +121,12 @@ Lost = Annotated[bool, typer.Option("--lost", help="Train on lost episodes too."
 @command
 def sft(
     source: Source,
+    role: TrainedRole = "actor",
     tasks: Tasks = None,
     model: Model = None,
     preset: SourcePreset = None,
     steps: Steps = None,
+    demonstrations: Demonstrations = None,
     epochs: Epochs = 3,
     batch_tokens: BatchTokens = 4096,
     learning_rate: LearningRate = 1e-4,
@@ -112,79 +137,101 @@ def sft(
     run_dir: NewRun = None,
     sets: Sets = None,
 ) -> int:
-    """Train the actor to imitate demonstrations, as a start for reinforcement learning."""
-    given = {"--tasks": tasks, "--preset": preset, "--steps": steps, "--lost": lost or None}
-    _refuse_unused(source, given)
-    options: dict[str, Any] = {
-        "method": "grpo",  # no other model is needed
-        "actor.optimizer.learning_rate": learning_rate,
-        "run.steps": steps or STEPS,
-        **OBJECTIVE,
+    """Train a model to imitate demonstrations, as a start for reinforcement learning."""
+    given = {
+        "--tasks": tasks,
+        "--preset": preset,
+        "--steps": steps,
+        "--demonstrations": demonstrations,
+        "--lost": lost or None,
     }
-    options |= {} if seed is None else {"run.seed": seed}
-    options |= {} if model is None else {"actor.model": model}
-    if _is_recorded(source):
-        config = _config_of_run(Path(source), options, sets)
-    else:
-        config = _config_of_tasks(source, tasks, preset or "cpu", options, sets)
-    _require_objective(config)
+    kind = _kind(source)
+    _refuse_unused(kind, given)
+    if role == "extractor" and kind in (SCRIPTED, "recorded"):
+        reason = f"cannot learn from {source}, where only the actor answers"
+        raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
     if held_out >= 1:
         raise ConfigError(
             "--held-out", held_out, "leaves nothing to train on", "Use a share below 1"
         )
+    options: dict[str, Any] = {
+        "run.steps": steps or STEPS,
+        f"{role}.optimizer.learning_rate": learning_rate,
+        **{f"{role}.{name}": value for name, value in OBJECTIVE.items()},
+    }
+    # With the method grpo, no other model is needed.
+    options |= {"method": "grpo"} if role == "actor" else {}
+    options |= {} if seed is None else {"run.seed": seed}
+    options |= {} if model is None else {f"{role}.model": model}
+    if kind == "recorded":
+        config = _config_of_run(Path(source), options, sets)
+    else:
+        config = _config_of_tasks(source, tasks, preset or "cpu", options, sets)
+    _require_objective(config, role)
     from crl.run.halves import sft as halves
     from crl.run.halves.commands import fine_tune_on
 
     return fine_tune_on(
         config,
-        halves.Source(source, _files(source), lost),
+        halves.Source(
+            source,
+            _files(source, kind),
+            lost,
+            (demonstrations or DEMONSTRATIONS) if kind == DRILLS else 0,
+        ),
         run_dir or new_folder("sft"),
-        halves.SftSettings(epochs, batch_tokens, held_out, patience, _warmup(config, sets or ())),
+        halves.SftSettings(
+            role, epochs, batch_tokens, held_out, patience, _warmup(config, role, sets or ())
+        ),
     )
 
 
-def _refuse_unused(source: str, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for an option that has no effect on demonstrations from `source`.
+def _kind(source: str) -> str:
+    """Return the kind of the demonstrations: a key of `UNUSED`.
+
+    A path that does not exist is taken for a file of conversations.
+    """
+    path = Path(source)
+    if path.is_dir() or path.name.endswith(".jsonl.gz"):
+        return "recorded"
+    return source if source in (SCRIPTED, DRILLS) else "conversations"
+
+
+def _refuse_unused(kind: str, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an option that has no effect on demonstrations of this kind.
 
     `given`: values of options by name; None = not given.
     """
-    if source == SCRIPTED or not Path(source).exists():
-        return
-    for name, reason in UNUSED["recorded" if _is_recorded(source) else "conversations"].items():
+    for name, reason in UNUSED[kind].items():
         if given[name] is not None:
             raise ConfigError(name, given[name], reason, "Leave it out")
 
 
-def _is_recorded(source: str) -> bool:
-    """Return whether `source` names recorded episodes: a run, or one file of them."""
-    path = Path(source)
-    return path.is_dir() or path.name.endswith(".jsonl.gz")
-
-
-def _files(source: str) -> Mapping[int, Path] | Path | None:
-    """Return recorded episodes by step, a file of conversations, or None for scripted players."""
+def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
+    """Return recorded episodes by step, a file of conversations, or None for other sources."""
     from crl.records.reader import episode_shards
 
     path = Path(source)
-    if _is_recorded(source):
+    if kind == "recorded":
         return shard_of_file(path) if path.is_file() else episode_shards(path)
-    return None if source == SCRIPTED else path
+    return path if kind == "conversations" else None
 
 
-def _warmup(config: RunConfig, sets: Sequence[str]) -> int | None:
+def _warmup(config: RunConfig, role: Role, sets: Sequence[str]) -> int | None:
     """Return the warm-up that `--set` gives, or None."""
     from crl.config.layers import leaves, parse_set
 
     given = {key for text in sets for key, _ in leaves(parse_set(text).data)}
-    return config.actor.optimizer.warmup_steps if WARMUP in given else None
+    section = getattr(config, role)
+    return section.optimizer.warmup_steps if f"{role}.{WARMUP}" in given else None
 
 
-def _require_objective(config: RunConfig) -> None:
+def _require_objective(config: RunConfig, role: Role) -> None:
     """Raise `ConfigError` for settings with which the loss would be another one."""
-    for key, value in OBJECTIVE.items():
-        if (given := getattr(config.actor, key.removeprefix("actor."))) != value:
+    for name, value in OBJECTIVE.items():
+        if (given := getattr(getattr(config, role), name)) != value:
             reason = f"does not apply: supervised fine-tuning has the value {value:g}"
-            raise ConfigError(key, given, reason, "Leave it out")
+            raise ConfigError(f"{role}.{name}", given, reason, "Leave it out")
 
 
 def _config_of_run(path: Path, options: Mapping[str, Any], sets: list[str] | None) -> RunConfig:
@@ -200,11 +247,11 @@ def _config_of_tasks(
     source: str, tasks: str | None, preset: str, options: Mapping[str, Any],
     sets: list[str] | None,
 ) -> RunConfig:  # fmt: skip
-    """Return the config of scripted players or of a file of conversations."""
+    """Return the config of scripted players, of drills or of a file of conversations."""
     from crl.config.load import load
 
-    if source != SCRIPTED and not Path(source).is_file():
-        reason = "is neither scripted, nor a run, nor a file"
+    if source not in (SCRIPTED, DRILLS) and not Path(source).is_file():
+        reason = "is neither scripted, nor drills, nor a run, nor a file"
         raise ConfigError("--from", source, reason, "Give one of these")
     if tasks is None:
         raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")

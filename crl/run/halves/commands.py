@@ -86,22 +86,24 @@ def learn_from_episodes(
 def fine_tune_on(
     config: RunConfig, source: Source, folder: Path, settings: SftSettings
 ) -> int:  # fmt: skip
-    """Train the actor on demonstrations, write it to the new directory `folder`, return 0.
+    """Train a model on demonstrations, write it to the new directory `folder`, return 0.
 
-    Scripted players first play `run.steps` steps, which are recorded in `folder`. Raise `CrlError`
-    if this cannot start or fails.
+    Without files and drills, scripted players first play `run.steps` steps, which are recorded in
+    `folder`. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config)
-    if source.files is None:
+    scripted = source.files is None and not source.drills
+    if scripted:
         scripted_players(specs(config))
-    elif not isinstance(source.files, Path):
+    elif isinstance(source.files, Mapping):
         _check_shards(source.files, "give one file of the others")
     run = _new_folder(config, folder)
-    (target := run.path / "actor").mkdir()
+    role = settings.role
+    (target := run.path / role).mkdir()
 
     async def tuned(monitor: Monitor) -> str:
         demonstrations = source
-        if source.files is None:
+        if scripted:
             await play(config, run, monitor, scripted=True)
             demonstrations = replace(source, files=episode_shards(run.path))
         result = await fine_tune(config, demonstrations, target, monitor, settings)
@@ -109,9 +111,9 @@ def fine_tune_on(
         if config.preset != RunConfig.model_fields["preset"].default:
             command += ["--preset", config.preset]
         return (
-            f"the actor after epoch {result.epoch}, in Hugging Face format: {target}\n"
+            f"the {role} after epoch {result.epoch}, in Hugging Face format: {target}\n"
             f"{_losses(result)}  train it further: "
-            f"{shlex.join([*command, '--set', f'actor.model={target}'])}"
+            f"{shlex.join([*command, '--set', f'{role}.model={target}'])}"
         )
 
     _carry_out(config, run, None, tuned)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of the actor on demonstrations: `crl sft`."""
+"""Supervised fine-tuning of actor or extractor on demonstrations: `crl sft`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from crl.algo.batching import micro_batches
 from crl.algo.losses import NextTokenLoss
@@ -25,9 +26,17 @@ from crl.modeling.tokens import ChatRenderer
 from crl.planning.gpu_plan import assigned_gpus
 from crl.protocols import Engine, Learner, Monitor
 from crl.records.shards import read_shard
-from crl.run.models import ModelRole, actor_model, open_role_engine, open_role_learner
+from crl.run.models import (
+    ModelRole,
+    actor_model,
+    extractor_model,
+    open_role_engine,
+    open_role_learner,
+)
 from crl.run.sync import sync_weights
 from crl.seeds import generator
+from crl.tiny.drills import demonstrations, drills_of
+from crl.tiny.drills.drill import Part
 from crl.types import Minibatch, Segment, StepStats, TokenTrace, TrainSample, Trajectory
 from crl.wording import counted
 
@@ -45,6 +54,8 @@ ROLES = ("system", "user", "assistant")
 class SftSettings:
     """Settings of supervised fine-tuning."""
 
+    role: Literal["actor", "extractor"] = "actor"
+    """Model that is trained."""
     epochs: int = 3
     """Maximum number of epochs."""
     batch_tokens: int = 4096
@@ -66,10 +77,12 @@ class Source:
     files: Mapping[int, Path] | Path | None
     """Recorded episodes, as of `crl.records.reader.episode_shards`, or a file of `conversations`.
 
-    None = the episodes of scripted players, which have not been played yet.
+    None = drills, or the episodes of scripted players, which have not been played yet.
     """
     lost: bool = False
     """True if lost episodes are demonstrations too."""
+    drills: int = 0
+    """Number of drills; 0 for other sources."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     Raise `ConfigError` with the number of a line that is invalid, or that the chat template of the
     model refuses.
     """
-    found = []
+    found: list[Demonstrated] = []
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -153,9 +166,50 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
                 )
                 remedy = "Correct the line, or choose another model"
                 raise ConfigError("--from", place, reason, remedy) from error
-            goal = next((s.text for s in segments if s.role == "user"), "")
-            found.append(Demonstrated(goal, traces))
+            found.append(Demonstrated(_first_question(segments), traces))
     return found
+
+
+def _first_question(segments: Sequence[Segment]) -> str:
+    """Return the first message of the user, which names the place of a conversation."""
+    return next((segment.text for segment in segments if segment.role == "user"), "")
+
+
+def drilled(
+    config: RunConfig, role: Literal["actor", "extractor"], renderer: ChatRenderer, n: int
+) -> list[Demonstrated]:
+    """Return about `n` demonstrations of the drills that the settings of a run need.
+
+    Raise `ConfigError` if a task has no drills of the role, or they have another rendering.
+    """
+    enabled: dict[Part, bool] = {
+        "episode": True,
+        "ask": config.ask.enabled,
+        "critic": config.critic.enabled,
+        "merge": config.extractor.merge_every > 0,
+    }
+    drills = drills_of(
+        role,
+        {task.env for task in config.tasks.values()},
+        [part for part, used in enabled.items() if used],
+    )
+    known = {drill.env for drill in drills}
+    for name, task in config.tasks.items():
+        if task.env not in known:
+            reason = f"has no drills of the {role}"
+            raise ConfigError("--tasks", name, reason, "Choose other tasks, or another --from")
+        if task.rendering != "compact":
+            reason = "is not the rendering of the drills"
+            remedy = "Add --set actor.profile=compact, or use another --from"
+            raise ConfigError(f"tasks.{name}.rendering", task.rendering, reason, remedy)
+    if (profile := config.profile(role)) != "compact":
+        reason = "is not the profile of the drills"
+        remedy = f"Add --set {role}.profile=compact, or use another --from"
+        raise ConfigError(f"{role}.profile", profile, reason, remedy)
+    return [
+        Demonstrated(_first_question(segments), demonstrated_traces(segments, renderer))
+        for segments in demonstrations(drills, n, config.run.seed)
+    ]
 
 
 def _segments(line: str, place: str) -> list[Segment]:
@@ -184,7 +238,7 @@ def _segments(line: str, place: str) -> list[Segment]:
 async def fine_tune(
     config: RunConfig, source: Source, target: Path, monitor: Monitor, settings: SftSettings
 ) -> SftResult:  # fmt: skip
-    """Train the actor on demonstrations and write it to the new directory `target`.
+    """Train a model on demonstrations and write it to the new directory `target`.
 
     Scripted players must have played already. The loss is the mean over the demonstrator's tokens.
     The model with the lowest held-out loss is written; without held-out demonstrations, that of the
@@ -201,8 +255,8 @@ async def _fine_tune(
     config: RunConfig, source: Source, target: Path, monitor: Monitor, settings: SftSettings,
     stack: AsyncExitStack,
 ) -> SftResult:  # fmt: skip
-    actor = actor_model(config, monitor.note)
-    found = await asyncio.to_thread(_demonstrations, config, actor.renderer, source, monitor)
+    role = (actor_model if settings.role == "actor" else extractor_model)(config, monitor.note)
+    found = await asyncio.to_thread(_demonstrations, config, role, source, monitor)
     draws = generator(config.run.seed, "sft")
     trained, held_out = _split(found, settings.held_out, draws)
     samples = [trace for demonstration in trained for trace in demonstration.traces]
@@ -215,9 +269,9 @@ async def _fine_tune(
         list(_minibatches(samples, settings.batch_tokens, draws)) for _ in range(settings.epochs)
     ]
     config = _with_warmup(config, settings, sum(map(len, epochs)), monitor)
-    actor, gpus = replace(actor, section=config.actor), assigned_gpus(config)
-    learner = await open_role_learner(config, gpus, actor, NextTokenLoss(), stack)
-    engine = await open_role_engine(config, gpus, actor, stack, trained=True) if held_out else None
+    role, gpus = replace(role, section=getattr(config, role.name)), assigned_gpus(config)
+    learner = await open_role_learner(config, gpus, role, NextTokenLoss(), stack)
+    engine = await open_role_engine(config, gpus, role, stack, trained=True) if held_out else None
     start = best = await _held_out_loss(engine, held_out)
     result, worse, updates = SftResult(start, start, 0), 0, 0
     for epoch, minibatches in enumerate(epochs, start=1):
@@ -230,7 +284,7 @@ async def _fine_tune(
             monitor.log(updates, "sft", {"sft/epoch": epoch, "sft/held_out_nll": loss})
         if loss is None or best is None or loss < best:
             best, worse, result = loss, 0, SftResult(start, loss, epoch)
-            await _write(learner, actor, target)
+            await _write(learner, role, target)
         elif (worse := worse + 1) >= settings.patience:
             break
     if not result.epoch:
@@ -249,9 +303,11 @@ def _with_warmup(
     if warmup is None:
         warmup = round(WARMUP_SHARE * updates)
     monitor.note(f"at most {counted(updates, 'update')}; warm-up of {warmup}")
-    optimizer = config.actor.optimizer.model_copy(update={"warmup_steps": warmup})
-    actor = config.actor.model_copy(update={"optimizer": optimizer})
-    return config.model_copy(update={"actor": actor})
+    section = getattr(config, settings.role)
+    optimizer = section.optimizer.model_copy(update={"warmup_steps": warmup})
+    return config.model_copy(
+        update={settings.role: section.model_copy(update={"optimizer": optimizer})}
+    )
 
 
 async def _train_epoch(
@@ -295,29 +351,33 @@ async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
 
 
 def _demonstrations(
-    config: RunConfig, renderer: ChatRenderer, source: Source, monitor: Monitor
+    config: RunConfig, role: ModelRole, source: Source, monitor: Monitor
 ) -> list[Demonstrated]:
     """Return the demonstrations that fit into the context. Raise `ConfigError` if there is none."""
-    assert source.files is not None
-    if talks := isinstance(source.files, Path):
-        found = conversations(source.files, renderer)
+    talks = isinstance(source.files, Path)
+    if source.drills:
+        found = drilled(config, role.name, role.renderer, source.drills)
+    elif isinstance(source.files, Path):
+        found = conversations(source.files, role.renderer)
     else:
-        found = recorded_demonstrations(config, renderer, source.files, lost=source.lost)
+        assert source.files is not None
+        found = recorded_demonstrations(config, role.renderer, source.files, lost=source.lost)
     if not found:
         reason, remedy = "no episode was won", "or --lost to train on lost episodes too"
         if talks or source.lost:
             reason = "the file is empty" if talks else "all episodes ended with an error"
             remedy = ""
         raise _nothing_found(source, reason, f"Give other demonstrations, {remedy}".rstrip(", "))
-    limit = config.actor.max_context_tokens
+    limit = role.section.max_context_tokens
     fitting = [d for d in found if d.traces and all(len(t.ids) <= limit for t in d.traces)]
     if not fitting:
         reason = f"all {len(found)} are longer than the context of {limit} tokens"
-        raise _nothing_found(source, reason, "Give shorter ones, or raise actor.max_context_tokens")
+        remedy = f"Give shorter ones, or raise {role.name}.max_context_tokens"
+        raise _nothing_found(source, reason, remedy)
     if len(fitting) < len(found):
         monitor.note(
             f"{counted(len(found) - len(fitting), 'demonstration')} left out: longer than the "
-            f"context of {limit} tokens (actor.max_context_tokens)"
+            f"context of {limit} tokens ({role.name}.max_context_tokens)"
         )
     return fitting
 

@@ -1,12 +1,17 @@
-"""Drills of the bundled models: kinds of demonstrations that the models learn before RL.
+"""Drills: kinds of demonstrations in the compact rendering, which models learn before RL.
 
 Each task has a module with its drills. New drills can be added to the lists.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
+
+from crl.modeling.demonstrations import Demonstration
+from crl.seeds import generator
 from crl.tiny.drills import alfworld, grids, room, webshop
-from crl.tiny.drills.drill import Drill
+from crl.tiny.drills.drill import Drill, Part
 
 TASK_MODULES = (room, webshop, alfworld, grids)
 
@@ -16,3 +21,22 @@ ACTOR_DRILLS: tuple[Drill, ...] = tuple(
 EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.EXTRACTOR_DRILLS
 )
+
+
+def drills_of(
+    role: Literal["actor", "extractor"], envs: Collection[str], parts: Collection[Part]
+) -> list[Drill]:
+    """Return the drills of a role in some environments that some parts of a run need."""
+    drills = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
+    return [drill for drill in drills if drill.env in envs and drill.part in parts]
+
+
+def demonstrations(drills: Sequence[Drill], n: int, seed: int) -> Iterator[Demonstration]:
+    """Yield about `n` demonstrations, at least one of each drill.
+
+    The shares of the drills are those in the recipes of the bundled models.
+    """
+    total = sum(drill.count for drill in drills)
+    for drill in drills:
+        count = max(1, round(n * drill.count / total))
+        yield from drill.make(generator(seed, "drill", drill.name), count)

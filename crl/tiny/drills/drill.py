@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from crl.manager import DistilRequest, EpisodeId
 from crl.manager.records import Entry
@@ -38,6 +38,12 @@ ClaimTest = Callable[[str], bool]
 Other lessons of the place may contradict a claim, for example on the position of the exit.
 """
 
+Part = Literal["episode", "ask", "critic", "merge"]
+"""Part of a run that needs what a drill teaches.
+
+Every run plays episodes and distils them. The other parts can be switched off.
+"""
+
 
 @dataclass(frozen=True)
 class Drill:
@@ -48,6 +54,9 @@ class Drill:
     """Demonstrations that a recipe uses."""
     make: Callable[[random.Random, int], Iterator[Demonstration]]
     """Function that yields n demonstrations: make(rng, n)."""
+    env: str
+    """Name of the environment."""
+    part: Part = "episode"
 
 
 def demonstrated(text: str) -> Segment:

@@ -239,18 +239,18 @@ class LessonDrills:
 
 
 ACTOR_DRILLS = (
-    Drill("maze walks", 5_000, MAZE.actor_walks.make),
-    Drill("key room walks", 3_000, KEYROOM.actor_walks.make),
-    Drill("river walks", 1_500, RIVER.actor_walks.make),
-    Drill("sokoban walks", 3_000, SOKOBAN.actor_walks.make),
-    Drill("maze verdicts", 500, LessonDrills(MAZE).verdicts),
-    Drill("key room verdicts", 500, LessonDrills(KEYROOM).verdicts),
+    Drill("maze walks", 5_000, MAZE.actor_walks.make, MAZE.spec.name),
+    Drill("key room walks", 3_000, KEYROOM.actor_walks.make, KEYROOM.spec.name),
+    Drill("river walks", 1_500, RIVER.actor_walks.make, RIVER.spec.name),
+    Drill("sokoban walks", 3_000, SOKOBAN.actor_walks.make, SOKOBAN.spec.name),
+    Drill("maze verdicts", 500, LessonDrills(MAZE).verdicts, MAZE.spec.name, "critic"),
+    Drill("key room verdicts", 500, LessonDrills(KEYROOM).verdicts, KEYROOM.spec.name, "critic"),
 )
 EXTRACTOR_DRILLS = (
-    Drill("maze lessons", 5_000, GridLessons(MAZE.extractor_walks).make),
-    Drill("key room lessons", 5_000, GridLessons(KEYROOM.extractor_walks).make),
-    Drill("river lessons", 1_000, GridLessons(RIVER.extractor_walks).make),
-    Drill("sokoban lessons", 1_000, GridLessons(SOKOBAN.extractor_walks).make),
-    Drill("maze merges", 3_000, LessonDrills(MAZE).merges),
-    Drill("key room merges", 3_000, LessonDrills(KEYROOM).merges),
+    Drill("maze lessons", 5_000, GridLessons(MAZE.extractor_walks).make, MAZE.spec.name),
+    Drill("key room lessons", 5_000, GridLessons(KEYROOM.extractor_walks).make, KEYROOM.spec.name),
+    Drill("river lessons", 1_000, GridLessons(RIVER.extractor_walks).make, RIVER.spec.name),
+    Drill("sokoban lessons", 1_000, GridLessons(SOKOBAN.extractor_walks).make, SOKOBAN.spec.name),
+    Drill("maze merges", 3_000, LessonDrills(MAZE).merges, MAZE.spec.name, "merge"),
+    Drill("key room merges", 3_000, LessonDrills(KEYROOM).merges, KEYROOM.spec.name, "merge"),
 )

@@ -173,12 +173,18 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 ACTOR_DRILLS = (
-    Drill("room walks", 12_000, ACTOR_WALKS.make),
-    Drill("room walks with questions", 5_000, ASKING_WALKS.make),
-    Drill("verdicts", 2_000, verdicts),
+    Drill("room walks", 12_000, ACTOR_WALKS.make, NAME),
+    Drill("room walks with questions", 5_000, ASKING_WALKS.make, NAME, "ask"),
+    Drill("verdicts", 2_000, verdicts, NAME, "critic"),
 )
 EXTRACTOR_DRILLS = (
-    Drill("room lessons", 20_000, RoomLessons(EXTRACTOR_WALKS).make),
-    Drill("refinements", 6_000, RoomRefinements(replace(EXTRACTOR_WALKS, turns=SCORED_TURNS)).make),
-    Drill("merges", 22_000, merges),
+    Drill("room lessons", 20_000, RoomLessons(EXTRACTOR_WALKS).make, NAME),
+    Drill(
+        "refinements",
+        6_000,
+        RoomRefinements(replace(EXTRACTOR_WALKS, turns=SCORED_TURNS)).make,
+        NAME,
+        "ask",
+    ),
+    Drill("merges", 22_000, merges, NAME, "merge"),
 )

@@ -93,17 +93,17 @@ def _random_tasks(rng: random.Random, n: int) -> Sequence[Task]:
 
 
 COPY_DRILLS = (
-    Drill("shop visits", 6_500, ACTOR_VISITS.make),
-    Drill("shop choices", 9_000, CHOICE_VISITS.make),
+    Drill("shop visits", 6_500, ACTOR_VISITS.make, NAME),
+    Drill("shop choices", 9_000, CHOICE_VISITS.make, NAME),
 )
 """Drills in which advice and page contain the same words."""
 ACTOR_DRILLS = (
     *COPY_DRILLS,
-    Drill("shop visits with questions", 1_000, ASKING_VISITS.make),
-    Drill("shop verdicts", 2_000, verdicts),
+    Drill("shop visits with questions", 1_000, ASKING_VISITS.make, NAME, "ask"),
+    Drill("shop verdicts", 2_000, verdicts, NAME, "critic"),
 )
 EXTRACTOR_DRILLS = (
-    Drill("shop lessons", 12_000, lessons),
-    Drill("shop refinements", 1_000, refinements),
-    Drill("shop merges", 6_000, merges),
+    Drill("shop lessons", 12_000, lessons, NAME),
+    Drill("shop refinements", 1_000, refinements, NAME, "ask"),
+    Drill("shop merges", 6_000, merges, NAME, "merge"),
 )
