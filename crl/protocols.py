@@ -95,6 +95,7 @@ class Engine(Protocol):
 
         `session` names the request's conversation. `rng` seeds the private random generator of the
         request. With truncated sampling, the completion has the kept set of every token.
+        With a JSON schema, a completion that ends with a stop token matches the schema.
 
         Raise `RolloutError` if the request cannot be served, `TransientError` if a retry may
         succeed, and `EngineError` if the engine has failed.

@@ -141,6 +141,11 @@ class Sampling:
     """Probability mass of the most probable tokens that are kept, after `top_k`; 1 keeps all."""
     top_k: int = 0
     """Number of most probable tokens that are kept; 0 keeps all."""
+    json_schema: str = ""
+    """JSON schema that the completion must match, as JSON text; empty for any completion.
+
+    An engine excludes all tokens that the schema forbids and renormalises over the others.
+    """
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -337,6 +337,14 @@ class ExtractorSection(Section):
 
     The loss uses probabilities that are renormalised over these tokens. 0 = all tokens.
     """
+    structured_outputs: bool = False
+    """Restriction of sampling to answers that match the JSON schema of the requested operations.
+
+    Every answer must then begin with the operations, so the extractor cannot think in words before
+    them. Requires engine.kind = "vllm", a chat template that does not open the thinking, and
+    train = false: tokens are sampled from the probabilities of the allowed tokens, renormalised,
+    but the trainer would use those of all tokens.
+    """
     max_context_tokens: Annotated[int, Field(ge=2)] = 65_536
     """Maximum number of tokens in one request, prompt and answer together.
 
@@ -1034,6 +1042,7 @@ class RunConfig(Section):
         self.spec.check(self, self.method_settings)
         if self.with_extractor:
             _check_extractor(self)
+            _check_structured_outputs(self)
         if self.with_bank:
             _check_bank(self)
             _check_embedder(self)
@@ -1217,6 +1226,23 @@ def _check_extractor(config: RunConfig) -> None:
             reason,
             "Lower it, or raise extractor.max_context_tokens",
         )
+
+
+def _check_structured_outputs(config: RunConfig) -> None:
+    """Raise `ConfigError` if training or the engine does not allow structured outputs."""
+    key = "extractor.structured_outputs"
+    if not config.extractor.structured_outputs:
+        return
+    if config.trains_extractor:
+        reason = (
+            "is not possible while the extractor is trained: the JSON schema excludes tokens, and "
+            "the others are sampled from their renormalised probabilities, but the trainer "
+            "computes the probabilities among all tokens"
+        )
+        raise ConfigError(key, True, reason, "Add --set extractor.train=false, or leave it out")
+    if config.engine.kind != "vllm":
+        reason = f"requires vLLM, but engine.kind is {config.engine.kind}"
+        raise ConfigError(key, True, reason, "Add --set engine.kind=vllm, or leave it out")
 
 
 def _check_bank(config: RunConfig) -> None:

@@ -67,6 +67,8 @@ class ServedModel:
     """Maximum number of tokens of prompt and answer."""
     adapter: LoraSection | None = None
     """Adapter that a learner trains; None if it trains all weights, or if none trains the model."""
+    structured_outputs: bool = False
+    """True if requests may have a JSON schema (`Sampling.json_schema`)."""
 
     @property
     def key(self) -> str:
@@ -319,14 +321,17 @@ class VllmBackend(EngineBackend):
                 assigned.gpus[parallel * i : parallel * (i + 1)] for i in range(replicas)
             ),
             weights=WeightSettings(
-                dtype=model.dtype, load_format=section.load_format, transfer=section.transfer
+                dtype=model.dtype,
+                load_format=section.load_format,
+                transfer=section.transfer,
+                adapter=model.adapter,
             ),
             tensor_parallel=parallel,
             memory_fraction=assigned.fraction,
             max_batch=section.max_batch,
             max_context=model.max_context,
             threads=section.threads,
-            adapter=model.adapter,
+            structured_outputs=model.structured_outputs,
         )
         return await VllmEngine.start(model.path, settings, model.key)
 

@@ -458,10 +458,12 @@ class TorchEngine:
     ) -> Completion:
         """Sample one completion of `ids`. See `crl.protocols.Engine`.
 
-        Raise `ValueError` if `rng` is None and the temperature is above 0.
+        Raise `ValueError` if `rng` is None and the temperature is above 0, or for a JSON schema.
         """
         await self.health()
         self._check(ids, sampling.max_tokens)
+        if sampling.json_schema:
+            raise ValueError("the torch engine has no structured outputs: use the vLLM engine")
         if rng is None and sampling.temperature > 0:
             raise ValueError("sampling at a temperature above 0 needs a seed: pass rng")
         request = Request(

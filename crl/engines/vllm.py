@@ -35,14 +35,14 @@ from typing import Any, Literal
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
-from vllm.config import WeightTransferConfig
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -101,6 +101,8 @@ class WeightSettings:
     """Source of the initial weights in vLLM: the model's directory, or dummy values."""
     transfer: Literal["file", "nccl"] = "file"
     """Transport of published weights."""
+    adapter: LoraSection | None = None
+    """Adapter that the engine receives instead of whole weights; None for whole weights."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ class VllmSettings:
     """Maximum number of prompt and completion tokens of one request."""
     threads: int = 1
     """CPU threads of a worker process in the CPU build."""
-    adapter: LoraSection | None = None
-    """Adapter that the engine receives instead of whole weights; None for whole weights."""
+    structured_outputs: bool = False
+    """True if requests may have a JSON schema. vLLM then loads the model's tokenizer."""
 
 
 class VllmEngine:
@@ -142,7 +144,8 @@ class VllmEngine:
         self._receiver = NcclReceiver(settings.tensor_parallel)
         self.version = 0
         self._timer = _BusyTimer()
-        arguments = engine_arguments(self._widened(model) if self._heads else model, settings)
+        served = self._widened(model) if self._heads else model
+        arguments = engine_arguments(served, settings, tokenizer=model)
         self._replicas = [
             Replica(partial(self._start, arguments, gpus), self._restore)
             for gpus in settings.placements
@@ -183,9 +186,12 @@ class VllmEngine:
         """Sample one completion of `ids`. See `crl.protocols.Engine`.
 
         All requests of a session are sent to the same replica. Raise `ValueError` if `rng` is None
-        and the temperature is above 0, or if top-p is used without top-k.
+        and the temperature is above 0, if top-p is used without top-k, or for a JSON schema without
+        `VllmSettings.structured_outputs`.
         """
         self._check(ids, sampling.max_tokens)
+        if sampling.json_schema and not self._settings.structured_outputs:
+            raise ValueError("a JSON schema needs VllmSettings.structured_outputs")
         if sampling.truncated and not sampling.top_k:
             raise ValueError("vLLM returns kept tokens only with top_k: pass top_k")
         if rng is None and sampling.temperature > 0:
@@ -201,6 +207,9 @@ class VllmEngine:
             seed=None if rng is None else rng % 2**SEED_BITS,
             # 0: only the log-prob of the sampled token.
             logprobs=min(sampling.top_k, self._vocabulary) if sampling.truncated else 0,
+            structured_outputs=(
+                StructuredOutputsParams(json=sampling.json_schema) if sampling.json_schema else None
+            ),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -283,7 +292,7 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
 
-        adapter = adapter_request() if self._settings.adapter else None
+        adapter = adapter_request() if self._settings.weights.adapter else None
 
         def call(llm: AsyncLLM, name: str) -> AsyncIterator[RequestOutput]:
             return llm.generate(tokens_input(list(ids)), parameters, name, lora_request=adapter)
@@ -320,7 +329,7 @@ class VllmEngine:
         """Start one vLLM engine on `gpus` and set its weight version."""
         llm = await start_vllm(arguments, gpus, self._settings.threads)
         async with shut_down_on_error(llm):
-            if self._settings.adapter:
+            if self._settings.weights.adapter:
                 await add_initial_adapter(llm)
             await llm.update_weight_version(str(self.version))
             await llm.get_supported_tasks()  # otherwise the first request would make this call
@@ -349,21 +358,23 @@ class VllmEngine:
             )
         path = self._file_path(weights_path(weight_bytes(handle.manifest)))
         if self._heads:
-            widen = self._heads.widen_adapter if self._settings.adapter else self._heads.widen
+            widen = (
+                self._heads.widen_adapter if self._settings.weights.adapter else self._heads.widen
+            )
             tensors = widen(tensors)
         return self._stored_type.write(path, tensors, handle.version)
 
     @property
     def _stored_type(self) -> type[FileWeights]:
-        return AdapterFile if self._settings.adapter else FileWeights
+        return AdapterFile if self._settings.weights.adapter else FileWeights
 
     def _file_path(self, path: Path) -> Path:
         """Return the path of a file for weights: `path`, or in a new directory for an adapter."""
-        if self._settings.adapter is None:
+        if self._settings.weights.adapter is None:
             return path
         folder = path.with_suffix("")
         folder.mkdir()
-        write_config(self._settings.adapter, folder)
+        write_config(self._settings.weights.adapter, folder)
         return folder / ADAPTER_WEIGHTS
 
     def _widened(self, model: Path) -> Path:
@@ -605,13 +616,20 @@ def completion(output: RequestOutput, *, truncated: bool) -> Completion:
 # ── vLLM's arguments and supported models ─────────────────────────────────────────────────────────
 
 
-def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
-    """Return fields of vLLM's `AsyncEngineArgs` for `model` and `settings`."""
+def engine_arguments(model: Path, settings: VllmSettings, tokenizer: Path) -> dict[str, Any]:
+    """Return fields of vLLM's `AsyncEngineArgs` for `model` and `settings`.
+
+    `tokenizer`: directory with the model's tokenizer. It is read only for structured outputs.
+    """
+    weights = settings.weights
     return {
         "model": str(model),
-        "dtype": settings.weights.dtype,
-        "load_format": settings.weights.load_format,
-        "skip_tokenizer_init": True,
+        "dtype": weights.dtype,
+        "load_format": weights.load_format,
+        "tokenizer": str(tokenizer),
+        "skip_tokenizer_init": not settings.structured_outputs,
+        # Named, because "auto" may choose another library, with another meaning of the schema.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
         # Ignore the sampling defaults of the model, which may include truncation.
         "generation_config": "vllm",
         # Log-probs are those of the sampling distribution, including the temperature.
@@ -622,10 +640,10 @@ def engine_arguments(model: Path, settings: VllmSettings) -> dict[str, Any]:
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=f"crl-{settings.weights.transfer}"),
+        "weight_transfer_config": WeightTransferConfig(backend=f"crl-{weights.transfer}"),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        **(adapter_arguments(model, settings.adapter) if settings.adapter else {}),
+        **(adapter_arguments(model, weights.adapter) if weights.adapter else {}),
     } | (_cpu_arguments(settings) if on_cpu() else gpu_share(settings.memory_fraction))
 
 
@@ -653,9 +671,10 @@ def require_fit(config: PreTrainedConfig, settings: VllmSettings, model: Path, k
         )
         raise ConfigError(key, str(model), reason, "Use another model, or engine.kind=torch")
     role = key.partition(".")[0]
-    if settings.adapter:
-        float32_on_gpu = settings.weights.dtype == "float32" and not on_cpu()
-        ENGINES["vllm"].require_adapter(role, settings.adapter, float32_on_gpu=float32_on_gpu)
+    weights = settings.weights
+    if weights.adapter:
+        float32_on_gpu = weights.dtype == "float32" and not on_cpu()
+        ENGINES["vllm"].require_adapter(role, weights.adapter, float32_on_gpu=float32_on_gpu)
     require_context(role, settings.max_context, getattr(config, "max_position_embeddings", None))
     require_divisible(role, settings.tensor_parallel, config.num_attention_heads)
 

@@ -277,19 +277,36 @@ def require_tokenizers(config: RunConfig) -> None:
             stop_ids(path, load_tokenizer(path, key), key)
 
 
+def require_structured_outputs(config: RunConfig) -> None:
+    """Raise `ConfigError` if the extractor's chat template opens a thinking that is held to JSON.
+
+    Nothing is checked without a tokenizer.
+    """
+    if not config.with_extractor or not config.extractor.structured_outputs:
+        return
+    renderer = _extractor_renderer(config)
+    if renderer and (start := renderer.thinking_start):
+        reason = (
+            f"the chat template of {config.extractor.model} ends every prompt with "
+            f"{start.strip()}, but the answer would have to be JSON from its first token, without "
+            "an end of the thinking"
+        )
+        remedy = "Use a model whose chat template does not open the thinking, or leave it out"
+        raise ConfigError("extractor.structured_outputs", True, reason, remedy)
+
+
 def require_merge_tokens(config: RunConfig) -> None:
     """Raise `ConfigError` if a full chunk of the bank does not fit into the merge prompt.
 
     The tokens of the prompt without experiences are counted with the extractor's tokenizer. Nothing
     is checked without a tokenizer.
     """
-    extractor, key = config.extractor, "extractor.model"
+    extractor = config.extractor
     if not config.distils or not extractor.merge_every:
         return
-    path = find_folder(extractor.model, key)
-    if path is None or not _has_tokenizer(path):
+    renderer = _extractor_renderer(config)
+    if renderer is None:
         return
-    renderer = ChatRenderer(_tokenizer(path, key), ())
     write_prompt = merge_prompt(config.profile("extractor"), config.prompts.files)
     prompt = len(renderer.encode(renderer.text(write_prompt([]))))
     limit = extractor.max_context_tokens - extractor.max_response_tokens - prompt
@@ -306,6 +323,15 @@ def require_merge_tokens(config: RunConfig) -> None:
             reason,
             f"{choose} extractor.max_context_tokens",
         )
+
+
+def _extractor_renderer(config: RunConfig) -> ChatRenderer | None:
+    """Return the renderer of the extractor; None if its tokenizer is not on this machine."""
+    key = "extractor.model"
+    path = find_folder(config.extractor.model, key)
+    if path is None or not _has_tokenizer(path):
+        return None
+    return ChatRenderer(_tokenizer(path, key), ())
 
 
 def recording_model(run: RunDir, model: str) -> Path:

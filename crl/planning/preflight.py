@@ -253,6 +253,7 @@ CHECKS: tuple[Check, ...] = (
     Check("adapters", "models", model_checks.require_adapters),
     Check("tokenizers", "models", model_checks.require_tokenizers),
     Check("merge prompt", "models", model_checks.require_merge_tokens),
+    Check("structured outputs", "models", model_checks.require_structured_outputs),
     Check("architectures", "models", model_checks.require_architectures),
     Check("learner", "machine", machine_checks.require_learner, detailed=True),
     Check("engine", "machine", machine_checks.require_engine, detailed=True),
@@ -271,7 +272,8 @@ EVALUATION_CHECKS: tuple[Check, ...] = (
     *(
         check
         for check in CHECKS
-        if check.name in ("prompts", "tasks", "extractor", "method", "embedder")
+        if check.name
+        in ("prompts", "tasks", "extractor", "method", "embedder", "structured outputs")
     ),
     Check("engine", "machine", machine_checks.require_engine),
     Check("GPU plan", "machine", machine_checks.require_gpus_to_evaluate),

@@ -196,6 +196,7 @@ async def _open_engine(
             _precision(config, role),
             role.section.max_context_tokens,
             role.section.lora if trained and role.section.lora.rank else None,
+            isinstance(role.section, ExtractorSection) and role.section.structured_outputs,
         ),
         assigned,
         replicas=replicas,

@@ -23,7 +23,7 @@ pytest.importorskip(
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from crl.config.schema import LoraSection, OptimizerSection
-from crl.engines.vllm import VllmEngine, VllmSettings
+from crl.engines.vllm import VllmEngine, VllmSettings, WeightSettings
 from crl.errors import EngineError
 from crl.learners.local import LocalLearner
 from crl.learners.step import TrainSettings
@@ -39,7 +39,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SECTION = LoraSection(rank=3, alpha=6.0)
 """Adapter whose rank is none of those for which vLLM reserves memory."""
-SETTINGS = VllmSettings(placements=((),), max_batch=16, max_context=512, adapter=SECTION)
+SETTINGS = VllmSettings(
+    placements=((),), weights=WeightSettings(adapter=SECTION), max_batch=16, max_context=512
+)
 LONG = prompt(200)
 """Prompt that fills more than one block of the prefix cache."""
 GREEDY = Sampling(12, NEVER, temperature=0.0)
@@ -183,7 +185,7 @@ async def test_adapters_of_few_layers_with_small_heads_on_two_workers(tmp_path: 
     model.config.num_attention_heads, model.config.num_key_value_heads = 4, 2
     path = saved(type(model)(model.config), tmp_path / "model")
     section = LoraSection(rank=4, targets="q_proj,v_proj,o_proj")
-    settings = replace(SETTINGS, adapter=section, tensor_parallel=2)
+    settings = replace(SETTINGS, weights=WeightSettings(adapter=section), tensor_parallel=2)
     served = Served(await VllmEngine.start(path, settings), learner_of(path, section))
     try:
         served.disturb(1)

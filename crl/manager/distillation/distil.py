@@ -14,6 +14,7 @@ from functools import partial
 from crl.manager.distillation.departure import target_span
 from crl.manager.distillation.extractor import Answer, Extractor
 from crl.manager.distillation.ops import Op, ParsedOps, parse_ops
+from crl.manager.distillation.schemas import distil_schema
 from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Distilled, DistilRequest, UnitKey, Vote, Write
 from crl.types import ExperienceUse, Segment
@@ -49,7 +50,9 @@ class Distiller:
             return _one_op_per_experience(completion, parsed, [hit.use for hit in request.shown])
 
         segments = await self._extractor.run_blocking(partial(self._prompt, request))
-        answer = await self._extractor.answer("distil", request.id, segments, parse)
+        votable = [i for i, hit in enumerate(request.shown, start=1) if not hit.use.reworded]
+        schema = distil_schema(len(request.shown), votable=votable if self._votes else ())
+        answer = await self._extractor.answer("distil", request.id, segments, parse, schema)
         writes, votes = await self._writes(request, answer), tuple(_votes(request, answer))
         returns = sum(op.kind == "return" for op in answer.ops)
         return Distilled(request, answer.generation, writes, returns, answer.dropped, votes)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from crl.config.schema import ExtractorSection
 from crl.manager.distillation.ops import Op, ParsedOps, Span, token_spans
+from crl.manager.distillation.schemas import Schema
 from crl.manager.records import Generation
 from crl.modeling.thinking import opened_thinking
 from crl.modeling.tokens import ChatRenderer
@@ -61,6 +63,7 @@ class Extractor:
         self.engine = engine
         self._renderer, self._seed, self._threaded = renderer, seed, threaded
         self._blocking_lock = asyncio.Lock()
+        self._structured = settings.structured_outputs
         self._sampling = Sampling(
             settings.max_response_tokens,
             renderer.stop_ids,
@@ -87,17 +90,23 @@ class Extractor:
             return await asyncio.to_thread(work)
 
     async def answer(
-        self, purpose: str, name: str, segments: Sequence[Segment], parse: Parser
+        self, purpose: str, name: str, segments: Sequence[Segment], parse: Parser, schema: Schema
     ) -> Answer:
         """Ask the extractor and return its parsed answer.
 
-        `name` becomes the id of the generation and must be unique within the bank. Raise
+        `name` becomes the id of the generation and must be unique within the bank. With structured
+        outputs, the engine samples only answers that match `schema`. Raise
         `RolloutError` if the engine cannot serve the request, and `EngineError` if it has failed.
         """
         text, prompt = await self.run_blocking(partial(self._render, segments))
         version = self.engine.version
+        sampling = (
+            replace(self._sampling, json_schema=json.dumps(schema))
+            if self._structured
+            else self._sampling
+        )
         completion = await self.engine.generate(
-            prompt, self._sampling, rng=derive_seed(self._seed, purpose, name)
+            prompt, sampling, rng=derive_seed(self._seed, purpose, name)
         )
         thinking = bool(opened_thinking(text))
         parsed, head_tokens, spans = await self.run_blocking(

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from crl.manager.distillation.extractor import Extractor
 from crl.manager.distillation.ops import Op, ParsedOps, parse_merge
+from crl.manager.distillation.schemas import merge_schema
 from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Entry, Merged, UnitKey, Write
 from crl.types import Segment
@@ -82,7 +83,9 @@ class Merger:
         def parse(completion: str, thinking: bool) -> ParsedOps:
             return parse_merge(completion, len(chunk), thinking=thinking)
 
-        answer = await self._extractor.answer("merge", name, self._prompt(chunk), parse)
+        answer = await self._extractor.answer(
+            "merge", name, self._prompt(chunk), parse, merge_schema(len(chunk))
+        )
         merging = [(i, op) for i, op in enumerate(answer.ops) if op.kind == "merge"]
         vectors = await self._keys.embed(
             [(chunk[op.targets[0]].goal, op.text) for _, op in merging]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from crl.manager.distillation.extractor import Extractor
 from crl.manager.distillation.ops import ParsedOps, parse_refine
+from crl.manager.distillation.schemas import refine_schema
 from crl.manager.records import Refined
 from crl.protocols import Hit, Question
 from crl.types import Segment
@@ -39,7 +40,7 @@ class Refiner:
             return parse_refine(completion, thinking=thinking)
 
         answer = await self._extractor.answer(
-            "refine", question.name, self._prompt(question, hit), parse
+            "refine", question.name, self._prompt(question, hit), parse, refine_schema()
         )
         refined = [
             (op.text, span)

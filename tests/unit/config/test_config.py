@@ -536,6 +536,28 @@ def test_truncated_sampling(model: Path, role: str):
         assert getattr(resolved(model, vllm, *settings), role).top_k == 5
 
 
+def test_structured_outputs(model: Path):
+    key, vllm, static = "extractor.structured_outputs", "engine.kind=vllm", "extractor.train=false"
+    assert not resolved(model, vllm, static).extractor.structured_outputs
+    assert config_error(model, vllm, f"{key}=true") == (
+        f"{key} = True: is not possible while the extractor is trained: the JSON schema excludes "
+        "tokens, and the others are sampled from their renormalised probabilities, but the trainer "
+        "computes the probabilities among all tokens. Add --set extractor.train=false, or leave it "
+        "out."
+    )
+    assert config_error(model, static, f"{key}=true") == (
+        f"{key} = True: requires vLLM, but engine.kind is torch. Add --set engine.kind=vllm, or "
+        "leave it out."
+    )
+    assert resolved(model, vllm, static, f"{key}=true").extractor.structured_outputs
+    frozen = ("bank.init=a.sqlite", "bank.frozen=true")
+    assert resolved(model, vllm, *frozen, f"{key}=true").extractor.structured_outputs, (
+        "the extractor of a frozen bank is not trained"
+    )
+    grpo = resolved(model, f"{key}=true", options={"method": "grpo"})
+    assert grpo.extractor.structured_outputs, "ignored, as all settings of the extractor"
+
+
 def test_settings_that_contradict_each_other(model: Path):
     text = config_error(model, "run.deterministic=true")
     assert text.startswith(

@@ -913,6 +913,12 @@ async def test_a_request_that_does_not_fit_is_a_rollout_error() -> None:
         assert (await engine.generate(prompt, greedy(6))).ids == reference(model, prompt, 6)
 
 
+async def test_a_json_schema_is_refused() -> None:
+    async with serving(qwen2()) as engine:
+        with pytest.raises(ValueError, match="no structured outputs: use the vLLM engine"):
+            await engine.generate((3, 4), Sampling(2, NEVER, json_schema="{}"), rng=0)
+
+
 async def test_sampling_needs_a_seed_but_greedy_decoding_does_not() -> None:
     async with serving(qwen2()) as engine:
         with pytest.raises(ValueError, match="needs a seed: pass rng"):

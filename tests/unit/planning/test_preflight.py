@@ -269,6 +269,29 @@ def test_models(
     assert message in text
 
 
+def test_structured_outputs_of_a_model_that_thinks(
+    tiny_extractor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a template that opens the thinking, in a run and in an evaluation."""
+    set_installed(monkeypatch, {"vllm": True})
+    model = Path(shutil.copytree(tiny_extractor, tmp_path / "model"))
+    sets = [
+        f"extractor.model={model}", "extractor.train=false", "engine.kind=vllm",
+        "extractor.structured_outputs=true",
+    ]  # fmt: skip
+    preflight.require(load(["room"], sets=sets), "settings", "models")
+    template = model / "chat_template.jinja"
+    opening = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    template.write_text(template.read_text("utf-8").rstrip() + opening, "utf-8")
+    config = load(["room"], sets=sets)
+    text = refused(config, tmp_path, monkeypatch)
+    assert text.startswith("extractor.structured_outputs = True: the chat template of ")
+    assert "ends every prompt with <think>, but the answer would have to be JSON" in text
+    with pytest.raises(ConfigError, match="ends every prompt with <think>"):
+        preflight.require(config, "models", checks=preflight.EVALUATION_CHECKS)
+    preflight.require(load(["room"], sets=sets[:-1]), "settings", "models")
+
+
 def test_models_that_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "Qwen/Qwen2.5-0.5B-Instruct"
     config = load(["room"], sets=[f"actor.model={name}", "method=grpo"])
