@@ -73,7 +73,11 @@ Source = Annotated[
 ]
 TrainedRole = Annotated[
     Role,
-    typer.Option("--role", help="Model to train. The extractor learns from drills or a file."),
+    typer.Option(
+        "--role",
+        metavar="ROLE",
+        help="Role to train: actor, or extractor, which learns from drills or conversations.",
+    ),
 ]
 Tasks = Annotated[
     str | None,
