@@ -102,7 +102,11 @@ Steps = Annotated[
 ]
 Demonstrations = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help=f"Number of drills (default: {DEMONSTRATIONS})."),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help=f"Number of demonstrations from drills (default: {DEMONSTRATIONS}).",
+    ),
 ]
 Epochs = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of epochs.")]
 BatchTokens = Annotated[
