@@ -91,6 +91,12 @@ QUESTION = "I do not know what to do next to reach the goal. What should I do?"
 """Question that the extractor answers."""
 RATE = 0.5
 """Success rate without advice that the critic is told."""
+KINDS = (
+    "first turn", "later turn", "advice", "may ask", "distil", "refine", "merge", "critic",
+)  # fmt: skip
+"""Kinds of prompts."""
+BATCH = 16
+"""Replies that are sampled together, which limits the memory. `--set engine.max_batch` changes it."""
 EXAMPLES = 6
 """Replies of each kind and task in the raw results."""
 
@@ -385,23 +391,30 @@ async def open_asker(
     )  # fmt: skip
 
 
-async def ask_all(config: RunConfig, recorded: Sequence[Sequence[Episode]]) -> list[Reply]:
-    """Return the replies to the prompts of all episodes."""
+async def ask_all(
+    config: RunConfig, recorded: Sequence[Sequence[Episode]], kinds: Sequence[str]
+) -> list[Reply]:
+    """Return the replies to the prompts of all episodes, of these kinds."""
     replies: list[Reply] = []
     async with AsyncExitStack() as stack:
         asker = await open_asker(config, tasks.specs(config), stack)
         for episodes in recorded:
-            for ask in askers(config, asker, episodes):
-                replies += await asyncio.gather(*map(ask, episodes))
-                print(f"{replies[-1].task}, {replies[-1].kind}: done", file=sys.stderr)
+            available = askers(config, asker, episodes)
+            for kind in (kind for kind in kinds if kind in available):
+                replies += await asyncio.gather(*map(available[kind], episodes))
+                print(f"{episodes[0].task.name}, {kind}: done", file=sys.stderr)
     return replies
 
 
 def askers(
     config: RunConfig, asker: Asker, episodes: Sequence[Episode]
-) -> list[Callable[[Episode], Awaitable[Reply]]]:
-    """Return the functions that give the episodes' prompts of each kind to the model."""
-    without_advice = [asker.first_turn, asker.later_turn, asker.distil]
+) -> dict[str, Callable[[Episode], Awaitable[Reply]]]:
+    """Return the functions that give an episode's prompt to the model, by kind."""
+    without_advice = {
+        "first turn": asker.first_turn,
+        "later turn": asker.later_turn,
+        "distil": asker.distil,
+    }
     entries = bank(episodes)
     if not entries:
         return without_advice
@@ -413,8 +426,14 @@ def askers(
         chunker = Chunker(order, config.extractor.merge_tokens, lambda entry: costs[entry.uid])
         return await asker.merge(episode, chunker.next(()))
 
-    with_advice = [asker.with_advice, asker.with_tool, asker.refine, merge, asker.criticise]
-    return [*without_advice, *with_advice]
+    return {
+        **without_advice,
+        "advice": asker.with_advice,
+        "may ask": asker.with_tool,
+        "refine": asker.refine,
+        "merge": merge,
+        "critic": asker.criticise,
+    }
 
 
 # ── output ────────────────────────────────────────────────────────────────────────────────────────
@@ -472,6 +491,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     groups = -(-arguments.episodes // GROUP) * len(names)
     sets = [
         "ask.enabled=true", "critic.enabled=true", "embedder.model=hash", "run.steps=1",
+        f"engine.max_batch={BATCH}",
         f"rollout.groups={groups}", f"rollout.group_size={GROUP}",
     ]  # fmt: skip
     if arguments.model:
@@ -489,6 +509,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="model of actor and extractor")
     parser.add_argument("--tasks", nargs="+", default=["room", "webshop"])
     parser.add_argument("--episodes", type=int, default=200, help="episodes of each task")
+    parser.add_argument("--prompts", nargs="+", choices=KINDS, default=KINDS, help="kinds")
     parser.add_argument("--tokens", type=int, help="limit of a reply; default: that of the task")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings")
     parser.add_argument("--quick", action="store_true", help="4 episodes, the bundled tiny models")
@@ -498,10 +519,10 @@ def main() -> None:
         arguments.model, arguments.episodes = None, 4
     config = config_of(arguments)
     recorded = record(config, tasks.specs(config), arguments.episodes)
-    rows = summarise(asyncio.run(ask_all(config, recorded)))
+    rows = summarise(asyncio.run(ask_all(config, recorded, arguments.prompts)))
     print(table(rows))
     if arguments.out:
-        names = ("model", "tasks", "episodes", "tokens", "set")
+        names = ("model", "tasks", "episodes", "prompts", "tokens", "set")
         settings = {name: getattr(arguments, name) for name in names}
         write_results(arguments.out, {"settings": settings, "rows": rows})
 
