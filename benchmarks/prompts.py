@@ -96,7 +96,7 @@ KINDS = (
 )  # fmt: skip
 """Kinds of prompts."""
 BATCH = 16
-"""Replies that are sampled together, which limits the memory. `--set engine.max_batch` changes it."""
+"""Replies that are sampled together. It limits the memory; `--set engine.max_batch` replaces it."""
 EXAMPLES = 6
 """Replies of each kind and task in the raw results."""
 
@@ -237,11 +237,11 @@ class Asker:
         text = conversation.add_completion(completion)
         response = self.context.parse(task, text)
         if may_ask and response.query is not None:
-            content = "question"
+            found = "question"
         else:
             valid = await self._is_valid(episode, turn, response.action)
-            content = "action" if valid else "no valid action"
-        return self._actor_reply(kind, episode, prompt, completion, content, text)
+            found = "action" if valid else None
+        return self._actor_reply(kind, episode, prompt, completion, text, found)
 
     async def first_turn(self, episode: Episode) -> Reply:
         return await self.act("first turn", episode, self._recorded(episode, 0), 0)
@@ -290,8 +290,8 @@ class Asker:
         text = renderer.decode(completion.ids if cut_off else completion.ids[:-1])
         critique = parse_critique(text, thinking=bool(opened_thinking(rendered)))
         malformed = critique.malformed or (cut_off and critique.verdict == "refine")
-        content = "no verdict" if malformed else f"{critique.verdict} {episode.advice_kind}"
-        return self._actor_reply("critic", episode, prompt, completion, content, text)
+        found = None if malformed else f"{critique.verdict} {episode.advice_kind}"
+        return self._actor_reply("critic", episode, prompt, completion, text, found)
 
     async def _complete(
         self, prompt: Sequence[int], limit: int, kind: str, episode: Episode
@@ -329,11 +329,14 @@ class Asker:
 
     def _actor_reply(
         self, kind: str, episode: Episode, prompt: Sequence[int], completion: Completion,
-        content: str, text: str,
+        text: str, found: str | None,
     ) -> Reply:  # fmt: skip
+        """Return the reply. `found` is the decision in it, None without a usable one."""
+        cut_off = completion.finish == "length"
+        content = (found or ("no verdict" if kind == "critic" else "no valid action"),)
         return Reply(
-            episode.task.name, kind, len(prompt), len(completion.ids),
-            completion.finish == "length", not content.startswith("no "), (content,), text,
+            episode.task.name, kind, len(prompt), len(completion.ids), cut_off, found is not None,
+            content, text,
         )  # fmt: skip
 
     def _extractor_reply(
@@ -408,7 +411,7 @@ async def ask_all(
 
 def askers(
     config: RunConfig, asker: Asker, episodes: Sequence[Episode]
-) -> dict[str, Callable[[Episode], Awaitable[Reply]]]:
+) -> Mapping[str, Callable[[Episode], Awaitable[Reply]]]:
     """Return the functions that give an episode's prompt to the model, by kind."""
     without_advice = {
         "first turn": asker.first_turn,
