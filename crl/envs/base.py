@@ -115,6 +115,8 @@ class ActionSpace:
 
     Free text needs a description.
     """
+    example: str = ""
+    """Example of an action, for the prompt. Default: the first choice."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple) or not all(

@@ -102,5 +102,5 @@ def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
         prompt("actor", overrides),
         turns=task.max_turns,
         actions=spec.actions.description or ", ".join(choices),
-        example=choices[0] if choices else "your action",
+        example=spec.actions.example or next(iter(choices), "your action"),
     )

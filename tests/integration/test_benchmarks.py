@@ -376,3 +376,25 @@ def test_the_speed_of_the_engine_is_compared_with_generate(tmp_path: Path):
     ]
     assert all(row["tokens_per_cpu_s"] > 0 and row["repetitions"] == 1 for row in rows)
     assert all(row["ratio"] == 1 for row in rows if row["engine"] == "generate")
+
+
+def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):
+    out = tmp_path / "results.json"
+    script = str(ROOT / "benchmarks" / "prompts.py")
+    command = [sys.executable, script, "--quick", "--tasks", "room", "sokoban", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    without_advisor = ["first turn", "later turn", "distil"]
+    assert [row["kind"] for row in rows if row["task"] == "sokoban"] == without_advisor
+    room = {row["kind"]: row for row in rows if row["task"] == "room"}
+    assert [*room] == [
+        "first turn", "later turn", "advice", "may ask", "distil", "refine", "merge", "critic",
+    ]  # fmt: skip
+    assert len(done.stdout.splitlines()) == len(rows) + 2
+    for row in rows:
+        assert row["replies"] == 4
+        assert row["prompt_tokens"] > row["reply_tokens"] > 0
+        assert sum(row["content"].values()) >= 1
+    for kind in ("first turn", "advice", "distil"):
+        assert room[kind]["usable"] == 1, "the bundled models know these prompts"
+    assert room["advice"]["prompt_tokens"] > room["first turn"]["prompt_tokens"]

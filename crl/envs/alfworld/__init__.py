@@ -41,8 +41,8 @@ SPEC = EnvSpec(
     make_game=make_game,
     tasks=TASKS,
     actions=ActionSpace(
-        description=f"{COMMANDS} (X a receptacle and A a thing as they are called, "
-        "for example: take mug 1 from shelf 2)"
+        description=f"{COMMANDS} (X a receptacle and A a thing as they are called)",
+        example="take mug 1 from shelf 2",
     ),
     turns=40,
     reward_range=(-1.0, 1.0),

@@ -29,7 +29,8 @@ SPEC = EnvSpec(
     tasks=TASKS,
     actions=ActionSpace(
         description="search[keywords], and click[what can be clicked on the page: "
-        "a button, a product's code, the value of an option]"
+        "a button, a product's code, the value of an option]",
+        example="search[blue cotton shirt]",
     ),
     turns=30,
     curriculum=Curriculum(WebShopPlayer, digest, WebShopAdvisor(), probe_tasks),
