@@ -18,7 +18,7 @@ from crl.engines.passes import Block, Pass
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [slots, heads, capacity, head_dim] of one layer.
+    """Keys and values [rows, heads, capacity, head_dim] of one layer.
 
     Sequence i fills row i, starting at position 0.
     """
@@ -32,7 +32,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(self._cache.slots, like.shape[1], self._cache.capacity, like.shape[3])
+        return like.new_zeros(self._cache.rows, like.shape[1], self._cache.capacity, like.shape[3])
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -60,9 +60,10 @@ class SlotLayer(CacheLayerMixin):
             return keys, values
         return tuple(x[block.rows, :, : block.longest] for x in (keys, values))  # pyright: ignore
 
-    def grow(self, capacity: int) -> None:
+    def grow(self) -> None:
+        """Take the size of the cache. The new part is 0."""
         if self.is_initialized:
-            self.keys, self.values = (_with_capacity(x, capacity) for x in self.tensors)
+            self.keys, self.values = (_copied(x, self._empty(x)) for x in self.tensors)
 
     def get_seq_length(self) -> int:
         return 0
@@ -74,18 +75,23 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.capacity, 0
 
 
-def _with_capacity(x: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Return a zero-padded copy of x [slots, heads, old capacity, head_dim] with `capacity`."""
-    longer = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
-    longer[:, :, : x.shape[2]] = x
-    return longer
+def _copied(x: torch.Tensor, larger: torch.Tensor) -> torch.Tensor:
+    """Copy x [rows, heads, capacity, head_dim] to the start of `larger` and return `larger`."""
+    larger[: x.shape[0], :, : x.shape[2]] = x
+    return larger
 
 
 class SlotCache(Cache):
-    """Keys and values of `slots` rows. The capacity (tokens per row) doubles when needed."""
+    """Keys and values of at most `slots` rows.
 
-    def __init__(self, layers: int, slots: int) -> None:
+    The number of rows and their capacity (tokens per row) double when needed. All rows of a cache
+    on a GPU are allocated at first, so that a run that needs too much memory fails early.
+    """
+
+    def __init__(self, layers: int, slots: int, device: torch.device) -> None:
         self.slots, self.capacity = slots, 128
+        self.rows = 1 if device.type == "cpu" else slots
+        """Number of rows in memory."""
         self.write_index = (torch.zeros(0, dtype=torch.long),) * 2
         """Row and position of each new token of the current pass."""
         self.padded_block: Block | None = None
@@ -96,21 +102,24 @@ class SlotCache(Cache):
     def begin(self, forward_pass: Pass, block: Block | None = None) -> None:
         """Prepare the cache for a pass.
 
-        Grow the capacity to the longest row of the pass. Set where the model's next keys and
+        Grow to the rows of the pass and to the longest of them. Set where the model's next keys and
         values are written: those of all tokens of the pass, or those of the padded `block`.
         """
-        self.reserve(forward_pass.longest)
+        self.reserve(len(forward_pass.lengths), forward_pass.longest)
         tokens = slice(None) if block is None else block.tokens
         self.padded_block = block
         self.write_index = (forward_pass.rows[tokens], forward_pass.positions[tokens])
 
-    def reserve(self, tokens: int) -> None:
-        """Double the capacity until a row can hold `tokens` tokens."""
-        if self.capacity < tokens:
-            while self.capacity < tokens:
-                self.capacity *= 2
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Double the number of rows and the capacity until `rows` rows can hold `tokens` tokens."""
+        size = self.rows, self.capacity
+        while self.rows < rows:
+            self.rows = min(2 * self.rows, self.slots)
+        while self.capacity < tokens:
+            self.capacity *= 2
+        if size != (self.rows, self.capacity):
             for layer in self._slot_layers:
-                layer.grow(self.capacity)
+                layer.grow()
 
     def move(self, sources: Iterable[int], targets: Iterable[int], tokens: Iterable[int]) -> None:
         """Copy the first tokens of the rows `sources` to the start of the rows `targets`.
@@ -118,6 +127,7 @@ class SlotCache(Cache):
         `tokens` is the number of tokens to copy for each pair of rows.
         """
         moves = list(zip(sources, targets, tokens, strict=True))
+        self.reserve(1 + max(target for _, target, _ in moves), max(n for *_, n in moves))
         for layer in self._slot_layers:
             for x in layer.tensors:
                 for source, target, n in moves:
@@ -132,7 +142,7 @@ class SlotCache(Cache):
 
     def copy_in(self, row: int, tokens: int, saved: Sequence[torch.Tensor]) -> None:
         """Write the first `tokens` tokens of `saved`, a result of `copy_out`, to a row's start."""
-        self.reserve(tokens)
+        self.reserve(row + 1, tokens)
         for x, source in zip(
             (x for layer in self._slot_layers for x in layer.tensors), saved, strict=True
         ):

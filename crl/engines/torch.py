@@ -130,7 +130,7 @@ class Decoder:
 
         It owns the cache row after those of the running requests.
         """
-        self._cache = SlotCache(model.config.num_hidden_layers, slots)
+        self._cache = SlotCache(model.config.num_hidden_layers, slots, model.device)
         self._prefixes = PrefixCache(self._cache)
         model.set_attn_implementation(CACHED_ATTENTION)
         self._packed = self._supports_packing()
@@ -231,7 +231,6 @@ class Decoder:
             return tokens
         source, tokens = self._shared(request.ids)
         if tokens:
-            self._cache.reserve(tokens)
             self._cache.move([source], [row], [tokens])
         return tokens
 

@@ -111,7 +111,7 @@ def test_the_stored_prefixes_are_limited() -> None:
 
     The oldest prefixes are removed first.
     """
-    cache = SlotCache(layers=1, slots=2)
+    cache = SlotCache(1, 2, torch.device("cpu"))
     cache.begin(Pass([[1]], [0], 0, torch.device("cpu")))
     cache.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
     prefixes = PrefixCache(cache)
@@ -124,3 +124,27 @@ def test_the_stored_prefixes_are_limited() -> None:
     assert [prefixes.reusable(session, (*ids, 1)) for session in "bcd"] == [56, 100, 100]
     prefixes.clear()
     assert prefixes.reusable("d", (*ids, 1)) == 0
+
+
+def test_rows_are_allocated_when_they_are_needed() -> None:
+    """Check a cache of at most 100 rows with two passes, a copy of a row, and a restored row."""
+    cache = SlotCache(1, 100, torch.device("cpu"))
+
+    def run_pass(rows: int, start: int) -> None:
+        cache.begin(Pass([[1]] * rows, [start] * rows, 0, torch.device("cpu")))
+        new = torch.arange(1.0, rows + 1)[None, None, :, None].expand(1, 1, rows, 4)
+        cache.update(new, new, 0)
+
+    run_pass(3, start=0)
+    assert (cache.rows, cache.capacity) == (4, 128)
+    cache.move([1], [6], [1])
+    assert cache.rows == 8
+    saved = cache.copy_out(6, 1)
+    run_pass(65, start=200)
+    assert (cache.rows, cache.capacity) == (100, 256)
+    cache.copy_in(90, 1, saved)
+    for x in cache.copy_out(90, 1):
+        assert x.tolist() == [[[2.0] * 4]], "the row that was copied twice"
+    for x in cache.copy_out(2, 201):
+        assert x[0, :, 0].tolist() == [3.0, *[0.0] * 199, 3.0]
+    assert SlotCache(1, 100, torch.device("cuda")).rows == 100
