@@ -170,9 +170,9 @@ class Prefix:
 class PrefixCache:
     """Prefixes by session, computed with one version of the weights.
 
-    The prefixes hold at most as many tokens as the rows of the cache can hold. Cache and prefixes
-    together therefore use at most twice the memory of the cache. If a new prefix exceeds the limit,
-    the prefixes that were stored first are dropped.
+    The prefixes hold at most as many tokens as all slots of the cache can hold. Cache and prefixes
+    together therefore use at most twice the memory of a full cache. If a new prefix exceeds the
+    limit, the prefixes that were stored first are dropped.
     """
 
     def __init__(self, cache: SlotCache) -> None:

@@ -141,13 +141,18 @@ def require_models(config: RunConfig) -> None:
 
 
 def require_adapters(config: RunConfig) -> None:
-    """Raise `ConfigError` if the model of a role cannot have the adapter of its settings."""
-    for role, section in model_sections(config).items():
-        if not section.lora.rank:
-            continue
-        require_package("peft", f"{role}.lora.rank", section.lora.rank, extra="lora")
-        ENGINES[config.engine.kind].require_adapter(role, section.lora)
-        _require_rank(section.lora, adapted_layers(section.model, section.lora, role), role)
+    """Raise `ConfigError` if engine or packages do not support the adapter of a role."""
+    for role in model_sections(config):
+        if section := config.trained_adapter(role):
+            require_package("peft", f"{role}.lora.rank", section.rank, extra="lora")
+            ENGINES[config.engine.kind].require_adapter(role, section)
+
+
+def require_adapter_ranks(config: RunConfig) -> None:
+    """Raise `ConfigError` if the model of a role is too small for the rank of its adapter."""
+    for role, model in model_sections(config).items():
+        if section := config.trained_adapter(role):
+            _require_rank(section, adapted_layers(model.model, section, role), role)
 
 
 def _require_rank(section: LoraSection, layers: Sequence[Layer], role: str) -> None:

@@ -251,6 +251,7 @@ CHECKS: tuple[Check, ...] = (
     Check("context", "models", model_checks.require_contexts),
     Check("models", "machine", model_checks.require_models, detailed=True),
     Check("adapters", "models", model_checks.require_adapters),
+    Check("adapter ranks", "models", model_checks.require_adapter_ranks),
     Check("tokenizers", "models", model_checks.require_tokenizers),
     Check("merge prompt", "models", model_checks.require_merge_tokens),
     Check("structured outputs", "models", model_checks.require_structured_outputs),
@@ -265,8 +266,8 @@ CHECKS: tuple[Check, ...] = (
 )
 """Checks of a run, in the order in which they are made."""
 
-RESUME_CHECKS = tuple(check for check in CHECKS if check.name != "bank")
-"""Checks of a resumed run, which has a bank already."""
+RESUME_CHECKS = tuple(check for check in CHECKS if check.name not in ("bank", "adapter ranks"))
+"""Checks of a resumed run, which has a bank already, and adapters whose rank cannot change."""
 
 EVALUATION_CHECKS: tuple[Check, ...] = (
     *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -109,7 +110,7 @@ async def open_role_learner(
         role.section.optimizer,
         loss,
         _train_settings(config, role.section),
-        _adapter(config, role),
+        await asyncio.to_thread(_adapter, config, role),  # it reads all weights of the base model
     )
     learner = await open_learner(
         section,

@@ -178,9 +178,9 @@ def unset_changes(saved: SavedRun, prompts: Mapping[str, str]) -> list[str]:
     ]
     before, now = saved.versions, versions()
     package_changes = [
-        f"{name}: {before.get(name)} → {now.get(name)}"
-        for name in dict.fromkeys((*before, *now))
-        if before.get(name) != now.get(name)
+        f"{name}: {before[name]} → {now.get(name)}"
+        for name in before  # others were not recorded yet
+        if before[name] != now.get(name)
     ]
     return [*prompt_changes, *package_changes]
 

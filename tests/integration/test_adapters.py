@@ -182,6 +182,8 @@ def test_a_run_whose_base_model_has_moved_is_evaluated(homeless: Path, tmp_path:
     assert saved["about"]["model"] == saved["about"]["settings"]["actor"]["model"] == actor
     last = metrics(run, "eval")[-1]
     assert f"{last['eval/room/seen/success/free']:.3f}" in result.output
+    error = one_line(crl("eval", run, *MEASURED, "--set", f'actor={{model="{moved}", nope=1}}'))
+    assert "actor.nope" in error, "other settings of the table count too"
     for command in (["eval", run, *MEASURED], ["resume", run, "--steps", 3]):
         error = one_line(crl(*command, "--set", f"actor.model={homeless / 'other'}"))
         assert f"is not the base model of {run / 'checkpoints' / '2' / 'actor'}" in error

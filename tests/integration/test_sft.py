@@ -161,6 +161,7 @@ def test_conversations(tmp_path: Path) -> None:
         (["--from", "drills"], "--tasks = None: is required for drills"),
         (["--from", "scripted", "--demonstrations", 9], "does not apply to scripted players"),
         (["--from", "no/such"], "is neither scripted, nor drills, nor a run, nor a file"),
+        (["--from", "no/such", "--steps", 2], "is neither scripted, nor drills, nor a run"),
         (["--from", "scripted", "--tasks", "river,river"], "river"),
     ],
 )
@@ -281,6 +282,11 @@ def test_the_extractor_learns_from_conversations(tmp_path: Path) -> None:
             ["--role", "extractor", "--set", "extractor.kl_coef=0.1"],
             "extractor.kl_coef = 0.1: does not apply",
         ),
+        (
+            ["--role", "extractor", "--set", "extractor.train=false"],
+            "extractor.train = False: does not apply",
+        ),
+        (["--role", "extractor", "--set", "method=grpo"], "method = 'grpo': does not apply"),
     ],
 )
 def test_requests_for_drills_that_are_refused(

@@ -168,7 +168,7 @@ def sft(
         **{f"{role}.{name}": value for name, value in OBJECTIVE.items()},
     }
     # With the method grpo, no other model is needed.
-    options |= {"method": "grpo"} if role == "actor" else {}
+    options |= {"method": "grpo"} if role == "actor" else {"extractor.train": True}
     options |= {} if seed is None else {"run.seed": seed}
     options |= {} if model is None else {f"{role}.model": model}
     if kind == "recorded":
@@ -197,12 +197,15 @@ def sft(
 def _kind(source: str) -> str:
     """Return the kind of the demonstrations: a key of `UNUSED`.
 
-    A path that does not exist is taken for a file of conversations.
+    Raise `ConfigError` for a path that does not exist.
     """
     path = Path(source)
-    if path.is_dir() or path.name.endswith(".jsonl.gz"):
-        return "recorded"
-    return source if source in (SCRIPTED, DRILLS) else "conversations"
+    if source in (SCRIPTED, DRILLS):
+        return source
+    if not path.exists():
+        reason = "is neither scripted, nor drills, nor a run, nor a file"
+        raise ConfigError("--from", source, reason, "Give one of these")
+    return "recorded" if path.is_dir() or path.name.endswith(".jsonl.gz") else "conversations"
 
 
 def _refuse_unused(kind: str, given: Mapping[str, Any]) -> None:
@@ -235,7 +238,13 @@ def _warmup(config: RunConfig, role: Role, sets: Sequence[str]) -> int | None:
 
 
 def _require_objective(config: RunConfig, role: Role) -> None:
-    """Raise `ConfigError` for settings with which the loss would be another one."""
+    """Raise `ConfigError` for settings with which the loss or the model would be another one."""
+    if role == "extractor" and not config.trains_extractor:
+        reason = "does not apply: supervised fine-tuning trains the extractor"
+        key, given = (
+            ("extractor.train", False) if config.with_extractor else ("method", config.method)
+        )
+        raise ConfigError(key, given, reason, "Leave it out")
     for name, value in OBJECTIVE.items():
         if (given := getattr(getattr(config, role), name)) != value:
             reason = f"does not apply: supervised fine-tuning has the value {value:g}"
@@ -258,9 +267,6 @@ def _config_of_tasks(
     """Return the config of scripted players, of drills or of a file of conversations."""
     from crl.config.load import load
 
-    if source not in (SCRIPTED, DRILLS) and not Path(source).is_file():
-        reason = "is neither scripted, nor drills, nor a run, nor a file"
-        raise ConfigError("--from", source, reason, "Give one of these")
     if tasks is None:
         raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")
     return load(tasks.split(","), preset=preset, options=options, sets=sets or ())

@@ -248,17 +248,17 @@ def _without_moved_bases(
     """
     others, bases = [], {}
     for layer in overrides:
-        key, value = next(leaves(layer.data), ("", None))
-        role, _, name = key.partition(".")
-        moved = (
-            name == "model"
-            and is_adapter(checkpoint / role)
-            and base_has_moved(checkpoint / role, f"{role}.model")
-        )
-        if moved:
-            bases[role] = str(value)
-        else:
-            others.append(layer)
+        for key, value in leaves(layer.data):
+            role, _, name = key.partition(".")
+            moved = (
+                name == "model"
+                and is_adapter(checkpoint / role)
+                and base_has_moved(checkpoint / role, f"{role}.model")
+            )
+            if moved:
+                bases[role] = str(value)
+            else:
+                others.append(Layer(layer.origin, nested(key, value)))
     return others, bases
 
 

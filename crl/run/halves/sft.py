@@ -166,13 +166,9 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
                 )
                 remedy = "Correct the line, or choose another model"
                 raise ConfigError("--from", place, reason, remedy) from error
-            found.append(Demonstrated(_first_question(segments), traces))
+            goal = next((s.text for s in segments if s.role == "user"), "")
+            found.append(Demonstrated(goal, traces))
     return found
-
-
-def _first_question(segments: Sequence[Segment]) -> str:
-    """Return the first message of the user, which names the place of a conversation."""
-    return next((segment.text for segment in segments if segment.role == "user"), "")
 
 
 def drilled(
@@ -207,8 +203,8 @@ def drilled(
         remedy = f"Add --set {role}.profile=compact, or use another --from"
         raise ConfigError(f"{role}.profile", profile, reason, remedy)
     return [
-        Demonstrated(_first_question(segments), demonstrated_traces(segments, renderer))
-        for segments in demonstrations(drills, n, config.run.seed)
+        Demonstrated(place, demonstrated_traces(segments, renderer))
+        for place, segments in demonstrations(drills, n, config.run.seed)
     ]
 
 

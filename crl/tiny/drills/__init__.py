@@ -31,12 +31,24 @@ def drills_of(
     return [drill for drill in drills if drill.env in envs and drill.part in parts]
 
 
-def demonstrations(drills: Sequence[Drill], n: int, seed: int) -> Iterator[Demonstration]:
-    """Yield about `n` demonstrations, at least one of each drill.
+def demonstrations(
+    drills: Sequence[Drill], n: int, seed: int
+) -> Iterator[tuple[str, Demonstration]]:
+    """Yield about `n` demonstrations with their places, at least one of each drill.
 
     The shares of the drills are those in the recipes of the bundled models.
     """
     total = sum(drill.count for drill in drills)
     for drill in drills:
         count = max(1, round(n * drill.count / total))
-        yield from drill.make(generator(seed, "drill", drill.name), count)
+        for demonstration in drill.make(generator(seed, "drill", drill.name), count):
+            yield _place(drill, demonstration), demonstration
+
+
+def _place(drill: Drill, demonstration: Demonstration) -> str:
+    """Return the goal of a demonstration: the first line of its first message.
+
+    The prompt of a merge has no goal; it is its own place.
+    """
+    text = next(segment.text for segment in demonstration if segment.role == "user")
+    return text if drill.part == "merge" else text.partition("\n")[0]

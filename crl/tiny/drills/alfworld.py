@@ -23,7 +23,7 @@ from crl.envs.alfworld.lessons import (
     read,
     visited_receptacles,
 )
-from crl.envs.alfworld.tasks import NAME, SMALL, demonstration_tasks
+from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
 from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
 from crl.tiny.drills.alfworld_chores import (
@@ -163,12 +163,12 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 ACTOR_DRILLS = (
-    Drill("chores", 16_000, ACTOR_CHORES.make, NAME),
-    Drill("chores with questions", 2_500, ASKING_CHORES.make, NAME, "ask"),
-    Drill("verdicts on chores", 1_500, verdicts, NAME, "critic"),
+    Drill("chores", 16_000, ACTOR_CHORES.make, SMALL),
+    Drill("chores with questions", 2_500, ASKING_CHORES.make, SMALL, "ask"),
+    Drill("verdicts on chores", 1_500, verdicts, SMALL, "critic"),
 )
 EXTRACTOR_DRILLS = (
-    Drill("chore lessons", 16_000, ChoreLessons(EXTRACTOR_CHORES).make, NAME),
-    Drill("chore refinements", 2_000, ChoreRefinements(EXTRACTOR_CHORES).make, NAME, "ask"),
-    Drill("chore merges", 6_000, merges, NAME, "merge"),
+    Drill("chore lessons", 16_000, ChoreLessons(EXTRACTOR_CHORES).make, SMALL),
+    Drill("chore refinements", 2_000, ChoreRefinements(EXTRACTOR_CHORES).make, SMALL, "ask"),
+    Drill("chore merges", 6_000, merges, SMALL, "merge"),
 )

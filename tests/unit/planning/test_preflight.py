@@ -530,3 +530,13 @@ def test_architectures_that_need_no_torch(
     shutil.copy(tiny_actor / "config.json", tmp_path)
     change_json("config.json", **changes)(tmp_path)
     assert model_checks._is_plain(tmp_path) == plain
+
+
+def test_the_rank_of_a_trained_adapter_is_checked_before_a_new_run_only() -> None:
+    """A resumed run cannot change its rank."""
+    ranks = next(check for check in preflight.CHECKS if check.name == "adapter ranks")
+    assert ranks not in preflight.RESUME_CHECKS
+    sets = ["extractor.lora.rank=64"]
+    with pytest.raises(ConfigError, match=r"extractor\.lora\.rank = 64: is above the smallest"):
+        ranks.require(load(["room"], sets=sets))
+    ranks.require(load(["room"], sets=[*sets, "extractor.train=false"]))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from crl.config.load import load
 from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import ACTOR_DRILLS, EXTRACTOR_DRILLS, demonstrations, drills_of
 from crl.tiny.drills.drill import Drill, demonstrated
+from crl.types import Segment
 
-ENVS = ("room", "maze", "keyroom", "river", "sokoban", "webshop", "alfworld")
+ENVS = ("room", "maze_small", "keyroom", "river_small", "sokoban", "webshop", "alfworld_small")
+"""Environments of the bundled tasks in the compact profile."""
 
 
 @pytest.mark.parametrize("env", ENVS)
@@ -40,12 +44,29 @@ def test_drills_of_other_parts_and_tasks_are_left_out() -> None:
 def test_drills_have_the_shares_of_the_recipes() -> None:
     def drill(name: str, count: int) -> Drill:
         def make(rng: random.Random, n: int) -> Iterator[Demonstration]:
-            return ([demonstrated(f"{name} {rng.random()}")] for _ in range(n))
+            goal = Segment("user", f"{name}\nstate", "task")
+            return ([goal, demonstrated(str(rng.random()))] for _ in range(n))
 
         return Drill(name, count, make, "room")
 
     drills = [drill("a", 3000), drill("b", 1000), drill("c", 1)]
-    made = [segment.text for (segment,) in demonstrations(drills, 40, seed=3)]
-    assert Counter(text.split()[0] for text in made) == {"a": 30, "b": 10, "c": 1}
-    assert made == [segment.text for (segment,) in demonstrations(drills, 40, seed=3)]
-    assert made != [segment.text for (segment,) in demonstrations(drills, 40, seed=4)]
+    made = list(demonstrations(drills, 40, seed=3))
+    assert Counter(place for place, _ in made) == {"a": 30, "b": 10, "c": 1}
+    assert made == list(demonstrations(drills, 40, seed=3))
+    assert made != list(demonstrations(drills, 40, seed=4))
+
+
+def test_the_places_of_an_extractor_are_those_of_its_episodes() -> None:
+    made = list(demonstrations(drills_of("extractor", ["room"], ["episode", "ask"]), 200, 0))
+    places = {place for place, _ in made}
+    assert all(
+        re.fullmatch(r"Room: the \w+ \w+\. Reach the stairs down \(>\)\.", p) for p in places
+    )
+    assert len(places) < len(made)
+    merges = list(demonstrations(drills_of("extractor", ["room"], ["merge"]), 20, 0))
+    assert len({place for place, _ in merges}) > 10
+
+
+def test_the_environments_are_those_of_the_bundled_tasks() -> None:
+    config = load([env.removesuffix("_small") for env in ENVS])
+    assert {task.env for task in config.tasks.values()} == {*ENVS}
