@@ -136,7 +136,8 @@ async def test_a_sync_replaces_the_adapter(served: Served) -> None:
         copy_adapter(model, old)
         assert_logprobs(finished, model, prompt(20), 0.7)
         copy_adapter(model, new)
-        assert (files := engine._current_weights) is not None
+        files = engine._current_weights
+        assert files is not None
         stored.append(len([*files.path.parent.parent.glob("weights-*")]))
     assert stored[0] == stored[1], "the version before is removed"
 
