@@ -162,15 +162,8 @@ def sft(
         raise ConfigError(
             "--held-out", held_out, "leaves nothing to train on", "Use a share below 1"
         )
-    options: dict[str, Any] = {
-        "run.steps": steps or STEPS,
-        f"{role}.optimizer.learning_rate": learning_rate,
-        **{f"{role}.{name}": value for name, value in OBJECTIVE.items()},
-    }
-    # With the method grpo, no other model is needed.
-    options |= {"method": "grpo"} if role == "actor" else {"extractor.train": True}
+    options = {"run.steps": steps or STEPS} | _role_settings(role, model, learning_rate)
     options |= {} if seed is None else {"run.seed": seed}
-    options |= {} if model is None else {f"{role}.model": model}
     if kind == "recorded":
         config = _config_of_run(Path(source), options, sets)
     else:
@@ -216,6 +209,18 @@ def _refuse_unused(kind: str, given: Mapping[str, Any]) -> None:
     for name, reason in UNUSED[kind].items():
         if given[name] is not None:
             raise ConfigError(name, given[name], reason, "Leave it out")
+
+
+def _role_settings(role: Role, model: str | None, learning_rate: float) -> dict[str, Any]:
+    """Return settings with which `role` is trained. `model` is None for that of the config."""
+    settings: dict[str, Any] = {
+        f"{role}.optimizer.learning_rate": learning_rate,
+        **{f"{role}.{name}": value for name, value in OBJECTIVE.items()},
+    }
+    if model is not None:
+        settings[f"{role}.model"] = model
+    # With the method grpo, no other model is needed.
+    return settings | ({"method": "grpo"} if role == "actor" else {"extractor.train": True})
 
 
 def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
