@@ -117,22 +117,13 @@ def resolve(
 
     Raise `ConfigError` for invalid settings.
     """
-    preset_settings = read_toml(preset_file(preset), "preset")
-    compact = Layer(str(preset_file(preset)), preset_settings.pop("compact", {}))
-    if not isinstance(compact.data, dict):
-        raise ConfigError(
-            "compact",
-            compact.data,
-            "is not a table",
-            f"Write [compact] and its settings in {compact.origin}",
-        )
-    preset_layer = Layer(str(preset_file(preset)), preset_settings)
+    files = preset_layers(preset)
     overrides = [
         Layer(f"--{key.rpartition('.')[2].replace('_', '-')}", nested(key, value))
         for key, value in (options or {}).items()
     ]
     overrides += [parse_set(text) for text in sets]
-    settings, _ = merge([preset_layer, *overrides])
+    settings, _ = merge([*(file.settings for file in files), *overrides])
     method = settings.get("method", RunConfig.model_fields["method"].default)
     # A method that is not a text is refused by the schema.
     extractor = not isinstance(method, str) or "extractor" in method_spec(method).uses
@@ -140,9 +131,10 @@ def resolve(
     models = {role: _model(settings, role) for role in roles}
     profile = models["actor"].profile
     layers_of_tasks = task_layers(tasks, profile)
-    tree, origins = merge(
-        [preset_layer, *_compact_layers(compact, models), *layers_of_tasks.values(), *overrides]
-    )
+    of_presets = [
+        layer for file in files for layer in (file.settings, *_compact_layers(file.compact, models))
+    ]
+    tree, origins = merge([*of_presets, *layers_of_tasks.values(), *overrides])
     origins.update({f"tasks.{name}": layer.origin for name, layer in layers_of_tasks.items()})
     _refuse_misplaced_keys(tree, list(layers_of_tasks))
     tree["preset"] = preset
@@ -154,8 +146,39 @@ def resolve(
     if not os.path.isdir(embedder) and (cached := cached_model(embedder)):
         put(tree, "embedder.model", str(cached))
     config = run_config(tree, origins=origins)
-    _refuse_unused(config, overrides if preset in presets() else [preset_layer, *overrides])
+    _refuse_unused(config, overrides if preset in presets() else [files[-1].settings, *overrides])
     return config, origins
+
+
+@dataclass(frozen=True)
+class PresetLayers:
+    """Settings of the file of a preset."""
+
+    settings: Layer
+    compact: Layer
+    """Table `[compact]`, for models with the compact profile."""
+
+
+def preset_layers(preset: str) -> list[PresetLayers]:
+    """Return the settings of a preset, after those of the preset that its key `base` names.
+
+    The base must be a bundled preset without a base. Raise `ConfigError` for faults of the file.
+    """
+    path = preset_file(preset)
+    settings = read_toml(path, "preset")
+    base, compact = settings.pop("base", None), settings.pop("compact", {})
+    if not isinstance(compact, dict):
+        raise ConfigError(
+            "compact", compact, "is not a table", f"Write [compact] and its settings in {path}"
+        )
+    layers = [PresetLayers(Layer(str(path), settings), Layer(str(path), compact))]
+    if base is None:
+        return layers
+    bases = [name for name in presets() if "base" not in read_toml(preset_file(name), "preset")]
+    if base not in bases:
+        reason = f"is not a preset that others can start from (from {path})"
+        raise ConfigError("base", base, reason, f"Use one of: {', '.join(bases)}")
+    return [*preset_layers(base), *layers]
 
 
 def _string_setting(tree: Tree, section: str, name: str) -> str:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from crl.config.catalog import mixture, preset_file, presets, task_file, tasks
+from crl.config.catalog import mixture, presets, task_file, tasks
 from crl.config.layers import leaves, read_toml
+from crl.config.load import preset_layers
 from crl.config.method import method_spec
 from crl.config.renamed import current_key
 from crl.config.schema import run_config_type
@@ -56,7 +57,7 @@ class Change:
     """Value that a shipped file gives to a setting."""
 
     origin: str
-    """Example: `preset cpu, tiny models`."""
+    """Example: `preset cpu, compact profile`."""
     value: str
     """Value as JSON."""
 
@@ -112,12 +113,12 @@ def changes() -> dict[str, list[Change]]:
 def _shipped_values() -> Iterator[tuple[str, str, Any]]:
     """Yield (origin, key, value) of everything that shipped files set."""
     for name in presets():
-        data = read_toml(preset_file(name), "preset")
-        compact = data.pop("compact", {})
-        for key, value in leaves(data):
+        # The last file is the preset's own. Those before it are listed under their own names.
+        own = preset_layers(name)[-1]
+        for key, value in leaves(own.settings.data):
             yield f"preset {name}", key, value
-        for key, value in leaves(compact):
-            yield f"preset {name}, tiny models", key, value
+        for key, value in leaves(own.compact.data):
+            yield f"preset {name}, compact profile", key, value
     for name in tasks():
         path = task_file(name)
         if mixture(path):
@@ -127,7 +128,7 @@ def _shipped_values() -> Iterator[tuple[str, str, Any]]:
         for key, value in leaves(data):
             yield f"task {name}", f"{TASK}.{key}", value
         for key, value in leaves(compact):
-            yield f"task {name}, tiny models", f"{TASK}.{key}", value
+            yield f"task {name}, compact profile", f"{TASK}.{key}", value
 
 
 # ── the schema ──────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ import pytest
 
 from crl.config import catalog
 from crl.config.layers import parse_set, read_toml
-from crl.config.load import dump, load, load_saved, task_settings
+from crl.config.load import dump, load, load_saved, resolve, task_settings
 from crl.config.models import ModelSize, model_profile, model_size, resolve_model, write_profile
 from crl.config.schema import SETTINGS_OF_KINDS, RunConfig, TaskConfig
 from crl.config.validate import bundled_config_type, dotted_keys, run_config, validated
@@ -435,6 +435,34 @@ def test_any_value_is_accepted_or_raises_a_config_error(model: Path, value: str)
     for key in KEYS:
         with suppress(ConfigError):
             resolved(model, f"{key}={value}")
+
+
+def test_a_preset_changes_the_one_that_it_starts_from(model: Path, tmp_path: Path):
+    (mine := tmp_path / "mine.toml").write_text(
+        'base = "cpu"\n[rollout]\ngroups = 2\n[actor]\nminibatches = 8\n[compact.bank]\n'
+        "max_per_goal = 5\n"
+    )
+    config, origins = resolve(["room"], preset=str(mine), sets=[f"actor.model={model}"])
+    assert (config.rollout.groups, config.rollout.max_staleness, config.run.steps) == (2, 1, 100)
+    assert config.actor.minibatches == 8, "also over the table [compact] of cpu"
+    assert (config.bank.max_per_goal, config.bank.evict) == (5, "credit")
+    assert origins["rollout.groups"] == origins["bank.max_per_goal"] == str(mine)
+    assert origins["bank.evict"] == str(catalog.preset_file("cpu"))
+
+
+@pytest.mark.parametrize("base", ["3", '"mine"', '"smollm2"', '["cpu"]'])
+def test_only_a_bundled_preset_without_a_base_can_be_one(model: Path, tmp_path: Path, base: str):
+    (mine := tmp_path / "mine.toml").write_text(f"base = {base}\n")
+    message = config_error(model, preset=str(mine))
+    assert message.startswith("base = ")
+    assert message.endswith(f"(from {mine}). Use one of: cpu, gpu1, node8.")
+
+
+def test_a_setting_of_the_users_own_preset_must_have_an_effect(model: Path, tmp_path: Path):
+    (mine := tmp_path / "mine.toml").write_text('base = "cpu"\n')
+    assert resolved(model, preset=str(mine)).ask.limit == 1, "not the user's own setting"
+    mine.write_text('base = "cpu"\n[ask]\nlimit = 2\n')
+    assert "ask.limit = 2: has no effect" in config_error(model, preset=str(mine))
 
 
 @pytest.mark.parametrize("text", ["compact = 3", "[[compact]]\nx = 1"])

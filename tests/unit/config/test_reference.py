@@ -34,7 +34,7 @@ def test_every_setting_has_a_type_a_default_and_a_description() -> None:
 def test_explain_a_setting() -> None:
     setting, changes = explained("extractor.clip_low")
     assert (setting.type, setting.default) == ("number > 0 and < 1", "0.1")
-    assert changes == [Change("preset cpu, tiny models", "0.99")]
+    assert changes == [Change("preset cpu, compact profile", "0.99")]
     printed = crl("explain", "extractor.clip_low").stdout
     assert printed.splitlines()[:3] == [
         "extractor.clip_low",
@@ -42,7 +42,7 @@ def test_explain_a_setting() -> None:
         "  default  0.1",
     ]
     assert printed.splitlines()[-2] == "set by"
-    assert printed.splitlines()[-1].split() == ["preset", "cpu,", "tiny", "models", "0.99"]
+    assert printed.splitlines()[-1].split() == ["preset", "cpu,", "compact", "profile", "0.99"]
 
 
 def test_settings_of_a_task_can_be_named_by_any_task() -> None:
@@ -51,7 +51,7 @@ def test_settings_of_a_task_can_be_named_by_any_task() -> None:
     assert setting.key == "tasks.NAME.max_turns"
     assert setting.default == "none, every task file sets it"
     assert explained("tasks.room.name")[0].default == "name of the task file"
-    assert Change("task room, tiny models", "4") in changes
+    assert Change("task room, compact profile", "4") in changes
 
 
 @pytest.mark.parametrize(
