@@ -1,0 +1,168 @@
+"""Learning of SmolLM2-135M-Instruct in rooms, from demonstrations to RL.
+
+    crl models get smollm2
+    python benchmarks/smollm2.py --arm grpo frozen complementary
+
+Every run starts from its own supervised start (`crl sft --from drills`, with the seed of the run)
+and has the settings of the preset smollm2:
+
+* grpo: the actor alone.
+* frozen: the same with a learning rate of 0. Differences show the noise of the evaluation.
+* complementary: with a bank and a trained extractor, which starts from demonstrations too.
+
+Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
+are not repeated. The output is Markdown: the evaluations before the first and after the last step,
+and means over the first and the last steps of the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from common import commit, processor, train_run
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "smollm2"
+SEEDS = (20, 21, 22)
+"""Seeds that nothing was tuned on."""
+WINDOW = 5
+"""Number of first and of last training steps over which training metrics are averaged."""
+
+START = (
+    "--preset", "smollm2", "--from", "drills", "--tasks", "room", "--demonstrations", "200",
+    "--epochs", "1", "--batch-tokens", "1024", "--learning-rate", "5e-5",
+)  # fmt: skip
+"""Options of the supervised start. It is short, so that RL has something left to teach."""
+EXTRACTOR_START = (
+    "--preset", "smollm2", "--from", "drills", "--tasks", "room", "--role", "extractor",
+    "--demonstrations", "200", "--epochs", "1", "--batch-tokens", "1024",
+    "--learning-rate", "5e-5",
+)  # fmt: skip
+COMMON = (
+    "--tasks", "room", "--preset", "smollm2", "--plain",
+    "--set", "tasks.room.eval.seen=256", "--set", "tasks.room.eval.unseen=512",
+    "--set", "eval.probe_every=0", "--set", "run.keep_last=1", "--set", "run.keep_episodes=1",
+)  # fmt: skip
+ARMS: Mapping[str, Sequence[str]] = {
+    "grpo": ("--method", "grpo"),
+    "frozen": ("--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
+    "complementary": ("--set", "tasks.room.eval.online_places=32"),
+}
+"""Options of each arm besides those of all runs."""
+
+
+def start(role: str, seed: int, folder: Path) -> Path:
+    """Return the model of the supervised start of a role. Train it if it does not exist."""
+    run = folder / f"start-{role}-{seed}"
+    model = run / role
+    if not (model / "config.json").exists():
+        options = START if role == "actor" else EXTRACTOR_START
+        command = ["crl", "sft", *options, "--seed", str(seed), "--run-dir", str(run)]
+        print(" ".join(command), file=sys.stderr)
+        subprocess.run([sys.executable, "-m", *command], check=True)
+    return model
+
+
+def make(arm: str, seed: int, folder: Path) -> None:
+    """Train one run and store it."""
+    roles = ("actor", "extractor") if arm == "complementary" else ("actor",)
+    models = [f"{role}.model={start(role, seed, folder)}" for role in roles]
+    options = [*COMMON, *ARMS[arm], "--seed", str(seed)]
+    options += [word for text in models for word in ("--set", text)]
+    run = folder / f"{arm}-{seed}"
+    metrics = train_run(options, run)
+    result = {
+        "command": " ".join(["crl", "train", *options]).replace(str(folder), "build/smollm2"),
+        "commit": commit(),
+        "processor": processor(),
+        "seconds": metrics[-1]["time"],
+        "start": {
+            role: [
+                json.loads(line)
+                for line in (folder / f"start-{role}-{seed}" / "metrics.jsonl")
+                .read_text("utf-8")
+                .splitlines()
+            ]
+            for role in roles
+        },
+        "config": json.loads((run / "config.json").read_text("utf-8")),
+        "metrics": metrics,
+    }
+    path = RESULTS / arm / f"{seed}.json.xz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(path, "wt", encoding="utf-8") as file:
+        json.dump(result, file)
+
+
+def stored(arm: str, seed: int) -> Mapping[str, Any] | None:
+    """Return a finished run, or None."""
+    path = RESULTS / arm / f"{seed}.json.xz"
+    if not path.exists():
+        return None
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return json.load(file)
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def success(line: Mapping[str, Any], name: str) -> str:
+    """Return a success rate of an evaluation with its 95 % interval, or a dash."""
+    key = f"eval/room/{name.replace(' ', '/success/', 1)}"
+    if key not in line:
+        return "–"
+    return f"{line[key]:.3f} [{line[f'{key}/low']:.3f}, {line[f'{key}/high']:.3f}]"
+
+
+def ends(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the means of a metric over the first and the last training steps, or a dash."""
+    values = [line[name] for line in metrics if line["kind"] == "train" and name in line]
+    if not values:
+        return "–"
+    return f"{fmean(values[:WINDOW]):.3f} → {fmean(values[-WINDOW:]):.3f}"
+
+
+def table(arms: Sequence[str], seeds: Sequence[int]) -> str:
+    """Return the stored runs as a Markdown table."""
+    columns = ("unseen free", "unseen online", "unseen alone", "seen free", "seen guided")
+    lines = [
+        f"| arm, seed | {' | '.join(columns)} | training | right lessons | minutes |",
+        "|---|" + "---|" * (len(columns) + 3),
+    ]
+    for arm in arms:
+        for seed in seeds:
+            if not (run := stored(arm, seed)):
+                continue
+            metrics = run["metrics"]
+            first, *_, last = (line for line in metrics if line["kind"] == "eval")
+            cells = [f"{success(first, name)} → {success(last, name)}" for name in columns]
+            cells += [ends(metrics, name) for name in ("rollout/success", "lessons/correct")]
+            lines.append(f"| {arm}, {seed} | {' | '.join(cells)} | {run['seconds'] / 60:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arm", nargs="*", choices=[*ARMS], default=["grpo"])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[*SEEDS])
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "smollm2")
+    arguments = parser.parse_args()
+    for seed in arguments.seeds:
+        for arm in arguments.arm:
+            if stored(arm, seed) is None:
+                make(arm, seed, arguments.folder.resolve())
+    print(table(arguments.arm, arguments.seeds))
+
+
+if __name__ == "__main__":
+    main()
