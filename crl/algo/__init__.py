@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         training_weight,
     )
     from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
+    from crl.algo.states import similar_states
     from crl.algo.terms import sum_terms
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "optimizer_minibatches",
     "rank_shares",
     "sequence_weights",
+    "similar_states",
     "split_group_advantages",
     "step_advantages",
     "sum_terms",
@@ -64,6 +66,7 @@ _NAMES = {
     "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches", "rank_shares"),
     "experience": ("critic_reward", "diversity_score", "experience_reward", "training_weight"),
     "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
+    "states": ("similar_states",),
     "terms": ("sum_terms",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

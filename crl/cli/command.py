@@ -24,8 +24,8 @@ MethodOption = Annotated[
     typer.Option(
         metavar="NAME",
         help=(
-            "complementary (default), grpo, or your own method: path/to/file.py:SPEC or "
-            "package.module:SPEC."
+            "complementary (default), grpo, gigpo, or your own method: path/to/file.py:SPEC "
+            "or package.module:SPEC."
         ),
     ),
 ]

@@ -20,6 +20,7 @@ BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "complementary": "crl.methods.complementary:SPEC",
         "grpo": "crl.methods.grpo:SPEC",
+        "gigpo": "crl.methods.gigpo:SPEC",
     }
 )
 """Reference of each bundled method, by name."""

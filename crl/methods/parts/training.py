@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from crl.algo import cispo, clipped_surrogate, group_advantages, split_group_advantages
-from crl.protocols import AdvantageTerm, Rerender, TrainSpec
+from crl.algo import (
+    cispo,
+    clipped_surrogate,
+    discounted_returns,
+    group_advantages,
+    similar_states,
+    split_group_advantages,
+    step_advantages,
+)
+from crl.protocols import AdvantageTerm, PerTurn, Rerender, TrainSpec
 from crl.types import ExperienceUse, TokenTrace, Trajectory
 
 if TYPE_CHECKING:
@@ -55,6 +63,47 @@ class SplitAdvantage:
         return split_group_advantages(
             rewards, torch.tensor(groups), torch.tensor(guided), scale=self.scale
         )
+
+
+@dataclass(frozen=True)
+class StepAdvantage:
+    """`AdvantageTerm`: w times the step advantage of GiGPO (arXiv 2505.10978).
+
+    The discounted return of each turn is compared with the returns of turns of the same group that
+    were taken in the same state. The state is the observation before the turn. A state that occurs
+    once in its group gives 0.
+
+    The mean of a state has one term per turn. That of the episodes (`GroupAdvantage`) has one term
+    per episode, so that long episodes do not count more.
+    """
+
+    weight: float
+    """w."""
+    gamma: float
+    """Discount per turn."""
+    similarity: float
+    """Similarity from which two observations are the same state (`crl.algo.similar_states`)."""
+    scale: Literal["std", "none"]
+    """Scale of `crl.algo.step_advantages`."""
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> PerTurn:
+        returns = [discounted_returns(t.turn_rewards, self.gamma).tolist() for t in trajectories]
+        return self.of_returns(trajectories, returns)
+
+    def of_returns(
+        self, trajectories: Sequence[Trajectory], returns: Sequence[Sequence[float]]
+    ) -> PerTurn:
+        """Return the advantages of given returns, one for each turn of each trajectory."""
+        groups = [t.group for t in trajectories for _ in range(t.turns)]
+        states = [text for t in trajectories for text in t.turn_observations]
+        flat = step_advantages(
+            [value for values in returns for value in values],
+            groups,
+            similar_states(states, groups, self.similarity),
+            scale=self.scale,
+        )
+        values = iter((self.weight * flat).tolist())
+        return PerTurn([[next(values) for _ in range(t.turns)] for t in trajectories])
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,8 @@ def test_the_table_of_switches_has_the_values_of_the_settings() -> None:
     for key, *cells in rows:
         setting, changes = explained(key)
         values = {change.origin: change.value for change in changes}
-        named = [setting.default, values.get("preset cpu, compact profile"), values.get("preset node8")]
+        tiny, node8 = (values.get(f"preset {name}") for name in ("cpu, compact profile", "node8"))
+        named = [setting.default, tiny, node8]
         expected = ["–" if value is None else json.loads(value) for value in named]
         assert [value_in(cell) for cell in cells] == expected, key
 

@@ -1,0 +1,54 @@
+"""GiGPO (Feng et al., arXiv 2505.10978): GRPO with a second advantage for each step.
+
+Steps of a group that were taken in the same state are compared with each other. The advantage of a
+step is A = A_E + w · A_S. A_E is GRPO's advantage of the episode, and A_S that of the step's
+discounted return among the returns of the same state. There is no experience.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from crl.config.method import MethodSpec
+from crl.config.section import Section
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.methods.parts.rollouts import ChatContext
+    from crl.protocols import Method
+
+
+class GigpoSection(Section):
+    """Settings of the method `gigpo`."""
+
+    step_weight: Annotated[float, Field(ge=0)] = 1.0
+    """w: weight of the step advantage, relative to that of the episode."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Discount of the returns per turn."""
+    similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Similarity from which two observations count as the same state.
+
+    1 = equal texts, as by a hash. Below 1, the similarity is twice the length of the longest common
+    subsequence divided by the sum of both lengths.
+    """
+
+
+def build(config: RunConfig, settings: GigpoSection, context: ChatContext) -> Method:
+    """Return the method for `config`. `context` writes the prompts of the run's tasks."""
+    from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+    from crl.methods.parts.training import GroupAdvantage, StepAdvantage, actor_role
+    from crl.protocols import Method
+
+    scale = config.actor.advantage_scale
+    step = StepAdvantage(settings.step_weight, settings.gamma, settings.similarity, scale)
+    return Method(
+        planner=GuidedShare(0.0),
+        context=context,
+        shaper=OutcomeReward(),
+        actor=actor_role(config.actor, GroupAdvantage(scale), step),
+    )
+
+
+SPEC = MethodSpec("gigpo", build, GigpoSection)
