@@ -22,6 +22,7 @@ from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, ch
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
 from crl.cli.play import play
+from crl.cli.runs.build import build
 from crl.cli.runs.compare import compare
 from crl.cli.runs.episodes import episodes, replay
 from crl.cli.runs.eval import evaluate
@@ -301,6 +302,7 @@ app.command("replay", cls=Command)(replay)
 app.command("rollout", cls=Command)(rollout)
 app.command("learn", cls=Command)(learn)
 app.command("sft", cls=Command)(sft)
+bank.app.command("build", cls=Command)(build)
 
 
 @app.command("make-models", cls=Command)

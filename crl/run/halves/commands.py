@@ -1,4 +1,4 @@
-"""Commands behind `crl rollout`, `crl learn` and `crl sft`."""
+"""Commands behind `crl rollout`, `crl learn`, `crl sft` and `crl bank build`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from crl.prompts import hashes
 from crl.protocols import Monitor
 from crl.records.reader import episode_shards
 from crl.records.shards import read_shard
+from crl.run.halves.build import build, built, file_requests
 from crl.run.halves.learn import learn
 from crl.run.halves.play import play
 from crl.run.halves.sft import SftResult, SftSettings, Source, fine_tune
@@ -117,6 +118,27 @@ def fine_tune_on(
         )
 
     _carry_out(config, run, None, tuned)
+    return 0
+
+
+def build_bank(config: RunConfig, source: Mapping[int, Path] | Path, folder: Path) -> int:
+    """Distil episodes into a new bank in the new directory `folder`, return 0.
+
+    `source` is that of `crl.run.halves.build.build`. Raise `CrlError` if this cannot start or
+    fails.
+    """
+    preflight.require(config, checks=preflight.ROLLOUT_CHECKS)
+    if isinstance(source, Path):
+        if not list(file_requests(source, frozenset(config.tasks))):
+            raise ConfigError("--from", str(source), "has no episodes", "Give another file")
+    else:
+        _check_shards(source, "give one file of the others")
+    run = _new_folder(config, folder)
+
+    async def distilled(monitor: Monitor) -> str:
+        return built(config, run, await build(config, source, run, monitor))
+
+    _carry_out(config, run, None, distilled)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from crl.modeling.loading import first_line
 from crl.modeling.tokens import ChatRenderer
 from crl.planning.gpu_plan import assigned_gpus
 from crl.protocols import Engine, Learner, Monitor
+from crl.records.conversations import conversation, read_lines
 from crl.records.shards import read_shard
 from crl.run.models import (
     ModelRole,
@@ -37,7 +37,7 @@ from crl.run.sync import sync_weights
 from crl.seeds import generator
 from crl.tiny.drills import demonstrations, drills_of
 from crl.tiny.drills.drill import Part
-from crl.types import Minibatch, Segment, StepStats, TokenTrace, TrainSample, Trajectory
+from crl.types import Minibatch, StepStats, TokenTrace, TrainSample, Trajectory
 from crl.wording import counted
 
 LOG_EVERY = 10
@@ -45,9 +45,6 @@ LOG_EVERY = 10
 
 WARMUP_SHARE = 0.1
 """Default share of the updates over which the learning rate rises."""
-
-ROLES = ("system", "user", "assistant")
-"""Roles of the messages in a file of conversations."""
 
 
 @dataclass(frozen=True)
@@ -148,26 +145,19 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     model refuses.
     """
     found: list[Demonstrated] = []
-    try:
-        text = file.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        reason = f"is not a text in UTF-8 ({error})"
-        raise ConfigError("--from", str(file), reason, "Save it in UTF-8") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{file}, line {number}"
-            segments = _segments(line, place)
-            try:
-                traces = demonstrated_traces(segments, renderer)
-            except Exception as error:  # a template raises errors of many types
-                reason = (
-                    "the chat template of the model refuses the conversation "
-                    f"({type(error).__name__}: {first_line(error)})"
-                )
-                remedy = "Correct the line, or choose another model"
-                raise ConfigError("--from", place, reason, remedy) from error
-            goal = next((s.text for s in segments if s.role == "user"), "")
-            found.append(Demonstrated(goal, traces))
+    for place, value in read_lines(file):
+        segments = conversation(value, place)
+        try:
+            traces = demonstrated_traces(segments, renderer)
+        except Exception as error:  # a template raises errors of many types
+            reason = (
+                "the chat template of the model refuses the conversation "
+                f"({type(error).__name__}: {first_line(error)})"
+            )
+            remedy = "Correct the line, or choose another model"
+            raise ConfigError("--from", place, reason, remedy) from error
+        goal = next((s.text for s in segments if s.role == "user"), "")
+        found.append(Demonstrated(goal, traces))
     return found
 
 
@@ -206,26 +196,6 @@ def drilled(
         Demonstrated(place, demonstrated_traces(segments, renderer))
         for place, segments in demonstrations(drills, n, config.run.seed)
     ]
-
-
-def _segments(line: str, place: str) -> list[Segment]:
-    """Return the messages of a line as segments."""
-    try:
-        messages = json.loads(line)["messages"]
-        segments = [
-            Segment(m["role"], m["content"], "policy" if m["role"] == "assistant" else "env")
-            for m in messages
-        ]
-        valid = segments[0].role != "assistant" and all(
-            s.role in ROLES and isinstance(s.text, str) for s in segments
-        )
-    except (ValueError, KeyError, TypeError, IndexError):
-        segments, valid = [], False
-    if not valid or not any(segment.origin == "policy" for segment in segments):
-        reason = "is not a conversation in which the assistant answers"
-        remedy = 'Write {"messages": [{"role": "user", "content": "…"}, …]} in each line'
-        raise ConfigError("--from", place, reason, remedy)
-    return segments
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────

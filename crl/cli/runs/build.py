@@ -1,0 +1,109 @@
+"""Command `crl bank build`: distil finished episodes into a new bank.
+
+Modules that need torch are imported inside the command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from crl.cli.command import Seed, Sets, command
+from crl.cli.runs.halves import NewRun, new_folder, run_of_file, shard_of_file
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from crl.config.schema import RunConfig
+
+METHOD = "complementary"
+"""Method whose extractor distils."""
+
+SECTIONS = ("extractor", "bank", "embedder", "retrieval", "ask", "critic")
+"""Sections that a run without experience has not been given by its preset."""
+
+
+@command
+def build(
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from",
+            metavar="SOURCE",
+            help="Run or rollouts with recorded episodes, one file of them "
+            "(RUN/episodes/STEP.jsonl.gz), or episodes of other programs (FILE.jsonl).",
+        ),
+    ],
+    extractor: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Extractor (default: extractor.model).")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Tasks of FILE.jsonl; not for recorded ones.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Preset to start from with FILE.jsonl: a name, or a TOML file."
+        ),
+    ] = None,
+    seed: Seed = None,
+    run_dir: NewRun = None,
+    sets: Sets = None,
+) -> int:
+    """Distil finished episodes into a new bank, with an extractor that is not trained.
+
+    A run can start from it with bank.init.
+    """
+    options: dict[str, Any] = {"method": METHOD, "extractor.train": False}
+    options |= {} if extractor is None else {"extractor.model": extractor}
+    options |= {} if seed is None else {"run.seed": seed}
+    if not source.exists():
+        reason = "is neither a run nor a file"
+        raise ConfigError("--from", str(source), reason, "Give one of these")
+    recorded = source.is_dir() or source.name.endswith(".jsonl.gz")
+    config, episodes = (
+        _recorded(source, {"--tasks": tasks, "--preset": preset}, options, sets)
+        if recorded
+        else _of_file(source, tasks, preset or "cpu", options, sets)
+    )
+    from crl.run.halves.commands import build_bank
+
+    return build_bank(config, episodes, run_dir or new_folder("bank"))
+
+
+def _recorded(
+    source: Path, unused: Mapping[str, str | None], options: Mapping[str, Any],
+    sets: list[str] | None,
+) -> tuple[RunConfig, Mapping[int, Path]]:  # fmt: skip
+    """Return the settings of a run with other options, and its recorded episodes."""
+    from crl.config.load import load, load_saved
+    from crl.config.resume import changed_config
+    from crl.records.reader import episode_shards
+
+    for name, value in unused.items():
+        if value is not None:
+            reason = "does not apply to recorded episodes, which have the settings of their run"
+            raise ConfigError(name, value, reason, "Leave it out")
+    run = run_of_file(source) if source.is_file() else source
+    saved = load_saved(run).config
+    if not saved.with_extractor:
+        profile = {"actor.profile": saved.profile("actor")}
+        of_preset = load(["room"], preset=saved.preset, options=profile | dict(options))
+        saved = saved.model_copy(update={name: getattr(of_preset, name) for name in SECTIONS})
+    config, _ = changed_config(saved, options=options, sets=sets or ())
+    return config, shard_of_file(source) if source.is_file() else episode_shards(run)
+
+
+def _of_file(
+    source: Path, tasks: str | None, preset: str, options: Mapping[str, Any],
+    sets: list[str] | None,
+) -> tuple[RunConfig, Path]:  # fmt: skip
+    """Return the settings for a file of episodes, and the file."""
+    from crl.config.load import load
+
+    if tasks is None:
+        raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")
+    return load(tasks.split(","), preset=preset, options=options, sets=sets or ()), source

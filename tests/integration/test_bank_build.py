@@ -1,0 +1,136 @@
+"""`crl bank build`: experiences from finished episodes, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crl.records.reader import episode_shards, read_episode_records
+from crl.run.halves.build import recorded_requests
+from crl.types import GUIDANCE_ORIGINS
+from support.whole_runs import DETERMINISTIC, crl, episodes
+
+SIZES = ("--set", "rollout.groups=4", "--set", "rollout.group_size=4")
+SMALL = [
+    word
+    for name in ("seen", "unseen", "online_places")
+    for word in ("--set", f"tasks.room.eval.{name}=0")
+] + [word for text in DETERMINISTIC for word in ("--set", text)]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return rollouts of the actor alone, two steps."""
+    run = tmp_path_factory.mktemp("played") / "run"
+    command = ["rollout", "--tasks", "room", "--method", "grpo", "--steps", "2", *SIZES]
+    result = crl(*command, "--run-dir", run)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return run
+
+
+def goals(bank: Path) -> set[str]:
+    result = crl("bank", "export", bank)
+    assert (result.exit_code, result.stderr) == (0, "")
+    entries = [json.loads(line) for line in result.stdout.splitlines()[1:]]  # after the header
+    return {entry["goal"] for entry in entries}
+
+
+def test_a_bank_of_recorded_episodes_guides_a_run(played: Path, tmp_path: Path) -> None:
+    bank, run = tmp_path / "bank", tmp_path / "run"
+    result = crl("bank", "build", "--from", played, "--run-dir", bank)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"in the new bank: {bank / 'bank.sqlite'}" in result.stdout
+    assert goals(bank) <= {episode["goal"] for episode in read_episode_records(played)}
+    assert len(goals(bank)) > 2
+    frozen = ("--set", f"bank.init={bank / 'bank.sqlite'}", "--set", "bank.frozen=true")
+    again = crl("train", "--tasks", "room", "--steps", "1", "--run-dir", run,
+                "--set", "eval.probe_every=0", *SIZES, *SMALL, *frozen)  # fmt: skip
+    assert (again.exit_code, again.stderr) == (0, "")
+    assert any(episode["used"] for episode in episodes(run))
+
+
+def test_one_recorded_step_and_another_extractor(played: Path, tmp_path: Path) -> None:
+    step = played / "episodes" / "000002.jsonl.gz"
+    result = crl("bank", "build", "--from", step, "--extractor", "tiny-extractor",
+                 "--run-dir", tmp_path / "bank")  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    of_step = {e["goal"] for e in read_episode_records(played) if e["step"] == 2}
+    assert goals(tmp_path / "bank") <= of_step
+
+
+def test_requests_of_guided_episodes_have_no_experience(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = crl("train", "--tasks", "room", "--steps", "2", "--run-dir", run,
+                 "--set", "tasks.room.stream.places=1", "--set", "tasks.room.stream.permanent=1",
+                 "--set", "eval.probe_every=0", "--set", "rollout.max_staleness=0",
+                 *SIZES, *SMALL)  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert any(episode["used"] for episode in episodes(run))
+    requests = [r for batch in recorded_requests(episode_shards(run)) for r in batch]
+    assert len(requests) == 32
+    assert not any(request.shown for request in requests)
+    assert not any(s.origin in GUIDANCE_ORIGINS for r in requests for s in r.segments)
+    assert all(any(s.origin == "policy" for s in r.segments) for r in requests)
+
+
+def line(**changes: object) -> str:
+    messages = [
+        {"role": "user", "content": "at 2 3\ndark east south"},
+        {"role": "assistant", "content": "east"},
+    ]
+    goal = "Room: the amber hall. Reach the stairs down (>)."
+    return json.dumps(
+        {"task": "room", "goal": goal, "success": True, "messages": messages} | changes
+    )
+
+
+def test_episodes_of_other_programs(played: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "episodes.jsonl").write_text(
+        "\n".join(
+            line(
+                goal=episode["goal"],
+                success=episode["success"],
+                messages=[
+                    {"role": s["role"], "content": s["text"]}
+                    for s in episode["segments"]
+                    if s["origin"] != "task"
+                ],
+            )
+            for episode in read_episode_records(played)
+        )
+    )
+    bank = tmp_path / "bank"
+    result = crl("bank", "build", "--from", file, "--tasks", "room", "--run-dir", bank)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert goals(bank) <= {episode["goal"] for episode in read_episode_records(played)}
+    assert len(goals(bank)) > 2
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "error"),
+    [
+        ("", ("--tasks", "room"), "has no episodes. Give another file."),
+        (line(), (), "--tasks = None: is required for"),
+        (f"{line()}\n{{", ("--tasks", "room"), "line 2': has no text as goal, or no true or false"),
+        (line(success=1), ("--tasks", "room"), "line 1': has no text as goal"),
+        (line(task="maze"), ("--tasks", "room"), "is of the task 'maze', which --tasks does not"),
+        (line(messages=[]), ("--tasks", "room"), "is not a conversation in which the assistant"),
+    ],
+)
+def test_faulty_files(tmp_path: Path, text: str, arguments: tuple[str, ...], error: str) -> None:
+    (file := tmp_path / "episodes.jsonl").write_text(text)
+    run = tmp_path / "bank"
+    result = crl("bank", "build", "--from", file, *arguments, "--run-dir", run)
+    assert result.exit_code == 2
+    assert error in result.stderr
+    assert not run.exists(), "nothing was started"
+
+
+def test_options_without_effect(played: Path, tmp_path: Path) -> None:
+    result = crl("bank", "build", "--from", played, "--tasks", "room", "--run-dir", tmp_path / "b")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--tasks = room: does not apply to recorded episodes" in result.stderr.replace("'", "")
+    missing = crl("bank", "build", "--from", tmp_path / "none", "--run-dir", tmp_path / "b")
+    assert "is neither a run nor a file. Give one of these." in missing.stderr
