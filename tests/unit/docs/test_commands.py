@@ -129,6 +129,7 @@ def material(
     config.write_text(json.dumps(longer))
     write_task("my_task", folder)
     finished_run(folder / "runs" / "mine")
+    (folder / "runs" / "offline").symlink_to("mine")  # stands for the output of `crl bank build`
     return folder
 
 
