@@ -264,7 +264,8 @@ def export(
     load_saved(run)  # report a wrong path immediately, before torch is imported
     from crl.run.main import export_run
 
-    checkpoint = export_run(run, folder, role=None if bank else chosen_role, step=step, merge=merge)
+    name = None if bank else chosen_role.value
+    checkpoint = export_run(run, folder, role=name, step=step, merge=merge)
     what = "bank" if bank else chosen_role
     typer.echo(f"exported the {what} of {checkpoint} to {folder}")
 

@@ -21,7 +21,7 @@ FIXED: Mapping[str, str] = {
     r"run\.deterministic": "it applies to a run as a whole",
     r"(actor|extractor)\.model": "the checkpoint has the models of the run",
     r"(actor|extractor)\.lora\..*": "the checkpoint has the adapter of the run, or none",
-    r"extractor\.train": "the checkpoint has the trained models of the run",
+    r"(actor|extractor)\.train": "the checkpoint has the trained models of the run",
     r"critic\.enabled": "the checkpoint has the success rates of a run with a critic, or none",
     r"embedder\.(model|name)": "the vectors in the bank were made by the embedder of the run",
     r"bank\.(init|frozen|scope)": "the bank of the run already exists",

@@ -224,6 +224,11 @@ class ActorSection(Section):
     full = for language models; compact = few tokens, for models that were trained on such texts.
     Default: as the model's crl.json declares, or full without this file. Checkpoints declare it.
     """
+    train: bool = True
+    """Training of the actor.
+
+    false = the actor keeps its weights, and only bank and extractor learn (experience only).
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature of sampling and of the training loss. Must be above 0."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -1022,12 +1027,16 @@ class RunConfig(Section):
         """True if the extractor is trained."""
         return self.distils and self.extractor.train
 
+    def trains(self, role: str) -> bool:
+        """Return whether the run trains a role, the actor or the extractor."""
+        return self.actor.train if role == "actor" else self.trains_extractor
+
     def trained_adapter(self, role: str) -> LoraSection | None:
         """Return the adapter that the run trains for a role, the actor or the extractor.
 
         Return None if all weights of the role are trained, or none.
         """
-        if role == "extractor" and not self.trains_extractor:
+        if not self.trains(role):
             return None
         section = (self.actor if role == "actor" else self.extractor).lora
         return section if section.rank else None
@@ -1043,6 +1052,10 @@ class RunConfig(Section):
         if self.with_extractor:
             _check_extractor(self)
             _check_structured_outputs(self)
+        elif not self.actor.train:
+            reason = f"leaves nothing to learn, because the method {self.method} has no bank"
+            remedy = "Leave it out. crl rollout plays without training"
+            raise ConfigError("actor.train", False, reason, remedy)
         if self.with_bank:
             _check_bank(self)
             _check_embedder(self)

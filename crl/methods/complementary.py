@@ -2,8 +2,8 @@
 
 The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
 `complementary.guided_share`, `complementary.advantages`, `complementary.lift_coef`,
-`complementary.self_distillation`, `complementary.show_record`, `extractor.train`, `bank.frozen`,
-`retrieval.per`.
+`complementary.self_distillation`, `complementary.show_record`, `actor.train`, `extractor.train`,
+`bank.frozen`, `retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class ComplementarySection(Section):
     """Ablations and extensions of the method `complementary`.
 
-    Further ablations are extractor.train, bank.frozen and retrieval.per.
+    Further ablations are actor.train, extractor.train, bank.frozen and retrieval.per.
     """
 
     guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5

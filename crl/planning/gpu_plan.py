@@ -265,10 +265,7 @@ def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape], *, lear
 def _requests(
     config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool
 ) -> list[GpuRequest]:
-    trained = {
-        "actor": learners,
-        "extractor": learners and config.trains_extractor,
-    }
+    trained = {role: learners and config.trains(role) for role in ("actor", "extractor")}
     uses_gpu = ENGINES[config.engine.kind].uses_gpu(config.engine)
     requests = []
     for model in ("actor", "extractor") if config.with_extractor else ("actor",):

@@ -17,6 +17,7 @@ from crl.modeling.gguf import find_folder
 from crl.monitor.sinks import require_sinks
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.gpus import visible_gpus
+from crl.planning.model_checks import model_sections
 
 
 def require_learner(config: RunConfig) -> None:
@@ -76,11 +77,8 @@ def require_ranks(config: RunConfig) -> None:
     from crl.modeling.loading import precision, resolve_device
 
     device = resolve_device(learner.device, "learner.device")
-    trained = {"actor": config.actor.model}
-    if config.trains_extractor:
-        trained["extractor"] = config.extractor.model
-    for role, name in trained.items():
-        if path := find_folder(name, f"{role}.model"):
+    for role, section in model_sections(config).items():
+        if config.trains(role) and (path := find_folder(section.model, f"{role}.model")):
             bfloat16 = str(precision(learner.precision, path, device)) == "torch.bfloat16"
             LEARNERS[learner.kind].require_trainable(
                 learner,

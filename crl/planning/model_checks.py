@@ -228,12 +228,11 @@ def _positions(path: Path) -> int | None:
 def require_architectures(config: RunConfig) -> None:
     """Raise `ConfigError` if crl does not support the architecture of a model that it loads.
 
-    The processes of another engine alone load an extractor that is not trained. vLLM supports more
+    The processes of another engine alone load a model that is not trained. vLLM supports more
     architectures.
     """
     for role, section in model_sections(config).items():
-        trained = role == "actor" or config.trains_extractor
-        loaded = trained or ENGINES[config.engine.kind].in_process
+        loaded = config.trains(role) or ENGINES[config.engine.kind].in_process
         path = find_folder(section.model, f"{role}.model")
         if not loaded or path is None or _is_plain(path):
             continue
@@ -243,7 +242,7 @@ def require_architectures(config: RunConfig) -> None:
         require_supported(model, path, f"{role}.model")
         positions = getattr(model.config, "max_position_embeddings", None)
         require_context(role, section.max_context_tokens, positions)
-        if trained and config.learner.activation_checkpointing:
+        if config.trains(role) and config.learner.activation_checkpointing:
             checkpoint_activations(model)
 
 

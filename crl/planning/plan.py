@@ -202,7 +202,12 @@ def _models(config: RunConfig) -> str:
 
 
 def _adapter(config: RunConfig, role: str) -> str:
-    """Return the text for the adapter that is trained; empty if all weights are, or none."""
+    """Return the text for the adapter that is trained; empty if all weights are.
+
+    A role without training is named for the actor alone: that of the extractor is elsewhere.
+    """
+    if role == "actor" and not config.actor.train:
+        return "; not trained"
     if (adapter := config.trained_adapter(role)) is None:
         return ""
     layers = adapted_layers(model_sections(config)[role].model, adapter, role)

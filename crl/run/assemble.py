@@ -126,8 +126,10 @@ async def _training_loop(
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
     if retriever_override:
         method = replace(method, distiller=None, extractor=None)
-    learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    engine = await open_role_engine(config, gpus, actor, stack, trained=True)
+    learner = None
+    if config.actor.train:
+        learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
+    engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,

@@ -265,11 +265,8 @@ def run_bank_source(config: RunConfig, checkpoint: Path, run: RunDir) -> BankSou
     Raise `ConfigError` if the run's bank file is missing.
     """
     require_bank(run)
-    if (checkpoint / "extractor").is_dir():
-        trained = trained_model(checkpoint, "extractor", config.extractor.model)
-        role = model_of("extractor", trained, config.extractor)
-    else:
-        role = extractor_model(config)
+    model = trained_model(checkpoint, "extractor", config.extractor.model)
+    role = model_of("extractor", model, config.extractor)
     return BankSource(run.bank, role, int(checkpoint.name))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from crl.config.models import Profile, is_adapter
+from crl.config.models import Profile, is_adapter, resolve_model
 from crl.errors import CheckpointError, ConfigError, LearnerError
 from crl.modeling.adapters import base_has_moved, moved_base, with_base
 from crl.modeling.files import copy_model_files
@@ -199,12 +199,15 @@ def checkpoint_of(root: Path, step: int) -> Path:
 def trained_model(checkpoint: Path, role: str, initial: str) -> Path:
     """Return the directory of a model of a checkpoint.
 
-    `initial` is the model of the role in the settings of the run. If the base model that an adapter
+    `initial` is the model of the role in the settings of the run. It is returned if the run did not
+    train the role. If the base model that an adapter
     names has moved there, the directory is a temporary one, with an adapter that names it.
 
     Raise `ConfigError` if the base model is gone, or if `initial` is another model.
     """
     model = (checkpoint / role).resolve()
+    if not model.is_dir():
+        return resolve_model(initial, f"{role}.model")
     if not is_adapter(model) or not base_has_moved(model, f"{role}.model"):
         return model
     return with_base(model, moved_base(model, initial, f"{role}.model"))

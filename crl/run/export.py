@@ -28,7 +28,7 @@ from crl.modeling.adapters import (
 from crl.modeling.gguf import converted
 from crl.monitor.run_dir import RunDir
 from crl.run.bank import require_bank
-from crl.run.checkpoint import MANIFEST, read_state
+from crl.run.checkpoint import MANIFEST, read_manifest, read_state
 from crl.run.models import print_to_stderr
 from crl.wording import counted
 
@@ -54,8 +54,10 @@ def export_model(
     with _new_directory(target, checkpoint):
         source = checkpoint / role
         if not source.is_dir():
+            trained = read_manifest(checkpoint)["models"]
             reason = f"{checkpoint} has no {role}, because the run did not train one"
-            raise ConfigError("role", role, reason, "Export the actor")
+            remedy = f"Export the {trained[0]}" if trained else "Export the bank with --bank"
+            raise ConfigError("role", role, reason, remedy)
         if merge and not is_adapter(source):
             reason = f"the {role} has no adapter, because all of its weights were trained"
             raise ConfigError("merge", True, reason, "Leave it out")

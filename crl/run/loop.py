@@ -1,7 +1,7 @@
 """Training loop of a run.
 
 * `Collector`: plays groups of episodes, as far ahead of training as the staleness gate allows.
-* `Learner`: owns the actor's trained weights.
+* `Learner`: owns the actor's trained weights. Absent if the actor is not trained.
 * `Engine`: owns the copy of the weights that samples.
 * `ExperiencePipeline`: owns bank and extractor, which learn from episodes. Absent without
   experience.
@@ -56,7 +56,7 @@ from crl.run.supervision.supervisor import Supervisor
 from crl.run.sync import restore_weights, sync_weights
 from crl.run.totals import Totals
 from crl.seeds import generator
-from crl.types import StepStats, Trajectory
+from crl.types import Minibatch, StepStats, Trajectory
 
 T = TypeVar("T")
 
@@ -106,7 +106,8 @@ class Rollouts:
 class Actor:
     """Parts that train and sample the actor."""
 
-    learner: Learner
+    learner: Learner | None
+    """None if the actor is not trained."""
     engine: Engine
     rerender: Rerender
 
@@ -235,7 +236,7 @@ class TrainingLoop:
     @property
     def _learners(self) -> dict[str, Learner]:
         return {
-            "actor": self.actor.learner,
+            **({"actor": self.actor.learner} if self.actor.learner else {}),
             **(self.experience.learners if self.experience else {}),
         }
 
@@ -292,10 +293,9 @@ class TrainingLoop:
         step = self.completed_steps
         if not replace and step in complete_steps(self.outputs.run.checkpoints):
             return lambda: self.outputs.run.checkpoint(step)
-        state: State = {
-            "learner": self.actor.learner.state(),
-            "source": self.rollouts.collector.source_state(),
-        }
+        state: State = {"source": self.rollouts.collector.source_state()}
+        if self.actor.learner:
+            state["learner"] = self.actor.learner.state()
         async with self.experience.paused() if self.experience else nullcontext():
             if self.experience:
                 self._snapshots = await asyncio.to_thread(
@@ -362,9 +362,10 @@ class TrainingLoop:
         bank, or None for a run without experience.
         """
         state = read_state(checkpoint)
-        await restore_weights(
-            self.actor.learner, self.actor.engine, checkpoint / "actor", state["learner"]
-        )
+        if self.actor.learner:
+            await restore_weights(
+                self.actor.learner, self.actor.engine, checkpoint / "actor", state["learner"]
+            )
         self.rollouts.source.load_state(state["source"])
         if self.critic:
             self.critic.success_rates.load_state(state["success_rates"])
@@ -396,25 +397,22 @@ class TrainingLoop:
             await self.outputs.episodes.write(step + 1, batch)
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
-            minibatches, signal = await asyncio.to_thread(
-                training_batch,
-                self.method.actor,
-                self.actor.rerender,
-                batch,
-                count=self.schedule.minibatches,
-                rng=generator(self.schedule.seed, "minibatches", step),
-            )
+            minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
         metrics |= signal
         self.mid_step = True
         if self.experience:
             with stopwatch("submit"):
                 await self.experience.observe(batch)
-        with stopwatch("train"):
-            stats = await learner.step(minibatches)
-        with stopwatch("sync"):
-            sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
+        stats, sent_bytes = StepStats(0, 0), 0
+        if learner:
+            with stopwatch("train"):
+                stats = await learner.step(minibatches)
+            with stopwatch("sync"):
+                sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
         if self.experience:
             with stopwatch("bank"):
+                if not learner:  # the steps would otherwise be over before the bank has anything
+                    await self.experience.finish_pending()
                 await self.experience.complete(step + 1, batch)
         self.rollouts.source.observe(batch)
         self.totals.add(batch)
@@ -440,6 +438,19 @@ class TrainingLoop:
         self.supervisor.warnings.observe(step + 1, {**bank, **metrics})
         await self._complete(step)
         return not self.stop.is_set()
+
+    async def _training_batch(
+        self, step: int, batch: Sequence[Trajectory]
+    ) -> tuple[Sequence[Minibatch], dict[str, float]]:
+        """Return the minibatches of a step, and metrics of their signal."""
+        return await asyncio.to_thread(
+            training_batch,
+            self.method.actor,
+            self.actor.rerender,
+            batch,
+            count=self.schedule.minibatches,
+            rng=generator(self.schedule.seed, "minibatches", step),
+        )
 
     async def _complete(self, step: int) -> None:
         """Complete a trained step. Run evaluation, probe and checkpoint if they are due.
@@ -574,9 +585,12 @@ class TrainingLoop:
     ) -> dict[str, float]:
         seconds = sum(stopwatch.seconds.values())
         tokens = sum(t.activity.sampled_tokens for t in batch)
-        return {
+        updates = {
             "actor/updates": stats.updates,
             "actor/skipped_updates": self.skipped_updates,
+        }
+        return {
+            **(updates if self.actor.learner else {}),
             "actor/version": self.actor.engine.version,
             "rollout/sampled_tokens": tokens,
             "perf/sampled_tokens_per_s": tokens / seconds if seconds else 0.0,

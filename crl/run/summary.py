@@ -258,6 +258,8 @@ class NextSteps:
     """True if the run was interrupted: what remained of it was skipped."""
     actor_updated: bool = True
     """False if the run made no update of the actor."""
+    actor_trained: bool = True
+    """False if the actor is not trained."""
 
     def lines(self) -> list[str]:
         """Return lines with the commands. An interrupted run can only be continued."""
@@ -271,7 +273,9 @@ class NextSteps:
             ]
         models = "the trained models"
         unchanged: list[str] = []
-        if not self.actor_updated:
+        if not self.actor_trained:
+            models, unchanged = "bank and extractor", ["the actor was not trained (actor.train)"]
+        elif not self.actor_updated:
             models = "the models"
             unchanged = ["no update of the actor was made: its weights are unchanged"]
         return [
@@ -280,7 +284,11 @@ class NextSteps:
             f"  repeat the eval:   crl eval {run}",
             f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
-            f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})",
+            *(
+                [f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})"]
+                if self.actor_trained
+                else []
+            ),
             f"  metrics, episodes: {files}",
         ]
 

@@ -82,7 +82,7 @@ def learn(
     if steps is not None and steps > len(shards):
         reason = f"{source} has episodes of only {counted(len(shards), 'step')}"
         raise ConfigError("--steps", steps, reason, "Use a smaller number")
-    config, _ = changed_config(saved, options={}, sets=sets or ())
+    config, _ = changed_config(saved, options={"actor.train": True}, sets=sets or ())
     recorder = None
     if config.actor.model != saved.actor.model:
         recorder = recording_model(RunDir(run), saved.actor.model)

@@ -220,7 +220,7 @@ def _role_settings(role: Role, model: str | None, learning_rate: float) -> dict[
     if model is not None:
         settings[f"{role}.model"] = model
     # With the method grpo, no other model is needed.
-    return settings | ({"method": "grpo"} if role == "actor" else {"extractor.train": True})
+    return settings | {f"{role}.train": True} | ({"method": "grpo"} if role == "actor" else {})
 
 
 def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:

@@ -62,8 +62,9 @@ def _about(request: Request) -> Mapping[str, Any]:
     """Return the model, the options and the settings of an evaluation, as JSON."""
     config, bank = request.config, request.bank
     settings = config.model_dump(mode="json", include=set(SECTIONS))
-    if request.checkpoint:  # the model may be a temporary copy of the checkpoint's adapter
-        settings["actor"]["model"] = str((request.checkpoint / "actor").resolve())
+    if request.checkpoint and (actor := request.checkpoint / "actor").is_dir():
+        # The model may be a temporary copy of the checkpoint's adapter.
+        settings["actor"]["model"] = str(actor.resolve())
     return {
         "subject": str(request.subject),
         "model": settings["actor"]["model"],

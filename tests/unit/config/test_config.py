@@ -437,6 +437,16 @@ def test_any_value_is_accepted_or_raises_a_config_error(model: Path, value: str)
             resolved(model, f"{key}={value}")
 
 
+def test_experience_alone_needs_a_bank(model: Path):
+    config = resolved(model, "actor.train=false", "actor.lora.rank=4")
+    assert [config.trains(role) for role in ("actor", "extractor")] == [False, True]
+    assert config.trained_adapter("actor") is None
+    assert config_error(model, "actor.train=false", "method=grpo") == (
+        "actor.train = False: leaves nothing to learn, because the method grpo has no bank. "
+        "Leave it out. crl rollout plays without training."
+    )
+
+
 def test_a_preset_changes_the_one_that_it_starts_from(model: Path, tmp_path: Path):
     (mine := tmp_path / "mine.toml").write_text(
         'base = "cpu"\n[rollout]\ngroups = 2\n[actor]\nminibatches = 8\n[compact.bank]\n'

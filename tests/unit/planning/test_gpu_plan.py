@@ -157,6 +157,11 @@ def test_a_run_without_experience_has_only_the_actor():
         planned(method="grpo")["embedder"]
 
 
+def test_an_actor_that_is_not_trained_has_no_learner():
+    roles = {placement.request.role for placement in planned("actor.train=false").placements}
+    assert roles == {"actor engine", "extractor engine", "extractor learner", "embedder"}
+
+
 def test_a_static_extractor_has_no_learner():
     assert "extractor learner" not in [
         placement.request.role for placement in planned("extractor.train=false").placements
