@@ -14,7 +14,7 @@ from typing import Any
 
 from crl.config.layers import Layer, Tree, leaves, merge, nested, parse_set, put
 from crl.config.load import load, load_saved, task_layers
-from crl.config.models import Profile, find_model, is_adapter, model_profile
+from crl.config.models import find_model, is_adapter, model_profile
 from crl.config.schema import RunConfig
 from crl.config.validate import run_config
 from crl.embedders import known_name
@@ -184,9 +184,7 @@ def _of_run(path: Path, options: Options, source: Source, samples: int, note: An
     checkpoint = chosen_checkpoint(run.checkpoints, options.step, note)
     tree = saved.model_dump(mode="json")
     if options.tasks is not None:
-        tree["tasks"] = _tasks_of_run(
-            tree["tasks"], options.tasks, checkpoint, saved.profile("actor")
-        )
+        tree["tasks"] = _tasks_of_run(tree["tasks"], options.tasks, checkpoint, saved)
     overrides, bases = _without_moved_bases(_overrides(options), checkpoint)
     _refuse_training_settings(overrides, tree["tasks"])
     for role in ("actor", "extractor"):
@@ -279,15 +277,15 @@ def _with_overrides(tree: Tree, overrides: Sequence[Layer]) -> RunConfig:
 
 
 def _tasks_of_run(
-    own: Mapping[str, Any], names: str, checkpoint: Path, initial: Profile
+    own: Mapping[str, Any], names: str, checkpoint: Path, saved: RunConfig
 ) -> dict[str, Any]:
     """Return the settings of the named tasks: the run's own, else those of the task's file.
 
-    `initial`: profile of the actor that the run began with.
+    `saved`: settings of the run, which name the actor if it was not trained.
     """
     chosen: dict[str, Any] = {}
     actor = checkpoint / "actor"
-    profile = model_profile(actor) if actor.is_dir() else initial
+    profile = model_profile(actor) if actor.is_dir() else saved.profile("actor")
     for name in filter(None, map(str.strip, names.split(","))):
         if name in own:
             chosen[name] = own[name]
