@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,8 +25,15 @@ if TYPE_CHECKING:
 
 
 def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
-    """Train with `crl train OPTIONS --run-dir RUN` and return the run's metrics."""
+    """Train with `crl train OPTIONS --run-dir RUN` and return the run's metrics.
+
+    A run that was interrupted after its first checkpoint is continued.
+    """
     command = ["crl", "train", *options, "--run-dir", str(run)]
+    if list(run.glob("checkpoints/*/manifest.json")):
+        command = ["crl", "resume", str(run), "--plain"]
+    else:
+        shutil.rmtree(run, ignore_errors=True)
     print(" ".join(command), file=sys.stderr)
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]

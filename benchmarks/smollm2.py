@@ -11,8 +11,8 @@ and has the settings of the preset smollm2:
 * complementary: with a bank and a trained extractor, which starts from demonstrations too.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
-are not repeated. The output is Markdown: the evaluations before the first and after the last step,
-and means over the first and the last steps of the training.
+are not repeated. Interrupted ones are resumed. The output is Markdown: the evaluations before the
+first and after the last step, and means over the first and the last steps of the training.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from crl.intervals import t_975
 
+RoleName = Literal["actor", "extractor"]
 Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["task", "env", "policy", "tool_spec", "tool_call", "tool_result", "experience"]
 Condition = Literal["guided", "free"]

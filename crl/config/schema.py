@@ -28,7 +28,7 @@ from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
 from crl.config.section import Count, Name, Natural, Section
 from crl.errors import ConfigError
 from crl.plugins import absolute_reference
-from crl.types import RewardBaseline, StreamSettings
+from crl.types import RewardBaseline, RoleName, StreamSettings
 
 SEQUENCE_CLIP = 3e-4
 """Default clip width of the length-normalised sequence ratio (the order of magnitude of GSPO)."""
@@ -1004,7 +1004,7 @@ class RunConfig(Section):
         """True if the method has an experience bank."""
         return "bank" in self.spec.uses
 
-    def profile(self, role: Literal["actor", "extractor"]) -> Profile:
+    def profile(self, role: RoleName) -> Profile:
         """Return the profile of a model: its setting, or else what the model declares.
 
         Raise `ConfigError` if its crl.json is invalid.

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from crl.config.models.shapes import ModelShape, require_context, require_divisible
 from crl.config.schema import EngineSection, LoraSection
@@ -33,6 +33,7 @@ from crl.modeling.memory import (
     size_text,
 )
 from crl.protocols import Engine
+from crl.types import RoleName
 from crl.wording import counted, device_text
 
 VLLM_WORK_BYTES = 3.0 * GIB
@@ -58,7 +59,7 @@ ALTERNATIVE_FRACTIONS = (0.8, 0.5, 0.3)
 class ServedModel:
     """Model that an engine serves."""
 
-    role: Literal["actor", "extractor"]
+    role: RoleName
     path: Path
     """Directory of the model."""
     dtype: Precision

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from crl.config.models.shapes import ModelShape
 from crl.config.schema import LearnerSection, OptimizerSection
@@ -30,6 +30,7 @@ from crl.modeling.memory import (
     training_bytes,
 )
 from crl.protocols import Learner, Loss
+from crl.types import RoleName
 from crl.wording import counted, device_text
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 class TrainedModel:
     """Model that a learner trains."""
 
-    role: Literal["actor", "extractor"]
+    role: RoleName
     path: Path
     """Directory of the model."""
     dtype: Precision

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -36,6 +35,7 @@ from crl.protocols import (
     Loss,
 )
 from crl.seeds import derive_seed
+from crl.types import RoleName
 
 NO_GPU = GpuAssignment()
 """Assignment of a role that needs no GPU."""
@@ -45,7 +45,7 @@ NO_GPU = GpuAssignment()
 class ModelRole:
     """Actor or extractor of a run, with its section of the config."""
 
-    name: Literal["actor", "extractor"]
+    name: RoleName
     path: Path
     """Directory in Hugging Face format."""
     source: Path
@@ -82,7 +82,7 @@ def extractor_model(
 
 
 def model_of(
-    name: Literal["actor", "extractor"],
+    name: RoleName,
     source: Path,
     section: ActorSection | ExtractorSection,
     note: Callable[[str], object] = print_to_stderr,

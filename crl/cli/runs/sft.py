@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from crl.cli.command import Seed, Sets, command
 from crl.cli.runs.halves import NewRun, new_folder, run_of_file, shard_of_file
 from crl.errors import ConfigError
+from crl.types import RoleName
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
-
-Role = Literal["actor", "extractor"]
 
 SCRIPTED = "scripted"
 """Value of `--from` for demonstrations of the scripted players."""
@@ -72,11 +71,11 @@ Source = Annotated[
     ),
 ]
 TrainedRole = Annotated[
-    Role,
+    RoleName,
     typer.Option(
         "--role",
         metavar="ROLE",
-        help="Role to train: actor, or extractor, which learns from drills or conversations.",
+        help="RoleName to train: actor, or extractor, which learns from drills or conversations.",
     ),
 ]
 Tasks = Annotated[
@@ -211,7 +210,7 @@ def _refuse_unused(kind: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(name, given[name], reason, "Leave it out")
 
 
-def _role_settings(role: Role, model: str | None, learning_rate: float) -> dict[str, Any]:
+def _role_settings(role: RoleName, model: str | None, learning_rate: float) -> dict[str, Any]:
     """Return settings with which `role` is trained. `model` is None for that of the config."""
     settings: dict[str, Any] = {
         f"{role}.optimizer.learning_rate": learning_rate,
@@ -233,7 +232,7 @@ def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
     return path if kind == "conversations" else None
 
 
-def _warmup(config: RunConfig, role: Role, sets: Sequence[str]) -> int | None:
+def _warmup(config: RunConfig, role: RoleName, sets: Sequence[str]) -> int | None:
     """Return the warm-up that `--set` gives, or None."""
     from crl.config.layers import leaves, parse_set
 
@@ -242,7 +241,7 @@ def _warmup(config: RunConfig, role: Role, sets: Sequence[str]) -> int | None:
     return section.optimizer.warmup_steps if f"{role}.{WARMUP}" in given else None
 
 
-def _require_objective(config: RunConfig, role: Role) -> None:
+def _require_objective(config: RunConfig, role: RoleName) -> None:
     """Raise `ConfigError` for settings with which the loss or the model would be another one."""
     if role == "extractor" and not config.trains_extractor:
         reason = "does not apply: supervised fine-tuning trains the extractor"

@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from crl.algo.batching import micro_batches
 from crl.algo.losses import NextTokenLoss
@@ -37,7 +36,7 @@ from crl.run.sync import sync_weights
 from crl.seeds import generator
 from crl.tiny.drills import demonstrations, drills_of
 from crl.tiny.drills.drill import Part
-from crl.types import Minibatch, StepStats, TokenTrace, TrainSample, Trajectory
+from crl.types import Minibatch, RoleName, StepStats, TokenTrace, TrainSample, Trajectory
 from crl.wording import counted
 
 LOG_EVERY = 10
@@ -51,7 +50,7 @@ WARMUP_SHARE = 0.1
 class SftSettings:
     """Settings of supervised fine-tuning."""
 
-    role: Literal["actor", "extractor"] = "actor"
+    role: RoleName = "actor"
     """Model that is trained."""
     epochs: int = 3
     """Maximum number of epochs."""
@@ -162,7 +161,7 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
 
 
 def drilled(
-    config: RunConfig, role: Literal["actor", "extractor"], renderer: ChatRenderer, n: int
+    config: RunConfig, role: RoleName, renderer: ChatRenderer, n: int
 ) -> list[Demonstrated]:
     """Return about `n` demonstrations of the drills that the settings of a run need.
 

@@ -6,12 +6,12 @@ Each task has a module with its drills. New drills can be added to the lists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal
 
 from crl.modeling.demonstrations import Demonstration
 from crl.seeds import generator
 from crl.tiny.drills import alfworld, grids, room, webshop
 from crl.tiny.drills.drill import Drill, Part
+from crl.types import RoleName
 
 TASK_MODULES = (room, webshop, alfworld, grids)
 
@@ -23,9 +23,7 @@ EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
 )
 
 
-def drills_of(
-    role: Literal["actor", "extractor"], envs: Collection[str], parts: Collection[Part]
-) -> list[Drill]:
+def drills_of(role: RoleName, envs: Collection[str], parts: Collection[Part]) -> list[Drill]:
     """Return the drills of a role in some environments that some parts of a run need."""
     drills = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
     return [drill for drill in drills if drill.env in envs and drill.part in parts]
