@@ -30,12 +30,19 @@ def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
     A run that was interrupted after its first checkpoint is continued.
     """
     command = ["crl", "train", *options, "--run-dir", str(run)]
-    if list(run.glob("checkpoints/*/manifest.json")):
+    done = [int(path.parent.name) for path in run.glob("checkpoints/*/manifest.json")]
+    if done:
         command = ["crl", "resume", str(run), "--plain"]
     else:
         shutil.rmtree(run, ignore_errors=True)
-    print(" ".join(command), file=sys.stderr)
-    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    steps = (
+        json.loads((run / "config.json").read_text("utf-8"))["config"]["run"]["steps"]
+        if done
+        else 1
+    )
+    if max(done, default=0) < steps:
+        print(" ".join(command), file=sys.stderr)
+        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 

@@ -98,8 +98,10 @@ def make(arm: str, seed: int, folder: Path) -> None:
     }
     path = RESULTS / arm / f"{seed}.json.xz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with lzma.open(path, "wt", encoding="utf-8") as file:
+    temporary = path.with_suffix(".part")
+    with lzma.open(temporary, "wt", encoding="utf-8") as file:
         json.dump(result, file)
+    temporary.rename(path)
 
 
 def stored(arm: str, seed: int) -> Mapping[str, Any] | None:
@@ -124,7 +126,7 @@ def success(line: Mapping[str, Any], name: str) -> str:
 
 def ends(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return the means of a metric over the first and the last training steps, or a dash."""
-    values = [line[name] for line in metrics if line["kind"] == "train" and name in line]
+    values = [line[name] for line in metrics if line.get(name) is not None]
     if not values:
         return "–"
     return f"{fmean(values[:WINDOW]):.3f} → {fmean(values[-WINDOW:]):.3f}"

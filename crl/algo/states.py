@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from rapidfuzz.distance import Indel
+from rapidfuzz.distance import LCSseq
 
 
 def similarity(first: str, second: str) -> float:
@@ -12,7 +12,8 @@ def similarity(first: str, second: str) -> float:
 
     The value is in [0, 1] and the same in both directions. It is 1 for equal texts only.
     """
-    return Indel.normalized_similarity(first, second)
+    length = len(first) + len(second)
+    return 2 * LCSseq.similarity(first, second) / length if length else 1.0
 
 
 def similar_states(

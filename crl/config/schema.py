@@ -1028,7 +1028,7 @@ class RunConfig(Section):
         return self.distils and self.extractor.train
 
     def trains(self, role: str) -> bool:
-        """Return whether the run trains a role, the actor or the extractor."""
+        """Return whether the run trains a role: the actor or the extractor."""
         return self.actor.train if role == "actor" else self.trains_extractor
 
     def trained_adapter(self, role: str) -> LoraSection | None:
@@ -1049,13 +1049,14 @@ class RunConfig(Section):
         _check_adapters(self)
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
+        if not self.actor.train and not self.distils:
+            cause = "bank.frozen is true" if self.with_bank else f"{self.method} has no bank"
+            raise ConfigError(
+                "actor.train", False, f"leaves nothing to learn: {cause}", "Leave it out"
+            )
         if self.with_extractor:
             _check_extractor(self)
             _check_structured_outputs(self)
-        elif not self.actor.train:
-            reason = f"leaves nothing to learn, because the method {self.method} has no bank"
-            remedy = "Leave it out. crl rollout plays without training"
-            raise ConfigError("actor.train", False, reason, remedy)
         if self.with_bank:
             _check_bank(self)
             _check_embedder(self)

@@ -204,7 +204,7 @@ def _models(config: RunConfig) -> str:
 def _adapter(config: RunConfig, role: str) -> str:
     """Return the text for the adapter that is trained; empty if all weights are.
 
-    A role without training is named for the actor alone: that of the extractor is elsewhere.
+    An actor that is not trained is named here, and an extractor in `_experience`.
     """
     if role == "actor" and not config.actor.train:
         return "; not trained"
@@ -359,14 +359,18 @@ def _batch(config: RunConfig) -> str:
         else "synchronous"
     )
     groups = counted(rollout.groups, "group")
+    updates = steps * config.actor.minibatches if config.actor.train else 0
+    minibatches = (
+        f"{counted(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
+        f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each"
+    )
     return "\n".join(
         [
             f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, "
             f"{staleness}{_shares(config)}",
-            f"          {counted(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
-            f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each",
+            f"          {minibatches if updates else 'the actor is not trained'}",
             f"training  {counted(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
-            f"{steps * config.actor.minibatches:,} updates",
+            f"{updates:,} updates",
             f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
         ]
     )

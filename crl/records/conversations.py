@@ -30,7 +30,7 @@ def read_lines(file: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             yield f"{file}, line {number}", value
 
@@ -38,8 +38,8 @@ def read_lines(file: Path) -> Iterator[tuple[str, Any]]:
 def conversation(value: Any, place: str) -> list[Segment]:
     """Return the messages of a line as segments. Those of the assistant are the policy's.
 
-    Raise `ConfigError` with the place of the line if it is not a conversation, does not begin with
-    another role, or has no message of the assistant.
+    Raise `ConfigError` with the place of the line if it is not a conversation, begins with the
+    assistant, has no message of the assistant, or a text that is not valid in UTF-8.
     """
     try:
         segments = [
@@ -47,9 +47,9 @@ def conversation(value: Any, place: str) -> list[Segment]:
             for m in value["messages"]
         ]
         valid = segments[0].role != "assistant" and all(
-            s.role in ROLES and isinstance(s.text, str) for s in segments
+            s.role in ROLES and s.text.encode() is not None for s in segments
         )
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         segments, valid = [], False
     if not valid or not any(segment.origin == "policy" for segment in segments):
         reason = "is not a conversation in which the assistant answers"

@@ -73,8 +73,9 @@ async def prepare_checkpoint(
     with _checkpoint_errors(partial_dir, target):
         _require_space(root, [model_dirs[role] for role in learners.keys() - set(adapters)])
         saves: dict[str, Callable[[], None]] = {}
+        partial_dir.mkdir(parents=True)
         for role, learner in learners.items():
-            (partial_dir / role).mkdir(parents=True)
+            (partial_dir / role).mkdir()
             saves[role] = await learner.prepare_save(partial_dir / role)
     manifest = {"step": step, "models": sorted(learners), "state": state}
 
@@ -199,9 +200,9 @@ def checkpoint_of(root: Path, step: int) -> Path:
 def trained_model(checkpoint: Path, role: str, initial: str) -> Path:
     """Return the directory of a model of a checkpoint.
 
-    `initial` is the model of the role in the settings of the run. It is returned if the run did not
-    train the role. If the base model that an adapter
-    names has moved there, the directory is a temporary one, with an adapter that names it.
+    `initial` is the model of the role in the settings of the run. If the run did not train the
+    role, its directory is returned. If the base model that an adapter names has moved there, the
+    directory is a temporary one, with an adapter that names it.
 
     Raise `ConfigError` if the base model is gone, or if `initial` is another model.
     """

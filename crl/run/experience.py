@@ -275,22 +275,24 @@ class ExperiencePipeline:
         )
         self._credit_event.set()
 
-    async def complete(self, step: int, batch: Sequence[Trajectory]) -> None:
+    async def complete(
+        self, step: int, batch: Sequence[Trajectory], *, settle: bool = False
+    ) -> None:
         """Record that `step` actor steps are completed. `batch` is the batch of the last one.
 
         Advance the bank's clock, start a due merge, and log the metrics. At step boundaries
-        (deterministic run), first distil all episodes and train all full batches.
+        (deterministic run) or with `settle`, first distil all episodes and train all full batches.
         """
         self.manager.advance(step)
         due = self._settings.merge_every > 0 and step % self._settings.merge_every == 0
+        if settle or not self._settings.background:
+            await self.finish_pending()
         if self._settings.background:
             await self.manager.flush()
             if due:
                 self._merge_due.release()
-        else:
-            await self.finish_pending()
-            if due:
-                await self.manager.merge()
+        elif due:
+            await self.manager.merge()
         await self._log_metrics(batch)
 
     def details(self) -> list[str]:

@@ -411,9 +411,8 @@ class TrainingLoop:
                 sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
         if self.experience:
             with stopwatch("bank"):
-                if not learner:  # the steps would otherwise be over before the bank has anything
-                    await self.experience.finish_pending()
-                await self.experience.complete(step + 1, batch)
+                # Without training, steps are faster than distillation: the bank would stay empty.
+                await self.experience.complete(step + 1, batch, settle=not learner)
         self.rollouts.source.observe(batch)
         self.totals.add(batch)
         self.totals.add_training(minibatches)

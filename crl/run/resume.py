@@ -126,8 +126,9 @@ def has_moved(run: RunDir) -> Callable[[str, str, str], bool]:
     """Return a function that tells whether the initial model of a role has moved.
 
     Its arguments are the role, the old and the new path. The old path must have no model. The
-    weights at the new path must have the shapes of the trained ones, if the role is trained. The
-    function raises `ConfigError` if an adapter was trained and the new path has another base model.
+    weights at the new path must have the shapes of the trained ones, if the role is trained. An
+    actor that is not trained cannot move. The function raises `ConfigError` if an adapter was
+    trained and the new path has another base model.
     """
 
     def moved(role: str, old: str, new: str) -> bool:
@@ -138,6 +139,8 @@ def has_moved(run: RunDir) -> Callable[[str, str, str], bool]:
             return False
         steps = complete_steps(run.checkpoints)[-1:]
         trained = [path for step in steps if (path := run.checkpoint(step) / role).is_dir()]
+        if role == "actor" and not trained:
+            return False  # the checkpoint has no weights to compare with
         for path in filter(is_adapter, trained):
             require_same_base(path, found, key)
         return all(

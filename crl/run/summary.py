@@ -271,16 +271,19 @@ class NextSteps:
                 f"  continue the run:  crl resume {run}",
                 f"  metrics, episodes: {files}",
             ]
-        models = "the trained models"
-        unchanged: list[str] = []
+        outcome = [f"the trained models, in Hugging Face format: {self.checkpoint}"]
         if not self.actor_trained:
-            models, unchanged = "bank and extractor", ["the actor was not trained (actor.train)"]
+            outcome = [
+                "the actor was not trained (actor.train)",
+                f"the last checkpoint: {self.checkpoint}",
+            ]
         elif not self.actor_updated:
-            models = "the models"
-            unchanged = ["no update of the actor was made: its weights are unchanged"]
+            outcome = [
+                "no update of the actor was made: its weights are unchanged",
+                f"the models, in Hugging Face format: {self.checkpoint}",
+            ]
         return [
-            *unchanged,
-            f"{models}, in Hugging Face format: {self.checkpoint}",
+            *outcome,
             f"  repeat the eval:   crl eval {run}",
             f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from crl.config import load_saved, resolve_model
 from crl.records.reader import episode_shards, read_episode_records
 from crl.run.halves.build import recorded_requests
 from crl.types import GUIDANCE_ORIGINS
@@ -53,11 +55,14 @@ def test_a_bank_of_recorded_episodes_guides_a_run(played: Path, tmp_path: Path) 
 
 def test_one_recorded_step_and_another_extractor(played: Path, tmp_path: Path) -> None:
     step = played / "episodes" / "000002.jsonl.gz"
-    result = crl("bank", "build", "--from", step, "--extractor", "tiny-extractor",
+    other = shutil.copytree(resolve_model("tiny-extractor"), tmp_path / "other")
+    result = crl("bank", "build", "--from", step, "--extractor", other,
                  "--run-dir", tmp_path / "bank")  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
     of_step = {e["goal"] for e in read_episode_records(played) if e["step"] == 2}
+    assert goals(tmp_path / "bank")
     assert goals(tmp_path / "bank") <= of_step
+    assert load_saved(tmp_path / "bank").config.extractor.model == str(other)
 
 
 def test_requests_of_guided_episodes_have_no_experience(tmp_path: Path) -> None:
@@ -116,6 +121,14 @@ def test_episodes_of_other_programs(played: Path, tmp_path: Path) -> None:
         (f"{line()}\n{{", ("--tasks", "room"), "line 2': has no text as goal, or no true or false"),
         (line(success=1), ("--tasks", "room"), "line 1': has no text as goal"),
         (line(task="maze"), ("--tasks", "room"), "is of the task 'maze', which --tasks does not"),
+        (line(task=["room"]), ("--tasks", "room"), "is of the task ['room'], which --tasks does"),
+        (line(goal="\ud800"), ("--tasks", "room"), "line 1': has no text as goal"),
+        ("[" * 100_000, ("--tasks", "room"), "line 1': has no text as goal"),
+        (
+            line(messages=[{"role": "user", "content": "\ud800"}]),
+            ("--tasks", "room"),
+            "is not a conversation in which the assistant",
+        ),
         (line(messages=[]), ("--tasks", "room"), "is not a conversation in which the assistant"),
     ],
 )
@@ -132,5 +145,8 @@ def test_options_without_effect(played: Path, tmp_path: Path) -> None:
     result = crl("bank", "build", "--from", played, "--tasks", "room", "--run-dir", tmp_path / "b")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--tasks = room: does not apply to recorded episodes" in result.stderr.replace("'", "")
+    for text in ("method=grpo", "bank.frozen=true", "extractor.train=true"):
+        refused = crl("bank", "build", "--from", played, "--set", text, "--run-dir", tmp_path / "b")
+        assert "has no effect: the bank is new, and nothing is trained" in refused.stderr
     missing = crl("bank", "build", "--from", tmp_path / "none", "--run-dir", tmp_path / "b")
     assert "is neither a run nor a file. Give one of these." in missing.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,31 @@ def test_only_bank_and_extractor_learn_if_the_actor_is_not_trained(tmp_path: Pat
     assert "actor.train = True: cannot change from False" in changed.stderr
     learned = crl("learn", "--from", run, "--run-dir", tmp_path / "learned", "--steps", "1")
     assert learned.exit_code == 0, "recorded episodes can train the actor"
+
+
+def test_a_run_that_only_fills_the_bank(tmp_path: Path) -> None:
+    """Neither model is trained. Checkpoints have no models, and the run can be continued."""
+    run = tmp_path / "run"
+    sets = ("tasks.room.eval.online_places=0", "eval.probe_every=0", "extractor.train=false")
+    trained(run, "complementary", "actor.train=false", *sets)
+    assert [path.name for path in (run / "checkpoints" / "2").iterdir()] == ["manifest.json"]
+    resumed = crl("resume", run, "--steps", "3")
+    assert (resumed.exit_code, resumed.stderr) == (0, "")
+    assert crl("eval", run).exit_code == 0
+    assert crl("export", run, tmp_path / "bank", "--bank").exit_code == 0
+    assert "Export the bank with --bank" in crl("export", run, tmp_path / "actor").stderr
+
+
+def test_experiences_have_the_step_after_which_they_were_written(tmp_path: Path) -> None:
+    """The clock is that of a run whose actor learns nothing."""
+    sets = ("tasks.room.eval.online_places=0", "eval.probe_every=0", "rollout.max_staleness=0")
+    steps = []
+    for name, setting in (
+        ("kept", "actor.train=false"),
+        ("zero", "actor.optimizer.learning_rate=0"),
+    ):
+        trained(tmp_path / name, "complementary", *sets, setting)
+        listed = crl("bank", "ls", tmp_path / name, "--json", "--limit", "0")
+        steps.append([entry["step"] for entry in json.loads(listed.stdout)])
+    assert steps[0] == steps[1]
+    assert set(steps[0]) == {1, 2}

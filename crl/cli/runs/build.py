@@ -5,6 +5,7 @@ Modules that need torch are imported inside the command.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +16,19 @@ from crl.cli.runs.halves import NewRun, new_folder, run_of_file, shard_of_file
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from crl.config.schema import RunConfig
 
-METHOD = "complementary"
-"""Method whose extractor distils."""
+FIXED: Mapping[str, Any] = {
+    "method": "complementary",
+    "actor.train": True,
+    "extractor.train": False,
+    "bank.init": "",
+    "bank.frozen": False,
+}
+"""Settings of the command: nothing is trained, and the bank is new."""
 
 SECTIONS = ("extractor", "bank", "embedder", "retrieval", "ask", "critic")
-"""Sections that a run without experience has not been given by its preset."""
+"""Sections that are taken from the preset if the recorded run had no experience."""
 
 
 @command
@@ -57,7 +62,8 @@ def build(
 
     A run can start from it with bank.init.
     """
-    options: dict[str, Any] = {"method": METHOD, "extractor.train": False}
+    options: dict[str, Any] = dict(FIXED)
+    _refuse_fixed(sets or ())
     options |= {} if extractor is None else {"extractor.model": extractor}
     options |= {} if seed is None else {"run.seed": seed}
     if not source.exists():
@@ -72,6 +78,16 @@ def build(
     from crl.run.halves.commands import build_bank
 
     return build_bank(config, episodes, run_dir or new_folder("bank"))
+
+
+def _refuse_fixed(sets: Sequence[str]) -> None:
+    """Raise `ConfigError` for an argument of `--set` that is a setting of the command."""
+    from crl.config.layers import leaves, parse_set
+
+    for key, value in (leaf for text in sets for leaf in leaves(parse_set(text).data)):
+        if key in FIXED:
+            reason = "has no effect: the bank is new, and nothing is trained"
+            raise ConfigError(key, value, reason, "Leave it out")
 
 
 def _recorded(
@@ -93,7 +109,9 @@ def _recorded(
         profile = {"actor.profile": saved.profile("actor")}
         of_preset = load(["room"], preset=saved.preset, options=profile | dict(options))
         saved = saved.model_copy(update={name: getattr(of_preset, name) for name in SECTIONS})
-    config, _ = changed_config(saved, options=options, sets=sets or ())
+    # Without evaluations, the plan of GPUs has no second extractor.
+    sizes = {f"tasks.{name}.eval.online_places": 0 for name in saved.tasks}
+    config, _ = changed_config(saved, options={**options, **sizes}, sets=sets or ())
     return config, shard_of_file(source) if source.is_file() else episode_shards(run)
 
 

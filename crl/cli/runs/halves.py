@@ -83,6 +83,8 @@ def learn(
         reason = f"{source} has episodes of only {counted(len(shards), 'step')}"
         raise ConfigError("--steps", steps, reason, "Use a smaller number")
     config, _ = changed_config(saved, options={"actor.train": True}, sets=sets or ())
+    if not config.actor.train:
+        raise ConfigError("actor.train", False, "crl learn trains the actor", "Leave it out")
     recorder = None
     if config.actor.model != saved.actor.model:
         recorder = recording_model(RunDir(run), saved.actor.model)

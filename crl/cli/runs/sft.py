@@ -75,7 +75,7 @@ TrainedRole = Annotated[
     typer.Option(
         "--role",
         metavar="ROLE",
-        help="RoleName to train: actor, or extractor, which learns from drills or conversations.",
+        help="Role to train: actor, or extractor, which learns from drills or conversations.",
     ),
 ]
 Tasks = Annotated[

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard
 
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
@@ -94,11 +96,11 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
     for number, (place, value) in enumerate(read_lines(file)):
         fields = value if isinstance(value, dict) else {}
         name, goal, success = (fields.get(key) for key in ("task", "goal", "success"))
-        if not isinstance(goal, str) or not isinstance(success, bool):
+        if not _is_text(goal) or not isinstance(success, bool):
             reason = "has no text as goal, or no true or false as success"
             example = f'{{"task": "…", "goal": "…", "success": true, {FORMAT[1:]}'
             raise ConfigError("--from", place, reason, f"Write {example} in each line")
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             reason = f"is of the task {name!r}, which --tasks does not name"
             raise ConfigError("--from", place, reason, f"Use one of: {', '.join(sorted(names))}")
         requests.append(
@@ -117,11 +119,20 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
         yield requests
 
 
+def _is_text(value: object) -> TypeGuard[str]:
+    """Return whether a value is a text that UTF-8 can encode: without lone surrogates."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
+
+
 def built(config: RunConfig, run: RunDir, entries: int) -> str:
     """Return the lines that end the output of the command."""
+    command = ["crl", "train", "--tasks", ",".join(config.tasks)]
+    if config.preset != RunConfig.model_fields["preset"].default:
+        command += ["--preset", config.preset]
+    command += ["--set", f"bank.init={run.bank}"]
     return (
         f"{counted(entries, 'experience')} in the new bank: {run.bank}\n"
-        f"  look at it:   crl bank ls {run.path}\n"
-        f"  start a run:  crl train --tasks {','.join(config.tasks)} --set bank.init={run.bank}\n"
+        f"  look at it:   crl bank ls {shlex.quote(str(run.path))}\n"
+        f"  start a run:  {shlex.join(command)}\n"
         "  and change nothing in it: add --set bank.frozen=true"
     )

@@ -16,6 +16,8 @@ def test_similarity_by_hand():
     assert similarity("abcd", "bcde") == 0.75
     assert similarity("abc", "abc") == similarity("", "") == 1
     assert similarity("abc", "xyz") == 0
+    # 2 · 17 / 50, which 1 − 16 / 50 is below in floating point
+    assert similarity("a" * 17 + "b" * 8, "a" * 17 + "c" * 8) >= 0.68
 
 
 def test_long_texts_are_compared_in_full():

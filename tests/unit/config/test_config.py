@@ -442,9 +442,10 @@ def test_experience_alone_needs_a_bank(model: Path):
     assert [config.trains(role) for role in ("actor", "extractor")] == [False, True]
     assert config.trained_adapter("actor") is None
     assert config_error(model, "actor.train=false", "method=grpo") == (
-        "actor.train = False: leaves nothing to learn, because the method grpo has no bank. "
-        "Leave it out. crl rollout plays without training."
+        "actor.train = False: leaves nothing to learn: grpo has no bank. Leave it out."
     )
+    frozen = ("actor.train=false", "bank.init=bank.sqlite", "bank.frozen=true")
+    assert "leaves nothing to learn: bank.frozen is true" in config_error(model, *frozen)
 
 
 def test_a_preset_changes_the_one_that_it_starts_from(model: Path, tmp_path: Path):
