@@ -22,7 +22,8 @@ import json
 import lzma
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -124,6 +125,13 @@ def success(line: Mapping[str, Any], name: str) -> str:
     return f"{line[key]:.3f} [{line[f'{key}/low']:.3f}, {line[f'{key}/high']:.3f}]"
 
 
+def evaluations(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return a success rate in the first and in the last evaluation; only the last if it is new."""
+    first, *_, last = (line for line in metrics if line["kind"] == "eval")
+    ends = [text for line in (first, last) if (text := success(line, name)) != "–"]
+    return " → ".join(ends) or "–"
+
+
 def ends(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return the means of a metric over the first and the last training steps, or a dash."""
     values = [line[name] for line in metrics if line.get(name) is not None]
@@ -132,23 +140,28 @@ def ends(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     return f"{fmean(values[:WINDOW]):.3f} → {fmean(values[-WINDOW:]):.3f}"
 
 
+COLUMNS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
+    **{
+        name: partial(evaluations, name=name)
+        for name in ("unseen free", "unseen online", "unseen alone", "seen free", "seen guided")
+    },
+    "training": partial(ends, name="rollout/success"),
+    "right lessons": partial(ends, name="lessons/correct"),
+}
+"""Columns of the table: functions of the metrics of a run."""
+
+
 def table(arms: Sequence[str], seeds: Sequence[int]) -> str:
-    """Return the stored runs as a Markdown table."""
-    columns = ("unseen free", "unseen online", "unseen alone", "seen free", "seen guided")
-    lines = [
-        f"| arm, seed | {' | '.join(columns)} | training | right lessons | minutes |",
-        "|---|" + "---|" * (len(columns) + 3),
-    ]
-    for arm in arms:
-        for seed in seeds:
-            if not (run := stored(arm, seed)):
-                continue
-            metrics = run["metrics"]
-            first, *_, last = (line for line in metrics if line["kind"] == "eval")
-            cells = [f"{success(first, name)} → {success(last, name)}" for name in columns]
-            cells += [ends(metrics, name) for name in ("rollout/success", "lessons/correct")]
-            lines.append(f"| {arm}, {seed} | {' | '.join(cells)} | {run['seconds'] / 60:.0f} |")
-    return "\n".join(lines)
+    """Return the stored runs as a Markdown table, without columns that no run has."""
+    found = [(arm, seed, run) for arm in arms for seed in seeds if (run := stored(arm, seed))]
+    columns = {
+        name: [column(run["metrics"]) for _, _, run in found] for name, column in COLUMNS.items()
+    }
+    columns = {name: cells for name, cells in columns.items() if set(cells) != {"–"}}
+    minutes = [f"{run['seconds'] / 60:.0f}" for _, _, run in found]
+    lines = [[f"{arm}, {seed}" for arm, seed, _ in found], *columns.values(), minutes]
+    rows = [["arm, seed", *columns, "minutes"], ["---"] * len(lines), *zip(*lines, strict=True)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
