@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from crl.config import load_saved
 from crl.intervals import Mean
 
 if TYPE_CHECKING:
@@ -35,12 +36,7 @@ def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
         command = ["crl", "resume", str(run), "--plain"]
     else:
         shutil.rmtree(run, ignore_errors=True)
-    steps = (
-        json.loads((run / "config.json").read_text("utf-8"))["config"]["run"]["steps"]
-        if done
-        else 1
-    )
-    if max(done, default=0) < steps:
+    if not done or max(done) < load_saved(run).config.run.steps:
         print(" ".join(command), file=sys.stderr)
         subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]

@@ -42,11 +42,6 @@ START = (
     "--epochs", "1", "--batch-tokens", "1024", "--learning-rate", "5e-5",
 )  # fmt: skip
 """Options of the supervised start. It is short, so that RL has something left to teach."""
-EXTRACTOR_START = (
-    "--preset", "smollm2", "--from", "drills", "--tasks", "room", "--role", "extractor",
-    "--demonstrations", "200", "--epochs", "1", "--batch-tokens", "1024",
-    "--learning-rate", "5e-5",
-)  # fmt: skip
 COMMON = (
     "--tasks", "room", "--preset", "smollm2", "--plain",
     "--set", "tasks.room.eval.seen=256", "--set", "tasks.room.eval.unseen=512",
@@ -65,8 +60,7 @@ def start(role: str, seed: int, folder: Path) -> Path:
     run = folder / f"start-{role}-{seed}"
     model = run / role
     if not (model / "config.json").exists():
-        options = START if role == "actor" else EXTRACTOR_START
-        command = ["crl", "sft", *options, "--seed", str(seed), "--run-dir", str(run)]
+        command = ["crl", "sft", *START, "--role", role, "--seed", str(seed), "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)
         subprocess.run([sys.executable, "-m", *command], check=True)
     return model

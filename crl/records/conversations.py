@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from crl.errors import ConfigError
 from crl.types import Segment
@@ -35,6 +35,11 @@ def read_lines(file: Path) -> Iterator[tuple[str, Any]]:
             yield f"{file}, line {number}", value
 
 
+def is_text(value: object) -> TypeGuard[str]:
+    """Return whether a value is a text that UTF-8 can encode: without lone surrogates."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
+
+
 def conversation(value: Any, place: str) -> list[Segment]:
     """Return the messages of a line as segments. Those of the assistant are the policy's.
 
@@ -47,9 +52,9 @@ def conversation(value: Any, place: str) -> list[Segment]:
             for m in value["messages"]
         ]
         valid = segments[0].role != "assistant" and all(
-            s.role in ROLES and s.text.encode() is not None for s in segments
+            s.role in ROLES and is_text(s.text) for s in segments
         )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError):
         segments, valid = [], False
     if not valid or not any(segment.origin == "policy" for segment in segments):
         reason = "is not a conversation in which the assistant answers"

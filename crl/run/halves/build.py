@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeGuard
 
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
@@ -18,7 +17,7 @@ from crl.monitor.run_dir import RunDir
 from crl.planning import tasks
 from crl.planning.gpu_plan import assigned_gpus
 from crl.protocols import Monitor
-from crl.records.conversations import FORMAT, conversation, read_lines
+from crl.records.conversations import FORMAT, conversation, is_text, read_lines
 from crl.records.shards import read_shard
 from crl.run.bank import bank_factory
 from crl.run.models import extractor_model, open_role_engine
@@ -96,7 +95,7 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
     for number, (place, value) in enumerate(read_lines(file)):
         fields = value if isinstance(value, dict) else {}
         name, goal, success = (fields.get(key) for key in ("task", "goal", "success"))
-        if not _is_text(goal) or not isinstance(success, bool):
+        if not is_text(goal) or not isinstance(success, bool):
             reason = "has no text as goal, or no true or false as success"
             example = f'{{"task": "…", "goal": "…", "success": true, {FORMAT[1:]}'
             raise ConfigError("--from", place, reason, f"Write {example} in each line")
@@ -117,11 +116,6 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
             requests = []
     if requests:
         yield requests
-
-
-def _is_text(value: object) -> TypeGuard[str]:
-    """Return whether a value is a text that UTF-8 can encode: without lone surrogates."""
-    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
 
 
 def built(config: RunConfig, run: RunDir, entries: int) -> str:
