@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crl.config import load_saved
 from crl.intervals import Mean
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
 
     A run that was interrupted after its first checkpoint is continued.
     """
+    from crl.config import load_saved
+
     command = ["crl", "train", *options, "--run-dir", str(run)]
     done = [int(path.parent.name) for path in run.glob("checkpoints/*/manifest.json")]
     if done:
