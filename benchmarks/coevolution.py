@@ -38,7 +38,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-from common import commit, processor
+from common import commit, processor, train_command
 from figures import ARMS, FIGURES, SETTINGS, Figure, Results, StoredRun
 from report import document, section
 
@@ -164,13 +164,9 @@ class Sweep:
 
     def _make(self, run: Run) -> None:
         folder = self._folder / run.path
-        arguments = self._arguments(run)
-        if list(folder.glob("checkpoints/*/manifest.json")):
-            self._crl("resume", str(folder), "--plain")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            self._crl(*arguments, "--run-dir", str(folder), "--plain")
+        options = self._options(run)
+        if command := train_command(options, folder):
+            self._crl(*command)
         metrics = [
             json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
         ]
@@ -180,7 +176,7 @@ class Sweep:
             self._store(
                 run,
                 {
-                    "command": " ".join(["crl", *arguments]),
+                    "command": " ".join(["crl", "train", *options]),
                     "commit": commit(),
                     "processor": processor(),
                     "seconds": metrics[-1]["time"],
@@ -215,7 +211,7 @@ class Sweep:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def _arguments(self, run: Run) -> list[str]:
+    def _options(self, run: Run) -> list[str]:
         sets = [*COMMON, *ARMS[run.arm].sets]
         if source := source_of(run):
             folder = self._folder / source.path
@@ -225,7 +221,7 @@ class Sweep:
         if self._quick:
             sets += ["run.steps=2", "rollout.groups=6"]
         tasks = ",".join(SETTINGS[run.setting])
-        return ["train", "--tasks", tasks, "--seed", str(run.seed), *self._sets(sets, run)]
+        return ["--tasks", tasks, "--seed", str(run.seed), *self._sets(sets, run)]
 
     def _sets(self, sets: Sequence[str], run: Run) -> list[str]:
         """Return the options of the settings. With `quick`, evaluations are small."""

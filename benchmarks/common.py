@@ -24,22 +24,30 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
-    """Train with `crl train OPTIONS --run-dir RUN` and return the run's metrics.
+def train_command(options: Sequence[str], run: Path) -> list[str] | None:
+    """Return the arguments of crl that train a run as `crl train OPTIONS` to its end.
 
-    A run that was interrupted after its first checkpoint is continued.
+    They continue a run that was interrupted after its first checkpoint. None: the training has
+    ended. Other remains of a run are deleted.
     """
     from crl.config import load_saved
 
-    command = ["crl", "train", *options, "--run-dir", str(run)]
     done = [int(path.parent.name) for path in run.glob("checkpoints/*/manifest.json")]
-    if done:
-        command = ["crl", "resume", str(run), "--plain"]
-    else:
+    if not done:
         shutil.rmtree(run, ignore_errors=True)
-    if not done or max(done) < load_saved(run).config.run.steps:
-        print(" ".join(command), file=sys.stderr)
-        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+        return ["train", *options, "--run-dir", str(run), "--plain"]
+    if max(done) < load_saved(run).config.run.steps:
+        return ["resume", str(run), "--plain"]
+    return None
+
+
+def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
+    """Train a run to its end, as `train_command`, and return the run's metrics."""
+    if command := train_command(options, run):
+        print(" ".join(["crl", *command]), file=sys.stderr)
+        subprocess.run(
+            [sys.executable, "-m", "crl", *command], check=True, stdout=subprocess.DEVNULL
+        )
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
