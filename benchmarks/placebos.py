@@ -16,6 +16,7 @@ again.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,9 @@ MAX_ACTIONS = 8
 class Filler(ChatContext):
     """`ContextProvider` that replaces a lesson by words without meaning."""
 
-    def _experience_text(self, task: Task, experience: Hit) -> str:
-        return super()._experience_text(task, replace(experience, text=self.text(task, experience)))
+    def _experience_text(self, task: Task, experiences: Sequence[Hit]) -> str:
+        replaced = [replace(hit, text=self.text(task, hit)) for hit in experiences]
+        return super()._experience_text(task, replaced)
 
     def text(self, task: Task, experience: Hit) -> str:
         """Return the text that replaces a lesson."""

@@ -64,7 +64,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.thinking import opened_thinking
 from crl.modeling.tokens import ChatRenderer, Conversation
 from crl.planning import tasks
-from crl.planning.context import critic_prompt, extractor_prompts
+from crl.planning.context import bank_prompts, critic_prompt
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
 from crl.protocols import EnvironmentPool, Hit, Question
@@ -309,8 +309,9 @@ class Asker:
 
     def _guided(self, episode: Episode, questions: int) -> Conversation:
         observation = next(s.text for s in episode.trajectory.segments if s.origin == "env")
+        advice = [episode.advice] if episode.advice else []
         opening = self.context.opening(
-            episode.task, Observation(observation), episode.advice, max_questions=questions
+            episode.task, Observation(observation), advice, max_questions=questions
         )
         conversation = Conversation(self.decoding.renderer)
         conversation.add(opening)
@@ -385,7 +386,7 @@ async def open_asker(
     )  # fmt: skip
     embedder = await stack.enter_async_context(open_embedder(config.embedder))
     keys = KeyEmbedder(embedder, config.bank.key_text_weight)
-    prompts = extractor_prompts(config, specs, extractor.renderer)
+    prompts = bank_prompts(config, specs, extractor.renderer)
     assert prompts.refine
     return Asker(
         config, context, decoding, tasks.environment_pool(config, specs, stack),

@@ -147,8 +147,8 @@ async def play(
     env = await host.acquire(task)
     context = ChatContext({task.name: ""})
     try:
-        hit = Hit(hint, ExperienceUse("told", 1, "told", "start")) if hint else None
-        *head, first = context.opening(task, await env.reset(task), hit)
+        hits = [Hit(hint, ExperienceUse("told", 1, "told", "start"))] if hint else []
+        *head, first = context.opening(task, await env.reset(task), hits)
         segments, answers = [*head, *([OFFER] if offer else []), first], list[str | None]()
         if reply:
             segments += [

@@ -210,7 +210,11 @@ class SearchRequest:
     group: int
     member: int
     question: int = 0
-    """Number of the question within its episode, from 1; 0 for the search at the start."""
+    """Number of the question within its episode, from 1; 0 if the agent has not asked."""
+    turn: int = 0
+    """Number of the turn before which the search takes place; 0 for the search at the start."""
+    shown: tuple[str, ...] = ()
+    """Uids of experiences that the episode has been shown. They are not returned again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,8 @@ class Retriever(Protocol):
     async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
         """Return the best experience for each request, or None where none is found.
 
-        A request belongs to the start of an episode or to a question within an episode.
+        A request belongs to the start of an episode, to a later turn or to a question within an
+        episode. Several requests of one episode get different experiences, the best first.
         """
         ...
 
@@ -325,19 +330,27 @@ class ContextProvider(Protocol):
         self,
         task: Task,
         observation: Observation,
-        experience: Hit | None,
+        experiences: Sequence[Hit],
         *,
         max_questions: int = 0,
     ) -> Sequence[Segment]:
         """Return the segments before the agent's first turn.
 
-        `max_questions` is the maximum number of questions that the agent may ask. If it is 0, the
-        tool is not mentioned.
+        `experiences` are those that guide the episode from its start. `max_questions` is the
+        maximum number of questions that the agent may ask. If it is 0, the tool is not mentioned.
         """
         ...
 
     def feedback(self, result: StepResult) -> Sequence[Segment]:
         """Return the segments that report the result of an action."""
+        ...
+
+    def turn_query(self, task: Task, observation: str) -> str:
+        """Return the retrieval query before a turn. `observation` is the last observation."""
+        ...
+
+    def advice(self, task: Task, experiences: Sequence[Hit]) -> Sequence[Segment]:
+        """Return the segments of experiences that are found before a turn; empty without any."""
         ...
 
     def parse(self, task: Task, completion: str) -> Response:
@@ -357,6 +370,17 @@ class RewardShaper(Protocol):
     def shape(self, trajectory: Trajectory) -> Mapping[str, float]:
         """Return the reward channels of a complete trajectory; their sum is the training reward."""
         ...
+
+
+class IntrinsicReward(Protocol):
+    """Reward for what an episode explored. It has a memory of earlier episodes."""
+
+    async def add(self, batch: Sequence[Trajectory], embedder: Embedder) -> list[Trajectory]:
+        """Return the trajectories of a step with a further reward channel, in the same order."""
+        ...
+
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +487,16 @@ class ExtractorRole:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """Number of experiences that guide an episode, and the time of their retrieval."""
+
+    count: int = 1
+    """Maximum number of experiences of one search."""
+    every_turn: bool = False
+    """True if experience is searched before every turn, not only at the start."""
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """Components of a method. `crl/methods/NAME.py` builds them from the run's config."""
 
@@ -470,7 +504,18 @@ class Method:
     context: ContextProvider
     shaper: RewardShaper
     actor: TrainSpec
+    """Training of the actor. It is not used if the actor is not trained."""
     distiller: DistillationFilter | None = None
-    """Filter of the episodes to distil; None for a run without a bank and an extractor."""
+    """Filter of the episodes to distil; None for a run without a bank."""
     extractor: ExtractorRole | None = None
     """Role of the extractor; None if the extractor is not trained."""
+    advice: Advice = Advice()
+    """Number and time of the experiences that guide an episode."""
+    attempts: int | None = None
+    """None: the members of a group play at the same time.
+
+    A number: they are attempts at the task, one after the other, until one succeeds. This number of
+    the last reflections guides the next attempt; see `crl.rollout.attempts`.
+    """
+    intrinsic: IntrinsicReward | None = None
+    """Intrinsic reward of training episodes, for a method with a bank, whose embedder it uses."""

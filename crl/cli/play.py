@@ -146,7 +146,7 @@ class ActorView:
         self._player, self._context, self._task, self._show = player, context, task, show
 
     def begin(self, goal: str, observation: str) -> None:
-        self._show_segments(self._context.opening(self._task, Observation(observation), None))
+        self._show_segments(self._context.opening(self._task, Observation(observation), []))
         self._player.begin(goal, observation)
 
     def act(self) -> str:

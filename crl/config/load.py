@@ -126,14 +126,23 @@ def resolve(
     settings, _ = merge([*(file.settings for file in files), *overrides])
     method = settings.get("method", RunConfig.model_fields["method"].default)
     # A method that is not a text is refused by the schema.
-    extractor = not isinstance(method, str) or "extractor" in method_spec(method).uses
-    roles = ("actor", "extractor") if extractor else ("actor",)
+    spec = method_spec(method) if isinstance(method, str) else None
+    parts = spec.parts(settings.get(spec.name, {})) if spec else {"extractor"}
+    roles = ("actor", "extractor") if "extractor" in parts else ("actor",)
     models = {role: _model(settings, role) for role in roles}
     profile = models["actor"].profile
+    profiles: dict[str, Profile] = {role: model.profile for role, model in models.items()}
+    if "bank" in parts:
+        profiles.setdefault("extractor", profile)  # the actor writes the bank
     layers_of_tasks = task_layers(tasks, profile)
     of_presets = [
-        layer for file in files for layer in (file.settings, *_compact_layers(file.compact, models))
+        layer
+        for file in files
+        for layer in (file.settings, *_compact_layers(file.compact, profiles))
     ]
+    if spec:
+        own = [] if preset in presets() else [files[-1].settings]
+        of_presets += [Layer(f"the method {spec.name}", spec.defaults), *own]
     tree, origins = merge([*of_presets, *layers_of_tasks.values(), *overrides])
     origins.update({f"tasks.{name}": layer.origin for name, layer in layers_of_tasks.items()})
     _refuse_misplaced_keys(tree, list(layers_of_tasks))
@@ -230,7 +239,7 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
         return None
     if reason := _kind_reason(config, key) or _adapter_reason(config, key):
         return reason
-    if key == "eval.probe_every" and "probe" not in config.spec.uses and config.eval.probe_every:
+    if key == "eval.probe_every" and "probe" not in config.uses and config.eval.probe_every:
         return (
             f"the method {config.spec.name} does not use the advice probe",
             "Set it to 0, or leave it out",
@@ -335,19 +344,19 @@ def _model(settings: Tree, role: str) -> _Model:
     return _Model(find_model(name, key), profile, name in bundled_models())
 
 
-def _compact_layers(layer: Layer, models: Mapping[str, _Model]) -> list[Layer]:
+def _compact_layers(layer: Layer, profiles: Mapping[str, Profile]) -> list[Layer]:
     """Return the `[compact]` tables of the preset that apply.
 
-    [compact.extractor] depends on the profile of the extractor, all other tables on the profile of
-    the actor.
+    [compact.extractor] depends on the profile of the extractor, or of the actor if it writes the
+    bank. All other tables depend on the profile of the actor.
     """
     of_extractor = {name: table for name, table in layer.data.items() if name == "extractor"}
     others = {name: table for name, table in layer.data.items() if name != "extractor"}
     parts = {"actor": others, "extractor": of_extractor}
     return [
         Layer(layer.origin, parts[role])
-        for role, model in models.items()
-        if model.profile == "compact"
+        for role, profile in profiles.items()
+        if profile == "compact"
     ]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pydantic import ValidationError
 
 from crl import plugins
 from crl.config.catalog import did_you_mean
@@ -21,6 +23,8 @@ BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
         "complementary": "crl.methods.complementary:SPEC",
         "grpo": "crl.methods.grpo:SPEC",
         "gigpo": "crl.methods.gigpo:SPEC",
+        "empo2": "crl.methods.empo2:SPEC",
+        "reflexion": "crl.methods.reflexion:SPEC",
     }
 )
 """Reference of each bundled method, by name."""
@@ -32,7 +36,8 @@ Part = Literal["bank", "extractor", "probe"]
 """Part of a run that not every method uses.
 
 bank = the experience bank, whose experiences guide episodes; extractor = the model that distils
-episodes into the bank; probe = the advice probe, which measures the actor.
+episodes into the bank; probe = the advice probe, which measures the actor. Without an extractor,
+the actor itself writes the experiences of the bank.
 """
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -40,6 +45,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 def no_check(config: RunConfig, settings: Any) -> None:
     """Accept every configuration."""
+
+
+def no_parts(settings: Any) -> frozenset[Part]:
+    """Return no part: the method uses all its parts."""
+    return frozenset()
 
 
 def no_guided_members(settings: Any, members: int) -> int:
@@ -70,8 +80,23 @@ class MethodSpec:
     """Type of the method's section; None if the method has no settings."""
     uses: frozenset[Part] = frozenset({"probe"})
     """Parts of a run that the method uses."""
+    unused_parts: Callable[[Any], frozenset[Part]] = no_parts
+    """Function `(settings)` that returns the parts of `uses` that these settings switch off."""
+    trains_actor: bool = True
+    """False if the actor is never trained, whatever `actor.train` says."""
+    note: str = ""
+    """Prompt with which the bank's writer, a language model, writes one note about an episode.
+
+    The answer is the text of a new experience. Empty: the prompt `distil`, whose answer is a list
+    of operations. Tiny models have one prompt for both.
+    """
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of other sections, nested, that the method has instead of those of the preset.
+
+    The user's own preset, tasks and options override them.
+    """
     guided_members: Callable[[Any, int], int] = no_guided_members
-    """Function `(settings, members)` that returns how many of a group's members are guided."""
+    """Function `(settings, members)` that returns how many of a group's members may be guided."""
     check: Callable[[RunConfig, Any], None] = no_check
     """Function `(config, settings)` that raises `ConfigError` for a contradiction."""
     unused_reason: Callable[[Any, str], tuple[str, str] | None] = always_effective
@@ -80,6 +105,19 @@ class MethodSpec:
     It returns None if the setting has an effect. It is called for settings of the command line.
     """
 
+    def parts(self, settings: Any) -> frozenset[Part]:
+        """Return the parts that a run with these settings of the method uses.
+
+        `settings` may also be the unchecked section as a mapping. All parts are returned if it is
+        invalid.
+        """
+        if self.settings and isinstance(settings, Mapping):
+            try:
+                settings = self.settings.model_validate(settings)
+            except ValidationError:
+                return self.uses
+        return self.uses - self.unused_parts(settings)
+
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a spec that no run can have."""
         reason = ""
@@ -87,8 +125,8 @@ class MethodSpec:
             reason = "its name must have lower-case letters, digits and underscores only"
         elif unknown := self.uses - set(get_args(Part)):
             reason = f"it uses {', '.join(sorted(unknown))}, which no run has"
-        elif ("bank" in self.uses) != ("extractor" in self.uses):
-            reason = "bank and extractor need each other: the extractor's experiences fill the bank"
+        elif "extractor" in self.uses and "bank" not in self.uses:
+            reason = "an extractor needs a bank for its experiences"
         elif self.settings and any(f.is_required() for f in self.settings.model_fields.values()):
             reason = f"a setting of {self.settings.__name__} has no default"
         if reason:

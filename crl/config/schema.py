@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model, model_validator
 
-from crl.config.method import MethodSpec, method_spec
+from crl.config.method import MethodSpec, Part, method_spec
 from crl.config.models import Profile, profile_of
 from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
@@ -63,7 +63,7 @@ BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute_path(pa
 """Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
 Reference = Annotated[str, AfterValidator(absolute_reference)]
 """Bundled name, or reference to a user's object (see `crl.plugins`)."""
-Scope = Literal["task", "shared"]
+Scope = Literal["goal", "task", "shared"]
 """Range of episodes that an experience may guide, see `BankSection.scope`."""
 EvictionOrder = Literal["fifo", "lru", "credit"]
 """Eviction order of experiences, see `BankSection.evict`."""
@@ -422,8 +422,8 @@ class BankSection(Section):
     scope: Scope = "task"
     """Range of episodes that an experience may guide.
 
-    task = episodes of its own task; shared = episodes of any task. A shared bank is merged as a
-    whole.
+    goal = episodes of its own task with the same goal; task = episodes of its own task; shared =
+    episodes of any task. A shared bank is merged as a whole.
     """
     frozen: bool = False
     """Use of bank.init as a read-only bank.
@@ -809,6 +809,13 @@ class PromptsSection(Section):
     """
     merge: PromptFile | None = None
     """File with the request to merge experiences, for the extractor. Unset = the bundled prompt."""
+    reflection: PromptFile | None = None
+    """File with the request for a reflection on a failed attempt (`reflexion`).
+
+    Unset = the bundled prompt.
+    """
+    tip: PromptFile | None = None
+    """File with the request for a tip after an episode (`empo2`). Unset = the bundled prompt."""
     ask: PromptFile | None = None
     """File with the description of the tool search_and_ask, for agents that are language models.
 
@@ -1000,9 +1007,14 @@ class RunConfig(Section):
         return self.guided_members == self.rollout.group_size
 
     @property
+    def uses(self) -> frozenset[Part]:
+        """Parts of a run that the method uses with its settings."""
+        return self.spec.parts(self.method_settings)
+
+    @property
     def with_bank(self) -> bool:
         """True if the method has an experience bank."""
-        return "bank" in self.spec.uses
+        return "bank" in self.uses
 
     def profile(self, role: RoleName) -> Profile:
         """Return the profile of a model: its setting, or else what the model declares.
@@ -1015,21 +1027,45 @@ class RunConfig(Section):
     @property
     def with_extractor(self) -> bool:
         """True if the method has an extractor."""
-        return "extractor" in self.spec.uses
+        return "extractor" in self.uses
+
+    @property
+    def writer(self) -> RoleName:
+        """Model that writes the bank: the extractor, or without one the actor."""
+        return "extractor" if self.with_extractor else "actor"
 
     @property
     def distils(self) -> bool:
-        """True if the extractor distils finished episodes."""
-        return self.with_extractor and not self.bank.frozen
+        """True if finished episodes are distilled into the bank."""
+        return self.with_bank and not self.bank.frozen
+
+    @property
+    def plays_overtime(self) -> bool:
+        """True if episodes are played past their turn limit, for the extractor to read.
+
+        Notes are part of an algorithm with fixed turns, so their writer does not see more.
+        """
+        return self.distils and not self.spec.note
+
+    @property
+    def trains_actor(self) -> bool:
+        """True if the actor is trained."""
+        return self.actor.train and self.spec.trains_actor
 
     @property
     def trains_extractor(self) -> bool:
         """True if the extractor is trained."""
-        return self.distils and self.extractor.train
+        trainable = self.with_extractor and not self.spec.note
+        return self.distils and trainable and self.extractor.train
+
+    @property
+    def compares_lessons(self) -> bool:
+        """True if the lessons of the extractor are compared with those of the untrained one."""
+        return self.distils and self.with_extractor and not self.spec.note
 
     def trains(self, role: str) -> bool:
         """Return whether the run trains a role: the actor or the extractor."""
-        return self.actor.train if role == "actor" else self.trains_extractor
+        return self.trains_actor if role == "actor" else self.trains_extractor
 
     def trained_adapter(self, role: str) -> LoraSection | None:
         """Return the adapter that the run trains for a role, the actor or the extractor.
@@ -1049,15 +1085,17 @@ class RunConfig(Section):
         _check_adapters(self)
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
-        if not self.actor.train and not self.distils:
+        if not self.trains_actor and not self.distils:
             cause = "bank.frozen is true" if self.with_bank else f"{self.method} has no bank"
+            if not self.spec.trains_actor:
+                reason = f"leaves nothing to learn: {self.method} trains no model"
+                raise ConfigError("bank.frozen", True, reason, "Leave it out")
             raise ConfigError(
                 "actor.train", False, f"leaves nothing to learn: {cause}", "Leave it out"
             )
-        if self.with_extractor:
-            _check_extractor(self)
-            _check_structured_outputs(self)
         if self.with_bank:
+            _check_writer(self)
+            _check_structured_outputs(self)
             _check_bank(self)
             _check_embedder(self)
         _check_critic(self)
@@ -1199,19 +1237,17 @@ def _check_actor(actor: ActorSection) -> None:
         )
 
 
-def _check_extractor(config: RunConfig) -> None:
-    """Raise `ConfigError` for token limits or a baseline that the extractor cannot have."""
-    extractor = config.extractor
-    if extractor.max_response_tokens >= extractor.max_context_tokens:
-        reason = (
-            "leaves no tokens for the prompt: extractor.max_context_tokens is "
-            f"{extractor.max_context_tokens}"
-        )
+def _check_writer(config: RunConfig) -> None:
+    """Raise `ConfigError` for token limits or a baseline that the bank's writer cannot have."""
+    extractor, writer = config.extractor, config.writer
+    context = getattr(config, writer).max_context_tokens
+    if extractor.max_response_tokens >= context:
+        reason = f"leaves no tokens for the prompt: {writer}.max_context_tokens is {context}"
         raise ConfigError(
             "extractor.max_response_tokens",
             extractor.max_response_tokens,
             reason,
-            "Lower it, or raise extractor.max_context_tokens",
+            f"Lower it, or raise {writer}.max_context_tokens",
         )
     if config.trains_extractor and extractor.baseline == "group" and config.all_guided:
         reason = "is computed from the free members of a group, but all members are guided"
@@ -1228,17 +1264,17 @@ def _check_extractor(config: RunConfig) -> None:
             "(retrieval.per = group)"
         )
         raise ConfigError("extractor.baseline", "guided", reason, "Add --set retrieval.per=rollout")
-    prompt_budget = extractor.max_context_tokens - extractor.max_response_tokens
+    prompt_budget = context - extractor.max_response_tokens
     if extractor.merge_every and extractor.merge_tokens >= prompt_budget:
         reason = (
-            "leaves no tokens for the rest of the prompt: the extractor's context has "
+            f"leaves no tokens for the rest of the prompt: the {writer}'s context has "
             f"{prompt_budget} tokens besides its answer"
         )
         raise ConfigError(
             "extractor.merge_tokens",
             extractor.merge_tokens,
             reason,
-            "Lower it, or raise extractor.max_context_tokens",
+            f"Lower it, or raise {writer}.max_context_tokens",
         )
 
 
@@ -1247,6 +1283,9 @@ def _check_structured_outputs(config: RunConfig) -> None:
     key = "extractor.structured_outputs"
     if not config.extractor.structured_outputs:
         return
+    if not config.with_extractor or config.spec.note:
+        reason = f"has no effect: {config.method} has no extractor that answers with operations"
+        raise ConfigError(key, True, reason, "Leave it out")
     if config.trains_extractor:
         reason = (
             "is not possible while the extractor is trained: the JSON schema excludes tokens, and "

@@ -140,7 +140,7 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
 
 def _unused(config: RunConfig) -> set[str]:
     """Return the sections that the method of a run ignores."""
-    return set() if config.with_extractor else {*EXPERIENCE_SECTIONS}
+    return set() if config.with_bank else {*EXPERIENCE_SECTIONS}
 
 
 def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> dict[str, Any]:

@@ -88,6 +88,22 @@ def rollout_metrics(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     }
 
 
+def attempt_metrics(batch: Sequence[Trajectory], attempts: int) -> dict[str, float]:
+    """Return for each number n of attempts the share of groups that have succeeded within n.
+
+    The names are rollout/success/attempt/n.
+    """
+    first: dict[tuple[int, int], int] = {}
+    groups = dict.fromkeys((t.address.step, t.group) for t in batch)
+    for t in batch:
+        if t.success:
+            first.setdefault((t.address.step, t.group), t.address.member + 1)
+    return {
+        f"rollout/success/attempt/{n}": sum(won <= n for won in first.values()) / len(groups)
+        for n in range(1, attempts + 1)
+    }
+
+
 def _question_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:
     """Return the questions per episode with the tool, and the shares that were found and refined.
 

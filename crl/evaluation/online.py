@@ -21,6 +21,7 @@ from crl.envs.curriculum import Advisor
 from crl.evaluation.diagnostics import lesson_verdict
 from crl.evaluation.scheduling import EpisodeScheduler
 from crl.manager import Distilled, ExperienceManager
+from crl.protocols import DistillationFilter
 from crl.rollout.crediting import credit_and_submit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.types import Task, Trajectory
@@ -96,17 +97,20 @@ class OnlineResult:
 class OnlineEvaluator:
     """Online evaluation of several tasks.
 
-    `open_scratch` opens a copy of the run's bank with the run's extractor. `open_untrained` opens
-    an empty bank with the extractor that the run started with.
+    * `open_scratch`: opens a copy of the run's bank with the run's extractor.
+    * `open_untrained`: opens an empty bank with the extractor that the run started with. None: the
+      lessons of the two are not compared.
+    * `distiller`: selects the episodes of a visit from which the bank learns.
     """
 
     def __init__(
         self, runner: EpisodeRunner, tasks: Mapping[str, OnlineTask],
-        open_scratch: OpenScratchBank, open_untrained: OpenScratchBank,
-        scheduler: EpisodeScheduler,
+        open_scratch: OpenScratchBank, open_untrained: OpenScratchBank | None,
+        scheduler: EpisodeScheduler, distiller: DistillationFilter,
     ) -> None:  # fmt: skip
         self._runner, self._tasks, self._scheduler = runner, tasks, scheduler
         self._open_scratch, self._open_untrained = open_scratch, open_untrained
+        self._distiller = distiller
         self._runner_without_overtime = replace(runner, limits=without_overtime(runner.limits))
         self._comparison_lock = asyncio.Lock()  # the GPU plan has one untrained extractor
 
@@ -140,9 +144,14 @@ class OnlineEvaluator:
             parts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
                 partial(self._play_visits, name, task, bank, range(1, VISITS), result)
             ]
-            if compare_lessons and task.advisor:
+            if compare_lessons and task.advisor and self._open_untrained:
                 # The extractors have separate engines, so this takes no time from the visits.
-                parts.append(partial(self._untrained_lessons, task.advisor, result.visits[0]))
+                parts.append(
+                    partial(
+                        self._untrained_lessons, self._open_untrained, task.advisor,
+                        result.visits[0],
+                    )
+                )  # fmt: skip
             _, *untrained = await self._scheduler.gather(parts)
         if untrained:
             (result.untrained_lessons,) = untrained
@@ -162,7 +171,7 @@ class OnlineEvaluator:
             trajectories = await self._scheduler.play(runner, "guided", keys, tasks, urgent=True)
             result.visits.append(trajectories)
             if not last:
-                await credit_and_distil(bank, trajectories)
+                await credit_and_distil(bank, trajectories, self._distiller)
 
     async def _play_free(self, name: str, task: OnlineTask) -> list[list[Trajectory]]:
         play = partial(self._scheduler.play, self._runner_without_overtime, "free")
@@ -174,11 +183,12 @@ class OnlineEvaluator:
         return await self._scheduler.gather(parts)
 
     async def _untrained_lessons(
-        self, advisor: Advisor, trajectories: Sequence[Trajectory],
+        self, open_untrained: OpenScratchBank, advisor: Advisor,
+        trajectories: Sequence[Trajectory],
     ) -> LessonCount | None:  # fmt: skip
         counter = LessonCounter(advisor)
-        async with self._comparison_lock, self._open_untrained(counter) as bank:
-            await credit_and_distil(bank, trajectories)
+        async with self._comparison_lock, open_untrained(counter) as bank:
+            await credit_and_distil(bank, trajectories, self._distiller)
         return counter.count
 
 
@@ -220,10 +230,10 @@ class LessonCounter:
             self.count = (right + lesson_verdict(self._advisor, distilled).correct, answers + 1)
 
 
-async def credit_and_distil(bank: ExperienceManager, trajectories: Sequence[Trajectory]) -> None:
+async def credit_and_distil(
+    bank: ExperienceManager, trajectories: Sequence[Trajectory], distiller: DistillationFilter
+) -> None:
     """Credit and distil a visit's episodes, then advance the bank's clock by one step."""
-    await credit_and_submit(
-        bank, RUN_NAME, trajectories, [t for t in trajectories if t.error is None]
-    )
+    await credit_and_submit(bank, RUN_NAME, trajectories, distiller.select(trajectories))
     await bank.drain()
     bank.advance(bank.step + 1)

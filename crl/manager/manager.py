@@ -48,7 +48,7 @@ from crl.manager.records import (
     UnitKey,
 )
 from crl.manager.retrieval.duplicates import DuplicateFilter
-from crl.manager.retrieval.entries import Bank, Vector
+from crl.manager.retrieval.entries import Bank, Vector, start_hit
 from crl.manager.retrieval.searching import Searcher
 from crl.manager.settings import ManagerSettings, Progress, Prompts, no_progress
 from crl.manager.storage.database import copy_database, delete_bank, finish_then_cancel
@@ -85,7 +85,11 @@ class ExperienceManager:
         self._progress = progress
         self._keys = KeyEmbedder(embedder, settings.bank.key_text_weight)
         self._distiller = Distiller(
-            extractor, self._keys, prompts.distil, votes=settings.asks_for_votes
+            extractor,
+            self._keys,
+            prompts.distil,
+            votes=settings.asks_for_votes,
+            notes=prompts.notes,
         )
         self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._settle)
         self._merger = Merger(extractor, self._keys, prompts.merge)
@@ -101,6 +105,8 @@ class ExperienceManager:
         self._duplicate_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._closing_task: asyncio.Task[None] | None = None
+        self._awaited: dict[str, asyncio.Future[list[Hit]]] = {}
+        """Calls of `distil` that wait, by the id of their request."""
         self._batch_units: dict[str, PendingUnit] = {}
         """Units of the last batch that are not trained on yet, by sample id."""
         self._batch_generations: dict[str, str] = {}
@@ -328,6 +334,21 @@ class ExperienceManager:
         """
         await self._queue.submit(request)
 
+    async def distil(self, request: DistilRequest, *, background: bool) -> list[Hit]:
+        """Distil an episode and return the experiences that were written about it.
+
+        The list is empty if the answer has no usable operation or the request is dead. The id of
+        the request must be new. With `background`, the task `run` distils it.
+        """
+        written = self._awaited[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.submit(request)
+            if not background:
+                await self.drain()
+            return await written
+        finally:
+            del self._awaited[request.id]
+
     async def run(self) -> None:
         """Distil requests as they arrive, until cancelled.
 
@@ -411,16 +432,26 @@ class ExperienceManager:
             if isinstance(outcome, str):
                 await self._store.mark_dead(request, outcome, self._stamp())
                 await self._queue.count_settled()
+                self._report_written(request, ())
                 return
-            written = await self._apply(outcome)
+            written, entries = await self._apply(outcome)
             await self._queue.count_settled()
+            self._report_written(request, entries)
             if self._on_distilled:
                 self._on_distilled(written)
 
         await self._run_shielded(change())
 
-    async def _apply(self, distilled: Distilled) -> Distilled:
-        """Apply an answer without its near-duplicate adds. Return the answer as applied.
+    def _report_written(self, request: DistilRequest, entries: Sequence[Entry]) -> None:
+        """Answer the call of `distil` that waits for the request, if any."""
+        written = self._awaited.get(request.id)
+        if written and not written.done():
+            written.set_result([start_hit(entry) for entry in entries])
+
+    async def _apply(self, distilled: Distilled) -> tuple[Distilled, list[Entry]]:
+        """Apply an answer without its near-duplicate adds.
+
+        Return the answer as applied, and the entries that it wrote.
 
         Only one answer at a time is checked for duplicates. Otherwise two similar answers that
         arrive at the same time would both be added.
@@ -435,7 +466,7 @@ class ExperienceManager:
             await self._update_index(applied)
         for vote in applied.votes:
             self._bank.add_vote(vote.unit, vote.value)
-        return distilled
+        return distilled, [entry for entry, _ in applied.changed]
 
     async def _update_index(self, applied: Applied) -> None:
         """Make the written entries searchable, and remove the evicted entries from searches."""
@@ -480,7 +511,8 @@ class ExperienceManager:
             partitions: dict[tuple[str, str], list[Entry]] = {}
             for entry in self._bank.entries.values():
                 task = "" if self._settings.bank.scope == "shared" else entry.task
-                goal = entry.goal if self._settings.goals_in_keys else ""
+                of_goal = self._settings.goals_in_keys or self._settings.bank.scope == "goal"
+                goal = entry.goal if of_goal else ""
                 partitions.setdefault((task, goal), []).append(entry)
             for entries in partitions.values():
                 if len(entries) > 1:

@@ -30,7 +30,7 @@ def no_progress(total: int, change: str) -> Iterator[Callable[[int], object]]:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Writers of the extractor's prompts."""
+    """Writers of the prompts for the model that writes the bank, and the form of its answers."""
 
     distil: PromptWriter
     """Writer of prompts about an episode."""
@@ -38,6 +38,8 @@ class Prompts:
     """Writer of prompts about a chunk of the bank."""
     refine: RefinePromptWriter | None = None
     """Writer of prompts for the question of an agent. None: agents do not ask."""
+    notes: bool = False
+    """True if the answer about an episode is the text of one experience, not operations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,25 +69,31 @@ def critic_prompt(profile: Profile, overrides: Overrides = NO_OVERRIDES) -> Crit
     return FullCriticPrompt(prompt("critic", overrides))
 
 
-def extractor_prompts(
+def bank_prompts(
     config: RunConfig, specs: Mapping[str, EnvSpec], renderer: ChatRenderer
 ) -> Prompts:
-    """Return the writers of the extractor's prompts, for its profile.
+    """Return the prompts for the model that writes the bank, for its profile.
 
-    A compact extractor reads digests (whole texts if the environment has no digest). A full
-    extractor reads whole episodes.
+    A compact model reads digests (whole texts if the environment has no digest). A full model reads
+    whole episodes.
     """
     extractor, overrides = config.extractor, config.prompts.files
-    profile = config.profile("extractor")
+    profile, note = config.profile(config.writer), config.spec.note
     if profile == "compact":
         digests = {name: spec.curriculum.digest or turns_text for name, spec in specs.items()}
         distil, refine = CompactDistilPrompt(digests), CompactRefinePrompt(digests)
     else:
-        tokens = extractor.max_context_tokens - extractor.max_response_tokens
+        context = getattr(config, config.writer).max_context_tokens
+        tokens = context - extractor.max_response_tokens
         vote = prompt("vote", overrides) if config.bank.evict_votes is not None else None
-        distil = FullDistilPrompt(prompt("distil", overrides), renderer, tokens, vote)
+        distil = FullDistilPrompt(prompt(note or "distil", overrides), renderer, tokens, vote)
         refine = FullRefinePrompt(prompt("refine", overrides), renderer, tokens)
-    return Prompts(distil, merge_prompt(profile, overrides), refine if config.ask.enabled else None)
+    return Prompts(
+        distil,
+        merge_prompt(profile, overrides),
+        refine if config.ask.enabled else None,
+        notes=bool(note) and profile == "full",
+    )
 
 
 def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:

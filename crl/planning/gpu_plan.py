@@ -315,7 +315,8 @@ def _engine(
 
 def _compares_lessons(config: RunConfig) -> bool:
     """Return whether the run uses its untrained extractor at the end; see `OnlineEvaluator`."""
-    return config.distils and any(task.eval.online_places for task in config.tasks.values())
+    places = any(task.eval.online_places for task in config.tasks.values())
+    return config.compares_lessons and places
 
 
 def _untrained_extractor(config: RunConfig, engine: GpuRequest) -> GpuRequest:

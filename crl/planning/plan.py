@@ -206,7 +206,7 @@ def _adapter(config: RunConfig, role: str) -> str:
 
     An actor that is not trained is named here, and an extractor in `_experience`.
     """
-    if role == "actor" and not config.actor.train:
+    if role == "actor" and not config.trains_actor:
         return "; not trained"
     if (adapter := config.trained_adapter(role)) is None:
         return ""
@@ -249,12 +249,18 @@ def _experience(config: RunConfig) -> str:
         if config.trains_extractor
         else "not trained"
     )
-    writing = "frozen: nothing is distilled" if bank.frozen else "every episode is distilled"
+    writing = (
+        f"the {config.writer} writes notes on episodes"
+        if config.spec.note
+        else "every episode is distilled"
+    )
+    writing = "frozen: nothing is distilled" if bank.frozen else writing
     sizes = {" per goal": bank.max_per_goal, "": bank.max_entries}
     bounds = [
         f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
     ]
-    shared = ", shared by all tasks" if bank.scope == "shared" else ""
+    ranges = {"shared": ", shared by all tasks", "goal": ", each experience for its own goal"}
+    shared = ranges.get(bank.scope, "")
     limits = (
         f"at most {' and '.join(bounds)} (evicts by {bank.evict})"
         if bounds
@@ -263,7 +269,7 @@ def _experience(config: RunConfig) -> str:
     guided = f"{config.guided_members} of {config.rollout.group_size} members are"
     return "\n".join(
         [
-            f"extractor  {training}",
+            *([f"extractor  {training}"] if config.with_extractor else []),
             f"bank       {writing}; {limits}; "
             f"{f'starts from {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
@@ -323,7 +329,7 @@ def _tasks(config: RunConfig) -> str:
             if task.rendering == profile
             else "set in the config"
         )
-        extra_turns = task.extra_turns if config.distils else 0
+        extra_turns = task.extra_turns if config.plays_overtime else 0
         lines += [
             f"{name}  {task.rendering} rendering: {reason}",
             f"  {counted(task.max_turns, 'turn')} of at most "
@@ -359,7 +365,7 @@ def _batch(config: RunConfig) -> str:
         else "synchronous"
     )
     groups = counted(rollout.groups, "group")
-    updates = steps * config.actor.minibatches if config.actor.train else 0
+    updates = steps * config.actor.minibatches if config.trains_actor else 0
     minibatches = (
         f"{counted(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
         f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each"

@@ -89,9 +89,9 @@ def require_prompts_used(config: RunConfig) -> None:
         used_prompts |= {"ask"} if config.ask.enabled and config.with_extractor else set()
     if config.critic.enabled and config.profile("actor") == "full":
         used_prompts |= {"critic"}
-    if config.with_extractor and config.profile("extractor") == "full":
+    if config.with_bank and config.profile(config.writer) == "full":
         used_prompts |= (
-            {"distil"}
+            {config.spec.note or "distil"}
             | ({"merge"} if config.extractor.merge_every else set())
             | ({"vote"} if config.bank.evict_votes else set())
         )
@@ -121,6 +121,9 @@ def _prompt_remedy(config: RunConfig, prompt: str) -> str:
     )
     switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
     on, setting = switches.get(prompt, (True, ""))
+    notes = {"reflection": "reflexion", "tip": "empo2"}
+    if prompt in notes and config.spec.note != prompt:
+        return f"choose --method {notes[prompt]}"
     return (
         "use language models as actor.model and extractor.model" if on else f"add --set {setting}"
     )
@@ -168,8 +171,8 @@ def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Non
 
 
 def require_extractor(config: RunConfig) -> None:
-    """Raise `ConfigError` if the extractor of a run with experience cannot read the episodes."""
-    if config.with_extractor:
+    """Raise `ConfigError` if the bank's writer cannot read the episodes."""
+    if config.with_bank:
         require_compatible_extractor(config)
 
 
@@ -178,7 +181,7 @@ def require_compatible_extractor(config: RunConfig) -> None:
 
     A compact extractor is trained only on digests of compact episodes.
     """
-    if config.profile("extractor") == "full":
+    if config.profile(config.writer) == "full":
         return
     if config.bank.evict_votes is not None:
         reason = (

@@ -27,6 +27,8 @@ SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "experience": frozenset({"experience"}),
         "merge": frozenset({"experiences"}),
         "refine": frozenset({"goal", "experience", "question", "transcript"}),
+        "reflection": frozenset({"goal", "outcome", "transcript"}),
+        "tip": frozenset({"goal", "outcome", "transcript"}),
         "vote": frozenset(),
     }
 )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from crl.failures import TaskGroup
 from crl.protocols import RolloutPlanner, State, TaskSource
+from crl.rollout.attempts import Members, Together
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.rollout.gate import StalenessGate
 from crl.types import Task, Trajectory
@@ -33,11 +34,14 @@ class Collector:
         *,
         group_size: int,
         steps: int,
+        members: Members | None = None,
     ) -> None:
         """Prepare the collection of steps up to `steps` − 1.
 
-        `group_size`: K, members of a group that play one identical task.
+        * `group_size`: K, members of a group that play one identical task.
+        * `members`: the way in which they are played; None: at the same time.
         """
+        self._members = members or Together()
         self._runner, self._source, self._planner, self._gate = runner, source, planner, gate
         self._group_size, self._steps = group_size, steps
         self._changed = asyncio.Condition()
@@ -64,19 +68,14 @@ class Collector:
     def _join(self, step: int, group: int) -> list[EpisodeKey]:
         self._gate.start(group)
         keys = [EpisodeKey("train", step, group, member) for member in range(self._group_size)]
-        for key in keys:
-            self._runner.join(key)
+        self._members.join(self._runner, keys)
         return keys
 
     async def _play(self, group: int, task: Task, keys: Sequence[EpisodeKey]) -> None:
         plans = self._planner.plan(task, len(keys), keys[0].step)
-        async with TaskGroup() as members:
-            episodes = [
-                members.create_task(self._runner.play(key, task, plan))
-                for key, plan in zip(keys, plans, strict=True)
-            ]
+        trajectories = await self._members.play(self._runner, keys, task, plans)
         async with self._changed:
-            self._groups[group] = [episode.result() for episode in episodes]
+            self._groups[group] = trajectories
             self._gate.finish(group)
             self._changed.notify_all()
 

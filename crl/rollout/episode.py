@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from crl.errors import RolloutError, TransientError
 from crl.modeling.tokens import Conversation
 from crl.protocols import (
+    Advice,
     ContextProvider,
     Environment,
     EnvironmentPool,
@@ -167,6 +168,8 @@ class EpisodeRunner:
     """Source of experience."""
     limits: dict[str, Limits]
     """Limits by task name."""
+    advice: Advice = field(default_factory=Advice)
+    """Number of experiences that guide an episode, and the turns before which they are searched."""
     judge: Judge = field(default_factory=AcceptAll)
     """Critic of retrieved experience."""
     observe: Callable[[str], AbstractContextManager[Report]] = _unobserved
@@ -243,7 +246,7 @@ class EpisodeRunner:
         conversation: Conversation,
         record: EpisodeRecord,
     ) -> None:
-        observation, hit = await self._start(key, task, plan, environment, record)
+        observation, hits = await self._start(key, task, plan, environment, record)
         await self.decoding.turnstile.pass_through()
         limits = (
             self.limits[task.name]
@@ -251,9 +254,12 @@ class EpisodeRunner:
             else replace(self.limits[task.name], max_questions=0)
         )
         conversation.add(
-            self.context.opening(task, observation, hit, max_questions=limits.max_questions)
+            self.context.opening(task, observation, hits, max_questions=limits.max_questions)
         )
-        await self._play_turns(key, task, limits, environment, conversation, record)
+        every_turn = plan.condition == "guided" and self.advice.every_turn
+        await self._play_turns(
+            key, task, limits, environment, conversation, record, advised=every_turn
+        )
 
     async def _start(
         self,
@@ -262,13 +268,13 @@ class EpisodeRunner:
         plan: RolloutPlan,
         environment: Environment,
         record: EpisodeRecord,
-    ) -> tuple[Observation, Hit | None]:
+    ) -> tuple[Observation, Sequence[Hit]]:
         """Reset the environment and, for a guided episode, retrieve experience.
 
         Both happen at the same time if the query does not depend on the first observation.
         """
         if plan.condition == "free":
-            return await environment.reset(task), None
+            return await environment.reset(task), ()
         if self.context.query_needs_observation(task):
             observation = await environment.reset(task)
             return observation, await self._choose_experience(
@@ -280,27 +286,29 @@ class EpisodeRunner:
         )
 
     async def _choose_experience(
-        self, key: EpisodeKey, task: Task, query: str, record: EpisodeRecord
-    ) -> Hit | None:
-        """Return the experience that guides the episode, or None if none is found or accepted."""
-        hit = await self._retrieve(key, task, query)
-        if hit is None:
-            return None
-        judged = await self.judge.judge(key, task, hit)
-        if judged.use.verdict == "reject":
-            record.rejected.append(judged)
-            return None
-        record.hits.append(judged)
-        return judged
+        self, key: EpisodeKey, task: Task, query: str, record: EpisodeRecord, *, turn: int = 0
+    ) -> Sequence[Hit]:
+        """Return the experiences that guide the episode: those that are found and accepted."""
+        accepted: list[Hit] = []
+        for hit in await self._retrieve(key, task, query, record, turn=turn):
+            judged = await self.judge.judge(key, task, hit)
+            if judged.use.verdict == "reject":
+                record.rejected.append(judged)
+            else:
+                accepted.append(judged)
+        record.hits += accepted
+        return accepted
 
     async def _retrieve(
-        self, key: EpisodeKey, task: Task, query: str, *, question: int = 0
-    ) -> Hit | None:
+        self, key: EpisodeKey, task: Task, query: str, record: EpisodeRecord,
+        *, question: int = 0, turn: int = 0,
+    ) -> list[Hit]:  # fmt: skip
+        """Return the experiences for a question, or those before a turn that are still unknown."""
         await self.decoding.sampler.wait_turn(key.session)
-        (hit,) = await self.retriever.search(
-            [SearchRequest(query, task, key.group, key.member, question)]
-        )
-        return hit
+        shown = () if question else tuple(hit.use.uid for hit in record.hits)
+        request = SearchRequest(query, task, key.group, key.member, question, turn, shown)
+        count = 1 if question else self.advice.count
+        return [hit for hit in await self.retriever.search([request] * count) if hit]
 
     async def _play_turns(
         self,
@@ -310,12 +318,21 @@ class EpisodeRunner:
         environment: Environment,
         conversation: Conversation,
         record: EpisodeRecord,
+        *,
+        advised: bool,
     ) -> None:
+        """Play turns until the end. `advised`: experience is searched before every turn."""
         while not record.done:
             in_overtime = record.in_overtime
             record.truncated |= in_overtime
             if len(record.results) == limits.max_turns + limits.extra_turns:
                 return
+            if advised and record.results and not in_overtime:
+                query = self.context.turn_query(task, record.results[-1].text)
+                found = await self._choose_experience(
+                    key, task, query, record, turn=len(record.results)
+                )
+                conversation.add(self.context.advice(task, found))
             prompt = (
                 await asyncio.to_thread(conversation.prompt)
                 if conversation.is_long
@@ -360,9 +377,10 @@ class EpisodeRunner:
         """
         conversation.mark_tool_call()
         record.questions += 1
-        hit = await self._retrieve(
-            key, task, self.context.question_query(task, query), question=record.questions
+        found = await self._retrieve(
+            key, task, self.context.question_query(task, query), record, question=record.questions
         )
+        hit = found[0] if found else None
         if hit:
             await self.decoding.sampler.wait_turn(
                 key.session

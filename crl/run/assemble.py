@@ -40,6 +40,7 @@ from crl.protocols import (
     TaskSource,
 )
 from crl.records.writer import EpisodeWriter
+from crl.rollout.attempts import Attempts, Members
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
 from crl.rollout.decoding import Decoding
@@ -127,12 +128,13 @@ async def _training_loop(
     if retriever_override:
         method = replace(method, distiller=None, extractor=None)
     learner = None
-    if config.actor.train:
+    if config.trains_actor:
         learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
+    engine = await open_role_engine(config, gpus, actor, stack, trained=config.trains_actor)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
+        actor_engine=engine,
         checkpoint=checkpoint, progress_bar=progress_bar,
         on_progress=supervisor.watchdog.progress,
     )  # fmt: skip
@@ -146,10 +148,15 @@ async def _training_loop(
         runner = replace(runner, judge=critic.critic)
     source = tasks.train_stream(config, specs)
     evaluator, probe = _evaluation_parts(
-        config, specs, runner, engine, bank, critic.success_rates if critic else None
+        config, specs, method, runner, engine, bank, critic.success_rates if critic else None
     )
-    collector = _collector(config, runner, source, method, checkpoint)
-    models = _model_dirs(config, actor, with_extractor=experience is not None)
+    members = None
+    if method.attempts and experience:
+        members = Attempts(experience, method.attempts, in_order=config.run.deterministic)
+    collector = _collector(config, runner, source, method, checkpoint, members)
+    models = _model_dirs(
+        config, actor, with_extractor=experience is not None and config.with_extractor
+    )
     episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
     stack.push_async_callback(episodes.aclose)
     profiles: dict[str, Profile] = {"actor": config.profile("actor")}
@@ -183,7 +190,7 @@ def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) ->
 
 def _collector(
     config: RunConfig, runner: EpisodeRunner, source: TaskSource, method: Method,
-    checkpoint: Path | None,
+    checkpoint: Path | None, members: Members | None = None,
 ) -> Collector:  # fmt: skip
     rollout = config.rollout
     completed_steps = int(checkpoint.name) if checkpoint else 0
@@ -195,12 +202,14 @@ def _collector(
         gate,
         group_size=rollout.group_size,
         steps=config.run.steps,
+        members=members,
     )
 
 
 def _schedule(config: RunConfig) -> Schedule:
     return Schedule(
         steps=config.run.steps,
+        group_size=config.rollout.group_size,
         minibatches=config.actor.minibatches,
         seed=config.run.seed,
         eval_every=config.run.eval_every,
@@ -210,7 +219,7 @@ def _schedule(config: RunConfig) -> Schedule:
             config.run.keep_last,
             config.run.keep_every,
         ),
-        probe_every=config.eval.probe_every if "probe" in config.spec.uses else 0,
+        probe_every=config.eval.probe_every if "probe" in config.uses else 0,
     )
 
 
@@ -259,7 +268,7 @@ async def _open_collector(
     if config.bank.init and method.distiller:
         extractor = extractor_model(config) if config.ask.enabled else None
         source = BankSource(Path(config.bank.init), extractor, foreign=True)
-        bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
+        bank = await open_bank_copy(config, specs, gpus, source, stack, actor_engine=engine)
         retriever = ReadOnlyRetriever(bank.manager)
     supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
     runner = replace(
@@ -288,7 +297,7 @@ async def open_evaluator(
         )
         bank = None
         if source:
-            bank = await open_bank_copy(config, specs, gpus, source, stack, idle_engine=engine)
+            bank = await open_bank_copy(config, specs, gpus, source, stack, actor_engine=engine)
         runner = replace(
             _runner(config, specs, actor, method, engine, pool, NullRetriever()),
             observe=partial(noted_episode, health, _print_lines),
@@ -297,7 +306,7 @@ async def open_evaluator(
         if config.critic.enabled and rates_state:
             rates = _success_rates(config)
             rates.load_state(rates_state)
-        yield _evaluation_parts(config, specs, runner, engine, bank, rates)[0]
+        yield _evaluation_parts(config, specs, method, runner, engine, bank, rates)[0]
         with noted(_print_lines):
             health.evaluation_finished()
 
@@ -325,9 +334,10 @@ def _runner(
         context=method.context,
         shaper=method.shaper,
         retriever=retriever,
+        advice=method.advice,
         limits=episode_limits(
             config,
-            overtime=config.distils and method.distiller is not None,
+            overtime=config.plays_overtime and method.distiller is not None,
             max_questions=config.ask.questions,
         ),
     )
@@ -399,8 +409,8 @@ def _critic_parts(
 
 
 def _evaluation_parts(
-    config: RunConfig, specs: Mapping[str, EnvSpec], runner: EpisodeRunner, engine: Engine,
-    bank: RunBank | None, rates: SuccessRates | None,
+    config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, runner: EpisodeRunner,
+    engine: Engine, bank: RunBank | None, rates: SuccessRates | None,
 ) -> tuple[Evaluator, AdviceProbe]:  # fmt: skip
     """Return the evaluator and the advice probe.
 
@@ -429,11 +439,14 @@ def _evaluation_parts(
     )
     scheduler = EpisodeScheduler(_max_in_flight(config), in_order=config.run.deterministic)
     online = None
-    if bank and not config.bank.frozen:  # a frozen bank learns nothing about unseen places
+    # A frozen bank learns nothing about unseen places.
+    if bank and method.distiller and not config.bank.frozen:
         places = tasks.online_tasks(config, specs)
         online = OnlineEvaluator(
-            eval_runner, places, bank.open_scratch, bank.open_untrained, scheduler
-        )
+            eval_runner, places, bank.open_scratch,
+            bank.open_untrained if bank.untrained_engine else None, scheduler,
+            method.distiller,
+        )  # fmt: skip
     retriever = ReadOnlyRetriever(bank.manager) if bank else None
     evaluator = Evaluator(set_runner, sets, scheduler, bank=retriever, online=online)
     return evaluator, AdviceProbe(probe_runner, tasks.probe_tasks(config, specs), scheduler)

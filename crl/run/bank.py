@@ -29,7 +29,7 @@ from crl.manager.storage.store import Store
 from crl.modeling.memory import GpuAssignment
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
-from crl.planning.context import extractor_prompts
+from crl.planning.context import bank_prompts
 from crl.planning.machine_checks import require_assigned
 from crl.planning.preflight import require_compatible_extractor
 from crl.protocols import (
@@ -47,6 +47,7 @@ from crl.run.experience import (
 from crl.run.models import (
     NO_GPU,
     ModelRole,
+    actor_model,
     extractor_model,
     model_of,
     open_role_engine,
@@ -107,8 +108,11 @@ class RunBank:
     manager: ExperienceManager
     engine: Engine
     factory: BankFactory
-    untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]]
-    """Function that opens an engine with the extractor that the run started with."""
+    untrained_engine: Callable[[AsyncExitStack], Awaitable[Engine]] | None
+    """Function that opens an engine with the extractor that the run started with.
+
+    None if the lessons of the writer are not compared.
+    """
 
     @asynccontextmanager
     async def open_scratch(
@@ -127,6 +131,7 @@ class RunBank:
         self, on_distilled: Callable[[Distilled], None]
     ) -> AsyncIterator[ExperienceManager]:
         """Yield an empty temporary bank with the extractor that the run started with."""
+        assert self.untrained_engine, "lessons are not compared"
         async with AsyncExitStack() as stack:
             path = _temporary_bank(stack)
             yield await self.factory.open(
@@ -150,7 +155,7 @@ async def bank_factory(
     settings = ManagerSettings(
         bank=config.bank,
         retrieval=config.retrieval,
-        extractor=config.extractor,
+        extractor=config.extractor.model_copy(update={"train": config.trains_extractor}),
         ask=config.ask,
         credit_window_steps=config.rollout.max_staleness + 8,
         # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
@@ -160,9 +165,10 @@ async def bank_factory(
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
     cached = CachedEmbedder(embedder, max(1, EMBEDDING_CACHE_BYTES // (4 * embedder.dim)))
-    seed, renderer = derive_seed(config.run.seed, "bank"), extractor_model(config).renderer
+    writer = extractor_model(config) if config.with_extractor else actor_model(config)
+    seed, renderer = derive_seed(config.run.seed, "bank"), writer.renderer
     require_compatible_extractor(config)
-    prompts = extractor_prompts(config, specs, renderer)
+    prompts = bank_prompts(config, specs, renderer)
     return BankFactory(cached, renderer, prompts, settings, seed, progress)
 
 
@@ -179,19 +185,23 @@ def _embedder(config: RunConfig, assigned: GpuAssignment) -> AbstractAsyncContex
 
 async def open_experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
-    method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *,
+    method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, actor_engine: Engine,
     checkpoint: Path | None, progress_bar: bool, on_progress: Callable[[], object],
 ) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
-    """Start the extractor and open the run's bank. Return Nones for a method without extractor.
+    """Start the extractor and open the run's bank. Return Nones for a method without a bank.
+
+    `actor_engine` writes the bank if the method has no extractor.
 
     The run begins with `checkpoint`, or anew if it is None. `on_progress` is called after every
     distillation and every training step of the extractor.
     """
     if method.distiller is None:
         return None, None
-    role = extractor_model(config, monitor.note)
-    trained = method.extractor is not None
-    engine = await open_role_engine(config, gpus, role, stack, trained=trained)
+    engine, role = actor_engine, None
+    if config.with_extractor:
+        role = extractor_model(config, monitor.note)
+        trained = method.extractor is not None
+        engine = await open_role_engine(config, gpus, role, stack, trained=trained)
     factory = await bank_factory(
         config, specs, gpus, embedding_progress(monitor.note, progress_bar=progress_bar), stack
     )
@@ -208,7 +218,7 @@ async def open_experience(
 
     manager = await factory.open(run.bank, engine, stack, record, background=background)
     trainer = None
-    if method.extractor:
+    if method.extractor and role:
         learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
         trainer = ExtractorTrainer(
             manager, method.extractor, learner, engine, monitor, diagnostics.answers, on_progress
@@ -222,9 +232,7 @@ async def open_experience(
             baseline=config.extractor.baseline,
         ),
     )  # fmt: skip
-    return experience, RunBank(
-        manager, engine, factory, partial(open_untrained_engine, config, gpus)
-    )
+    return experience, RunBank(manager, engine, factory, _untrained(config, gpus))
 
 
 async def _start_bank(init: str | None, run: RunDir) -> str:
@@ -250,7 +258,7 @@ class BankSource:
     path: Path | None
     """File of the bank; None = an empty bank."""
     extractor: ModelRole | None
-    """Extractor; None if it is never asked."""
+    """Extractor; None if it is never asked, or if the actor writes the bank."""
     step: int = 0
     """Number of completed actor steps, the clock of the bank."""
     snapshot: int | None = None
@@ -265,16 +273,20 @@ def run_bank_source(config: RunConfig, checkpoint: Path, run: RunDir) -> BankSou
     Raise `ConfigError` if the run's bank file is missing.
     """
     require_bank(run)
-    model = trained_model(checkpoint, "extractor", config.extractor.model)
-    role = model_of("extractor", model, config.extractor)
+    role = None
+    if config.with_extractor:
+        model = trained_model(checkpoint, "extractor", config.extractor.model)
+        role = model_of("extractor", model, config.extractor)
     return BankSource(run.bank, role, int(checkpoint.name))
 
 
 async def open_bank_copy(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
-    source: BankSource, stack: AsyncExitStack, *, idle_engine: Engine,
+    source: BankSource, stack: AsyncExitStack, *, actor_engine: Engine,
 ) -> RunBank:  # fmt: skip
-    """Open a temporary copy of a bank. `idle_engine` stands for an extractor that is never asked.
+    """Open a temporary copy of a bank.
+
+    `actor_engine` writes it if the source has no extractor.
 
     Raise `ConfigError` if another embedder made the vectors of a foreign bank.
     """
@@ -291,7 +303,14 @@ async def open_bank_copy(
         finally:
             await store.aclose()
     role = source.extractor
-    engine = await open_role_engine(config, gpus, role, stack) if role else idle_engine
+    engine = await open_role_engine(config, gpus, role, stack) if role else actor_engine
     manager = await factory.open(path, engine, stack)
     manager.advance(source.step)
-    return RunBank(manager, engine, factory, partial(open_untrained_engine, config, gpus))
+    return RunBank(manager, engine, factory, _untrained(config, gpus))
+
+
+def _untrained(
+    config: RunConfig, gpus: Mapping[str, GpuAssignment]
+) -> Callable[[AsyncExitStack], Awaitable[Engine]] | None:
+    """Return the `untrained_engine` of a `RunBank`."""
+    return partial(open_untrained_engine, config, gpus) if config.compares_lessons else None

@@ -20,6 +20,7 @@ from crl.embedders.cached import CachedEmbedder
 from crl.evaluation.diagnostics import Diagnostics
 from crl.failures import TaskGroup
 from crl.manager import (
+    DistilRequest,
     ExperienceManager,
     ExtractorSample,
     Generation,
@@ -27,6 +28,7 @@ from crl.manager import (
 )
 from crl.protocols import (
     DistillationFilter,
+    Embedder,
     Engine,
     ExtractorRole,
     Hit,
@@ -238,6 +240,7 @@ class ExperiencePipeline:
         """Metrics of the bank after the last completed step."""
         self._engine, self._busy = engine, engine.busy_s
         self._credit_event, self._merge_due = asyncio.Event(), asyncio.Semaphore(0)
+        self.embedder: Embedder = cache
         self.retriever = ObservedRetriever(manager, diagnostics, run_name=settings.run_name)
 
     async def run(self) -> None:
@@ -274,6 +277,14 @@ class ExperiencePipeline:
             baseline=self._settings.baseline,
         )
         self._credit_event.set()
+
+    async def reflect(self, trajectory: Trajectory) -> Sequence[Hit]:
+        """Distil a finished episode now and return the experiences that were written.
+
+        This method implements `crl.rollout.attempts.Reflector`.
+        """
+        request = DistilRequest.from_trajectory(self._settings.run_name, trajectory)
+        return await self.manager.distil(request, background=self._settings.background)
 
     async def complete(
         self, step: int, batch: Sequence[Trajectory], *, settle: bool = False

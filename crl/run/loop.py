@@ -31,7 +31,7 @@ from crl.config.models import Profile
 from crl.envs.hosting.threads import Hosts
 from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
-from crl.evaluation.metrics import rollout_metrics
+from crl.evaluation.metrics import attempt_metrics, rollout_metrics
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.records import evaluation_record, read_evaluation
 from crl.failures import TaskGroup
@@ -81,6 +81,8 @@ class Schedule:
 
     steps: int
     """Actor steps of the run."""
+    group_size: int
+    """Members of a group."""
     minibatches: int
     """Minibatches of one step."""
     seed: int
@@ -302,6 +304,8 @@ class TrainingLoop:
                     saved_snapshots, self.outputs.run.checkpoints, self._snapshots
                 )
                 state |= await self.experience.state(self._snapshots.values())
+            if self.method.intrinsic:
+                state["intrinsic"] = self.method.intrinsic.state()
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["environments"] = self.rollouts.environments.metrics()
@@ -367,6 +371,8 @@ class TrainingLoop:
                 self.actor.learner, self.actor.engine, checkpoint / "actor", state["learner"]
             )
         self.rollouts.source.load_state(state["source"])
+        if self.method.intrinsic:
+            self.method.intrinsic.load_state(state["intrinsic"])
         if self.critic:
             self.critic.success_rates.load_state(state["success_rates"])
         self.rollouts.environments.resume(state["environments"])
@@ -392,12 +398,17 @@ class TrainingLoop:
             batch = await self._unless_stopped(self.rollouts.collector.batch(step))
         if batch is None:
             return False
+        if self.method.intrinsic and self.experience:
+            with stopwatch("novelty"):
+                batch = await self.method.intrinsic.add(batch, self.experience.embedder)
         self.outputs.monitor.trajectories(batch)
         with stopwatch("prepare"):
             await self.outputs.episodes.write(step + 1, batch)
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
+            if self.method.attempts:
+                metrics |= attempt_metrics(batch, self.schedule.group_size)
         metrics |= signal
         self.mid_step = True
         if self.experience:

@@ -265,7 +265,7 @@ def evaluate_run(run_dir: Path) -> int:
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path, run: RunDir) -> Evaluation:
-    source = run_bank_source(config, checkpoint, run) if config.with_extractor else None
+    source = run_bank_source(config, checkpoint, run) if config.with_bank else None
     rates = read_state(checkpoint)["success_rates"] if config.critic.enabled else None
     actor = model_of("actor", trained_model(checkpoint, "actor", config.actor.model), config.actor)
     async with open_evaluator(config, actor, source, rates) as evaluator:
@@ -396,9 +396,9 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             config.run.steps,
             interrupted=loop.interrupted,
             actor_updated=loop.actor.engine.version > 0,
-            actor_trained=config.actor.train,
+            actor_trained=config.trains_actor,
         ),
-        experience=await experience_report(loop, run.bank),
+        experience=await experience_report(loop, run.bank, config.writer),
     )
 
 

@@ -19,7 +19,7 @@ from crl.evaluation.evaluate import (
 from crl.evaluation.metrics import GroupGap, mean_gap
 from crl.intervals import number_text, plus_minus
 from crl.run.totals import Totals
-from crl.types import Experience
+from crl.types import Experience, RoleName
 from crl.wording import counted
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ class ExperienceReport:
     """Last evaluation; None if the run was stopped earlier."""
     trained: int | None
     """Optimizer updates of the extractor; None if it is not trained."""
+    writer: RoleName = "extractor"
+    """Model that writes the bank."""
 
     def lines(self) -> list[str]:
         lines = ["", "experience [± half a 95 % interval, by Student's t over places]:"]
@@ -148,11 +150,15 @@ class ExperienceReport:
             lines.append(f"  {task}: gain from right advice on the probe: {change}")
         if self.evaluation:
             lines += _online_bank_lines(self.evaluation)
-        extractor = "not trained" if self.trained is None else counted(self.trained, "update")
+        writer = "extractor: not trained"
+        if self.writer == "actor":
+            writer = "actor, which writes the bank"
+        elif self.trained is not None:
+            writer = f"extractor: {counted(self.trained, 'update')}"
         stats = self.stats
         distilled = counted(stats.get("queue/done", 0), "episode")
         lines.append(
-            f"  extractor: {extractor}; {distilled} distilled: "
+            f"  {writer}; {distilled} distilled: "
             f"{stats.get('ops/add', 0):,} added, {stats.get('ops/update', 0):,} updated, "
             f"{stats.get('ops/return', 0):,} returned, {stats.get('ops/drop', 0):,} refused; "
             f"{counted(stats.get('queue/dead', 0), 'episode')} failed"
@@ -214,7 +220,9 @@ def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
     ]
 
 
-async def experience_report(loop: TrainingLoop, bank: Path) -> ExperienceReport | None:
+async def experience_report(
+    loop: TrainingLoop, bank: Path, writer: RoleName
+) -> ExperienceReport | None:
     """Return the report on the experience pipeline of a run; None for a run without experience."""
     experience = loop.experience
     if experience is None:
@@ -238,6 +246,7 @@ async def experience_report(loop: TrainingLoop, bank: Path) -> ExperienceReport 
         probe_gains=probe_gains,
         evaluation=loop.measurements.evaluations.get(loop.completed_steps),
         trained=experience.trainer.updates if experience.trainer else None,
+        writer=writer,
     )
 
 
@@ -274,7 +283,7 @@ class NextSteps:
         outcome = [f"the trained models, in Hugging Face format: {self.checkpoint}"]
         if not self.actor_trained:
             outcome = [
-                "the actor was not trained (actor.train)",
+                "the actor was not trained",
                 f"the last checkpoint: {self.checkpoint}",
             ]
         elif not self.actor_updated:

@@ -218,7 +218,9 @@ async def test_lessons_are_compared_with_those_of_the_untrained_extractor(
         assert loop.experience is not None
         assert loop.measurements.evaluator.online is not None
         trained = loop.experience._engine
-        async with loop.measurements.evaluator.online._open_untrained(lambda _: None) as bank:
+        open_untrained = loop.measurements.evaluator.online._open_untrained
+        assert open_untrained is not None
+        async with open_untrained(lambda _: None) as bank:
             asked = bank._engine
             assert isinstance(asked, TorchEngine)
             assert isinstance(trained, TorchEngine)

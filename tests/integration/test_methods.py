@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from crl.records.reader import read_episodes
+from crl.types import Trajectory
+from support.documented_metrics import undocumented
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics
 
 SETS = (
@@ -61,7 +64,7 @@ def test_only_bank_and_extractor_learn_if_the_actor_is_not_trained(tmp_path: Pat
                "--set", "tasks.maze.eval.unseen=2").exit_code == 0  # fmt: skip
     resumed = crl("resume", run, "--steps", "4")
     assert (resumed.exit_code, resumed.stderr) == (0, "")
-    assert "the actor was not trained (actor.train)" in resumed.stdout
+    assert "the actor was not trained" in resumed.stdout
     assert "no sample could be trained on" not in resumed.stdout
     exported = crl("export", run, tmp_path / "actor")
     assert (exported.exit_code, exported.stdout) == (2, "")
@@ -101,3 +104,61 @@ def test_experiences_have_the_step_after_which_they_were_written(tmp_path: Path)
         steps.append([entry["step"] for entry in json.loads(listed.stdout)])
     assert steps[0] == steps[1]
     assert set(steps[0]) == {1, 2}
+
+
+REFLEXION = ("reflexion.reflector=extractor", "tasks.room.eval.online_places=1")
+
+
+def attempts(run: Path) -> dict[int, list[Trajectory]]:
+    """Return the recorded attempts of each group, in order."""
+    groups: dict[int, list[Trajectory]] = {}
+    for episode in read_episodes(run):
+        groups.setdefault(episode.group, []).append(episode)
+    return groups
+
+
+def test_attempts_are_guided_by_the_reflections_on_earlier_ones(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps = trained(run, "reflexion", *REFLEXION, "reflexion.memory=2")
+    assert trained(tmp_path / "again", "reflexion", *REFLEXION, "reflexion.memory=2") == steps
+    groups = attempts(run)
+    assert len(groups) == 8
+    entries = json.loads(crl("bank", "ls", run, "--json", "--limit", "0", "--status", "all").stdout)
+    written = {entry["uid"]: entry["text"] for entry in entries}
+    followed = 0
+    for members in groups.values():
+        assert [m.address.member for m in members] == list(range(len(members)))
+        assert not any(m.success for m in members[:-1]), "no attempt after a success"
+        assert members[-1].success or len(members) == 4
+        reflections: list[str] = []
+        for member in members:
+            assert [use.uid for use in member.used] == reflections[-2:]
+            assert list(member.guidance.shown) == [written[use.uid] for use in member.used]
+            followed += bool(member.used)
+            step, group, number = member.address.step, member.group, member.address.member
+            source = f"run/{step}/{group}/{number}#"
+            reflections += sorted(uid for uid in written if uid.startswith(source))
+    assert followed
+    for number, line in enumerate(steps):
+        of_step = [m for m in groups.values() if m[0].address.step == number]
+        for n in range(1, 5):
+            solved = sum(any(attempt.success for attempt in m[:n]) for m in of_step)
+            assert line[f"rollout/success/attempt/{n}"] == solved / 4
+    assert not any(key.startswith("actor/l") for line in steps for key in line), "no learner"
+    assert not undocumented(run)
+    last = metrics(run, "eval")[-1]
+    assert "eval/room/unseen/success/online/visit5" in last, "memory of unseen places"
+
+
+def test_reflexion_continues_and_is_evaluated(tmp_path: Path) -> None:
+    """The actor reflects. The bundled one writes nothing usable, and the run says so."""
+    run = tmp_path / "run"
+    trained(run, "reflexion", "tasks.room.eval.online_places=1")
+    resumed = crl("resume", run, "--steps", "3")
+    assert (resumed.exit_code, resumed.stderr) == (0, "")
+    assert "all answers about episodes were dropped" in resumed.stdout
+    assert "actor, which writes the bank; " in resumed.stdout
+    assert crl("eval", run).exit_code == 0
+    assert crl("eval", run, "--experience", "online").exit_code == 0
+    refused = crl(*arguments(tmp_path / "no", "room", ("bank.frozen=true",), 1, 0, "reflexion"))
+    assert "reflexion trains no model" in refused.stderr

@@ -13,7 +13,7 @@ from functools import partial
 
 from crl.manager.distillation.departure import target_span
 from crl.manager.distillation.extractor import Answer, Extractor
-from crl.manager.distillation.ops import Op, ParsedOps, parse_ops
+from crl.manager.distillation.ops import Op, ParsedOps, parse_note, parse_ops
 from crl.manager.distillation.schemas import distil_schema
 from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Distilled, DistilRequest, UnitKey, Vote, Write
@@ -29,14 +29,17 @@ It raises `RolloutError` if no prompt is possible.
 class Distiller:
     """Distiller of episodes.
 
-    `prompt` writes the extractor's prompt for an episode. `votes` says whether the prompt also asks
-    for votes.
+    * `prompt`: writer of the extractor's prompt for an episode.
+    * `votes`: True if the prompt also asks for votes.
+    * `notes`: True if the answer is the text of one experience, not a list of operations.
     """
 
     def __init__(
-        self, extractor: Extractor, keys: KeyEmbedder, prompt: PromptWriter, *, votes: bool
-    ) -> None:
-        self._extractor, self._keys, self._prompt, self._votes = extractor, keys, prompt, votes
+        self, extractor: Extractor, keys: KeyEmbedder, prompt: PromptWriter, *, votes: bool,
+        notes: bool = False,
+    ) -> None:  # fmt: skip
+        self._extractor, self._keys, self._prompt = extractor, keys, prompt
+        self._votes, self._notes = votes, notes
 
     async def distil(self, request: DistilRequest) -> Distilled:
         """Ask the extractor about an episode and return the result.
@@ -46,6 +49,8 @@ class Distiller:
         """
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
+            if self._notes:
+                return parse_note(completion, thinking=thinking)
             parsed = parse_ops(completion, len(request.shown), thinking=thinking, votes=self._votes)
             return _one_op_per_experience(completion, parsed, [hit.use for hit in request.shown])
 

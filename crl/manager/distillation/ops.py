@@ -158,6 +158,25 @@ def parse_ops(
     return _parse(completion, rules, parse_op, thinking)
 
 
+def parse_note(
+    completion: str, *, thinking: bool = False, limits: OpLimits | None = None
+) -> ParsedOps:
+    """Parse an answer that is the text of one new experience: an add.
+
+    The text is all that follows the thinking, without white space around it. It is refused if it is
+    empty or longer than `limits.max_chars`.
+    """
+    limits = limits or OpLimits()
+    start = answer_start(completion, thinking=thinking)
+    if start is None:
+        return ParsedOps((), {"the thinking did not end": 1}, len(completion))
+    text, reason = _text(completion[start:], limits)
+    if reason:
+        return ParsedOps((), {reason: 1}, start)
+    begin = completion.index(text, start)
+    return ParsedOps((Op("add", (begin, len(completion)), text),), {}, begin)
+
+
 def parse_merge(
     completion: str, num_shown: int, *, thinking: bool = False, limits: OpLimits | None = None
 ) -> ParsedOps:
@@ -281,7 +300,7 @@ def _distil_op(value: Any, span: Span, num_shown: int, limits: OpLimits) -> Op |
         return Op("return", span)
     if kind not in ("add", "update"):
         return "unknown op"
-    text, reason = _text(value, limits)
+    text, reason = _text(value.get("text"), limits)
     if reason:
         return reason
     if kind == "add":
@@ -311,7 +330,7 @@ def _merge_op(value: Any, span: Span, num_shown: int, limits: OpLimits) -> Op | 
         return Op(kind, span, targets=targets) if targets else "no target"
     if len(targets) < 2:
         return "merge of less than two"
-    text, reason = _text(value, limits)
+    text, reason = _text(value.get("text"), limits)
     return reason or Op("merge", span, text, targets)
 
 
@@ -320,13 +339,15 @@ def _refine_op(value: Any, span: Span, limits: OpLimits) -> Op | str:
         return Op("return", span)
     if value["op"] != "refine":
         return "unknown op"
-    text, reason = _text(value, limits)
+    text, reason = _text(value.get("text"), limits)
     return reason or Op("refine", span, text)
 
 
-def _text(value: Any, limits: OpLimits) -> tuple[str, str]:
-    """Return the op's text and the reason for refusal; the reason is empty for a usable text."""
-    text = value.get("text")
+def _text(text: Any, limits: OpLimits) -> tuple[str, str]:
+    """Return the text without white space around it, and the reason for refusal.
+
+    The reason is empty for a usable text.
+    """
     if not isinstance(text, str) or not is_encodable(text):
         return "", "no text"
     text = text.strip()

@@ -99,7 +99,7 @@ class DuplicateFilter:
             similarities = [float(other @ vector) for other in others]
         else:
             similarities = [
-                neighbour.similarity for neighbour in self._bank.nearest(task.name, write.vector)
+                neighbour.similarity for neighbour in self._bank.nearest(task, write.vector)
             ]
         return similarities + [float(other @ vector) for other in earlier]
 
@@ -107,7 +107,7 @@ class DuplicateFilter:
         """Return the entries near the write that have the goal of the task."""
         entries = [
             self._bank.entries[neighbour.uid]
-            for neighbour in self._bank.nearest(task.name, write.vector)
+            for neighbour in self._bank.nearest(task, write.vector)
         ]
         return [entry for entry in entries if entry.goal == task.goal]
 

@@ -1,7 +1,7 @@
 """Active entries in memory, for searches.
 
-The store is authoritative. This is a copy of its active entries, with one index per task or one
-index for all tasks.
+The store is authoritative. This is a copy of its active entries, with one index per goal, per task
+or for all tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from crl.manager.retrieval.choice import Candidate, choose_entry, is_trial
 from crl.manager.retrieval.index import Index, Neighbour
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
-from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, UseKind
+from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, Task, UseKind
 
 Vector = NDArray[np.float32]
 
@@ -46,7 +46,7 @@ class Bank:
         self, dim: int, scope: Scope, settings: RetrievalSection, seed: int, *, exact: bool = False
     ) -> None:
         self.entries: dict[str, Entry] = {}  # in the order in which they were last written
-        self._indexes: dict[str, Index] = {}
+        self._indexes: dict[tuple[str, str], Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
         self._exact = exact
         self._group_choices: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
@@ -59,14 +59,14 @@ class Bank:
             self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
             self._indexes.setdefault(
-                self._index_key(entry.task), Index(self._dim, exact=self._exact)
+                self._index_key(entry.task, entry.goal), Index(self._dim, exact=self._exact)
             ).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
         """Remove an entry, so that no search returns it. Do nothing if it is not in the bank."""
         entry = self.entries.pop(uid, None)
         if entry is not None:
-            self._indexes[self._index_key(entry.task)].remove(uid)
+            self._indexes[self._index_key(entry.task, entry.goal)].remove(uid)
 
     def add_credit(self, unit: UnitKey, reward: float) -> None:
         """Add a credited episode to the unit if it is the current version of an entry."""
@@ -90,17 +90,17 @@ class Bank:
         if entry := self._current_entry(unit):
             entry.counters = replace(entry.counters, votes=entry.counters.votes + value)
 
-    def nearest(self, task: str, query: Vector) -> list[Neighbour]:
+    def nearest(self, task: Task, query: Vector) -> list[Neighbour]:
         """Return the entries that may guide `task`, the most similar first.
 
         At most `retrieval.candidates` entries are returned.
         """
-        index = self._indexes.get(self._index_key(task))
+        index = self._indexes.get(self._index_key(task.name, task.goal))
         return index.nearest(query, self._settings.candidates) if index else []
 
-    def size(self, task: str) -> int:
+    def size(self, task: Task) -> int:
         """Return the number of entries that may guide `task`."""
-        return len(self._indexes.get(self._index_key(task), ()))
+        return len(self._indexes.get(self._index_key(task.name, task.goal), ()))
 
     def indexes_to_rebuild(self) -> list[Index]:
         """Return the indexes whose next snapshot should be built now."""
@@ -158,12 +158,18 @@ class Bank:
                 request.group,
                 request.member,
                 *([request.question] if request.question else []),
+                *(["turn", request.turn] if request.turn else []),
             )
         )
-        near = self.nearest(request.task.name, query) if near is None else near
-        candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
+        near = self.nearest(request.task, query) if near is None else near
+        candidates = [
+            Candidate(self.entries[uid], similarity)
+            for uid, similarity in near
+            if uid not in request.shown
+        ]
         rng = partial(generator, self._seed, "retrieval", *address)
-        trial = counted and not request.question and self._is_trial(request)
+        starts = not request.question and not request.turn
+        trial = counted and starts and self._is_trial(request)
         entry = choose_entry(candidates, step, rng, self._settings, trial=trial)
         hit = _hit(entry, "ask_unrefined" if request.question else "start") if entry else None
         if counted:
@@ -208,8 +214,14 @@ class Bank:
     def _is_shared(self, request: SearchRequest) -> bool:
         return self._settings.per == "group" and not request.question
 
-    def _index_key(self, task: str) -> str:
-        return task if self._scope == "task" else ""
+    def _index_key(self, task: str, goal: str) -> tuple[str, str]:
+        """Return the key of the index that the episodes of a task with this goal search."""
+        return ("" if self._scope == "shared" else task, goal if self._scope == "goal" else "")
+
+
+def start_hit(entry: Entry) -> Hit:
+    """Return the hit with which an entry guides an episode from its start."""
+    return _hit(entry, "start")
 
 
 def _hit(entry: Entry, how: UseKind) -> Hit:

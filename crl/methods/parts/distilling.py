@@ -52,6 +52,14 @@ class EveryEpisode:
 
 
 @dataclass(frozen=True)
+class FailedEpisodes:
+    """`DistillationFilter` that selects the episodes that failed, without those with an error."""
+
+    def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        return [t for t in trajectories if t.error is None and not t.success]
+
+
+@dataclass(frozen=True)
 class NoEpisode:
     """`DistillationFilter` that selects no episode: distillation does not change the bank."""
 

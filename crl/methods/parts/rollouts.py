@@ -72,7 +72,7 @@ class ChatContext:
         self,
         task: Task,
         observation: Observation,
-        experience: Hit | None,
+        experiences: Sequence[Hit],
         *,
         max_questions: int = 0,
     ) -> Sequence[Segment]:
@@ -80,11 +80,7 @@ class ChatContext:
         return [
             *([Segment("system", instructions, "task")] if instructions else []),
             Segment("user", task.goal, "task"),
-            *(
-                [Segment("user", self._experience_text(task, experience), "experience")]
-                if experience
-                else []
-            ),
+            *self.advice(task, experiences),
             *(
                 [
                     Segment(
@@ -97,23 +93,26 @@ class ChatContext:
             Segment("user", observation.text, "env"),
         ]
 
-    def _experience_text(self, task: Task, experience: Hit) -> str:
+    def turn_query(self, task: Task, observation: str) -> str:
+        return f"{task.goal}\n{observation}"
+
+    def advice(self, task: Task, experiences: Sequence[Hit]) -> Sequence[Segment]:
+        if not experiences:
+            return []
+        return [Segment("user", self._experience_text(task, experiences), "experience")]
+
+    def _experience_text(self, task: Task, experiences: Sequence[Hit]) -> str:
         write = self.records.get(task.name)
-        text = (
-            write(experience.text, experience.record)
-            if write and not experience.use.reworded
-            else experience.text
-        )
-        return fill(self.introductions.get(task.name, "{experience}"), experience=text)
+        texts = [
+            write(hit.text, hit.record) if write and not hit.use.reworded else hit.text
+            for hit in experiences
+        ]
+        introduction = self.introductions.get(task.name, "{experience}")
+        return fill(introduction, experience="\n".join(texts))
 
     def reply(self, task: Task, found: Hit | None) -> Sequence[Segment]:
-        return [
-            Segment(
-                "user",
-                self._experience_text(task, found) if found else self.tools[task.name].no_result,
-                "tool_result",
-            )
-        ]
+        text = self._experience_text(task, [found]) if found else self.tools[task.name].no_result
+        return [Segment("user", text, "tool_result")]
 
     def feedback(self, result: StepResult) -> Sequence[Segment]:
         return [Segment("user", result.text, "env")]

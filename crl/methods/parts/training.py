@@ -197,6 +197,37 @@ class SurrogateLoss:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class MaskedSurrogateLoss(SurrogateLoss):
+    """`Loss`: the clipped surrogate without the advantage of tokens of low probability.
+
+    This is EMPO² eq. 2: the term of a token whose probability under the current policy is below δ
+    is 0. The token still counts in the mean over tokens.
+    """
+
+    low_probability: float
+    """δ."""
+
+    def __call__(
+        self,
+        logp: torch.Tensor,
+        old_logp: torch.Tensor,
+        advantage: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        weights: torch.Tensor,
+        total_tokens: int,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        likely = logp.detach().exp() >= self.low_probability
+        per_token = advantage[:, None] if advantage.dim() == 1 else advantage
+        loss, metrics = super().__call__(
+            logp, old_logp, per_token * likely, mask, weights=weights, total_tokens=total_tokens
+        )
+        trained = mask.bool()
+        unlikely = (trained & ~likely).sum() / trained.sum().clamp(min=1)
+        return loss, {**metrics, "low_probability_fraction": unlikely}
+
+
 def actor_role(
     actor: ActorSection, *terms: AdvantageTerm, distillation: SelfDistillation | None = None
 ) -> TrainSpec:

@@ -317,7 +317,7 @@ def _bank_of_run(
 ) -> Bank | None:
     if source is Source.none:
         return None
-    if not config.with_extractor:
+    if not config.with_bank:
         reason = f"the method {config.spec.name} of the run has no bank"
         remedy = (
             "Leave it out"

@@ -146,7 +146,7 @@ Signs = Mapping[str, Callable[[Metrics, Metrics], bool]]
 SIGNS: Signs = {
     "no sample could be trained on": lambda now, before: not now.get("actor/updates", 1),
     "most actions were invalid": lambda now, before: _number(now, "rollout/invalid_actions") > 0.5,
-    "all answers of the extractor were dropped": lambda now, before: (
+    "all answers about episodes were dropped": lambda now, before: (
         _increase("queue/done", now, before) > 0
         and not any(_increase(f"ops/{op}", now, before) for op in ("add", "update", "return"))
     ),

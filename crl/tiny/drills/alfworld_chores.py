@@ -74,7 +74,7 @@ class Chores:
     def _episode(self, task: Task, rng: random.Random) -> Episode:
         house, advice = SmallHouse(), self._draw_advice(task, rng)
         hint = as_hit(advice, task) if advice else None
-        *head, first = CONTEXT.opening(task, Observation(house.reset(task)), hint)
+        *head, first = CONTEXT.opening(task, Observation(house.reset(task)), [hint] if hint else [])
         segments = [*head, *([OFFER] if self.offer else []), first]
         persona = self._persona(task, advice, rng)
         persona.begin(task.goal, first.text)

@@ -107,7 +107,8 @@ class GridWalks:
                 player = self._player(text, rng)
                 first = game.reset(task)
                 player.begin(task.goal, first)
-                segments, success = [*context.opening(task, Observation(first), hint)], False
+                advice = [hint] if hint else []
+                segments, success = [*context.opening(task, Observation(first), advice)], False
                 for turn in range(self.grid.turns):
                     action = player.act()
                     result = game.step(action)

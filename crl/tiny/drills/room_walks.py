@@ -70,7 +70,7 @@ class RoomWalks:
         advice = self._draw_advice(task, rng)
         hint = as_hit(lesson(*advice), task) if advice else None
         persona = self._persona(advice, rng)
-        *head, first = CONTEXT.opening(task, Observation(game.reset(task)), hint)
+        *head, first = CONTEXT.opening(task, Observation(game.reset(task)), [hint] if hint else [])
         segments = [*head, *([OFFER] if self.offer else []), first]
         asks = asking_turn(rng, advised=advice is not None) if self.offer else None
         success = False

@@ -202,7 +202,7 @@ class ShopVisits:
             persona = persona_for_lesson(*advice, persona)
         observation = game.reset(task)
         requirements = Requirements.read(task.goal, observation)
-        *head, first = CONTEXT.opening(task, Observation(observation), hint)
+        *head, first = CONTEXT.opening(task, Observation(observation), [hint] if hint else [])
         segments = [*head, *([OFFER] if self.offer else []), first]
         if self.offer and rng.random() < (0.25 if advice else 0.6):
             reply, persona = question_reply(shop, task, persona, rng)

@@ -297,7 +297,7 @@ def task(goal: str, split: str = "train") -> Task:
 def shown(context: ChatContext, place: Task, lesson: str) -> str:
     """Return the text that a guided agent reads instead of a lesson."""
     hit = Hit(lesson, ExperienceUse("u", 1, "g", "start"), place.goal)
-    segments = context.opening(place, Observation("at 1 1"), hit)
+    segments = context.opening(place, Observation("at 1 1"), [hit])
     (text,) = [segment.text for segment in segments if segment.origin == "experience"]
     return text
 

@@ -74,7 +74,7 @@ def test_the_prompt_lists_the_choices_of_actions_without_a_description():
     task = PlayableTask.load(str(DOORS), "full")
     context = chat_context({"doors": task.config}, {"doors": task.spec})
     drawn = first_tasks("doors", task.config, task.spec, "unseen", 1, 0)[0]
-    prompt, *_ = context.opening(drawn, Observation("eight doors, all shut."), None)
+    prompt, *_ = context.opening(drawn, Observation("eight doors, all shut."), [])
     assert ", ".join(task.spec.actions.choices) in prompt.text
     assert not task.spec.actions.description
 

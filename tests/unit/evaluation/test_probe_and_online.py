@@ -37,7 +37,7 @@ from crl.evaluation.online import (
 from crl.evaluation.probe import AdviceProbe, ProbeTask, advice_texts
 from crl.evaluation.scheduling import EpisodeScheduler
 from crl.manager import Distilled, EpisodeId, ExperienceManager, ManagerSettings, Prompts
-from crl.methods.parts.distilling import CompactDistilPrompt
+from crl.methods.parts.distilling import CompactDistilPrompt, EveryEpisode
 from crl.methods.parts.rollouts import ChatContext
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
@@ -239,7 +239,9 @@ async def online(
         async with room_runner(actor) as run:
             scheduler = EpisodeScheduler(7)
             yield (
-                OnlineEvaluator(run, tasks, banks.open_scratch, banks.open_untrained, scheduler),
+                OnlineEvaluator(
+                    run, tasks, banks.open_scratch, banks.open_untrained, scheduler, EveryEpisode()
+                ),
                 banks,
                 run,
             )
@@ -336,7 +338,9 @@ async def test_concurrent_tasks_give_the_same_results_as_separate_ones(
             named = {name: evaluation._tasks["room"] for name in ("room", "lounge")}
             named["lounge"] = replace(named["room"], places=[*reversed(PLACES)])
             scheduler = EpisodeScheduler(5, in_order=in_order)
-            both = OnlineEvaluator(run, named, banks.open_scratch, banks.open_untrained, scheduler)
+            both = OnlineEvaluator(
+                run, named, banks.open_scratch, banks.open_untrained, scheduler, EveryEpisode()
+            )
             found.append(await both.evaluate(compare_lessons=True))
             assert banks.opened == 4, "a scratch copy and an untrained bank for each"
     together, apart = found
@@ -391,7 +395,9 @@ async def test_episodes_with_errors_are_not_distilled(tmp_path: Path) -> None:
         for member in range(2)
     ]
     await credit_and_distil(
-        bank, [*good, build_trajectory(task(), 0, 0, 2, "guided", error="env: lost")]
+        bank,
+        [*good, build_trajectory(task(), 0, 0, 2, "guided", error="env: lost")],
+        EveryEpisode(),
     )
     metrics = await bank.stats()
     assert (metrics["queue/done"], metrics["queue/pending"], metrics["queue/dead"], bank.step) == (

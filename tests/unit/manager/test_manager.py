@@ -34,6 +34,7 @@ from crl.types import Completion, Sampling, TokenTrace, TrackRecord
 from support.doors import renderer, until
 from support.managers import (
     GOAL,
+    PROMPTS,
     RETURN,
     WordEmbedder,
     add,
@@ -1252,4 +1253,49 @@ async def test_a_copy_that_cannot_be_reset_is_removed(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="the disk is full"):
         await manager.export_copy(tmp_path / "copy.sqlite")
     assert not (tmp_path / "copy.sqlite").exists()
+    await manager.aclose()
+
+
+async def test_requests_of_one_member_get_different_experiences(tmp_path):
+    settings = ManagerSettings(retrieval=RetrievalSection(per="rollout", margin=2.0))
+    manager = await open_manager(
+        bank_path(tmp_path), by_note(a=add("Go west.", "Go east.")), settings
+    )
+    await manager.submit(request(note="a"))
+    await manager.drain()
+    one, other = search("Go west."), search("Go west.", member=1)
+    found = await manager.search([one, other, one, one])
+    texts = [hit.text if hit else None for hit in found]
+    assert sorted(texts[::2], key=str) == ["Go east.", "Go west."]
+    assert texts[1] in ("Go east.", "Go west.")
+    assert texts[3] is None
+    await manager.aclose()
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_an_episode_is_distilled_at_once(tmp_path, background):
+    engine = by_note(a=add("Go west.", "Go east."), b=RETURN)
+    manager = await open_manager(bank_path(tmp_path), engine)
+    running = asyncio.create_task(manager.run()) if background else None
+    hits = await manager.distil(request(note="a"), background=background)
+    assert [(hit.text, hit.use.uid, hit.use.version) for hit in hits] == [
+        ("Go west.", "run/0/0/0#0", 1),
+        ("Go east.", "run/0/0/0#1", 1),
+    ]
+    assert await manager.distil(request(1, note="b"), background=background) == []
+    if running:
+        running.cancel()
+        await asyncio.wait([running])
+    await manager.aclose()
+
+
+async def test_notes_are_the_texts_of_the_answers(tmp_path):
+    engine = by_note(a="Go west.\nThen south.", b=" ")
+    prompts = replace(PROMPTS, notes=True)
+    manager = await open_manager(bank_path(tmp_path), engine, prompts=prompts)
+    for number, note in enumerate("ab"):
+        await manager.submit(request(number, note=note))
+    await manager.drain()
+    assert [one.text for one in manager.latest(9)] == ["Go west.\nThen south."]
+    assert (await manager.stats())["dropped/empty text"] == 1
     await manager.aclose()

@@ -247,7 +247,9 @@ def test_records_are_shown_only_with_the_original_text(rendering: Rendering, adv
     hit = Hit("Go west.", use, record=TrackRecord(4, 3))
 
     def shown(context: ChatContext, hit: Hit) -> str:
-        opening = context.opening(Task("room", 0, "train", "Find it."), Observation("A room."), hit)
+        opening = context.opening(
+            Task("room", 0, "train", "Find it."), Observation("A room."), [hit]
+        )
         return next(segment.text for segment in opening if segment.origin == "experience")
 
     assert advice in shown(with_record, hit)

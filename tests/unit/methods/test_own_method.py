@@ -96,8 +96,8 @@ def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
                 ("'My.method', print", "method = 'My.method': its name must have lower-case lett"),
                 ("'m', print, uses=frozenset({'gym'})", "it uses gym, which no run has"),
                 (
-                    "'m', print, uses=frozenset({'bank'})",
-                    "bank and extractor need each other",
+                    "'m', print, uses=frozenset({'extractor'})",
+                    "an extractor needs a bank",
                 ),
             ]
         ),
@@ -145,7 +145,7 @@ def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
         (
             "return replace(method, distiller=None)",
             (),
-            "uses an extractor, but the distiller of its",
+            "uses a bank, but the distiller of its",
         ),
         (
             "return method",

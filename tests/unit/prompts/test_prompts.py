@@ -112,7 +112,7 @@ def test_without_an_introduction_the_experience_stands_alone():
         ChatContext({"doors": ""}),
         ChatContext({"doors": ""}, {"doors": "{experience}"}),
     ):
-        opening = context.opening(TASK, Observation("A door."), guide)
+        opening = context.opening(TASK, Observation("A door."), [guide])
         assert [(s.text, s.origin) for s in opening] == [
             (TASK.goal, "task"),
             (guide.text, "experience"),

@@ -347,7 +347,7 @@ async def test_the_report_shows_the_best_of_every_task(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         loop.experience.manager, "best", lambda n: experiences("room", "room", "shop")[:n]
     )
-    report = await experience_report(loop, Path("bank.sqlite"))
+    report = await experience_report(loop, Path("bank.sqlite"), "extractor")
     assert report is not None
     assert [experience.task for experience in report.best] == ["room", "room", "shop"]
 
@@ -427,7 +427,7 @@ async def test_gaps_of_the_second_half_and_gains_of_the_first_and_last_probe() -
     name = "probe/room/right_minus_none"
     probes = {step: {name: step / 10, f"{name}/half_width": 0.01} for step in (0, 2, 4)}
     report = await experience_report(
-        _loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), Path("bank.sqlite")
+        _loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), Path("bank.sqlite"), "extractor"
     )
     assert report is not None
     assert list(report.gaps) == [0.25, 0.5, 0.75]
@@ -438,7 +438,7 @@ async def test_a_run_stopped_before_its_first_step_has_no_gains() -> None:
     probes = {
         0: {"probe/room/right_minus_none": 0.5, "probe/room/right_minus_none/half_width": 0.1}
     }
-    report = await experience_report(_loop(0, [], probes), Path("bank.sqlite"))
+    report = await experience_report(_loop(0, [], probes), Path("bank.sqlite"), "extractor")
     assert report is not None
     assert report.probe_gains == {}
 

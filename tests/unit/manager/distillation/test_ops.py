@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.manager.distillation import ops
-from crl.manager.distillation.ops import OpLimits, parse_merge, parse_ops, token_spans
+from crl.manager.distillation.ops import OpLimits, parse_merge, parse_note, parse_ops, token_spans
 from support.doors import renderer
 
 ADD = '{"op": "add", "text": "Go west."}'
@@ -380,3 +380,36 @@ def test_the_number_of_tried_braces_is_bounded(
     assert [op.kind for op in parsed.ops] == ["add"]
     assert parsed.dropped.get("not JSON", 0) + parsed.dropped.get("too many ops", 0) >= 1
     assert len(decoded) == ops.MAX_ATTEMPTS + 1
+
+
+@pytest.mark.parametrize(
+    ("completion", "thinking", "text"),
+    [
+        ("  Go west.\nThen south. \n", False, "Go west.\nThen south."),
+        ("<think>Hm.</think>\n\nGo west.", False, "Go west."),
+        ("Hm.</think>Go west.", True, "Go west."),
+        ('[{"op": "return"}]', False, '[{"op": "return"}]'),
+    ],
+)
+def test_a_note_is_the_text_after_the_thinking(completion: str, thinking: bool, text: str) -> None:
+    parsed = parse_note(completion, thinking=thinking)
+    (op,) = parsed.ops
+    assert (op.kind, op.text, op.span) == ("add", text, (parsed.head_chars, len(completion)))
+    assert completion[parsed.head_chars :].strip() == text
+    assert parsed.dropped == {}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("<think>Go west.", "the thinking did not end"),
+        ("<think>Go west.</think> \n", "empty text"),
+        ("", "empty text"),
+        ("x" * 2001, "text too long"),
+        ("\ud800", "no text"),
+    ],
+)
+def test_notes_that_are_refused(completion: str, reason: str) -> None:
+    parsed = parse_note(completion)
+    assert (parsed.malformed, parsed.dropped) == (True, {reason: 1})
+    assert parsed.head_chars <= len(completion)

@@ -21,7 +21,7 @@ from crl.config.schema import RetrievalSection, Scope
 from crl.embedders.hash import HashEmbedder
 from crl.envs.actions import COMPASS
 from crl.envs.places import FIXED_NAMES, PLACE_NAMES
-from crl.envs.room import GOAL
+from crl.envs.room import GOAL as ROOM_GOAL
 from crl.envs.room.lessons import LESSONS, lesson
 from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Entry
@@ -35,7 +35,7 @@ from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import MIN_TAIL_ROWS, Index
 from crl.manager.retrieval.policies.diverse import diverse_scores
 from crl.types import Counters, Provenance
-from support.managers import WordEmbedder, search
+from support.managers import GOAL, WordEmbedder, search
 
 
 def entry(uid: str, **fields) -> Entry:
@@ -44,7 +44,7 @@ def entry(uid: str, **fields) -> Entry:
         fields.pop("version", 1),
         fields.pop("text", uid),
         fields.pop("task", "room"),
-        "goal",
+        fields.pop("goal", "goal"),
         Provenance(uid, (0, 1)),
         Counters(**fields),
     )
@@ -333,7 +333,7 @@ async def test_the_graph_agrees_with_an_exhaustive_search(monkeypatch, size):
     monkeypatch.setattr("crl.manager.retrieval.index.MAX_EXACT_ROWS", 1000)
     rng = random.Random(0)
     goals = [
-        GOAL.format(place=f"{place} {i}")
+        ROOM_GOAL.format(place=f"{place} {i}")
         for i in range(size // 16 // 64 + 1)
         for place in PLACE_NAMES[:64]
     ]
@@ -421,7 +421,7 @@ LESSON_TEXTS = [
 ]
 # Neighbouring names are the most similar ones.
 ROOM_GOALS = [
-    GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) for place in names[:32]
+    ROOM_GOAL.format(place=place) for names in (FIXED_NAMES, PLACE_NAMES) for place in names[:32]
 ]
 
 
@@ -452,7 +452,7 @@ async def test_settings_for_tiny_models_separate_the_lessons_of_places():
     asin 0.1, therefore cos(acos 0.977 − asin 0.1) < 0.994 < √(1 − 0.1²).
     """
     goals = [
-        GOAL.format(place=place + again)
+        ROOM_GOAL.format(place=place + again)
         for place in FIXED_NAMES + PLACE_NAMES
         for again in ("", " 2")
     ]
@@ -501,6 +501,34 @@ async def test_with_task_scope_entries_of_other_tasks_are_not_returned():
     hit = shared.search(search("go west"), query, 0, counted=True)
     assert hit is not None
     assert hit.use.uid == "b"
+
+
+async def test_with_goal_scope_entries_of_other_goals_are_not_returned():
+    made = await bank(
+        entry("a", text="go west now", goal=GOAL), entry("b", text="go west"),
+        entry("c", text="go west", task="maze", goal=GOAL), scope="goal", margin=2.0,
+    )  # fmt: skip
+    query = await vector("go west")
+    for group in range(20):
+        hit = made.search(search("go west", group=group), query, 0, counted=True)
+        assert hit is not None
+        assert hit.use.uid == "a"
+    made.remove("a")
+    assert made.search(search("go west"), query, 0, counted=True) is None
+    assert made.size(search().task) == 0
+
+
+async def test_experiences_that_the_episode_was_shown_are_not_returned_again():
+    made = await bank(
+        entry("a", text="go west"), entry("b", text="go west now"), per="rollout", margin=2.0
+    )
+    query = await vector("go west")
+    request = search("go west")
+    hits = [
+        made.search(replace(request, shown=shown, turn=2), query, 0, counted=True)
+        for shown in ((), ("a",), ("a", "b"))
+    ]
+    assert [hit and hit.use.uid for hit in hits] == ["a", "b", None]
 
 
 async def test_group_members_share_one_pick_that_counts_once():

@@ -19,7 +19,7 @@ from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import Build, Neighbour
 from crl.manager.retrieval.searching import Searcher
 from crl.protocols import Hit
-from crl.types import Provenance
+from crl.types import Provenance, Task
 from support.doors import until
 from support.managers import WordEmbedder, search
 
@@ -419,7 +419,7 @@ async def test_a_worker_error_fails_only_its_search_and_changes_wait_for_the_oth
     nearest = Bank.nearest
     broken, slow = await WordEmbedder().embed(["broken", "slow"])
 
-    def work(self: Bank, task: str, query: np.ndarray) -> list[Neighbour]:
+    def work(self: Bank, task: Task, query: np.ndarray) -> list[Neighbour]:
         if np.array_equal(query, broken):
             raise MemoryError("no room")
         if np.array_equal(query, slow):

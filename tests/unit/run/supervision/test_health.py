@@ -195,6 +195,6 @@ def test_signs(metrics: dict[str, float], text: str, steps: int, seen: int):
 def test_answers_of_the_extractor_that_are_all_dropped():
     done = [{"queue/done": 4 * step, "ops/add": 7, "ops/drop": 4 * step} for step in range(1, 8)]
     notes, _ = observed({"queue/done": 0, "ops/add": 7}, *done)
-    assert notes == ["warning: in the last 5 steps all answers of the extractor were dropped"]
+    assert notes == ["warning: in the last 5 steps all answers about episodes were dropped"]
     added = [{**line, "ops/add": line["queue/done"]} for line in done]
     assert observed(*added) == ([], [])

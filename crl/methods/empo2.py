@@ -1,0 +1,133 @@
+"""EMPO² (Liu et al., arXiv 2602.23008): GRPO with a memory of tips, on- and off-policy.
+
+After each episode, the actor writes a tip into a memory for the task's goal. A step is played with
+memory with probability p: before every turn, the tips near the state are shown. Otherwise it is
+played without. Steps with memory are trained in one of two modes. On-policy, the prompts keep the
+tips. Off-policy (probability q), the episodes are rendered again without them, so that the actor
+learns to act without tips (eq. 2, appendix C). Novel states give an intrinsic reward (§4.2).
+
+Algorithm 1 and the text contradict each other; the settings name the readings.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from crl.config.method import MethodSpec, Part
+from crl.config.section import Count, Section
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.methods.parts.rollouts import ChatContext
+    from crl.protocols import Method
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Empo2Section(Section):
+    """Settings of the method `empo2`."""
+
+    memory_share: Share = 0.25
+    """p: probability that a step is played with memory.
+
+    §4.2, appendix F.1 and the released code name this probability p. Algorithm 1 swaps the modes.
+    """
+    off_policy_share: Share = 2 / 3
+    """q: probability that a step with memory is trained off-policy, without the tips.
+
+    §4.2, appendix F.1 and the released code name this probability q. Algorithm 1 swaps the modes.
+    """
+    off_policy_old: Literal["with_tips", "without_tips"] = "with_tips"
+    """Prompts of the old log-probs in off-policy training.
+
+    with_tips = those of the rollout, as in appendix C and in the released code; the ratio then
+    corrects for the policy that sampled. without_tips = without the tips, as in §4.2 and in
+    Algorithm 1; the ratio starts at 1.
+    """
+    low_probability: Annotated[float, Field(ge=0, lt=1)] = math.exp(-5)
+    """δ of eq. 2: tokens with a lower probability get no advantage. 0 = off.
+
+    The paper gives no value. The default is the log-prob −5 of the released code.
+    """
+    tips: Count = 10
+    """Maximum number of tips that are retrieved before a turn."""
+    writer: Literal["actor", "extractor"] = "actor"
+    """Model that writes the tips. In the paper it is the actor. The bundled actor cannot write."""
+    novelty_coef: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
+
+    The paper adds it without a weight to scores of up to 100, which are rewards of up to 1 here.
+    """
+    novelty_similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Cosine similarity at or above which two states count as similar. The paper gives no value."""
+
+
+def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Method:
+    """Return the method for `config`. `context` writes the prompts of the run's tasks."""
+    from crl.methods.parts.distilling import EveryEpisode, NoEpisode
+    from crl.methods.parts.memory import MemorySteps, StrippedView
+    from crl.methods.parts.novelty import StateNovelty
+    from crl.methods.parts.rollouts import OutcomeReward
+    from crl.methods.parts.training import GroupAdvantage, MaskedSurrogateLoss
+    from crl.protocols import Advice, Method, TrainSpec
+    from crl.types import BEHAVIOUR, STEP_START
+
+    actor, seed = config.actor, config.run.seed
+    old = BEHAVIOUR if settings.off_policy_old == "with_tips" else STEP_START
+    off_policy = MemorySteps(settings.off_policy_share, seed, "update mode")
+    loss = MaskedSurrogateLoss(
+        actor.clip_low, actor.clip_high, actor.ratio, settings.low_probability
+    )
+    return Method(
+        planner=MemorySteps(settings.memory_share, seed, "rollout mode"),
+        context=context.without_records(),
+        shaper=OutcomeReward(),
+        actor=TrainSpec(
+            "actor",
+            (GroupAdvantage(actor.advantage_scale),),
+            StrippedView(off_policy, old, actor.mask_truncated),
+            loss,
+        ),
+        distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
+        advice=Advice(settings.tips, every_turn=True),
+        intrinsic=StateNovelty(settings.novelty_coef, settings.novelty_similarity)
+        if settings.novelty_coef
+        else None,
+    )
+
+
+def check(config: RunConfig, settings: Empo2Section) -> None:
+    """Raise `ConfigError` if the members of a group would share one search."""
+    if config.retrieval.per == "group":
+        reason = "cannot be used: each member searches for tips before its own turns"
+        raise ConfigError("retrieval.per", "group", reason, "Use --set retrieval.per=rollout")
+
+
+def unused_parts(settings: Empo2Section) -> frozenset[Part]:
+    """Return the extractor, unless it writes the tips."""
+    return frozenset({"extractor"} if settings.writer == "actor" else ())
+
+
+SPEC = MethodSpec(
+    "empo2",
+    build,
+    Empo2Section,
+    uses=frozenset({"bank", "extractor", "probe"}),
+    unused_parts=unused_parts,
+    note="tip",
+    defaults={
+        "bank": {"scope": "goal", "max_per_goal": 1000, "evict": "fifo"},
+        # Listing 1 of the paper: tips above the threshold, sorted by score.
+        "retrieval": {
+            "per": "rollout", "choice": "credit", "trial_share": 0.0, "margin": 2.0,
+            "min_similarity": 0.5, "candidates": 1000,
+        },
+        "extractor": {"merge_every": 0},
+    },
+    guided_members=lambda settings, members: members if settings.memory_share else 0,
+    check=check,
+)  # fmt: skip
