@@ -654,30 +654,44 @@ def test_agents_can_see_the_track_record_of_their_experience(tmp_path: Path) -> 
     assert record_shown[False] > 0, "and others were not"
 
 
-def test_self_distillation_trains_better_guided_members(
-    tmp_path: Path,
-) -> None:
-    runs = [tmp_path / "plain", tmp_path / "distilled"]
-    for run, sets in zip(runs, ((), ("complementary.self_distillation=1.0",)), strict=True):
-        train(run, *DETERMINISTIC, *sets, "eval.probe_every=0", *NO_EVAL, steps=4)
-    plain, distilled = (metrics(run, "train") for run in runs)
-    assert not any("rollout/self_distilled" in line for line in plain)
+def better_guided_members(run: Path) -> Counter[int]:
+    """Return by step the number of members with experience that beat the mean of the free ones."""
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for t in episodes(runs[1]):
+    for t in episodes(run):
         groups.setdefault((t["step"], t["group"]), []).append(t)
     better = Counter[int]()
     for (step, _), members in groups.items():
-        free = [t["reward"] for t in members if t["condition"] == "free"]
-        better[step] += sum(
-            bool(t["used"]) and t["reward"] > sum(free) / len(free) for t in members
-        )
+        free = fmean(t["reward"] for t in members if t["condition"] == "free")
+        better[step] += sum(bool(t["used"]) and t["reward"] > free for t in members)
+    return better
+
+
+def test_self_distillation_trains_better_guided_members(tmp_path: Path) -> None:
+    weight = "complementary.self_distillation=1.0"
+    settings = {
+        "plain": (),
+        "distilled": (weight,),
+        "periodic": (weight, "complementary.self_distillation_every=4"),
+    }
+    for name, sets in settings.items():
+        train(tmp_path / name, *DETERMINISTIC, *sets, "eval.probe_every=0", *NO_EVAL, steps=4)
+    plain, distilled, periodic = (metrics(tmp_path / name, "train") for name in settings)
+    assert not any("rollout/self_distilled" in line for line in plain)
+    better = better_guided_members(tmp_path / "distilled")
     assert [line["rollout/self_distilled"] for line in distilled] == [
         better[line["step"]] for line in distilled
     ]
     first = next(i for i, line in enumerate(distilled) if line["rollout/self_distilled"])
+    assert first < 3, "periodic self-distillation has this step without samples"
     assert plain[first]["actor/grad_norm"] != distilled[first]["actor/grad_norm"], (
         "they are trained on"
     )
+    last = better_guided_members(tmp_path / "periodic")[4]
+    assert last > 0
+    assert [line["rollout/self_distilled"] for line in periodic] == [0, 0, 0, last]
+    norms = [[line["actor/grad_norm"] for line in run] for run in (plain, periodic)]
+    assert norms[0][:3] == norms[1][:3]
+    assert norms[0][3] != norms[1][3]
 
 
 def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> None:

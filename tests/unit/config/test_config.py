@@ -1333,6 +1333,17 @@ def test_comparisons_with_free_members_require_free_members(model: Path):
         assert resolved(model, *all_guided, f"{key}=0"), "0 states the actual behaviour"
 
 
+def test_periodic_self_distillation_requires_self_distillation(model: Path):
+    key, weight = "complementary.self_distillation_every", "complementary.self_distillation"
+    assert config_error(model, f"{key}=5") == (
+        f"{key} = 5: has no effect because {weight} is 0. Add --set {weight}=0.5, or leave it out."
+    )
+    assert resolved(model, f"{weight}=0.5", f"{key}=5")
+    assert "should be greater than or equal to 1" in config_error(
+        model, f"{weight}=0.5", f"{key}=0"
+    )
+
+
 def test_a_saved_run_with_settings_of_a_part_that_is_off_can_be_read(model: Path, tmp_path: Path):
     dump(resolved(model, "ask.limit=2", "ask.enabled=false"), tmp_path / "config.json")
     assert load_saved(tmp_path).config.ask.limit == 2
