@@ -3,8 +3,8 @@
 The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
 `complementary.guided_share`, `complementary.advantages`, `complementary.lift_coef`,
 `complementary.self_distillation`, `complementary.self_distillation_every`,
-`complementary.show_record`, `actor.train`, `extractor.train`, `bank.frozen`,
-`retrieval.per`.
+`complementary.show_record`, `actor.train`, `extractor.train`, `extractor.baseline`,
+`extractor.perplexity.weight`, `bank.frozen`, `retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
 

@@ -38,6 +38,7 @@ from crl.protocols import (
     Method,
     Monitor,
 )
+from crl.rollout.perplexity import PerplexityReward
 from crl.run.checkpoint import read_state, trained_model
 from crl.run.experience import (
     ExperiencePipeline,
@@ -181,11 +182,13 @@ async def open_experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *,
     checkpoint: Path | None, progress_bar: bool, on_progress: Callable[[], object],
+    perplexity: PerplexityReward | None = None,
 ) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
     """Start the extractor and open the run's bank. Return Nones for a method without extractor.
 
     The run begins with `checkpoint`, or anew if it is None. `on_progress` is called after every
-    distillation and every training step of the extractor.
+    distillation and every training step of the extractor. `perplexity` is the source of the
+    perplexity-reduction reward, if any.
     """
     if method.distiller is None:
         return None, None
@@ -220,6 +223,7 @@ async def open_experience(
             background=background,
             merge_every=0 if config.bank.frozen else config.extractor.merge_every,
             baseline=config.extractor.baseline,
+            perplexity=perplexity,
         ),
     )  # fmt: skip
     return experience, RunBank(
