@@ -9,9 +9,10 @@ import pytest
 from crl.config.schema import PerplexitySection
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError
+from crl.rollout.episode import EpisodeKey, Limits
 from crl.rollout.perplexity import PerplexityReward, query_prompts
-from crl.types import Condition, ExperienceUse, Segment, Trajectory, UseKind
-from support.doors import TASK, renderer
+from crl.types import Condition, ExperienceUse, RolloutPlan, Segment, Trajectory, UseKind
+from support.doors import TASK, RecordingRetriever, open_host, renderer, runner, script
 from support.trajectories import build_trajectory
 
 GOAL = Segment("user", "Open it.", "task")
@@ -70,6 +71,20 @@ def test_prompts_differ_by_the_experience_alone() -> None:
     query = prompts.free[-prompts.tokens :]
     assert query == prompts.guided[-prompts.tokens :]
     assert chat.decode(query).lstrip().startswith("You see a door."), "not goal, offer, experience"
+
+
+async def test_the_guided_prompt_is_the_prompt_that_the_actor_received() -> None:
+    engine = ScriptedEngine(renderer(), script("wait", "open"))
+    limits = {"doors": Limits(max_turns=3, max_response_tokens=32)}
+    async with open_host() as hosted:
+        play = runner(engine, hosted.host, limits=limits, retriever=RecordingRetriever()).play
+        guided = await play(EpisodeKey("train", 2, 5, 0), TASK, RolloutPlan("guided"))
+        free = await play(EpisodeKey("train", 2, 5, 1), TASK, RolloutPlan("free"))
+    first_prompts = [engine.requests[0][1], engine.requests[2][1]]
+    prompts = query_prompts(renderer(), guided)
+    assert prompts
+    assert [prompts.guided, prompts.free] == first_prompts
+    assert query_prompts(renderer(), free) is None
 
 
 def test_an_experience_with_the_last_words_of_the_goal_adds_no_tokens_to_the_query() -> None:
