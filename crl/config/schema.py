@@ -439,8 +439,9 @@ class ExtractorSection(Section):
     batch = the mean reward of the training batch (eq. 3); group = the mean reward of the free
     members of the group that the experience guided; guided = the mean reward of all members of that
     group that an experience guided. With "group", an experience is not trained on if no free member
-    finished its episode. "guided" needs retrieval.per = "rollout". With "group" or "guided" and
-    critic.enabled, the batch mean is subtracted as well.
+    finished its episode. "guided" needs retrieval.per = "rollout". "group" is the relative reward
+    of CRL B.2. With "group" or "guided", the batch mean is subtracted as well if critic.enabled or
+    perplexity.weight is set.
     """
     perplexity: PerplexitySection = PerplexitySection()
     """Perplexity-reduction reward of an experience, in addition to the reward of its episodes."""

@@ -154,9 +154,12 @@ async def bank_factory(
         extractor=config.extractor,
         ask=config.ask,
         credit_window_steps=config.rollout.max_staleness + 8,
-        # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
-        # Subtracting the batch mean removes that score again.
-        centred=config.extractor.baseline == "batch" or config.critic.enabled,
+        # With the critic, rewards contain the verdict's score, whatever the episode's outcome. With
+        # the perplexity-reduction reward, they contain a bonus that most experiences earn.
+        # Subtracting the batch mean removes the mean of both again.
+        centred=config.extractor.baseline == "batch"
+        or config.critic.enabled
+        or config.extractor.perplexity.weight > 0,
         deterministic=config.run.deterministic,
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))

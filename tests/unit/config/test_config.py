@@ -1097,8 +1097,12 @@ async def test_bank_settings_are_passed_to_the_manager(model: Path):
                 resolved(model, "critic.enabled=true"), specs(config), {}, no_progress, stack
             )
         ).settings
-        assert (settings.centred, judged.centred) == (False, True), (
-            "a verdict's score is no advantage"
+        weight = "extractor.perplexity.weight=0.5"
+        rewarded = (
+            await bank_factory(resolved(model, weight), specs(config), {}, no_progress, stack)
+        ).settings
+        assert (settings.centred, judged.centred, rewarded.centred) == (False, True, True), (
+            "neither a verdict's score nor a bonus that all experiences earn is an advantage"
         )
         frozen = (
             await bank_factory(
