@@ -471,6 +471,9 @@ NO_COUNTERS = Counters()
 RewardBaseline = Literal["batch", "group", "guided"]
 """Baseline of the extractor's rewards, see `ExtractorSection.baseline` in `crl.config.schema`."""
 
+PerplexityNormaliser = Literal["relative", "tanh", "sigmoid", "asymmetric", "log"]
+"""Normaliser of the perplexity-reduction reward, see `crl.algo.perplexity_bonus`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:

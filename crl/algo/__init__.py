@@ -1,4 +1,4 @@
-"""Pure functions of the algorithms: advantages, losses, batching, experience (eq. 6, 7, 8).
+"""Pure functions of the algorithms: advantages, losses, batching, experience (eq. 6, 7, 8, B.2).
 
 Names are loaded on first use. Therefore `import crl.algo`, and the use of a formula that needs no
 torch, do not import torch.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         critic_reward,
         diversity_score,
         experience_reward,
+        perplexity_bonus,
         training_weight,
     )
     from crl.algo.losses import cispo, clipped_surrogate, nll, truncated_importance_weights
@@ -45,6 +46,7 @@ __all__ = [
     "micro_batches",
     "nll",
     "optimizer_minibatches",
+    "perplexity_bonus",
     "rank_shares",
     "sequence_weights",
     "similar_states",
@@ -64,7 +66,13 @@ _NAMES = {
         "step_advantages",
     ),
     "batching": ("build_minibatches", "micro_batches", "optimizer_minibatches", "rank_shares"),
-    "experience": ("critic_reward", "diversity_score", "experience_reward", "training_weight"),
+    "experience": (
+        "critic_reward",
+        "diversity_score",
+        "experience_reward",
+        "perplexity_bonus",
+        "training_weight",
+    ),
     "losses": ("cispo", "clipped_surrogate", "nll", "truncated_importance_weights"),
     "states": ("similar_states",),
     "terms": ("sum_terms",),

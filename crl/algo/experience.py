@@ -1,4 +1,4 @@
-"""Experience formulas: retrieval scores (eq. 6), training weight (eq. 7), reward (eq. 8).
+"""Experience formulas: retrieval scores (eq. 6), training weight (eq. 7), rewards (eq. 8, B.2).
 
 This module does not import torch.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import get_args
 
-from crl.types import Verdict
+from crl.types import PerplexityNormaliser, Verdict
 
 CRITIC_SCORES: Mapping[Verdict, float] = MappingProxyType(
     {"accept": 1.0, "refine": 0.5, "reject": 0.0}
@@ -88,6 +89,56 @@ def experience_reward(verdict: Verdict | None, success: bool) -> float:
     if verdict is None:
         return reward
     return critic_reward(CRITIC_SCORES[verdict], 0.0 if verdict == "reject" else reward)
+
+
+def perplexity_bonus(
+    entropy: float,
+    guided_entropy: float,
+    normaliser: PerplexityNormaliser,
+    *,
+    weight: float,
+    clip_low: float,
+    clip_high: float,
+    temperature: float,
+) -> float:
+    """Return the bonus b for an experience that reduces the actor's perplexity: CRL appendix B.2.
+
+    With Δ = H(π|q) − H(π|q, m):
+
+    * relative: w·Δ / H(π|q), clipped to [−clip_low, clip_high]
+    * tanh: w·tanh(Δ)
+    * sigmoid: w·(2σ(Δ/τ) − 1)
+    * asymmetric: w·Δ, clipped to [−clip_low, clip_high]
+    * log: w·sgn(Δ)·log(1 + |Δ|)
+
+    B.2 gives no formula for asymmetric. **Ours**: the form above, and clips of the bonus instead of
+    the unweighted value, so that they have the unit of the reward r = ±1.
+
+    `entropy`: H(π|q) ≥ 0, the actor's entropy over the query q without experience, in nats per
+    token. `guided_entropy`: H(π|q, m), the same with the experience m in the prompt. `weight`:
+    w > 0. `temperature`: τ > 0, in nats per token.
+
+    Raise `ValueError` if an entropy is negative, or another normaliser is given.
+    """
+    _not_negative(entropy=entropy, guided_entropy=guided_entropy)
+    reduction = entropy - guided_entropy
+    match normaliser:
+        case "relative":
+            # H(π|q) = 0 leaves nothing to reduce: the reduction is 0 or negative.
+            share = reduction / entropy if entropy else -math.inf if reduction else 0.0
+            return min(max(weight * share, -clip_low), clip_high)
+        case "tanh":
+            return weight * math.tanh(reduction)
+        case "sigmoid":
+            # 2σ(x) − 1 = tanh(x/2), which does not overflow
+            return weight * math.tanh(reduction / temperature / 2)
+        case "asymmetric":
+            return min(max(weight * reduction, -clip_low), clip_high)
+        case "log":
+            return weight * math.copysign(math.log1p(abs(reduction)), reduction)
+    raise ValueError(
+        f"normaliser must be one of {get_args(PerplexityNormaliser)}, not {normaliser}"
+    )
 
 
 def _not_negative(**values: float) -> None:

@@ -46,6 +46,7 @@ from crl.config.schema import (
 )
 from crl.config.validate import run_config, validated
 from crl.errors import ConfigError
+from crl.types import PerplexityNormaliser
 
 BANK_WRITE_SETTINGS = frozenset(
     {
@@ -60,6 +61,15 @@ BANK_WRITE_SETTINGS = frozenset(
     }
 )
 """Settings of `bank` and `extractor` that have no effect on a frozen bank."""
+
+PERPLEXITY_SETTINGS: Mapping[str, tuple[PerplexityNormaliser, ...]] = MappingProxyType(
+    {
+        "clip_low": ("relative", "asymmetric"),
+        "clip_high": ("relative", "asymmetric"),
+        "temperature": ("sigmoid",),
+    }
+)
+"""Normalisers that use a setting of `extractor.perplexity`, by the name of the setting."""
 
 TASK_TABLES = ("stream", "eval", "compact")
 """Tables of a task's file."""
@@ -237,7 +247,9 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
     # A file of the user may also serve runs in which the setting has an effect.
     if not given[key].startswith("-"):
         return None
-    if reason := _kind_reason(config, key) or _adapter_reason(config, key):
+    if reason := (
+        _kind_reason(config, key) or _adapter_reason(config, key) or _perplexity_reason(config, key)
+    ):
         return reason
     if key == "eval.probe_every" and "probe" not in config.uses and config.eval.probe_every:
         return (
@@ -293,6 +305,24 @@ def _adapter_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
     ):
         return f"{role}.lora.rank is 0", f"Add --set {role}.lora.rank=16, or leave it out"
     return None
+
+
+def _perplexity_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a setting of a perplexity reward that does not use it."""
+    section, perplexity = "extractor.perplexity", config.extractor.perplexity
+    name = key.removeprefix(f"{section}.")
+    if name == key or name == "weight":
+        return None
+    if not perplexity.weight:
+        return f"{section}.weight is 0", f"Add --set {section}.weight=0.5, or leave it out"
+    normalisers = PERPLEXITY_SETTINGS.get(name)
+    if normalisers is None or perplexity.normaliser in normalisers:
+        return None
+    choices = " or ".join(f"--set {section}.normaliser={other}" for other in normalisers)
+    return (
+        f'{section}.normaliser is "{perplexity.normaliser}"',
+        f"Add {choices}, or leave it out",
+    )
 
 
 def _experience_reason(

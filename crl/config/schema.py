@@ -28,7 +28,7 @@ from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
 from crl.config.section import Count, Name, Natural, Section
 from crl.errors import ConfigError
 from crl.plugins import absolute_reference
-from crl.types import RewardBaseline, RoleName, StreamSettings
+from crl.types import PerplexityNormaliser, RewardBaseline, RoleName, StreamSettings
 
 SEQUENCE_CLIP = 3e-4
 """Default clip width of the length-normalised sequence ratio (the order of magnitude of GSPO)."""
@@ -39,6 +39,9 @@ SEQUENCE_CLIP_LIMIT = 1e-2
 The ratio is averaged over the tokens of an episode and stays so close to 1 that a wider clip never
 takes effect.
 """
+
+ASYMMETRIC_CLIP = 0.2
+"""Default largest penalty of the asymmetric normaliser, a fifth of its largest bonus."""
 
 RATE_WINDOW = 64
 """Number of most recent free episodes of a goal or task over which a success rate is taken."""
@@ -306,6 +309,47 @@ class ActorSection(Section):
         return data
 
 
+class PerplexitySection(Section):
+    """Perplexity-reduction reward (CRL appendix B.2), an auxiliary reward of the extractor.
+
+    An experience earns a bonus if the actor's entropy H over the first observation of an episode is
+    lower with the experience in the prompt than without it. H is the mean negative log-prob of the
+    observation's tokens in nats, so exp(H) is their perplexity.
+    """
+
+    weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight w of the bonus, beside the reward r = +1 or -1 of the episode.
+
+    0 = off, as in the paper, which found no consistent improvement.
+    """
+    normaliser: PerplexityNormaliser = "relative"
+    """Function that makes the bonus from D, the entropy without minus the entropy with experience.
+
+    relative = w * D / (entropy without experience), clipped; tanh = w * tanh(D); sigmoid = w * (2 *
+    sigmoid(D / temperature) - 1); asymmetric = w * D, clipped; log = w * sign(D) * log(1 + |D|).
+    The paper tried all five and prefers none. relative is the only one that does not depend on how
+    predictable the observations of a task are.
+    """
+    clip_low: Annotated[float, Field(gt=0)] = 1.0
+    """Largest penalty: the bonus of relative and asymmetric is at least -clip_low.
+
+    The paper names no value. Default: 1, the size of r; 0.2 with normaliser = "asymmetric", which
+    must not penalise heavily.
+    """
+    clip_high: Annotated[float, Field(gt=0)] = 1.0
+    """Largest bonus of relative and asymmetric. The paper names no value; 1 is the size of r."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of sigmoid, in nats per token. The paper names no value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_default_clip(cls, data: Any) -> Any:
+        """Set the default penalty of the asymmetric clip."""
+        if isinstance(data, Mapping) and data.get("normaliser") == "asymmetric":
+            return {"clip_low": ASYMMETRIC_CLIP, **data}
+        return data
+
+
 class ExtractorSection(Section):
     """Extractor: the model that distils episodes into experiences.
 
@@ -395,9 +439,12 @@ class ExtractorSection(Section):
     batch = the mean reward of the training batch (eq. 3); group = the mean reward of the free
     members of the group that the experience guided; guided = the mean reward of all members of that
     group that an experience guided. With "group", an experience is not trained on if no free member
-    finished its episode. "guided" needs retrieval.per = "rollout". With "group" or "guided" and
-    critic.enabled, the batch mean is subtracted as well.
+    finished its episode. "guided" needs retrieval.per = "rollout". "group" is the relative reward
+    of CRL B.2. With "group" or "guided", the batch mean is subtracted as well if critic.enabled or
+    perplexity.weight is set.
     """
+    perplexity: PerplexitySection = PerplexitySection()
+    """Perplexity-reduction reward of an experience, in addition to the reward of its episodes."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the model at the start of the run, per token and in nats.
 
@@ -1093,6 +1140,7 @@ class RunConfig(Section):
             raise ConfigError(
                 "actor.train", False, f"leaves nothing to learn: {cause}", "Leave it out"
             )
+        _check_perplexity(self)
         if self.with_bank:
             _check_writer(self)
             _check_structured_outputs(self)
@@ -1275,6 +1323,35 @@ def _check_writer(config: RunConfig) -> None:
             extractor.merge_tokens,
             reason,
             f"Lower it, or raise {writer}.max_context_tokens",
+        )
+
+
+def _check_perplexity(config: RunConfig) -> None:
+    """Raise `ConfigError` for a perplexity reward that trains nothing, or for an asymmetric clip
+    whose penalty is as large as its bonus.
+    """
+    perplexity = config.extractor.perplexity
+    if not perplexity.weight:
+        return
+    if not config.trains_extractor:
+        if not config.with_extractor:
+            cause = f"the method {config.spec.name} has no extractor"
+        else:
+            cause = "bank.frozen is true" if config.bank.frozen else "extractor.train is false"
+            cause = f"{config.method} trains no extractor" if config.spec.note else cause
+        raise ConfigError(
+            "extractor.perplexity.weight",
+            perplexity.weight,
+            f"rewards the extractor, but it is not trained: {cause}",
+            "Leave it out, or train the extractor",
+        )
+    if perplexity.normaliser == "asymmetric" and perplexity.clip_low >= perplexity.clip_high:
+        raise ConfigError(
+            "extractor.perplexity.clip_low",
+            perplexity.clip_low,
+            'is not below extractor.perplexity.clip_high, but normaliser = "asymmetric" limits a '
+            "penalty more than a bonus",
+            f"Choose a value below {perplexity.clip_high:g}, or normaliser=relative",
         )
 
 

@@ -3,7 +3,7 @@
 See CRL §3.3 and appendix B. A unit is one op of one generation. Its reward is the mean of r = ±1
 over the pending episodes that it guided. If the actor judges experiences, it is the mean of r̃
 (eq. 8) over the pending episodes that it was retrieved for. The expected r of an episode without
-experience may be subtracted (`crl.manager.records.Credit`).
+experience may be subtracted, and a bonus may be added (`crl.manager.records.Credit`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExtractorSample:
     """Id of the generation."""
     trace: TokenTrace
     reward: float
-    """r̄ ∈ [−2, 2]; with the critic's scores at most 3."""
+    """r̄ ∈ [−2, 2]; with the critic's scores at most 3. The perplexity-reduction reward is added."""
     weight: float
     """w of CRL eq. 7."""
     advantage: float

@@ -575,6 +575,7 @@ class ExperienceManager:
         *,
         episode: str,
         expected: float | None = 0.0,
+        bonus: float = 0.0,
     ) -> None:
         """Credit the experiences that were found for one episode.
 
@@ -586,12 +587,14 @@ class ExperienceManager:
         * `expected`: expected r of the episode without experience, in [−1, 1]. It is subtracted
           from the training reward of each experience that guided the episode. None: unknown; these
           experiences are not trained on.
+        * `bonus`: auxiliary reward b (CRL B.2), added to the training reward of the experience that
+          guided the episode from its start.
 
-        Verdicts and `expected` change the training reward of the extractor. They do not change the
-        record of an entry (episodes won and credited). The caller must not credit episodes that
-        ended with an error.
+        Verdicts, `expected` and `bonus` change the training reward of the extractor. They do not
+        change the record of an entry (episodes won and credited). The caller must not credit
+        episodes that ended with an error.
         """
-        credits = [Credit.from_use(use, success, expected) for use in uses]
+        credits = [Credit.from_use(use, success, expected, bonus) for use in uses]
 
         async def change() -> None:
             for credit in await self._store.credit(episode, credits, self._stamp()):

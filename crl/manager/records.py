@@ -363,21 +363,30 @@ class Credit(NamedTuple):
     reward: float | None
     """Reward for training the generation.
 
-    It also depends on the verdict (CRL eq. 8) and on the expected r. None if the expected r is
-    unknown; then the generation is not trained on this episode.
+    It also depends on the verdict (CRL eq. 8), on the expected r and on the bonus (CRL B.2). None
+    if the expected r is unknown; then the generation is not trained on this episode.
     """
 
     @classmethod
-    def from_use(cls, use: ExperienceUse, success: bool, expected: float | None = 0.0) -> Credit:
+    def from_use(
+        cls,
+        use: ExperienceUse,
+        success: bool,
+        expected: float | None = 0.0,
+        bonus: float = 0.0,
+    ) -> Credit:
         """Return the credit that a use earns from its episode.
 
         `expected` is the expected r of the episode without experience. It is subtracted from the
-        reward of a unit that guided the episode. None means that it is unknown.
+        reward of a unit that guided the episode. None means that it is unknown. `bonus` is added to
+        the reward of a unit that guided the episode from its start.
         """
         guided = use.verdict != "reject"
         reward = experience_reward(use.verdict, success)
         if guided:
             reward = None if expected is None else reward - expected
+        if guided and reward is not None and use.how == "start":
+            reward += bonus
         return cls(
             UnitKey.credited_by(use),
             use.verdict,

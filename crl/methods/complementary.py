@@ -2,8 +2,9 @@
 
 The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
 `complementary.guided_share`, `complementary.advantages`, `complementary.lift_coef`,
-`complementary.self_distillation`, `complementary.show_record`, `actor.train`, `extractor.train`,
-`bank.frozen`, `retrieval.per`.
+`complementary.self_distillation`, `complementary.self_distillation_every`,
+`complementary.show_record`, `actor.train`, `extractor.train`, `extractor.baseline`,
+`extractor.perplexity.weight`, `bank.frozen`, `retrieval.per`.
 The baseline without experience is `--method grpo`.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from crl.config.method import MethodSpec
-from crl.config.section import Section
+from crl.config.section import Count, Section
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,14 @@ class ComplementarySection(Section):
     """Weight of self-distillation (CRL §4.3), relative to the policy loss.
 
     It is the next-token loss on guided members whose reward exceeds the mean reward of the free
-    members, with the experience removed from the prompt. 0 = off, as in the paper's main runs.
+    members. Their answers are rendered again without the experience, the tool search_and_ask and
+    the questions. 0 = off, as in the paper's main runs.
+    """
+    self_distillation_every: Count = 1
+    """Number of actor steps between two steps with self-distillation.
+
+    1 = every step, as in the paper, whose run collapsed late. The paper proposes periodic
+    self-distillation as a remedy and did not try it. With n, the steps n, 2n, … have it.
     """
     show_record: bool = False
     """True if guided agents are shown the record of their experience.
@@ -81,7 +89,9 @@ def build(config: RunConfig, settings: ComplementarySection, context: ChatContex
     if settings.lift_coef:
         terms.append(LiftAdvantage(settings.lift_coef))
     distillation = (
-        SelfDistillation(settings.self_distillation) if settings.self_distillation else None
+        SelfDistillation(settings.self_distillation, settings.self_distillation_every)
+        if settings.self_distillation
+        else None
     )
     return Method(
         planner=GuidedShare(settings.guided_share),
@@ -133,6 +143,11 @@ def unused_reason(settings: ComplementarySection, name: str) -> tuple[str, str] 
         return (
             "complementary.guided_share is 1, so a group has no free members to compare with",
             "Remove one of the two settings",
+        )
+    if name == "self_distillation_every" and not settings.self_distillation:
+        return (
+            "complementary.self_distillation is 0",
+            "Add --set complementary.self_distillation=0.5, or leave it out",
         )
     return None
 

@@ -6,9 +6,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 
 from crl.manager import DistilRequest, ExperienceManager, GroupSuccess, UnitKey
-from crl.types import RewardBaseline, Trajectory
+from crl.types import EpisodeAddress, RewardBaseline, Trajectory
 
 
 async def credit_and_submit(
@@ -18,6 +19,7 @@ async def credit_and_submit(
     to_distil: Sequence[Trajectory],
     *,
     baseline: RewardBaseline = "batch",
+    bonuses: Mapping[EpisodeAddress, float] = MappingProxyType({}),
 ) -> None:
     """Credit experiences, record lifts, and queue episodes for distillation.
 
@@ -27,6 +29,8 @@ async def credit_and_submit(
     * `to_distil`: episodes to distil
     * `baseline`: members of the group with whose mean reward an episode's reward is compared:
       "group" for the free members, "guided" for those that an experience guided, "batch" for none
+    * `bonuses`: auxiliary rewards of the experiences that guided episodes from their start, by
+      the address of the episode
 
     With "group", a group may have no finished free member to compare with. The experiences of such
     a group are credited in their record, but the extractor is not trained on them.
@@ -42,6 +46,7 @@ async def credit_and_submit(
                 t.success,
                 episode=DistilRequest.from_trajectory(run_name, t).id,
                 expected=baselines.get((t.address.step, t.group), default),
+                bonus=bonuses.get(t.address, 0.0),
             )
             for t in credited
         ),

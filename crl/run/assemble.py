@@ -46,6 +46,7 @@ from crl.rollout.critic import Critic
 from crl.rollout.decoding import Decoding
 from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
 from crl.rollout.gate import StalenessGate
+from crl.rollout.perplexity import PerplexityReward
 from crl.rollout.rates import SuccessRates
 from crl.rollout.rerender import Rerenderer
 from crl.rollout.scripted import FreePlanner, NoSampler, ScriptedRunner
@@ -137,6 +138,7 @@ async def _training_loop(
         actor_engine=engine,
         checkpoint=checkpoint, progress_bar=progress_bar,
         on_progress=supervisor.watchdog.progress,
+        perplexity=_perplexity_reward(config, method, engine, actor),
     )  # fmt: skip
     retriever = experience.retriever if experience else retriever_override or NullRetriever()
     runner = replace(
@@ -174,6 +176,16 @@ async def _training_loop(
         Measurements(evaluator, probe, _measured_settings(config)),
         outputs,
     )
+
+
+def _perplexity_reward(
+    config: RunConfig, method: Method, engine: Engine, actor: ModelRole
+) -> PerplexityReward | None:
+    """Return the source of the perplexity-reduction reward; None without this reward."""
+    settings = config.extractor.perplexity
+    if not settings.weight or method.extractor is None:
+        return None
+    return PerplexityReward(engine, actor.renderer, settings)
 
 
 def _measured_settings(config: RunConfig) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from crl.protocols import (
     Method,
     Monitor,
 )
+from crl.rollout.perplexity import PerplexityReward
 from crl.run.checkpoint import read_state, trained_model
 from crl.run.experience import (
     ExperiencePipeline,
@@ -158,9 +159,12 @@ async def bank_factory(
         extractor=config.extractor.model_copy(update={"train": config.trains_extractor}),
         ask=config.ask,
         credit_window_steps=config.rollout.max_staleness + 8,
-        # With the critic, rewards contain the verdict's score, whatever the episode's outcome.
-        # Subtracting the batch mean removes that score again.
-        centred=config.extractor.baseline == "batch" or config.critic.enabled,
+        # With the critic, rewards contain the verdict's score, whatever the episode's outcome. With
+        # the perplexity-reduction reward, they contain a bonus that most experiences earn.
+        # Subtracting the batch mean removes the mean of both again.
+        centred=config.extractor.baseline == "batch"
+        or config.critic.enabled
+        or config.extractor.perplexity.weight > 0,
         deterministic=config.run.deterministic,
     )
     embedder = await stack.enter_async_context(_embedder(config, gpus.get("embedder", NO_GPU)))
@@ -187,13 +191,15 @@ async def open_experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, actor_engine: Engine,
     checkpoint: Path | None, progress_bar: bool, on_progress: Callable[[], object],
+    perplexity: PerplexityReward | None = None,
 ) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
     """Start the extractor and open the run's bank. Return Nones for a method without a bank.
 
     `actor_engine` writes the bank if the method has no extractor.
 
     The run begins with `checkpoint`, or anew if it is None. `on_progress` is called after every
-    distillation and every training step of the extractor.
+    distillation and every training step of the extractor. `perplexity` is the source of the
+    perplexity-reduction reward, if any.
     """
     if method.distiller is None:
         return None, None
@@ -230,6 +236,7 @@ async def open_experience(
             background=background,
             merge_every=0 if config.bank.frozen else config.extractor.merge_every,
             baseline=config.extractor.baseline,
+            perplexity=perplexity,
         ),
     )  # fmt: skip
     return experience, RunBank(manager, engine, factory, _untrained(config, gpus))

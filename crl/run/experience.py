@@ -40,6 +40,7 @@ from crl.protocols import (
     State,
 )
 from crl.rollout.crediting import credit_and_submit
+from crl.rollout.perplexity import PerplexityReward
 from crl.run.supervision.mismatch import MismatchDetector
 from crl.run.sync import restore_weights, sync_weights
 from crl.types import Minibatch, RewardBaseline, TokenTrace, TrainSample, Trajectory
@@ -219,6 +220,8 @@ class PipelineSettings:
     """Actor steps between two merges of the bank; 0 = no merges."""
     baseline: RewardBaseline = "batch"
     """Members of a group with whose rewards `credit_and_submit` compares."""
+    perplexity: PerplexityReward | None = None
+    """Source of the perplexity-reduction reward; None without this reward."""
 
 
 class ExperiencePipeline:
@@ -267,14 +270,18 @@ class ExperiencePipeline:
     async def observe(self, batch: Sequence[Trajectory]) -> None:
         """Credit the experiences that guided `batch` and queue its episodes for distillation.
 
-        The distiller selects the episodes to queue. Credit and queue are durable on return.
+        The distiller selects the episodes to queue. Credit and queue are durable on return. With
+        the perplexity-reduction reward, the actor's engine first scores the prompts of `batch`;
+        rollouts continue meanwhile.
         """
+        perplexity = self._settings.perplexity
         await credit_and_submit(
             self.manager,
             self._settings.run_name,
             batch,
             self._distiller.select(batch),
             baseline=self._settings.baseline,
+            bonuses=await perplexity.bonuses(batch) if perplexity else {},
         )
         self._credit_event.set()
 
@@ -323,6 +330,8 @@ class ExperiencePipeline:
             "perf/distil_busy_s": self._busy - busy,
         }
         metrics["perf/embed_cache_hits"] = self._cache.hit_rate
+        if self._settings.perplexity:
+            metrics |= self._settings.perplexity.take_metrics()
         self.last_metrics = metrics
         metrics |= latency_percentiles(
             "search", self.manager.take_search_times()

@@ -80,6 +80,18 @@ def test_requests_of_guided_episodes_have_no_experience(tmp_path: Path) -> None:
     assert all(any(s.origin == "policy" for s in r.segments) for r in requests)
 
 
+def test_a_bank_of_a_run_whose_extractor_had_auxiliary_rewards(tmp_path: Path) -> None:
+    run, bank = tmp_path / "run", tmp_path / "bank"
+    result = crl("train", "--tasks", "room", "--steps", "1", "--run-dir", run,
+                 "--set", "extractor.perplexity.weight=0.5", "--set", "eval.probe_every=0",
+                 *SIZES, *SMALL)  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    result = crl("bank", "build", "--from", run, "--run-dir", bank)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert load_saved(bank).config.extractor.perplexity.weight == 0, "nothing is trained"
+    assert goals(bank)
+
+
 def line(**changes: object) -> str:
     messages = [
         {"role": "user", "content": "at 2 3\ndark east south"},

@@ -656,30 +656,84 @@ def test_agents_can_see_the_track_record_of_their_experience(tmp_path: Path) -> 
     assert record_shown[False] > 0, "and others were not"
 
 
-def test_self_distillation_trains_better_guided_members(
-    tmp_path: Path,
-) -> None:
-    runs = [tmp_path / "plain", tmp_path / "distilled"]
-    for run, sets in zip(runs, ((), ("complementary.self_distillation=1.0",)), strict=True):
-        train(run, *DETERMINISTIC, *sets, "eval.probe_every=0", *NO_EVAL, steps=4)
-    plain, distilled = (metrics(run, "train") for run in runs)
-    assert not any("rollout/self_distilled" in line for line in plain)
+def better_guided_members(run: Path) -> Counter[int]:
+    """Return by step the number of members with experience that beat the mean of the free ones."""
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for t in episodes(runs[1]):
+    for t in episodes(run):
         groups.setdefault((t["step"], t["group"]), []).append(t)
     better = Counter[int]()
     for (step, _), members in groups.items():
-        free = [t["reward"] for t in members if t["condition"] == "free"]
-        better[step] += sum(
-            bool(t["used"]) and t["reward"] > sum(free) / len(free) for t in members
-        )
+        free = fmean(t["reward"] for t in members if t["condition"] == "free")
+        better[step] += sum(bool(t["used"]) and t["reward"] > free for t in members)
+    return better
+
+
+def test_self_distillation_trains_better_guided_members(tmp_path: Path) -> None:
+    weight = "complementary.self_distillation=1.0"
+    settings = {
+        "plain": (),
+        "distilled": (weight,),
+        "periodic": (weight, "complementary.self_distillation_every=4"),
+    }
+    for name, sets in settings.items():
+        train(tmp_path / name, *DETERMINISTIC, *sets, "eval.probe_every=0", *NO_EVAL, steps=4)
+    plain, distilled, periodic = (metrics(tmp_path / name, "train") for name in settings)
+    assert not any("rollout/self_distilled" in line for line in plain)
+    better = better_guided_members(tmp_path / "distilled")
     assert [line["rollout/self_distilled"] for line in distilled] == [
         better[line["step"]] for line in distilled
     ]
     first = next(i for i, line in enumerate(distilled) if line["rollout/self_distilled"])
+    assert first < 3, "periodic self-distillation has this step without samples"
     assert plain[first]["actor/grad_norm"] != distilled[first]["actor/grad_norm"], (
         "they are trained on"
     )
+    last = better_guided_members(tmp_path / "periodic")[4]
+    assert last > 0
+    assert [line["rollout/self_distilled"] for line in periodic] == [0, 0, 0, last]
+    norms = [[line["actor/grad_norm"] for line in run] for run in (plain, periodic)]
+    assert norms[0][:3] == norms[1][:3]
+    assert norms[0][3] != norms[1][3]
+
+
+def test_a_perplexity_reward_is_added_to_the_rewards_of_experiences(tmp_path: Path) -> None:
+    """Compare the pending rewards of two runs whose extractor never has a full batch.
+
+    Their episodes are therefore equal, and the rewards differ by the bonuses alone.
+    """
+    sets = (*DETERMINISTIC, "extractor.batch=999", "eval.probe_every=0", *NO_EVAL)
+    runs = [tmp_path / "plain", tmp_path / "perplexity"]
+    train(runs[0], *sets, steps=4)
+    train(runs[1], *sets, "extractor.perplexity.weight=0.5", steps=4)
+    assert episodes(runs[0]) == episodes(runs[1])
+    lines = metrics(runs[1], "bank")
+    measured = [line for line in lines if line["perplexity/episodes"]]
+    used = Counter(t["step"] for t in episodes(runs[1]) if t["used"])
+    assert {line["step"]: line["perplexity/episodes"] for line in measured} == used
+    assert not any(line["perplexity/failed"] for line in lines)
+    assert all(line["time/perplexity"] > 0 for line in measured)
+    bonuses = [line["perplexity/bonus"] * line["perplexity/episodes"] for line in measured]
+    assert all(bonuses)
+    assert all(abs(line["perplexity/bonus"]) <= 1 for line in measured)
+    query = "SELECT sum(pending_sum), sum(pending_count) FROM units WHERE version > 0"
+    ((plain, plain_count),), ((total, count),) = (rows(run / "bank.sqlite", query) for run in runs)
+    assert plain_count == count == sum(used.values())
+    assert total - plain == pytest.approx(sum(bonuses))
+    assert not any("perplexity/episodes" in line for line in metrics(runs[0], "bank")), (
+        "off by default"
+    )
+
+
+@pytest.mark.parametrize("normaliser", ["tanh", "sigmoid", "asymmetric", "log"])
+def test_a_run_with_each_normaliser_trains_the_extractor(normaliser: str, tmp_path: Path) -> None:
+    sets = (
+        "extractor.perplexity.weight=0.5",
+        f"extractor.perplexity.normaliser={normaliser}",
+        *("extractor.cooldown=0", "eval.probe_every=0", *NO_EVAL),
+    )
+    train(tmp_path / "run", *DETERMINISTIC, *sets)
+    assert any(line.get("perplexity/bonus") for line in metrics(tmp_path / "run", "bank"))
+    assert metrics(tmp_path / "run", "extractor")[-1]["extractor/updates"] > 0
 
 
 def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> None:

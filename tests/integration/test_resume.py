@@ -208,6 +208,24 @@ def test_a_mixture_killed_at_a_checkpoint_and_between_two(tmp_path: Path) -> Non
     assert_same_run(run, straight, 4)
 
 
+def test_a_run_with_auxiliary_losses_and_rewards(tmp_path: Path) -> None:
+    """Kill a run with the perplexity reward and self-distillation at every second step."""
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    sets = (
+        *EXACT,
+        *("extractor.perplexity.weight=0.5", "extractor.cooldown=0", "eval.probe_every=0"),
+        "complementary.self_distillation=0.5",
+        "complementary.self_distillation_every=2",
+        *("tasks.room.eval.seen=0", "tasks.room.eval.unseen=0", "tasks.room.eval.online_places=0"),
+    )
+    undisturbed(straight, "room", sets, 4)
+    kill(run, "room", sets, 4, lambda: trained(run) == 3 and "2" in checkpoints(run))
+    assert "resuming at step 2" in resume(run)
+    assert_same_run(run, straight, 4)
+    measured = [line["step"] for line in metrics(run, "bank") if line["perplexity/episodes"]]
+    assert measured == [2, 3, 4]
+
+
 def test_an_interrupted_run_continues_where_it_stopped(straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     output = kill(run, "room", EXACT, STEPS, lambda: trained(run) == 3, signal.SIGINT)

@@ -22,6 +22,7 @@ FIXED: Mapping[str, Any] = {
     "method": "complementary",
     "actor.train": True,
     "extractor.train": False,
+    "extractor.perplexity.weight": 0.0,
     "bank.init": "",
     "bank.frozen": False,
 }

@@ -141,11 +141,13 @@ class SelfDistillation:
 
     This is the self-distillation of CRL §4.3. The value is coef for guided trajectories with an
     experience whose reward exceeds the mean reward of their group's free members. It is 0 for all
-    others, and in groups without a free member.
+    others, in groups without a free member, and in the steps between two multiples of `every`.
     """
 
     coef: float
     """Weight of a distilled trajectory."""
+    every: int = 1
+    """Actor steps between two steps with self-distillation."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         free: defaultdict[int, list[float]] = defaultdict(list)
@@ -153,7 +155,10 @@ class SelfDistillation:
             if t.condition == "free":
                 free[t.group].append(t.reward)
         better = [
-            bool(t.used) and t.group in free and t.reward > fmean(free[t.group])
+            (t.address.step + 1) % self.every == 0
+            and bool(t.used)
+            and t.group in free
+            and t.reward > fmean(free[t.group])
             for t in trajectories
         ]
         return self.coef * torch.tensor(better, dtype=torch.float32)

@@ -1,15 +1,23 @@
-"""Eq. 6, 7 and 8 compared with numbers worked by hand, and the exports of `crl.algo`."""
+"""Eq. 6, 7, 8 and B.2 compared with numbers worked by hand, and the exports of `crl.algo`."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import crl.algo
-from crl.algo import critic_reward, diversity_score, experience_reward, training_weight
+from crl.algo import (
+    critic_reward,
+    diversity_score,
+    experience_reward,
+    perplexity_bonus,
+    training_weight,
+)
+from crl.types import PerplexityNormaliser
 
 
 @pytest.mark.parametrize(
@@ -80,6 +88,54 @@ def test_experience_reward(verdict, won, lost):
     assert (experience_reward(verdict, True), experience_reward(verdict, False)) == (won, lost)
 
 
+def bonus(
+    entropy: float, guided: float, normaliser: PerplexityNormaliser, weight: float = 0.4
+) -> float:
+    return perplexity_bonus(
+        entropy, guided, normaliser, weight=weight, clip_low=0.3, clip_high=1.0, temperature=0.25
+    )
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "entropy", "guided", "expected"),
+    [
+        ("relative", 2.0, 1.5, 0.1),  # 0.4 · 0.5 / 2
+        ("relative", 20.0, 15.0, 0.1),  # the scale does not matter
+        ("relative", 2.0, 2.5, -0.1),
+        ("relative", 2.0, 4.0, -0.3),  # 0.4 · −1, clipped
+        ("relative", 0.0, 0.0, 0.0),  # nothing to reduce
+        ("relative", 0.0, 1.0, -0.3),
+        ("tanh", 2.0, 1.5, 0.18484686),  # tanh 0.5 = 0.46211716
+        ("tanh", 1.5, 2.0, -0.18484686),
+        ("tanh", 99.0, 1.0, 0.4),  # at most w
+        ("sigmoid", 2.0, 1.5, 0.30463766),  # σ(0.5 / 0.25) = 0.88079708, 2 · 0.88079708 − 1
+        ("sigmoid", 1.5, 2.0, -0.30463766),
+        ("sigmoid", 1.0, 999.0, -0.4),  # at least −w
+        ("asymmetric", 2.0, 1.5, 0.2),  # 0.4 · 0.5
+        ("asymmetric", 4.0, 1.0, 1.0),  # 1.2, clipped at 1
+        ("asymmetric", 2.0, 2.5, -0.2),
+        ("asymmetric", 2.0, 3.0, -0.3),  # −0.4, clipped at −0.3
+        ("log", 2.0, 1.5, 0.16218604),  # ln 1.5 = 0.40546511
+        ("log", 2.0, 4.0, -0.43944492),  # −ln 3 = −1.09861229
+        ("log", 2.0, 2.0, 0.0),
+    ],
+)
+def test_perplexity_bonus(normaliser, entropy, guided, expected):
+    assert bonus(entropy, guided, normaliser) == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(get_args(PerplexityNormaliser)), st.floats(0, 20), st.floats(0, 20),
+    st.floats(0, 20),
+)  # fmt: skip
+def test_perplexity_bonus_rises_as_the_entropy_falls(normaliser, entropy, one, other):
+    low, high = sorted((one, other))
+    assert bonus(entropy, high, normaliser) <= bonus(entropy, low, normaliser)
+    assert bonus(entropy, entropy, normaliser) == 0
+    assert math.isfinite(bonus(entropy, high, normaliser))
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -99,6 +155,9 @@ def test_experience_reward(verdict, won, lost):
         (lambda: training_weight(1, 0, 1, cooldown=-1, alpha=1.0), "cooldown must not be negative"),
         (lambda: training_weight(1, 0, 1, cooldown=1, alpha=-1.0), "alpha must not be negative"),
         (lambda: critic_reward(2.0, 1), "score must be 1"),
+        (lambda: bonus(-1.0, 1.0, "tanh"), "entropy must not be negative"),
+        (lambda: bonus(1.0, -1.0, "tanh"), "guided_entropy must not be negative"),
+        (lambda: bonus(1.0, 1.0, "square"), "normaliser must be one of"),  # pyright: ignore
     ],
 )
 def test_invalid_input_raises_an_error_with_its_name(call, text):

@@ -1097,8 +1097,12 @@ async def test_bank_settings_are_passed_to_the_manager(model: Path):
                 resolved(model, "critic.enabled=true"), specs(config), {}, no_progress, stack
             )
         ).settings
-        assert (settings.centred, judged.centred) == (False, True), (
-            "a verdict's score is no advantage"
+        weight = "extractor.perplexity.weight=0.5"
+        rewarded = (
+            await bank_factory(resolved(model, weight), specs(config), {}, no_progress, stack)
+        ).settings
+        assert (settings.centred, judged.centred, rewarded.centred) == (False, True, True), (
+            "neither a verdict's score nor a bonus that all experiences earn is an advantage"
         )
         frozen = (
             await bank_factory(
@@ -1331,6 +1335,66 @@ def test_comparisons_with_free_members_require_free_members(model: Path):
             "free members to compare with. Remove one of the two settings."
         )
         assert resolved(model, *all_guided, f"{key}=0"), "0 states the actual behaviour"
+
+
+def test_a_perplexity_reward_requires_a_trained_extractor(model: Path):
+    weight = "extractor.perplexity.weight"
+    reason = f"{weight} = 0.5: rewards the extractor, but it is not trained: "
+    remedy = "Leave it out, or train the extractor."
+    causes = {
+        "extractor.train is false": ("extractor.train=false",),
+        "bank.frozen is true": ("bank.frozen=true", "bank.init=bank.sqlite"),
+    }
+    for cause, sets in causes.items():
+        assert config_error(model, f"{weight}=0.5", *sets) == f"{reason}{cause}. {remedy}"
+        assert resolved(model, f"{weight}=0", *sets), "0 states the actual behaviour"
+    assert config_error(model, f"{weight}=0.5", options={"method": "grpo"}) == (
+        f"{reason}the method grpo has no extractor. {remedy}"
+    )
+
+
+def test_settings_of_a_perplexity_reward_that_do_not_apply_are_refused(model: Path):
+    section = "extractor.perplexity"
+    on = f"{section}.weight=0.5"
+    assert config_error(model, f"{section}.normaliser=tanh") == (
+        f"{section}.normaliser = 'tanh': has no effect because {section}.weight is 0. "
+        f"Add --set {section}.weight=0.5, or leave it out."
+    )
+    assert config_error(model, on, f"{section}.normaliser=tanh", f"{section}.clip_low=0.5") == (
+        f'{section}.clip_low = 0.5: has no effect because {section}.normaliser is "tanh". Add '
+        f"--set {section}.normaliser=relative or --set {section}.normaliser=asymmetric, or leave "
+        "it out."
+    )
+    assert config_error(model, on, f"{section}.temperature=2") == (
+        f'{section}.temperature = 2: has no effect because {section}.normaliser is "relative". '
+        f"Add --set {section}.normaliser=sigmoid, or leave it out."
+    )
+    assert config_error(
+        model, on, f"{section}.normaliser=asymmetric", f"{section}.clip_low=1"
+    ).startswith(f"{section}.clip_low = 1.0: is not below {section}.clip_high")
+
+
+def test_the_asymmetric_clip_has_a_smaller_penalty(model: Path):
+    def clips(*sets: str) -> tuple[float, float]:
+        settings = ("extractor.perplexity.weight=0.5", *sets)
+        perplexity = resolved(model, *settings).extractor.perplexity
+        return perplexity.clip_low, perplexity.clip_high
+
+    asymmetric = "extractor.perplexity.normaliser=asymmetric"
+    assert clips() == (1.0, 1.0)
+    assert clips(asymmetric) == (0.2, 1.0)
+    assert clips(asymmetric, "extractor.perplexity.clip_low=0.5") == (0.5, 1.0)
+
+
+def test_periodic_self_distillation_requires_self_distillation(model: Path):
+    key, weight = "complementary.self_distillation_every", "complementary.self_distillation"
+    assert config_error(model, f"{key}=5") == (
+        f"{key} = 5: has no effect because {weight} is 0. Add --set {weight}=0.5, or leave it out."
+    )
+    assert resolved(model, f"{weight}=0.5", f"{key}=5")
+    assert "should be greater than or equal to 1" in config_error(
+        model, f"{weight}=0.5", f"{key}=0"
+    )
 
 
 def test_a_saved_run_with_settings_of_a_part_that_is_off_can_be_read(model: Path, tmp_path: Path):

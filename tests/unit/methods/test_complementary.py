@@ -112,6 +112,19 @@ def test_self_distillation_selects_episodes_that_beat_the_free_members() -> None
     assert SelfDistillation(0.5)(rewarded).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_periodic_self_distillation_selects_episodes_of_every_nth_step() -> None:
+    def weights(step: int, every: int) -> list[float]:
+        members = [guided_episode(0, 0, "a", True), free_episode(0, 1, False)]
+        batch = [
+            replace(t, address=replace(t.address, step=step)).with_rewards({"outcome": reward})
+            for t, reward in zip(members, (1.0, 0.0), strict=True)
+        ]
+        return SelfDistillation(0.5, every)(batch).tolist()
+
+    assert [weights(step, 1) for step in range(3)] == [[0.5, 0.0]] * 3
+    assert [weights(step, 3)[0] for step in range(7)] == [0.0, 0.0, 0.5, 0.0, 0.0, 0.5, 0.0]
+
+
 def test_lift_advantage_is_the_lift_of_the_experience_in_its_group() -> None:
     batch = [
         # "a" wins 2 of 2, "b" wins 0 of 1, and the fourth member had no experience in its prompt.
@@ -329,6 +342,9 @@ def test_self_distillation_is_part_of_the_actor_role(tmp_path: Path) -> None:
     assert build_method(
         tmp_path, complementary={"self_distillation": 0.5}
     ).actor.distillation == SelfDistillation(0.5)
+    assert build_method(
+        tmp_path, complementary={"self_distillation": 0.5, "self_distillation_every": 4}
+    ).actor.distillation == SelfDistillation(0.5, 4)
 
 
 def test_the_extractors_settings_reach_its_role(tmp_path: Path) -> None:

@@ -265,6 +265,46 @@ async def test_rewards_can_be_compared_with_the_guided_members(tmp_path: Path, a
         assert rewards == pytest.approx({uids[0]: 2 / 3, uids[1]: -4 / 3, uids[2]: 0.0})
 
 
+async def test_a_bonus_is_added_to_the_reward_but_not_to_the_record(
+    tmp_path: Path, actor: Path
+) -> None:
+    """Add bonuses to the rewards of three experiences.
+
+    The first guided two episodes: (1 + 0.25 − 1 + 0.25) / 2. The second reached its episode through
+    a question, so it earns no bonus. The third was rejected: r̃ = 0, without a bonus.
+    """
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        first, second, third = await fill(parts, 3)
+        asked = ExperienceUse(second, 1, second.partition("#")[0], "ask_unrefined")
+        rejected = ExperienceUse(third, 1, third.partition("#")[0], "start", verdict="reject")
+        batch = [
+            guided(1, 0, 0, True, first), guided(1, 0, 1, False, first),
+            episode(1, 0, 2, "guided", used=[asked]),
+            replace(episode(1, 0, 3, "guided"), guidance=Guidance(rejected=(rejected,))),
+        ]  # fmt: skip
+        bonuses = {t.address: 0.25 for t in batch}
+        await credit_and_submit(parts.bank, "run", batch, [], bonuses=bonuses)
+        rewards = {
+            unit.pending.unit.uid: unit.pending.reward
+            for unit in await parts.bank._store.ready_units()
+        }
+        assert rewards == pytest.approx({first: 0.25, second: 1.0, third: 0.0})
+        credits = {entry.uid: entry.counters.credit for entry in parts.bank.latest(3)}
+        assert credits == {first: 0.0, second: 1.0, third: 0.0}
+
+
+async def test_a_bonus_does_not_replace_an_unknown_baseline(tmp_path: Path, actor: Path) -> None:
+    """Let a group have no free member: its lesson is not trained on, with or without a bonus."""
+    async with open_parts(tmp_path / "bank.sqlite", actor, batch=99) as parts:
+        (uid,) = await fill(parts, 1)
+        alone, compared = guided(1, 0, 0, True, uid), guided(1, 1, 0, True, uid)
+        batch = [alone, compared, episode(1, 1, 1)]
+        bonuses = {alone.address: 0.5, compared.address: 0.25}
+        await credit_and_submit(parts.bank, "run", batch, [], baseline="group", bonuses=bonuses)
+        (unit,) = await parts.bank._store.ready_units()
+        assert (unit.pending.count, unit.pending.reward) == (1, 0.25)
+
+
 async def test_lifts_by_hand(tmp_path: Path, actor: Path) -> None:
     """Compare the lifts of two lessons with lifts worked by hand.
 

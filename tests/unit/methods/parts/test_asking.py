@@ -7,6 +7,7 @@ episodes.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crl.algo.training_batch import training_batch
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import EngineError, RolloutError
 from crl.evaluation.metrics import rollout_metrics
@@ -32,8 +34,9 @@ from crl.methods.parts.asking import (
 )
 from crl.methods.parts.distilling import turns_text
 from crl.methods.parts.rollouts import ChatContext
+from crl.methods.parts.training import FullView, GroupAdvantage, SelfDistillation, SurrogateLoss
 from crl.prompts import prompt
-from crl.protocols import Hit, Question, SearchRequest
+from crl.protocols import Hit, Question, SearchRequest, TrainSpec
 from crl.rollout.episode import AcceptAll, EpisodeKey, Limits
 from crl.rollout.rerender import Rerenderer
 from crl.rollout.waves import LockstepSampler
@@ -258,6 +261,29 @@ async def test_an_unguided_sample_of_a_guided_episode() -> None:
         == "wait<|im_end|>open<|im_end|>"
     )
     assert set(trace.versions) == {CURRENT_POLICY}, "no policy sampled them after these prompts"
+
+
+async def test_self_distillation_trains_on_the_unguided_sample() -> None:
+    """Train on a won guided episode with a question, and on a lost free one of the same group."""
+    won, _, _ = await play_episode("wait", "ask which door", "open", retriever=RefiningRetriever())
+    lost = build_trajectory(
+        TASK, 2, 5, 2, segments=(Segment("user", "A door.", "env"),), traces=won.traces, reward=0.0
+    )
+    rerender = Rerenderer(renderer(), LIMITS)
+    role = TrainSpec(
+        "actor", (GroupAdvantage("none"),), FullView(mask_truncated=False),
+        SurrogateLoss(0.2, 0.2, "token"), SelfDistillation(0.25),
+    )  # fmt: skip
+    (minibatch,), metrics = training_batch(
+        role, rerender, [won, lost], count=1, rng=random.Random(0)
+    )
+    assert metrics["rollout/self_distilled"] == 1
+    (distilled,) = (sample for sample in minibatch.samples if sample.advantage == 0.25)
+    assert distilled.trace == unguided(won, LIMITS)[0]
+    assert [sample.trace for sample in minibatch.samples if sample is not distilled] == [
+        won.traces[0],
+        lost.traces[0],
+    ], "jointly with the policy loss"
 
 
 async def test_unguided_samples_contain_no_overtime() -> None:
