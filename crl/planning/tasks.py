@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
 
-from crl.config.schema import RunConfig, TaskConfig
+from crl.config.schema import RunConfig, SearchSection, TaskConfig
+from crl.embedders.blocking import open_blocking
 from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
 from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.hosting.processes import ProcessHost
@@ -28,14 +29,25 @@ from crl.types import Split, Task
 def specs(config: RunConfig) -> dict[str, EnvSpec]:
     """Return the environment of every task, by task name.
 
-    Raise `ConfigError` if an environment does not exist or its extra is not installed.
+    Raise `ConfigError` like `task_spec`.
     """
-    result = {
-        name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()
-    }
-    for name, spec in result.items():
-        require_extra(spec, key=f"tasks.{name}.env")
-    return result
+    return {name: task_spec(name, task) for name, task in config.tasks.items()}
+
+
+def task_spec(name: str, task: TaskConfig) -> EnvSpec:
+    """Return the environment of a task with its settings.
+
+    Raise `ConfigError` if the environment does not exist, if its extra is not installed, or if it
+    has no search tool and the task sets one up.
+    """
+    spec = get_spec(task.env, key=f"tasks.{name}.env")
+    require_extra(spec, key=f"tasks.{name}.env")
+    if spec.configured:
+        return spec.configured(task.search, open_blocking)
+    if task.search != SearchSection():
+        reason = f"does not apply: the environment {spec.name} has no search tool"
+        raise ConfigError(f"tasks.{name}.search", task.search.model_dump(), reason, "Leave it out")
+    return spec
 
 
 def data_notes(specs: Mapping[str, EnvSpec]) -> dict[str, str]:

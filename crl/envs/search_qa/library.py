@@ -1,0 +1,194 @@
+"""Library that all games of a process share: topics by use, and the retriever of the documents.
+
+A task's `lgen` and `core`, drawn by `crl.envs.places`, determine the question of an episode: `lgen`
+fixes the topic, and `core` fixes the question. Topics are divided by use before anything is drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from crl.config.schema import SearchSection
+from crl.envs.base import EmbedTexts, OpenEmbed
+from crl.envs.places import PROBE_LAYOUTS, UNSEEN_LAYOUTS
+from crl.envs.search_qa import data
+from crl.envs.search_qa.http import HttpRetriever
+from crl.envs.search_qa.questions import Document, Question, Topic
+from crl.envs.search_qa.retrieval import BM25Retriever, DenseRetriever, Retriever
+from crl.envs.search_qa.world import Land, generate
+from crl.seeds import derive_seed, generator
+
+logger = logging.getLogger(__name__)
+
+SHARES: Mapping[range, float] = {UNSEEN_LAYOUTS: 0.2, PROBE_LAYOUTS: 0.1}
+"""Shares of the lands that are reserved for these uses. Train streams use the other lands.
+
+Demonstrations need no share, because they are played in separate worlds.
+"""
+
+
+class Topics:
+    """Topics by use. Immutable.
+
+    `reserved` maps layouts to the topics of their use. `train` has all others. `official_tests` is
+    the number of official test questions; 0 for generated questions.
+    """
+
+    def __init__(
+        self, train: Sequence[Topic], reserved: Mapping[range, Sequence[Topic]],
+        official_tests: int = 0,
+    ) -> None:  # fmt: skip
+        self.train, self.reserved, self.official_tests = train, reserved, official_tests
+
+    def topic(self, lgen: int) -> Topic:
+        """Return the topic of a layout.
+
+        In a range of reserved layouts, every topic occurs once before any topic occurs again. Other
+        layouts draw a topic with equal probabilities.
+        """
+        for layouts, topics in self.reserved.items():
+            if lgen in layouts:
+                return topics[(lgen - layouts.start) % len(topics)]
+        return self.train[derive_seed(0, "search_qa/topic", lgen) % len(self.train)]
+
+    def question(self, lgen: int, core: int) -> Question:
+        """Return the question of a layout and its dynamics."""
+        questions = self.topic(lgen).questions
+        return questions[core % len(questions)]
+
+
+def generated_topics(lands: Sequence[Land], shares: Mapping[range, float] = SHARES) -> Topics:
+    """Return the topics of a world, divided by land."""
+    rng, remaining = generator(0, "search_qa/split"), list(lands)
+    rng.shuffle(remaining)
+    reserved: dict[range, Sequence[Topic]] = {}
+    for layouts, share in shares.items():
+        count = round(share * len(lands))
+        chosen, remaining = remaining[:count], remaining[count:]
+        topics = _topics(chosen)
+        rng.shuffle(topics)
+        reserved[layouts] = topics
+    return Topics(_topics(remaining), reserved)
+
+
+def _topics(lands: Sequence[Land]) -> list[Topic]:
+    return list(chain.from_iterable(land.topics for land in lands))
+
+
+def single_questions(topics: Topics) -> Topics:
+    """Return a topic for every question. Its goal is the text of the question."""
+
+    def divided(several: Sequence[Topic]) -> list[Topic]:
+        return [Topic(q.text, (q,)) for topic in several for q in topic.questions]
+
+    reserved: dict[range, Sequence[Topic]] = {}
+    for layouts, several in topics.reserved.items():
+        questions = divided(several)
+        generator(0, "search_qa/questions", layouts.start).shuffle(questions)
+        reserved[layouts] = questions
+    return Topics(divided(topics.train), reserved)
+
+
+class Library:
+    """Topics and retriever of an environment with one set of settings."""
+
+    def __init__(self, topics: Topics, retriever: Retriever) -> None:
+        self.topics, self.retriever = topics, retriever
+
+
+class Libraries:
+    """Source of the library of an environment. The library is opened once, at the first use.
+
+    `official`: use the official data if the user has set its folder. `section`: settings of the
+    task. `open_embed`: opener of the embedder of dense retrieval.
+    """
+
+    def __init__(self, section: SearchSection, open_embed: OpenEmbed, *, official: bool) -> None:
+        self.section, self._official, self._open_embed = section, official, open_embed
+        self._lock = threading.Lock()
+        self._opened: dict[str, Library] = {}
+
+    def open(self) -> Library:
+        """Return the library of the data in use. Raise `ConfigError` for invalid data."""
+        folder = os.environ.get(data.VARIABLE, "") if self._official else ""
+        with self._lock:
+            if folder not in self._opened:
+                self._opened[folder] = self._read(folder)
+            return self._opened[folder]
+
+    def _read(self, folder: str) -> Library:
+        if folder:
+            topics = official_topics(Path(folder), self.section.train_sets, self.section.test_sets)
+            return Library(topics, self._retriever(Path(folder)))
+        if self._official:
+            logger.info(
+                "search_qa uses a generated world, because %s is not set. "
+                "Metrics are not comparable with published results",
+                data.VARIABLE,
+            )
+        topics = generated_topics(generated_world())
+        retriever = self._retriever(None)
+        return Library(single_questions(topics) if self._official else topics, retriever)
+
+    def _retriever(self, folder: Path | None) -> Retriever:
+        section = self.section
+        if section.retriever == "http":
+            return HttpRetriever(section.url, section.timeout)
+        if section.retriever == "bm25" and folder is None:
+            return _generated_bm25()
+        documents = data.read_corpus(folder) if folder else generated_documents()
+        if section.retriever == "bm25":
+            return BM25Retriever(documents)
+        embed: EmbedTexts = self._open_embed(section.embedder)
+        return DenseRetriever(
+            documents,
+            embed,
+            query_prefix=section.query_prefix,
+            document_prefix=section.document_prefix,
+        )
+
+
+def official_topics(folder: Path, train_sets: Sequence[str], test_sets: Sequence[str]) -> Topics:
+    """Return a topic for every question of the official data.
+
+    Training questions do not repeat a test question of any set in the folder. Raise `ConfigError`
+    for invalid data.
+    """
+    data.check_folder(folder)
+    tests = data.evaluation_questions(folder, test_sets)
+    train = data.training_questions(folder, train_sets, data.evaluation_texts(folder))
+    return Topics(
+        [Topic(question.text, (question,)) for question in train],
+        {UNSEEN_LAYOUTS: [Topic(question.text, (question,)) for question in tests]},
+        len(tests),
+    )
+
+
+@cache
+def generated_world() -> tuple[Land, ...]:
+    return generate()
+
+
+@cache
+def generated_documents() -> tuple[Document, ...]:
+    return tuple(chain.from_iterable(land.documents() for land in generated_world()))
+
+
+_bm25_lock = threading.Lock()
+
+
+def _generated_bm25() -> BM25Retriever:
+    """Return the index of the generated documents, which all environments share."""
+    with _bm25_lock:
+        return _cached_bm25()
+
+
+@cache
+def _cached_bm25() -> BM25Retriever:
+    return BM25Retriever(generated_documents())
