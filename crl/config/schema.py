@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, create_model, model_validator
@@ -886,11 +886,20 @@ class EvalSets(Section):
     """
 
 
-QuestionSet = Literal[
-    "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"
-]
-QUESTION_SETS: tuple[QuestionSet, ...] = get_args(QuestionSet)
+QUESTION_SETS = (
+    "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle",
+)  # fmt: skip
 """Sets of questions of search_qa's official data, by the names of their folders."""
+
+
+def _question_set(name: str) -> str:
+    """Return the name of a set. Raise `ValueError` for any other text."""
+    if name not in QUESTION_SETS:
+        raise ValueError(f"should be one of {', '.join(QUESTION_SETS)}")
+    return name
+
+
+QuestionSet = Annotated[str, AfterValidator(_question_set)]
 
 
 class SearchSection(Section):
@@ -921,9 +930,12 @@ class SearchSection(Section):
     """Text before a query that is embedded. E5 needs "query: "."""
     document_prefix: str = ""
     """Text before a document that is embedded. E5 needs "passage: "."""
-    train_sets: list[QuestionSet] = Field(["nq", "hotpotqa"], min_length=1)
-    """Sets of the official data whose training questions are used."""
-    test_sets: list[QuestionSet] = Field([])
+    train_sets: list[QuestionSet] = Field(default=["nq", "hotpotqa"], min_length=1)
+    """Sets of the official data whose training questions are used.
+
+    The sets are nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique and bamboogle.
+    """
+    test_sets: list[QuestionSet] = Field(default=[])
     """Sets of the official data whose test questions are the unseen split. Empty = all sets."""
 
     @model_validator(mode="after")

@@ -149,7 +149,7 @@ class ActionSpace:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Place where an environment's games run, and requirements of the games.
+    """Place where an environment's games run, and requirements and settings of the games.
 
     Raise `ValueError` for invalid values.
     """
@@ -164,6 +164,11 @@ class Runtime:
     """Extra of `crl` that the environment needs. Empty if it needs none.
 
     The extra must have the name of the module that it installs: a check looks for this module.
+    """
+    configured: Callable[[SearchSection, OpenEmbed], EnvSpec] | None = None
+    """`configured(settings, open_embed)` returns the environment with settings of a search tool.
+
+    None if the environment has no search tool.
     """
 
     def __post_init__(self) -> None:
@@ -194,11 +199,6 @@ class EnvSpec:
     runtime: Runtime = Runtime()
     curriculum: Curriculum = field(default_factory=Curriculum)
     """Parts for tiny models and diagnostics. Empty if the environment has none."""
-    configured: Callable[[SearchSection, OpenEmbed], EnvSpec] | None = None
-    """`configured(settings, open_embed)` returns the environment with settings of a search tool.
-
-    None if the environment has no search tool.
-    """
 
     def __post_init__(self) -> None:
         for key, kind in (("tasks", EnvTasks), ("actions", ActionSpace)):

@@ -42,8 +42,8 @@ def task_spec(name: str, task: TaskConfig) -> EnvSpec:
     """
     spec = get_spec(task.env, key=f"tasks.{name}.env")
     require_extra(spec, key=f"tasks.{name}.env")
-    if spec.configured:
-        return spec.configured(task.search, open_blocking)
+    if spec.runtime.configured:
+        return spec.runtime.configured(task.search, open_blocking)
     if task.search != SearchSection():
         reason = f"does not apply: the environment {spec.name} has no search tool"
         raise ConfigError(f"tasks.{name}.search", task.search.model_dump(), reason, "Leave it out")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from crl.config.schema import EmbedderSection, SearchSection
-from crl.envs.base import ActionSpace, EmbedTexts, EnvSpec, Game, OpenEmbed, Rendering
+from crl.envs.base import ActionSpace, EmbedTexts, EnvSpec, Game, OpenEmbed, Rendering, Runtime
 from crl.envs.curriculum import Curriculum
 from crl.envs.search_qa.lessons import TopicAdvisor, digest
 from crl.envs.search_qa.library import Libraries
@@ -33,7 +33,7 @@ def configured(section: SearchSection, open_embed: OpenEmbed) -> EnvSpec:
         _spec(NAME, libraries),
         tasks=TopicTasks(NAME, libraries).env_tasks(official=True),
         curriculum=Curriculum(SearchPlayer),
-        configured=configured,
+        runtime=Runtime(configured=configured),
     )
 
 
@@ -45,7 +45,7 @@ def configured_small(section: SearchSection, open_embed: OpenEmbed) -> EnvSpec:
     return replace(
         _spec(SMALL, libraries),
         curriculum=Curriculum(SearchPlayer, digest, advisor, tasks.probe_tasks),
-        configured=configured_small,
+        runtime=Runtime(configured=configured_small),
     )
 
 

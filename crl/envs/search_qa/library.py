@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from crl.config.schema import SearchSection
 from crl.envs.base import EmbedTexts, OpenEmbed
@@ -20,9 +21,11 @@ from crl.envs.places import PROBE_LAYOUTS, UNSEEN_LAYOUTS
 from crl.envs.search_qa import data
 from crl.envs.search_qa.http import HttpRetriever
 from crl.envs.search_qa.questions import Document, Question, Topic
-from crl.envs.search_qa.retrieval import BM25Retriever, DenseRetriever, Retriever
 from crl.envs.search_qa.world import Land, generate
 from crl.seeds import derive_seed, generator
+
+if TYPE_CHECKING:
+    from crl.envs.search_qa.retrieval import Retriever
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +145,8 @@ class Libraries:
             return HttpRetriever(section.url, section.timeout)
         if section.retriever == "bm25" and folder is None:
             return _generated_bm25()
+        from crl.envs.search_qa.retrieval import BM25Retriever, DenseRetriever  # needs numpy
+
         documents = data.read_corpus(folder) if folder else generated_documents()
         if section.retriever == "bm25":
             return BM25Retriever(documents)
@@ -183,12 +188,14 @@ def generated_documents() -> tuple[Document, ...]:
 _bm25_lock = threading.Lock()
 
 
-def _generated_bm25() -> BM25Retriever:
+def _generated_bm25() -> Retriever:
     """Return the index of the generated documents, which all environments share."""
     with _bm25_lock:
         return _cached_bm25()
 
 
 @cache
-def _cached_bm25() -> BM25Retriever:
+def _cached_bm25() -> Retriever:
+    from crl.envs.search_qa.retrieval import BM25Retriever
+
     return BM25Retriever(generated_documents())
