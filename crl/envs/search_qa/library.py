@@ -10,13 +10,14 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crl.config.schema import SearchSection
-from crl.envs.base import EmbedTexts, OpenEmbed
+from crl.envs.base import OpenEmbed
 from crl.envs.places import PROBE_LAYOUTS, UNSEEN_LAYOUTS
 from crl.envs.search_qa import data
 from crl.envs.search_qa.http import HttpRetriever
@@ -36,18 +37,16 @@ Demonstrations need no share, because they are played in separate worlds.
 """
 
 
+@dataclass(frozen=True)
 class Topics:
-    """Topics by use. Immutable.
+    """Topics by use."""
 
-    `reserved` maps layouts to the topics of their use. `train` has all others. `official_tests` is
-    the number of official test questions; 0 for generated questions.
-    """
-
-    def __init__(
-        self, train: Sequence[Topic], reserved: Mapping[range, Sequence[Topic]],
-        official_tests: int = 0,
-    ) -> None:  # fmt: skip
-        self.train, self.reserved, self.official_tests = train, reserved, official_tests
+    train: Sequence[Topic]
+    """Topics of train streams."""
+    reserved: Mapping[range, Sequence[Topic]]
+    """Layouts → the topics of their use."""
+    official_tests: int = 0
+    """Number of official test questions; 0 for generated questions."""
 
     def topic(self, lgen: int) -> Topic:
         """Return the topic of a layout.
@@ -98,46 +97,55 @@ def single_questions(topics: Topics) -> Topics:
     return Topics(divided(topics.train), reserved)
 
 
+@dataclass(frozen=True)
 class Library:
     """Topics and retriever of an environment with one set of settings."""
 
-    def __init__(self, topics: Topics, retriever: Retriever) -> None:
-        self.topics, self.retriever = topics, retriever
+    topics: Topics
+    retriever: Retriever
 
 
+_lock = threading.Lock()
+_opened: dict[tuple[str, bool, str], Library] = {}
+"""Libraries of the process, by folder of the official data, environment and settings."""
+
+
+@dataclass(frozen=True)
 class Libraries:
-    """Source of the library of an environment. The library is opened once, at the first use.
+    """Source of the library of an environment.
 
-    `official`: use the official data if the user has set its folder. `section`: settings of the
-    task. `open_embed`: opener of the embedder of dense retrieval.
+    A library is opened at its first use. Environments with equal settings share it.
     """
 
-    def __init__(self, section: SearchSection, open_embed: OpenEmbed, *, official: bool) -> None:
-        self.section, self._official, self._open_embed = section, official, open_embed
-        self._lock = threading.Lock()
-        self._opened: dict[str, Library] = {}
+    section: SearchSection
+    """Settings of the task."""
+    open_embed: OpenEmbed
+    """Opener of the embedder of dense retrieval."""
+    official: bool
+    """True if the official data is used when the user has set its folder."""
 
     def open(self) -> Library:
         """Return the library of the data in use. Raise `ConfigError` for invalid data."""
-        folder = os.environ.get(data.VARIABLE, "") if self._official else ""
-        with self._lock:
-            if folder not in self._opened:
-                self._opened[folder] = self._read(folder)
-            return self._opened[folder]
+        folder = os.environ.get(data.VARIABLE, "") if self.official else ""
+        key = (folder, self.official, self.section.model_dump_json())
+        with _lock:
+            if key not in _opened:
+                _opened[key] = self._read(folder)
+            return _opened[key]
 
     def _read(self, folder: str) -> Library:
         if folder:
             topics = official_topics(Path(folder), self.section.train_sets, self.section.test_sets)
             return Library(topics, self._retriever(Path(folder)))
-        if self._official:
+        topics = generated_topics(generated_world())
+        if self.official:
             logger.info(
                 "search_qa uses a generated world, because %s is not set. "
                 "Metrics are not comparable with published results",
                 data.VARIABLE,
             )
-        topics = generated_topics(generated_world())
-        retriever = self._retriever(None)
-        return Library(single_questions(topics) if self._official else topics, retriever)
+            topics = single_questions(topics)
+        return Library(topics, self._retriever(None))
 
     def _retriever(self, folder: Path | None) -> Retriever:
         section = self.section
@@ -150,10 +158,9 @@ class Libraries:
         documents = data.read_corpus(folder) if folder else generated_documents()
         if section.retriever == "bm25":
             return BM25Retriever(documents)
-        embed: EmbedTexts = self._open_embed(section.embedder)
         return DenseRetriever(
             documents,
-            embed,
+            self.open_embed(section.embedder),
             query_prefix=section.query_prefix,
             document_prefix=section.document_prefix,
         )
@@ -185,17 +192,9 @@ def generated_documents() -> tuple[Document, ...]:
     return tuple(chain.from_iterable(land.documents() for land in generated_world()))
 
 
-_bm25_lock = threading.Lock()
-
-
-def _generated_bm25() -> Retriever:
-    """Return the index of the generated documents, which all environments share."""
-    with _bm25_lock:
-        return _cached_bm25()
-
-
 @cache
-def _cached_bm25() -> Retriever:
+def _generated_bm25() -> Retriever:
+    """Return the index of the generated documents, which several libraries share."""
     from crl.envs.search_qa.retrieval import BM25Retriever
 
     return BM25Retriever(generated_documents())

@@ -84,10 +84,13 @@ def test_a_library_is_opened_once() -> None:
         time.sleep(0.05)
         return open_blocking(section)
 
-    section = SearchSection(retriever="dense", embedder=EmbedderSection(model="hash"))
-    libraries = Libraries(section, open_embed, official=False)
+    section = SearchSection(
+        retriever="dense", embedder=EmbedderSection(model="hash"), query_prefix="opened once: "
+    )
     with ThreadPoolExecutor(4) as pool:
-        several = list(pool.map(lambda _: libraries.open(), range(4)))
+        several = list(
+            pool.map(lambda _: Libraries(section, open_embed, official=False).open(), range(4))
+        )
     assert len(opened) == 1
     assert all(library is several[0] for library in several)
 
@@ -294,10 +297,11 @@ def test_other_environments_refuse_a_search_tool() -> None:
         specs(config)
 
 
-def test_settings_reach_the_games() -> None:
-    config = load(["search_qa"], sets=["tasks.search_qa.search.top_k=2"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_settings_reach_the_games(top_k: int) -> None:
+    config = load(["search_qa"], sets=[f"tasks.search_qa.search.top_k={top_k}"])
     spec = specs(config)["search_qa"]
-    game, (task,) = spec.make_game("compact"), spec.curriculum.probe_tasks(1)
-    game.reset(task)
-    subject = task.goal.split()[-1]
-    assert len(game.step(f"search[{subject} {subject} lixga]").text.splitlines()) <= 2
+    game, tasks = spec.make_game("compact"), spec.curriculum.probe_tasks(2)
+    game.reset(tasks[0])
+    first, second = (task.goal.split()[-1] for task in tasks)
+    assert len(game.step(f"search[{first} {second}]").text.splitlines()) == top_k
