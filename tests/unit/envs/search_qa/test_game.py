@@ -9,10 +9,9 @@ import sys
 import pytest
 
 from crl.config.load import load
-from crl.config.schema import SearchSection
-from crl.envs.base import ActionSpace, Rendering, play_episode
+from crl.envs.base import ActionSpace, EnvSpec, Rendering, play_episode
 from crl.envs.places import UNSEEN_LAYOUTS, fixed_tasks
-from crl.envs.search_qa import SMALL_SPEC, SPEC, configured_small
+from crl.envs.search_qa import SMALL_SPEC, SPEC
 from crl.envs.search_qa.game import SearchGame
 from crl.envs.search_qa.library import Library, Topics
 from crl.envs.search_qa.player import Request, SearchPlayer, facts
@@ -121,25 +120,24 @@ def test_a_search_after_an_answer_counts() -> None:
 # ── the scripted player ───────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("rendering", ["full", "compact"])
-@pytest.mark.parametrize("spec", [SPEC, SMALL_SPEC], ids=["search_qa", "small"])
+@pytest.mark.parametrize(
+    ("spec", "rendering"), [(SPEC, "full"), (SMALL_SPEC, "full"), (SMALL_SPEC, "compact")]
+)
 def test_the_player_answers_every_question_from_the_documents(
-    spec, rendering: Rendering, monkeypatch
+    spec: EnvSpec, rendering: Rendering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that questions can be answered within the turn limit, by searching alone."""
-    if spec is SPEC and rendering == "compact":
-        pytest.skip("the goal of search_qa is no topic")
     monkeypatch.delenv("SEARCH_QA_DATA", raising=False)
-    settings = load(["search_qa"], preset="node8").tasks["search_qa"]
-    assert settings.max_turns == SPEC.turns == 4
-    section = SearchSection(top_k=1)
-    game = configured_small(section, lambda _: pytest.fail("no embedder")).make_game(rendering)
-    if spec is SPEC:
-        game = spec.make_game(rendering)
+    game = spec.make_game(rendering)
     tasks = spec.tasks.eval_tasks("unseen", 300, 0, StreamSettings(permanent=0))
     played = [play_episode(game, task, SearchPlayer(random.Random(0)), 4) for task in tasks]
     assert all(episode.success for episode in played)
     assert {len(episode.actions) for episode in played} == {2, 3}
+
+
+@pytest.mark.parametrize("preset", ["cpu", "node8"])
+def test_an_episode_has_four_turns(preset: str) -> None:
+    assert load(["search_qa"], preset=preset).tasks["search_qa"].max_turns == SPEC.turns == 4
 
 
 def test_the_player_refuses_official_questions() -> None:
