@@ -9,10 +9,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 
-from crl.config.schema import RunConfig, SearchSection, TaskConfig
+from crl.config.schema import EmbedderSection, RunConfig, SearchSection, TaskConfig
 from crl.embedders.blocking import open_blocking
-from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
+from crl.envs.base import EmbedTexts, EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
 from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.hosting.processes import ProcessHost
 from crl.envs.hosting.threads import Hosts, ThreadHost
@@ -43,11 +44,20 @@ def task_spec(name: str, task: TaskConfig) -> EnvSpec:
     spec = get_spec(task.env, key=f"tasks.{name}.env")
     require_extra(spec, key=f"tasks.{name}.env")
     if spec.runtime.configured:
-        return spec.runtime.configured(task.search, open_blocking)
+        return spec.runtime.configured(task.search, partial(_open_embed, name))
     if task.search != SearchSection():
         reason = f"does not apply: the environment {spec.name} has no search tool"
         raise ConfigError(f"tasks.{name}.search", task.search.model_dump(), reason, "Leave it out")
     return spec
+
+
+def _open_embed(name: str, section: EmbedderSection) -> EmbedTexts:
+    """Open the embedder of a task's search tool. Raise `ConfigError` under the key of the task."""
+    try:
+        return open_blocking(section)
+    except ConfigError as error:
+        key = f"tasks.{name}.search.{error.key}"
+        raise ConfigError(key, error.value, error.reason, error.remedy) from error
 
 
 def data_notes(specs: Mapping[str, EnvSpec]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +75,20 @@ def test_dense_retrieval_by_an_embedder_of_crl_from_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda name: titles(library.retriever, name, 1), names))
     assert found == [[name] for name in names]
+
+
+def test_dense_retrieval_by_an_encoder(random_bert: Path) -> None:
+    embed = open_blocking(EmbedderSection(model=str(random_bert), device="cpu"))
+    retriever = DenseRetriever(DOCUMENTS, embed)
+    for document in DOCUMENTS:
+        assert titles(retriever, document.contents, 1) == [document.title]
+
+
+def test_an_embedder_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    sets = ["retriever=dense", f"embedder.model={tmp_path / 'missing'}"]
+    config = load(["search_qa"], sets=[f"tasks.search_qa.search.{setting}" for setting in sets])
+    with pytest.raises(ConfigError, match=r"tasks\.search_qa\.search\.embedder\.model = "):
+        specs(config)["search_qa"].curriculum.probe_tasks(1)
 
 
 def test_a_library_is_opened_once() -> None:
