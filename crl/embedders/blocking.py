@@ -15,6 +15,9 @@ from crl.errors import EngineError, TransientError
 
 EmbedTexts = Callable[[Sequence[str]], Any]
 
+_never_closed: list[AsyncExitStack] = []
+"""Contexts of the opened embedders. A context that nothing refers to would close its embedder."""
+
 
 def open_blocking(section: EmbedderSection) -> EmbedTexts:
     """Open an embedder for the rest of the process, and return its function of texts.
@@ -30,8 +33,10 @@ def open_blocking(section: EmbedderSection) -> EmbedTexts:
 def _open(settings: str) -> EmbedTexts:
     section, loop = EmbedderSection.model_validate_json(settings), asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="blocking embedder", daemon=True).start()
-    opened = AsyncExitStack().enter_async_context(open_embedder(section))
+    stack = AsyncExitStack()
+    opened = stack.enter_async_context(open_embedder(section))
     embedder = asyncio.run_coroutine_threadsafe(opened, loop).result()
+    _never_closed.append(stack)
 
     def embed(texts: Sequence[str]) -> Any:
         try:
