@@ -52,7 +52,7 @@ SHARED = {
     "crl.engines": frozenset({"backends", "vllm_replica"}),
     "crl.learners": frozenset({"backends", "optimizer_file", "step"}),
     "crl.methods": frozenset[str](),
-    "crl.embedders": frozenset({"cached"}),
+    "crl.embedders": frozenset({"blocking", "cached"}),
     "crl.envs": frozenset(
         {"actions", "base", "curriculum", "hosting", "mixture", "registry", "seeded"}
     ),

@@ -222,7 +222,7 @@ class PlayableTask:
         from crl.config import TaskConfig
         from crl.config.catalog import mixture, task_file
         from crl.config.load import task_settings
-        from crl.envs.registry import get_spec, require_extra
+        from crl.planning.tasks import task_spec
 
         path = task_file(name, "TASK")
         if mixed := mixture(path):
@@ -237,9 +237,7 @@ class PlayableTask:
                 f"{path} has only the rendering full",
                 'Play with --rendering full, or write rendering = "compact" in its table [compact]',
             )
-        spec = get_spec(config.env, key := f"tasks.{config.name}.env")
-        require_extra(spec, key)
-        return cls(config, spec)
+        return cls(config, task_spec(config.name, config))
 
     def scripted_player(self, seed: int) -> ScriptedPlayer:
         make_player = self.spec.curriculum.scripted_player

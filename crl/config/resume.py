@@ -26,6 +26,7 @@ FIXED: Mapping[str, str] = {
     r"embedder\.(model|name)": "the vectors in the bank were made by the embedder of the run",
     r"bank\.(init|frozen|scope)": "the bank of the run already exists",
     r"tasks\.[^.]+\.(name|env|rendering|stream\..*)": "the run has drawn its tasks with it",
+    r"tasks\.[^.]+\.search\.(train_sets|test_sets)": "the run has drawn its tasks with it",
 }
 """Reasons why settings cannot change, by a pattern of their keys."""
 

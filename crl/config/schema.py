@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, create_model, model_validator
 
@@ -842,6 +843,11 @@ class PromptsSection(Section):
 
     Unset = the bundled prompt.
     """
+    actor_tags: PromptFile | None = None
+    """File with these instructions for environments whose actions have tags of their own.
+
+    Such an environment is search_qa. Unset = the bundled prompt.
+    """
     experience: PromptFile | None = None
     """File with the text that introduces a retrieved experience to these agents.
 
@@ -934,6 +940,86 @@ class EvalSets(Section):
     """
 
 
+QUESTION_SETS = (
+    "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle",
+)  # fmt: skip
+"""Sets of questions of search_qa's official data, by the names of their folders."""
+
+
+def _question_set(name: str) -> str:
+    """Return the name of a set. Raise `ValueError` for any other text."""
+    if name not in QUESTION_SETS:
+        raise ValueError(f"should be one of {', '.join(QUESTION_SETS)}")
+    return name
+
+
+QuestionSet = Annotated[str, AfterValidator(_question_set)]
+
+
+class SearchSection(Section):
+    """Search tool and questions of the environments search_qa and search_qa_small.
+
+    Other environments have no search tool, and refuse other values than the defaults.
+    """
+
+    retriever: Literal["bm25", "dense", "http"] = "bm25"
+    """Search for documents.
+
+    bm25 = BM25 over stemmed words; dense = embeddings, compared with every document; http = an
+    endpoint of the form of Search-R1's retrieval server. bm25 and dense read the whole corpus into
+    memory.
+    """
+    top_k: Count = 3
+    """Number of documents that a search returns."""
+    url: str = ""
+    """Address of the endpoint, such as http://localhost:8000/retrieve. Required for http."""
+    timeout: Annotated[float, Field(gt=0)] = 10.0
+    """Timeout of one request to the endpoint, in seconds.
+
+    A search makes up to three requests. Together they should take less than rollout.env_timeout.
+    """
+    embedder: EmbedderSection = EmbedderSection(model="wordllama")
+    """Embedder of documents and queries, for dense. The kind vllm and auto are not possible."""
+    query_prefix: str = ""
+    """Text before a query that is embedded. E5 needs "query: "."""
+    document_prefix: str = ""
+    """Text before a document that is embedded. E5 needs "passage: "."""
+    train_sets: list[QuestionSet] = Field(default=["nq", "hotpotqa"], min_length=1)
+    """Sets of the official data whose training questions are used.
+
+    The sets are nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique and bamboogle.
+    """
+    test_sets: list[QuestionSet] = Field(default=[])
+    """Sets of the official data whose test questions are the unseen split. Empty = all sets."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SearchSection:
+        is_http = self.retriever == "http"
+        if is_http and not _is_http_address(self.url):
+            raise ValueError(
+                f"retriever http needs the address of its endpoint in url, such as "
+                f"http://localhost:8000/retrieve, not {self.url!r}"
+            )
+        if self.url and not is_http:
+            raise ValueError(f"url does not apply to the retriever {self.retriever}")
+        if self.embedder.kind == "vllm" or self.embedder.model == "auto":
+            raise ValueError("embedder must have the kind local, and a model other than auto")
+        if self.embedder.is_url and not self.embedder.name:
+            raise ValueError("embedder.name is required if embedder.model is a URL")
+        return self
+
+
+def _is_http_address(url: str) -> bool:
+    """Return whether a text is a URL of HTTP with a host, a valid port and no white space."""
+    try:
+        parts = urlsplit(url)
+        valid_port = parts.port != 0
+    except ValueError:
+        return False
+    printable = url.isascii() and url.isprintable() and " " not in url
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and valid_port and printable
+
+
 class TaskConfig(Section):
     """Settings of one task. They are read from a file in tasks/."""
 
@@ -972,6 +1058,8 @@ class TaskConfig(Section):
     """Stream of training episodes."""
     eval: EvalSets = EvalSets()
     """Sizes of the eval sets."""
+    search: SearchSection = SearchSection()
+    """Search tool and questions."""
 
     @property
     def window(self) -> int | None:

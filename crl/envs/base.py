@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
+from crl.config.schema import EmbedderSection, SearchSection
 from crl.envs.curriculum import Curriculum, ScriptedPlayer
 from crl.protocols import TaskSource
 from crl.types import Split, StepResult, StreamSettings, Task
@@ -27,6 +28,15 @@ Hosting = Literal["threads", "processes"]
 
 `threads` requires that different instances can be stepped from several threads.
 """
+
+
+EmbedTexts = Callable[[Sequence[str]], Any]
+"""Function that returns the embeddings of texts: float32 [len(texts), dim], unit norm.
+
+It blocks, and may be called from any thread. It raises `RolloutError` if the embedder fails.
+"""
+OpenEmbed = Callable[[EmbedderSection], EmbedTexts]
+"""Function that opens an embedder. It raises `ConfigError` if the embedder cannot be opened."""
 
 
 class Game(Protocol):
@@ -117,6 +127,11 @@ class ActionSpace:
     """
     example: str = ""
     """Example of an action, for the prompt. Default: the first choice."""
+    tagged: bool = False
+    """True if an action has tags of its own, which `description` and `example` show.
+
+    Otherwise the prompt asks for the action in answer tags.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.choices, tuple) or not all(
@@ -128,11 +143,13 @@ class ActionSpace:
             )
         if not self.choices and not self.description:
             raise ValueError("actions that are free text need a description")
+        if self.tagged and not self.example:
+            raise ValueError("actions with tags of their own need an example")
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Place where an environment's games run, and requirements of the games.
+    """Place where an environment's games run, and requirements and settings of the games.
 
     Raise `ValueError` for invalid values.
     """
@@ -147,6 +164,11 @@ class Runtime:
     """Extra of `crl` that the environment needs. Empty if it needs none.
 
     The extra must have the name of the module that it installs: a check looks for this module.
+    """
+    configured: Callable[[SearchSection, OpenEmbed], EnvSpec] | None = None
+    """`configured(settings, open_embed)` returns the environment with settings of a search tool.
+
+    None if the environment has no search tool.
     """
 
     def __post_init__(self) -> None:

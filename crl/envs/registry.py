@@ -25,6 +25,8 @@ BUNDLED_ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "river": "crl.envs.river:SPEC",
         "river_small": "crl.envs.river:SMALL_SPEC",
         "room": "crl.envs.room:SPEC",
+        "search_qa": "crl.envs.search_qa:SPEC",
+        "search_qa_small": "crl.envs.search_qa:SMALL_SPEC",
         "sokoban": "crl.envs.sokoban:SPEC",
         "webshop": "crl.envs.webshop:SPEC",
     }

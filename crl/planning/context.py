@@ -105,7 +105,7 @@ def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
         return ""
     choices = spec.actions.choices
     return fill(
-        prompt("actor", overrides),
+        prompt("actor_tags" if spec.actions.tagged else "actor", overrides),
         turns=task.max_turns,
         actions=spec.actions.description or ", ".join(choices),
         example=spec.actions.example or next(iter(choices), "your action"),

@@ -9,9 +9,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 
-from crl.config.schema import RunConfig, TaskConfig
-from crl.envs.base import EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
+from crl.config.schema import EmbedderSection, RunConfig, SearchSection, TaskConfig
+from crl.embedders.blocking import open_blocking
+from crl.envs.base import EmbedTexts, EnvSpec, Hosting, Rendering, StreamSettings, named_for_run
 from crl.envs.curriculum import ScriptedPlayer
 from crl.envs.hosting.processes import ProcessHost
 from crl.envs.hosting.threads import Hosts, ThreadHost
@@ -28,14 +30,34 @@ from crl.types import Split, Task
 def specs(config: RunConfig) -> dict[str, EnvSpec]:
     """Return the environment of every task, by task name.
 
-    Raise `ConfigError` if an environment does not exist or its extra is not installed.
+    Raise `ConfigError` like `task_spec`.
     """
-    result = {
-        name: get_spec(task.env, key=f"tasks.{name}.env") for name, task in config.tasks.items()
-    }
-    for name, spec in result.items():
-        require_extra(spec, key=f"tasks.{name}.env")
-    return result
+    return {name: task_spec(name, task) for name, task in config.tasks.items()}
+
+
+def task_spec(name: str, task: TaskConfig) -> EnvSpec:
+    """Return the environment of a task with its settings.
+
+    Raise `ConfigError` if the environment does not exist, if its extra is not installed, or if it
+    has no search tool and the task sets one up.
+    """
+    spec = get_spec(task.env, key=f"tasks.{name}.env")
+    require_extra(spec, key=f"tasks.{name}.env")
+    if spec.runtime.configured:
+        return spec.runtime.configured(task.search, partial(_open_embed, name))
+    if task.search != SearchSection():
+        reason = f"does not apply: the environment {spec.name} has no search tool"
+        raise ConfigError(f"tasks.{name}.search", task.search.model_dump(), reason, "Leave it out")
+    return spec
+
+
+def _open_embed(name: str, section: EmbedderSection) -> EmbedTexts:
+    """Open the embedder of a task's search tool. Raise `ConfigError` under the key of the task."""
+    try:
+        return open_blocking(section)
+    except ConfigError as error:
+        key = f"tasks.{name}.search.{error.key}"
+        raise ConfigError(key, error.value, error.reason, error.remedy) from error
 
 
 def data_notes(specs: Mapping[str, EnvSpec]) -> dict[str, str]:

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "actor": frozenset({"turns", "actions", "example"}),
+        "actor_tags": frozenset({"turns", "actions", "example"}),
         "ask": frozenset({"limit"}),
         "critic": frozenset({"goal", "rate", "experience"}),
         "distil": frozenset({"goal", "outcome", "experiences", "transcript"}),

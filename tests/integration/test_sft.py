@@ -245,6 +245,20 @@ def test_a_model_learns_the_drills_of_the_other_role(role: str, model: str, tmp_
     assert crl(*later).exit_code == 0
 
 
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_a_model_learns_drills_that_the_bundled_models_have_not_learnt(
+    role: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    result = crl(
+        "sft", "--from", "drills", "--role", role, "--tasks", "search_qa", *FAST,
+        "--demonstrations", 60, "--epochs", 2, "--run-dir", run,
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    start, best = losses(result.stdout)
+    assert best < start - 0.5
+
+
 def test_the_extractor_learns_from_conversations(tmp_path: Path) -> None:
     file, run = tmp_path / "talks.jsonl", tmp_path / "run"
     file.write_text(f"{TALK}\n" * 5, "utf-8")

@@ -511,6 +511,17 @@ def test_several_tasks_share_a_batch(tmp_path: Path) -> None:
     assert "eval/room/unseen/success/free" not in names
 
 
+def test_questions_and_rooms_share_a_batch(tmp_path: Path) -> None:
+    sets = [
+        f"tasks.{name}.eval.{split}={n}"
+        for name in ("room", "search_qa")
+        for split, n in (("seen", 2), ("unseen", 0), ("online_places", 0))
+    ]
+    train(tmp_path / "run", *sets, tasks="room,search_qa", steps=1)
+    assert {t["task"] for t in episodes(tmp_path / "run")} == {"room", "search_qa"}
+    assert "eval/search_qa/seen/success/free" in metrics(tmp_path / "run", "eval")[0]
+
+
 def test_a_run_of_zero_steps_only_evaluates(tmp_path: Path, tiny_actor: Path) -> None:
     train(tmp_path / "run", steps=0)
     assert [line["kind"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == ["eval"]

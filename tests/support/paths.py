@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 """Folder of the golden files."""
 WEBSHOP_DATA = ROOT / "tests" / "webshop_data"
+SEARCH_QA_DATA = ROOT / "tests" / "search_qa_data"
 """Folder of a small catalogue in the format of WebShop's own files."""
 
 

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from crl.envs.base import EnvSpec, Game, Rendering, replace_surrogates
-from crl.errors import CrlError, RolloutError
+from crl.errors import CrlError, RolloutError, TransientError
 from crl.protocols import Environment, EnvironmentPool
 from crl.scratch import scratch_folder
 from crl.types import Observation, StepResult, Task
@@ -244,8 +244,8 @@ class Hosts:
 class ThreadEnvironment:
     """Acquired game.
 
-    Its errors are raised as `RolloutError` of kind env. Any other `CrlError` is re-raised. After an
-    error the game cannot be used again.
+    Its errors are raised as `RolloutError` of kind env; a `TransientError` stays one. Any other
+    `CrlError` is re-raised. After an error the game cannot be used again.
     """
 
     def __init__(self, host: ThreadHost, spec: EnvSpec, rendering: Rendering) -> None:
@@ -317,7 +317,8 @@ class ThreadEnvironment:
         if isinstance(outcome.error, CrlError) and not isinstance(outcome.error, RolloutError):
             raise outcome.error
         host.failures += 1
-        raise RolloutError(
+        kind = TransientError if isinstance(outcome.error, TransientError) else RolloutError
+        raise kind(
             "env", f"{self.spec.name}: {operation}: {describe_error(outcome.error)}"
         ) from outcome.error
 
@@ -422,7 +423,9 @@ def _deliver(future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a description of an exception in one line."""
+    """Return a description of an exception in one line. A `RolloutError` is its own description."""
+    if isinstance(error, RolloutError):
+        return str(error).removeprefix(f"{error.kind}: ")
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

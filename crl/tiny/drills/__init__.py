@@ -6,14 +6,22 @@ Each task has a module with its drills. New drills can be added to the lists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from crl.modeling.demonstrations import Demonstration
 from crl.seeds import generator
-from crl.tiny.drills import alfworld, grids, room, webshop
+from crl.tiny.drills import alfworld, grids, room, search_qa, webshop
 from crl.tiny.drills.drill import Drill, Part
 from crl.types import RoleName
 
 TASK_MODULES = (room, webshop, alfworld, grids)
+"""Modules whose drills are in the recipes of the bundled models."""
+
+UNUSED_MODULES = (search_qa,)
+"""Modules with drills that the bundled models have not learnt.
+
+To add one to the recipes, move it to `TASK_MODULES` and make the models again.
+"""
 
 ACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.ACTOR_DRILLS
@@ -24,8 +32,16 @@ EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
 
 
 def drills_of(role: RoleName, envs: Collection[str], parts: Collection[Part]) -> list[Drill]:
-    """Return the drills of a role in some environments that some parts of a run need."""
-    drills = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
+    """Return the drills of a role in some environments that some parts of a run need.
+
+    They include drills that the bundled models have not learnt.
+    """
+    bundled = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
+    unused = (
+        module.ACTOR_DRILLS if role == "actor" else module.EXTRACTOR_DRILLS
+        for module in UNUSED_MODULES
+    )
+    drills = chain(bundled, *unused)
     return [drill for drill in drills if drill.env in envs and drill.part in parts]
 
 

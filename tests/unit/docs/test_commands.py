@@ -27,6 +27,10 @@ NOT_RUN = {
     "--batch-tokens 1024 --learning-rate 5e-5 --run-dir runs/sft": (
         "downloads a model; see tests/engines/test_smollm2.py"
     ),
+    "crl sft --from drills --tasks search_qa --demonstrations 14000 --epochs 4 --learning-rate "
+    "2e-3 --run-dir runs/sft": "trains; see tests/integration/test_sft.py",
+    "crl sft --from drills --role extractor --tasks search_qa --demonstrations 14000 --epochs 4 "
+    "--learning-rate 2e-3 --run-dir runs/sft2": "trains; see tests/integration/test_sft.py",
     "crl sft --from scripted --tasks room --run-dir runs/sft": (
         "trains; see tests/integration/test_sft.py"
     ),
@@ -127,6 +131,8 @@ def material(
     (folder / "encoder").symlink_to(random_bert)
     (folder / "runs" / "sft").mkdir(parents=True)
     (folder / "runs" / "sft" / "actor").symlink_to(resolve_model("tiny-actor"))
+    (folder / "runs" / "sft2").mkdir()
+    (folder / "runs" / "sft2" / "extractor").symlink_to(resolve_model("tiny-extractor"))
     shutil.copytree(random_qwen3, folder / "language_model")
     config = folder / "language_model" / "config.json"
     longer = json.loads(config.read_text()) | {"max_position_embeddings": 65536}

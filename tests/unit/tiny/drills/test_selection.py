@@ -16,7 +16,7 @@ from crl.tiny.drills.drill import Drill, demonstrated
 from crl.types import Segment
 
 ENVS = ("room", "maze_small", "keyroom", "river_small", "sokoban", "webshop", "alfworld_small")
-"""Environments of the bundled tasks in the compact profile."""
+"""Environments of the tasks that the bundled models have learnt, in the compact profile."""
 
 
 @pytest.mark.parametrize("env", ENVS)

@@ -1,0 +1,162 @@
+"""Official data of search_qa."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from crl.config.schema import QUESTION_SETS
+from crl.envs.base import StreamSettings
+from crl.envs.places import UNSEEN_LAYOUTS
+from crl.envs.search_qa import SMALL_SPEC, SPEC, data
+from crl.envs.search_qa.library import official_topics
+from crl.envs.search_qa.questions import Document, Question
+from crl.envs.search_qa.tasks import data as data_in_use
+from crl.errors import ConfigError
+from support.paths import SEARCH_QA_DATA
+
+PAPER = StreamSettings(places=32, permanent=0, visits=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """Return a copy of the small data, which search_qa uses."""
+    target = tmp_path / "data"
+    shutil.copytree(SEARCH_QA_DATA, target)
+    monkeypatch.setenv("SEARCH_QA_DATA", str(target))
+    return target
+
+
+def texts(questions: list[Question]) -> list[str]:
+    return [question.text for question in questions]
+
+
+def test_the_corpus_of_both_forms() -> None:
+    corpus = data.read_corpus(SEARCH_QA_DATA)
+    assert corpus[1:] == [
+        Document("Warsaw", "Warsaw is the capital of Poland."),
+        Document("Seine", "The Seine is a river in France. It flows through Paris."),
+    ]
+    assert corpus[0].title == "Marie Curie"
+
+
+def test_train_questions_repeat_no_test_question() -> None:
+    topics = official_topics(SEARCH_QA_DATA, ["nq", "hotpotqa"], [])
+    assert [topic.goal for topic in topics.train] == [
+        "which river flows through paris",
+        "In which country is the river that flows through Paris?",
+    ], "What is the capital of Poland? is a test question in other letters"
+    tests = topics.reserved[UNSEEN_LAYOUTS]
+    assert len(tests) == topics.official_tests == 3
+    assert not {topic.goal for topic in topics.train} & {topic.goal for topic in tests}
+    # test questions of sets that are not evaluated are left out, too
+    assert official_topics(SEARCH_QA_DATA, ["nq"], ["hotpotqa"]).train == topics.train[:1]
+
+
+def test_the_sets_take_turns() -> None:
+    found = texts(data.evaluation_questions(SEARCH_QA_DATA, ["hotpotqa", "nq"]))
+    assert found[0].startswith("Of which country")
+    assert len(found) == 3
+    assert found == texts(data.evaluation_questions(SEARCH_QA_DATA, ["hotpotqa", "nq"]))
+
+
+def test_tasks_on_official_data(folder: Path) -> None:
+    assert data_in_use().official
+    assert SPEC.tasks.split_sizes
+    assert SPEC.tasks.split_sizes() == {"unseen": 3}
+    unseen = SPEC.tasks.eval_tasks("unseen", 3, 0, PAPER)
+    drawn = SPEC.tasks.train_stream(0, PAPER).draw(20)
+    assert len({task.goal for task in unseen}) == 3
+    assert not {task.goal for task in unseen} & {task.goal for task in drawn}
+    game = SPEC.make_game("full")
+    task = next(task for task in unseen if "birthplace" in task.goal)
+    assert game.reset(task) == f"Question: {task.goal}"
+    found = game.step("I need her birthplace. <search>Marie Curie</search>").text
+    assert found.startswith("<information>\nDoc 1 (Title: Marie Curie) Marie Curie was")
+    assert game.step("<answer>poland.</answer>").success
+
+
+def test_tiny_models_always_play_the_generated_world(folder: Path) -> None:
+    (task,) = SMALL_SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
+    assert task.goal.startswith("about the ")
+
+
+def test_without_data_the_world_is_generated(monkeypatch) -> None:
+    monkeypatch.delenv("SEARCH_QA_DATA", raising=False)
+    assert not data_in_use().official
+    assert "5,000 documents" in data_in_use().description
+    assert SPEC.tasks.split_sizes
+    assert SPEC.tasks.split_sizes() == {}
+
+
+def test_the_first_line_of_the_documentation_is_the_test_data() -> None:
+    """Check that docs/tasks.md quotes lines of the small data."""
+    page = (SEARCH_QA_DATA.parents[1] / "docs" / "tasks.md").read_text("utf-8")
+    for name in ("corpus.jsonl", "nq/train.jsonl", "hotpotqa/dev.jsonl"):
+        line = (SEARCH_QA_DATA / name).read_text("utf-8").splitlines()[0]
+        assert line in page, f"the first line of {name}"
+    assert all(f"`{name}`" in page for name in QUESTION_SETS)
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SEARCH_QA_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match="contains none of the folders nq, triviaqa"):
+        data_in_use()
+    monkeypatch.setenv("SEARCH_QA_DATA", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        data_in_use()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("corpus.jsonl", "contains no corpus.jsonl. Add the file, or set search.retriever to http"),
+        ("nq/train.jsonl", "contains no nq/train.jsonl. Add the file, or change search.train_sets"),
+    ],
+)
+def test_missing_files_are_named(folder: Path, name: str, message: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=message):
+        SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("nq/train.jsonl", "{", "train.jsonl is not JSON lines in UTF-8"),
+        ("nq/train.jsonl", "[]", "line 3 of train.jsonl must have a JSON object"),
+        ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must have question and"),
+        ("nq/test.jsonl", '{"question": "x", "golden_answers": []}', "not empty"),
+        ("nq/test.jsonl", '{"question": "x", "golden_answers": ["the"]}', "not empty"),
+        ("nq/test.jsonl", '{"question": "x", "golden_answers": "y"}', "not empty"),
+        ("nq/test.jsonl", '{"question": " ", "golden_answers": ["y"]}', "not empty"),
+        ("nq/test.jsonl", '{"question": 5, "golden_answers": ["y"]}', "must have question and"),
+        ("corpus.jsonl", '{"id": "4"}', "line 4 of corpus.jsonl must have contents"),
+        ("corpus.jsonl", '{"contents": 4}', "line 4 of corpus.jsonl must have contents"),
+        ("corpus.jsonl", "\ufeff\xff", "corpus.jsonl is not JSON lines in UTF-8"),
+    ],
+)
+def test_malformed_lines_are_named(folder: Path, name: str, line: str, message: str) -> None:
+    with (folder / name).open("a", encoding="latin-1" if "\xff" in line else "utf-8") as file:
+        file.write("\xff\n" if "\xff" in line else f"{line}\n")
+    with pytest.raises(ConfigError, match=message):
+        SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
+
+
+def test_an_empty_corpus_is_refused(folder: Path) -> None:
+    (folder / "corpus.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="contains no document"):
+        SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
+
+
+def test_lone_surrogates_are_replaced(folder: Path) -> None:
+    row = json.dumps({"question": "why \ud800", "golden_answers": ["b"]})
+    (folder / "nq" / "test.jsonl").write_text(f"{row}\n")
+    goals = {task.goal for task in SPEC.tasks.eval_tasks("unseen", 2, 0, PAPER)}
+    assert "why \ufffd" in goals
