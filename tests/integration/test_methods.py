@@ -162,3 +162,47 @@ def test_reflexion_continues_and_is_evaluated(tmp_path: Path) -> None:
     assert crl("eval", run, "--experience", "online").exit_code == 0
     refused = crl(*arguments(tmp_path / "no", "room", ("bank.frozen=true",), 1, 0, "reflexion"))
     assert "reflexion trains no model" in refused.stderr
+
+
+EMPO2 = (
+    "empo2.writer=extractor", "empo2.memory_share=0.5", "tasks.room.eval.online_places=1",
+    "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "eval.probe_every=0",
+)  # fmt: skip
+
+
+def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    whole = trained(run, "empo2", *EMPO2, steps=6)
+    assert not undocumented(run)
+    by_step: dict[int, list[Trajectory]] = {}
+    for episode in read_episodes(run):
+        by_step.setdefault(episode.address.step, []).append(episode)
+    modes = [{t.condition for t in members} for members in by_step.values()]
+    assert all(len(mode) == 1 for mode in modes)
+    assert {mode for one in modes for mode in one} == {"guided", "free"}
+    used = [use for members in by_step.values() for t in members for use in t.used]
+    assert used, "tips were shown"
+    assert all(
+        t.task.goal == goal
+        for t in by_step[max(by_step)]
+        for goal in [entry["goal"] for entry in tips(run) if entry["uid"] in shown(t)]
+    )
+    assert all("novelty" in t.rewards for members in by_step.values() for t in members)
+    half = tmp_path / "half"
+    trained(half, "empo2", *EMPO2, steps=3)
+    assert crl("resume", half, "--steps", "6").exit_code == 0
+    resumed = [
+        {key: value for key, value in line.items() if not key.startswith(("time", "perf/"))}
+        for line in metrics(half, "train")
+    ]
+    assert resumed == whole
+    for mode in ("none", "bank", "online"):
+        assert crl("eval", run, "--experience", mode).exit_code == 0
+
+
+def tips(run: Path) -> list[dict[str, Any]]:
+    return json.loads(crl("bank", "ls", run, "--json", "--limit", "0", "--status", "all").stdout)
+
+
+def shown(trajectory: Trajectory) -> set[str]:
+    return {use.uid for use in trajectory.used}

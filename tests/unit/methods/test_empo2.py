@@ -1,0 +1,289 @@
+"""EMPO²: modes, the three cases of the importance ratio, the mask, novelty, stripped prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from crl.config import load
+from crl.embedders.hash import HashEmbedder
+from crl.engines.scripted import ScriptedEngine
+from crl.errors import ConfigError
+from crl.methods.parts.memory import MemorySteps, StrippedView
+from crl.methods.parts.novelty import StateNovelty
+from crl.methods.parts.training import MaskedSurrogateLoss
+from crl.modeling.loading import load_tokenizer, stop_ids
+from crl.modeling.tokens import ChatRenderer
+from crl.planning import tasks
+from crl.planning.methods import build_method
+from crl.protocols import Advice, Hit, Question, SearchRequest
+from crl.rollout.episode import EpisodeKey, Limits
+from crl.rollout.rerender import Rerenderer
+from crl.types import (
+    BEHAVIOUR,
+    STEP_START,
+    Condition,
+    ExperienceUse,
+    RolloutPlan,
+    Segment,
+    TokenTrace,
+    Trajectory,
+)
+from support.doors import TASK, open_host, runner
+from support.trajectories import build_trajectory
+
+LIMITS = {"doors": Limits(max_turns=3, max_response_tokens=32)}
+ALWAYS, NEVER = MemorySteps(1.0, 0, "mode"), MemorySteps(0.0, 0, "mode")
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>"
+    "{% endfor %}{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<|turn|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|/turn|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>model\n{% endif %}"
+)
+FAMILIES = {
+    "chatml": (CHATML, ()),
+    "llama": (LLAMA, ("<|head|>", "<|/head|>", "<|eot|>")),
+    "gemma": (GEMMA, ("<|turn|>", "<|/turn|>")),
+}
+
+
+class Tips:
+    """`Retriever` with another tip for every request."""
+
+    def __init__(self) -> None:
+        self.requests: list[SearchRequest] = []
+
+    async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
+        start = len(self.requests)
+        self.requests += requests
+        return [
+            Hit(f"Mind the zebra {n}.", ExperienceUse(f"t{n}", 1, f"g{n}", "start"))
+            for n in range(start, len(self.requests))
+        ]
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return hit
+
+
+def family(name: str, folder: Path) -> ChatRenderer:
+    """Return the renderer of a model with the chat template of a family."""
+    template, control = FAMILIES[name]
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True) for token in control]  # pyright: ignore[reportArgumentType]
+    )
+    tokenizer.chat_template = template
+    return ChatRenderer(tokenizer, stop_ids(folder, tokenizer))
+
+
+async def episode(
+    renderer: ChatRenderer, condition: Condition, tips: Tips, step: int = 2
+) -> Trajectory:
+    actions = iter(("wait", "shout", "open"))
+    engine = ScriptedEngine(renderer, lambda prompt: next(actions))
+    advice = Advice(2, every_turn=True)
+    async with open_host() as hosted:
+        play = runner(
+            engine, hosted.host, limits=LIMITS, retriever=tips, renderer=renderer, advice=advice
+        ).play
+        return await play(EpisodeKey("train", step, 5, 1), TASK, RolloutPlan(condition))
+
+
+def read(renderer: ChatRenderer, traces: Sequence[TokenTrace]) -> list[str]:
+    return [renderer.decode(trace.ids) for trace in traces]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_the_stripped_view_holds_no_token_of_a_tip(name: str, tiny_actor: Path) -> None:
+    renderer = family(name, tiny_actor)
+    guided = await episode(renderer, "guided", Tips())
+    free = await episode(renderer, "free", Tips())
+    assert "".join(read(renderer, guided.traces)).count("zebra") == 6, "two tips before each turn"
+    rerender = Rerenderer(renderer, LIMITS)
+    view = StrippedView(ALWAYS, BEHAVIOUR, mask_truncated=False)(guided, rerender)
+    assert read(renderer, view) == read(renderer, free.traces)
+
+
+async def test_tips_are_searched_by_the_state_before_every_turn(tiny_actor: Path) -> None:
+    tips = Tips()
+    guided = await episode(family("chatml", tiny_actor), "guided", tips)
+    texts = [segment.text for segment in guided.segments if segment.origin == "experience"]
+    assert texts == [f"Mind the zebra {n}.\nMind the zebra {n + 1}." for n in (0, 2, 4)]
+    asked = [(r.turn, r.query, len(r.shown)) for r in tips.requests[::2]]
+    assert asked == [
+        (0, "Open it.", 0),
+        (1, "Open it.\nNothing happens.", 2),
+        (2, "Open it.\nYou cannot do that.", 4),
+    ]
+    assert [use.uid for use in guided.used] == [f"t{n}" for n in range(6)]
+    free = await episode(family("chatml", tiny_actor), "free", tips)
+    assert (free.used, len(tips.requests)) == ((), 6)
+
+
+async def test_the_three_cases_of_the_importance_ratio(tiny_actor: Path) -> None:
+    """Case by case: the prompt of π_θ, and the old log-probs (appendix C, table 3)."""
+    renderer = family("chatml", tiny_actor)
+    rerender = Rerenderer(renderer, LIMITS)
+    guided, free = [await episode(renderer, c, Tips()) for c in ("guided", "free")]
+    on_policy = StrippedView(NEVER, BEHAVIOUR, mask_truncated=False)
+    assert on_policy(free, rerender) is free.traces
+    assert on_policy(guided, rerender) is guided.traces
+    for old in (BEHAVIOUR, STEP_START):
+        off_policy = StrippedView(ALWAYS, old, mask_truncated=False)
+        assert off_policy(free, rerender) is free.traces
+        view = off_policy(guided, rerender)
+        assert _sampled(view, "versions") == [old] * len(_sampled(view, "versions"))
+        assert _sampled(view, "ids") == _sampled(guided.traces, "ids")
+        logprobs = _sampled(guided.traces, "logprobs")
+        assert _sampled(view, "logprobs") == (
+            logprobs if old == BEHAVIOUR else [0.0] * len(logprobs)
+        )
+
+
+def _sampled(traces: Sequence[TokenTrace], name: str) -> list[float]:
+    return [
+        value
+        for trace in traces
+        for value, mask in zip(getattr(trace, name), trace.mask, strict=True)
+        if mask
+    ]
+
+
+def loss(
+    logp: list[float], old: list[float], advantage: float, delta: float
+) -> tuple[float, float]:
+    """Return the loss of one sequence and its share of masked tokens. Clip: 0.2 and 0.3."""
+    value, metrics = MaskedSurrogateLoss(0.2, 0.3, "token", delta)(
+        torch.tensor([logp]).log(),
+        torch.tensor([old]).log(),
+        torch.tensor([advantage]),
+        torch.ones(1, len(logp)),
+        weights=torch.ones(1),
+        total_tokens=len(logp),
+    )
+    return float(value), float(metrics["low_probability_fraction"])
+
+
+def test_the_ratio_of_the_three_cases_by_hand() -> None:
+    # On-policy, without or with tips: both policies read the same prompt, 0.5 / 0.4 = 1.25.
+    assert loss([0.5], [0.4], 1.0, 0.0)[0] == pytest.approx(-1.25)
+    # Off-policy: with tips the token had 0.8, without them it has 0.4. A ratio of 0.5 is clipped
+    # only if the advantage is negative: min(0.5 · −1, 0.8 · −1) = −0.8.
+    assert loss([0.4], [0.8], 1.0, 0.0)[0] == pytest.approx(-0.5)
+    assert loss([0.4], [0.8], -1.0, 0.0)[0] == pytest.approx(0.8)
+    # Old log-probs without tips: the ratio starts at 1.
+    assert loss([0.4], [0.4], 1.0, 0.0)[0] == pytest.approx(-1.0)
+
+
+def test_tokens_of_low_probability_have_no_advantage_by_hand() -> None:
+    # Eq. 2 with δ = 0.1: the terms are 1.25, 0 and 1, divided by all three tokens.
+    value, masked = loss([0.5, 0.05, 0.11], [0.4, 0.4, 0.11], 1.0, 0.1)
+    assert value == pytest.approx(-(1.25 + 1.0) / 3)
+    assert masked == pytest.approx(1 / 3)
+    logp = torch.tensor([[0.5, 0.05]]).log().requires_grad_()
+    one = torch.ones(1)
+    masked_loss, _ = MaskedSurrogateLoss(0.2, 0.3, "token", 0.1)(
+        logp, logp.detach(), one, torch.ones(1, 2), weights=one, total_tokens=2
+    )
+    masked_loss.backward()
+    assert logp.grad is not None
+    assert logp.grad[0].tolist() == pytest.approx([-0.5, 0.0])
+
+
+def test_advantages_per_token_are_masked_too() -> None:
+    logp = torch.tensor([[0.5, 0.05]]).log()
+    value, _ = MaskedSurrogateLoss(0.2, 0.3, "token", 0.1)(
+        logp, logp, torch.tensor([[2.0, 4.0]]), torch.ones(1, 2),
+        weights=torch.ones(1), total_tokens=2,
+    )  # fmt: skip
+    assert float(value) == pytest.approx(-1.0)
+
+
+def visited(*states: str, member: int = 0, goal: str = "Open it.", **facts: Any) -> Trajectory:
+    segments = tuple(
+        segment
+        for state in states
+        for segment in (Segment("user", state, "env"), Segment("assistant", "go", "policy"))
+    )
+    task = type(TASK)(TASK.name, 0, "train", goal)
+    return build_trajectory(
+        task, 0, 0, member, segments=segments, turns=len(states), reward=1.0, **facts
+    )
+
+
+async def test_novelty_by_hand() -> None:
+    """1/n for the n-th visit of a state, per goal, in the order of the batch."""
+    novelty, embedder = StateNovelty(0.1, 0.99), HashEmbedder()
+    batch = [
+        visited("a red door", "a blue lake", "a red door"),  # 1 + 1 + 1/2
+        visited("a red door", member=1),  # 1/3
+        visited("a red door", member=2, goal="Swim."),  # 1
+        visited("a red door", member=3, error="env: lost"),
+    ]
+    rewarded = await novelty.add(batch, embedder)
+    assert [t.rewards.get("novelty") for t in rewarded] == [
+        pytest.approx(0.25), pytest.approx(0.1 / 3), pytest.approx(0.1), None,
+    ]  # fmt: skip
+    assert rewarded[0].reward == pytest.approx(1.25)
+    again = StateNovelty(0.1, 0.99)
+    again.load_state(novelty.state())
+    for memory in (novelty, again):
+        (next_one,) = await memory.add([visited("a red door", "a blue lake")], embedder)
+        assert next_one.rewards["novelty"] == pytest.approx(0.1 * (1 / 4 + 1 / 2))
+
+
+async def test_similar_states_count_as_one() -> None:
+    novelty = StateNovelty(1.0, 0.5)
+    (t,) = await novelty.add([visited("a red door", "a red door!")], HashEmbedder())
+    assert t.rewards["novelty"] == pytest.approx(1.5)
+
+
+def test_a_mode_is_drawn_for_a_whole_step() -> None:
+    planner = MemorySteps(0.25, 7, "rollout mode")
+    modes = []
+    for step in range(2000):
+        conditions = {plan.condition for plan in planner.plan(TASK, 4, step)}
+        assert len(conditions) == 1
+        modes += conditions
+    assert modes.count("guided") / 2000 == pytest.approx(0.25, abs=0.03)
+    assert [step in planner for step in range(50)] == [m == "guided" for m in modes[:50]]
+    other = MemorySteps(0.25, 7, "update mode")
+    assert [step in other for step in range(50)] != [step in planner for step in range(50)]
+
+
+def test_the_settings_of_the_method() -> None:
+    config = load(["room"], options={"method": "empo2"})
+    assert (config.bank.scope, config.bank.max_per_goal, config.bank.evict) == (
+        "goal",
+        1000,
+        "fifo",
+    )
+    assert (config.retrieval.min_similarity, config.retrieval.per) == (0.5, "rollout")
+    assert (config.writer, config.with_extractor, config.trains_extractor) == (
+        "actor",
+        False,
+        False,
+    )
+    settings = config.method_settings
+    assert (settings.memory_share, settings.off_policy_share, settings.tips) == (0.25, 2 / 3, 10)
+    assert settings.low_probability == math.exp(-5)
+    assert build_method(config, tasks.specs(config)).advice == Advice(10, every_turn=True)
+    with pytest.raises(ConfigError, match=r"retrieval\.per = 'group': cannot be used"):
+        load(["room"], options={"method": "empo2"}, sets=["retrieval.per=group"])
+    off = load(["room"], options={"method": "empo2"}, sets=["empo2.novelty_coef=0"])
+    assert build_method(off, tasks.specs(off)).intrinsic is None
