@@ -148,6 +148,10 @@ class Runtime:
 
     The extra must have the name of the module that it installs: a check looks for this module.
     """
+    require_program: Callable[[str, str], None] | None = None
+    """`require_program(key, name)` raises `ConfigError` for the setting `key` = `name` if a program
+    that the games start is not installed. None if they start none.
+    """
 
     def __post_init__(self) -> None:
         if self.hosting not in get_args(Hosting):

@@ -9,23 +9,33 @@ from collections.abc import Collection, Iterator, Sequence
 
 from crl.modeling.demonstrations import Demonstration
 from crl.seeds import generator
-from crl.tiny.drills import alfworld, grids, room, webshop
+from crl.tiny.drills import alfworld, grids, room, scienceworld, webshop
 from crl.tiny.drills.drill import Drill, Part
 from crl.types import RoleName
 
 TASK_MODULES = (room, webshop, alfworld, grids)
+"""Modules of the tasks that the bundled models have learnt."""
+
+OTHER_MODULES = (scienceworld,)
+"""Modules of the other tasks."""
 
 ACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.ACTOR_DRILLS
 )
+"""Drills of the bundled actor."""
 EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.EXTRACTOR_DRILLS
 )
+"""Drills of the bundled extractor."""
 
 
 def drills_of(role: RoleName, envs: Collection[str], parts: Collection[Part]) -> list[Drill]:
     """Return the drills of a role in some environments that some parts of a run need."""
-    drills = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
+    drills = [
+        drill
+        for module in (*TASK_MODULES, *OTHER_MODULES)
+        for drill in (module.ACTOR_DRILLS if role == "actor" else module.EXTRACTOR_DRILLS)
+    ]
     return [drill for drill in drills if drill.env in envs and drill.part in parts]
 
 
