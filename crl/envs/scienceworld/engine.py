@@ -11,7 +11,6 @@ its last simulator is closed, and when the process that started it ends, even if
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import tempfile
@@ -24,7 +23,7 @@ from py4j.java_gateway import (  # pyright: ignore[reportMissingImports]
     JavaGateway,
     launch_gateway,
 )
-from py4j.protocol import Py4JNetworkError  # pyright: ignore[reportMissingImports]
+from py4j.protocol import Py4JError, Py4JJavaError  # pyright: ignore[reportMissingImports]
 from scienceworld.constants import BASEPATH, JAR_PATH  # pyright: ignore[reportMissingImports]
 
 from crl.envs.scienceworld.java import find_java
@@ -48,7 +47,9 @@ _JVM_OPTIONS = (
 )
 _EXIT_TIMEOUT_S = 5.0
 
-logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it logs a lost connection with a traceback
+
+class JvmEnded(RuntimeError):
+    """Loss of a game whose JVM has ended."""
 
 
 class Simulator:
@@ -61,21 +62,24 @@ class Simulator:
         self._jvm: _Jvm | None = None
         self._server: Any = None
 
-    def load(self, task: str, variation: int, *, gold: bool = False) -> None:
+    def load(self, task: str, variation: int, *, gold: bool = False) -> str:
         """Start the game of a variation of a task, with a gold path if `gold` is set.
 
-        Raise `RuntimeError` if no JVM can be started.
+        Return the description of the first room. As in the original, the agent has looked around,
+        which may score points. Raise `RuntimeError` if no JVM can be started.
         """
         if self._jvm is None or not self._jvm.alive:
             self._connect()
+        game = task, variation, SIMPLIFICATIONS, gold
         try:
-            self._server.load(task, variation, SIMPLIFICATIONS, gold)
-        except (Py4JNetworkError, OSError):  # it has ended, and this was not known yet
+            self._call("load", *game)
+        except JvmEnded:  # this was not known yet
             self._connect()
-            self._call("load", task, variation, SIMPLIFICATIONS, gold)
+            self._call("load", *game)
+        return self.step("look around")
 
     def step(self, action: str) -> str:
-        """Return the simulator's answer to an action. Raise `RuntimeError` if the JVM has ended."""
+        """Return the simulator's answer to an action. Raise `JvmEnded` if the JVM has ended."""
         return self._call("step", action)
 
     def look(self) -> str:
@@ -125,8 +129,10 @@ class Simulator:
             raise RuntimeError("no game is loaded")
         try:
             return getattr(self._server, method)(*arguments)
-        except (Py4JNetworkError, OSError) as error:
-            raise RuntimeError(f"the Java process has ended{self._jvm.exit_reason()}") from error
+        except Py4JJavaError:
+            raise
+        except (Py4JError, OSError) as error:  # the connection is lost
+            raise JvmEnded(f"the Java process has ended{self._jvm.exit_reason()}") from error
 
 
 class _Jvm:

@@ -23,12 +23,12 @@ class ScienceWorldGame:
 
     def reset(self, task: Task) -> str:
         """Start the game that the task's params name. Raise `KeyError` if they name none."""
-        self._simulator.load(str(task.params["task"]), int(task.params["variation"]))
+        room = self._simulator.load(str(task.params["task"]), int(task.params["variation"]))
         self._rewarded, self._over = 0.0, False
-        return text.first(self._simulator.look(), self._simulator.inventory(), self._rendering)
+        return text.first(room, self._simulator.inventory(), self._rendering)
 
     def step(self, action: str) -> StepResult:
-        """Play one action. Raise `RuntimeError` outside an episode, or if Java has ended."""
+        """Play one action. Raise `RuntimeError` outside an episode, or if the JVM has ended."""
         if self._over:
             raise RuntimeError("the episode is over: call reset first")
         words = text.action(action, self._rendering)

@@ -60,8 +60,8 @@ class GoldPlayer:
     def begin(self, goal: str, observation: str) -> None:
         simulator = _simulator()
         for task, variation in variations_with_goal(goal):
-            simulator.load(task, variation)
-            if observation == text.first(simulator.look(), simulator.inventory(), "full"):
+            room = simulator.load(task, variation)
+            if observation == text.first(room, simulator.inventory(), "full"):
                 simulator.load(task, variation, gold=True)
                 self._actions = list(reversed(simulator.gold_path()))
                 return
