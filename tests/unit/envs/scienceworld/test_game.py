@@ -219,7 +219,7 @@ def transcript(game: ScienceWorldGame, task: Task, seed: int) -> list[object]:
     return [game.reset(task), *(game.step(rng.choice(ACTIONS)) for _ in range(15))]
 
 
-def test_games_do_not_depend_on_other_games_or_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_games_do_not_depend_on_other_games() -> None:
     played = [find(name, 1) for name in ("chemistry-mix", "find-plant", "use-thermometer")]
     game = ScienceWorldGame("full")
     alone = [transcript(game, task, 7) for task in played]
@@ -253,8 +253,11 @@ def test_games_share_java_processes_and_end_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_gateway_listens_on_the_loopback_interface_and_needs_a_token() -> None:
-    from py4j.java_gateway import GatewayParameters, JavaGateway
-    from py4j.protocol import Py4JError
+    from py4j.java_gateway import (  # pyright: ignore[reportMissingImports]
+        GatewayParameters,
+        JavaGateway,
+    )
+    from py4j.protocol import Py4JError  # pyright: ignore[reportMissingImports]
 
     game = ScienceWorldGame("full")
     game.reset(find("find-animal", 0))

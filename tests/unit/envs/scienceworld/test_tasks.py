@@ -30,8 +30,8 @@ from crl.types import Segment, Task
 STREAM = StreamSettings()
 
 
-def variations(tasks) -> set[tuple[object, object]]:
-    return {(task.params["task"], task.params["variation"]) for task in tasks}
+def variations(tasks) -> set[tuple[str, int]]:
+    return {(str(task.params["task"]), int(task.params["variation"])) for task in tasks}
 
 
 def all_games(spec, split) -> tuple[Task, ...]:
