@@ -26,8 +26,6 @@ LESSONS = {
 }
 """Kinds of lesson → their wording."""
 
-ANIMAL_TASKS = ("find-animal", "lifespan-longest-lived")
-
 _PATTERNS = {
     kind: re.compile(
         re.escape(text)
