@@ -69,6 +69,17 @@ def parse_call(text: str, admissible: Mapping[str, Sequence[str] | None]) -> tup
     return _last_readable_answer(text, lambda content: _lookup_call(content, admissible))
 
 
+def parse_free_text(text: str) -> str | None:
+    """Return the action that `text` writes in free words, or None if it writes none.
+
+    The answer is located as in `parse_choice`. It is lowercased, its whitespace is collapsed, and
+    quotes, bullets and punctuation around it are removed.
+    """
+    if not text.strip():
+        return ""
+    return _last_readable_answer(text, lambda content: _spelling(_stripped(content)))
+
+
 def moves(segments: Sequence[Segment], actions: Sequence[str]) -> str:
     """Return the actions of an episode's agent, for digests: `moves east east south`.
 

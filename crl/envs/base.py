@@ -170,6 +170,10 @@ class Runtime:
 
     None if the environment has no search tool.
     """
+    require_program: Callable[[str, str], None] | None = None
+    """`require_program(key, name)` raises `ConfigError` for the setting `key` = `name` if a program
+    that the games start is not installed. None if they start none.
+    """
 
     def __post_init__(self) -> None:
         if self.hosting not in get_args(Hosting):

@@ -25,6 +25,8 @@ BUNDLED_ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "river": "crl.envs.river:SPEC",
         "river_small": "crl.envs.river:SMALL_SPEC",
         "room": "crl.envs.room:SPEC",
+        "scienceworld": "crl.envs.scienceworld:SPEC",
+        "scienceworld_small": "crl.envs.scienceworld:SMALL_SPEC",
         "search_qa": "crl.envs.search_qa:SPEC",
         "search_qa_small": "crl.envs.search_qa:SMALL_SPEC",
         "sokoban": "crl.envs.sokoban:SPEC",
@@ -35,6 +37,9 @@ BUNDLED_ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
 
 GEM_PREFIX = "gem:"
 """Prefix of the names of environments from the package gem-llm."""
+
+SCIENCEWORLD_PREFIX = "scienceworld:"
+"""Prefix of the names of ScienceWorld's tasks, each of which is also an environment of its own."""
 
 
 def names() -> tuple[str, ...]:
@@ -49,6 +54,7 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
 
     * one of `names()`;
     * `gem:ID`, an environment of the package gem-llm;
+    * `scienceworld:TASK`, one of ScienceWorld's tasks;
     * `path/to/file.py:ATTRIBUTE`, a user's environment in a file;
     * `package.module:ATTRIBUTE`, a user's environment that is installed or on PYTHONPATH.
 
@@ -57,6 +63,9 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
     """
     if name.startswith(GEM_PREFIX):
         return importlib.import_module("crl.envs.gem").spec(name.removeprefix(GEM_PREFIX), key)
+    if name.startswith(SCIENCEWORLD_PREFIX):
+        module = importlib.import_module("crl.envs.scienceworld")
+        return module.single_task_spec(name.removeprefix(SCIENCEWORLD_PREFIX), key)
     target = BUNDLED_ENVIRONMENTS.get(name, name)
     if not plugins.is_reference(target):
         raise ConfigError(
@@ -87,9 +96,11 @@ def get_spec(name: str, key: str = "env") -> EnvSpec:
 
 
 def require_extra(spec: EnvSpec, key: str) -> None:
-    """Raise `ConfigError` if the environment needs an extra that is not installed."""
+    """Raise `ConfigError` if an extra or a program that the environment needs is missing."""
     if extra := spec.runtime.extra:
         require_package(extra, key, spec.name)
+    if spec.runtime.require_program:
+        spec.runtime.require_program(key, spec.name)
 
 
 def _remedy(name: str) -> str:

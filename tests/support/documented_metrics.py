@@ -13,6 +13,7 @@ from support.paths import ROOT
 PAGE = ROOT / "docs" / "metrics.md"
 
 PLACEHOLDERS = {
+    "n": tuple(map(str, range(1, 17))),
     "split": ("seen", "unseen"),
     "condition": ("free", "guided", "online", "alone"),
     "visit": tuple("12345"),

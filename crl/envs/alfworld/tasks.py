@@ -25,9 +25,8 @@ from crl.envs.places import (
     revisited,
     seen_tasks,
 )
-from crl.protocols import State
-from crl.seeds import generator
-from crl.types import SPLIT_DRAW_NAMES, Split, Task, Trajectory
+from crl.envs.rounds import RoundStream
+from crl.types import SPLIT_DRAW_NAMES, Split, Task
 
 NAME = "alfworld"
 SMALL = "alfworld_small"
@@ -41,32 +40,9 @@ that are trained on.
 _FOLDERS: dict[Split, str] = {"train": "train", "seen": "valid_seen", "unseen": "valid_unseen"}
 
 
-class AlfworldStream:
-    """`TaskSource` of all train games, in shuffled rounds."""
-
-    def __init__(self, seed: int, settings: StreamSettings) -> None:
-        self._seed, self._games = seed, _games("train")
-        self._drawn = 0
-
-    def draw(self, n: int) -> Sequence[Task]:
-        tasks = [self._task_at(self._drawn + i) for i in range(n)]
-        self._drawn += n
-        return tasks
-
-    def _task_at(self, k: int) -> Task:
-        number, position = divmod(k, len(self._games))
-        order = list(range(len(self._games)))
-        generator(self._seed, f"{NAME}/round", number).shuffle(order)
-        return _task("train", order[position])
-
-    def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Ignore the trajectories. The stream does not depend on them."""
-
-    def state(self) -> State:
-        return {"drawn": self._drawn}
-
-    def load_state(self, state: State) -> None:
-        self._drawn = int(state["drawn"])
+def train_stream(seed: int, settings: StreamSettings) -> RoundStream:
+    """Return the stream of all train games, in shuffled rounds, of a run with `seed`."""
+    return RoundStream(NAME, seed, len(_games("train")), partial(_task, "train"))
 
 
 def eval_tasks(split: Split, n: int, seed: int, settings: StreamSettings) -> tuple[Task, ...]:
@@ -189,5 +165,5 @@ def _with_chore(task: Task) -> Task:
     return replace(task, goal=f"{task.goal}: {phrase(chore)}.")
 
 
-TASKS = EnvTasks(AlfworldStream, eval_tasks, data=data, split_sizes=split_sizes)
+TASKS = EnvTasks(train_stream, eval_tasks, data=data, split_sizes=split_sizes)
 SMALL_TASKS = EnvTasks(SmallStream, small_eval_tasks, partial(revisited, SMALL), data=small_data)

@@ -6,18 +6,17 @@ Each task has a module with its drills. New drills can be added to the lists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 
 from crl.modeling.demonstrations import Demonstration
 from crl.seeds import generator
-from crl.tiny.drills import alfworld, grids, room, search_qa, webshop
+from crl.tiny.drills import alfworld, grids, room, scienceworld, search_qa, webshop
 from crl.tiny.drills.drill import Drill, Part
 from crl.types import RoleName
 
 TASK_MODULES = (room, webshop, alfworld, grids)
 """Modules whose drills are in the recipes of the bundled models."""
 
-UNUSED_MODULES = (search_qa,)
+UNUSED_MODULES = (scienceworld, search_qa)
 """Modules with drills that the bundled models have not learnt.
 
 To add one to the recipes, move it to `TASK_MODULES` and make the models again.
@@ -26,9 +25,11 @@ To add one to the recipes, move it to `TASK_MODULES` and make the models again.
 ACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.ACTOR_DRILLS
 )
+"""Drills of the bundled actor."""
 EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.EXTRACTOR_DRILLS
 )
+"""Drills of the bundled extractor."""
 
 
 def drills_of(role: RoleName, envs: Collection[str], parts: Collection[Part]) -> list[Drill]:
@@ -36,12 +37,11 @@ def drills_of(role: RoleName, envs: Collection[str], parts: Collection[Part]) ->
 
     They include drills that the bundled models have not learnt.
     """
-    bundled = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
-    unused = (
-        module.ACTOR_DRILLS if role == "actor" else module.EXTRACTOR_DRILLS
-        for module in UNUSED_MODULES
-    )
-    drills = chain(bundled, *unused)
+    drills = [
+        drill
+        for module in (*TASK_MODULES, *UNUSED_MODULES)
+        for drill in (module.ACTOR_DRILLS if role == "actor" else module.EXTRACTOR_DRILLS)
+    ]
     return [drill for drill in drills if drill.env in envs and drill.part in parts]
 
 

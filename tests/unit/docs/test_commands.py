@@ -73,6 +73,7 @@ EXIT_CODES = {"crl train --preset node8 --tasks three --set gpus=2 --dry-run": 2
 """Exit codes of commands that end with an error. Those of all others are 0."""
 EXTRAS = {
     "--tasks three": "alfworld",
+    "--tasks scienceworld": "scienceworld",
     "learner.kind=deepspeed": "deepspeed",
     "engine.kind=vllm": "vllm",
 }

@@ -20,11 +20,11 @@ from crl.envs import alfworld
 from crl.envs.alfworld import AlfworldPlayer, games, small, text
 from crl.envs.alfworld.house import KINDS, Chore, phrase, read_chore
 from crl.envs.alfworld.tasks import (
-    AlfworldStream,
     SmallStream,
     demonstration_tasks,
     eval_tasks,
     small_eval_tasks,
+    train_stream,
 )
 from crl.envs.base import EnvSpec, Rendering, Runtime, play_episode
 from crl.envs.hosting.processes import ProcessHost
@@ -555,11 +555,11 @@ def test_generated_games_are_solved_once_and_cached(
 
 
 def test_the_stream_plays_every_game_once_per_round() -> None:
-    stream = AlfworldStream(0, SETTINGS)
+    stream = train_stream(0, SETTINGS)
     stream.draw(1466 - 40)
     tasks = [*stream.draw(40), *stream.draw(40)]
     assert len({task.params["number"] for task in tasks[:40]}) == 40
-    resumed = AlfworldStream(0, SETTINGS)
+    resumed = train_stream(0, SETTINGS)
     resumed.load_state(json.loads(json.dumps(stream.state())))
     assert resumed.draw(5) == stream.draw(5)
     assert all(re.fullmatch(r"Your task is to: .*\w\.", task.goal) for task in tasks)
@@ -594,7 +594,7 @@ def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_alfworlds_own_games_are_played_if_present(
     official: Path, players: dict[Rendering, alfworld.Game]
 ) -> None:
-    train = AlfworldStream(0, SETTINGS).draw(4)
+    train = train_stream(0, SETTINGS).draw(4)
     assert len({task.params["game"] for task in train}) == 2, (
         "no unsolvable games and no movable receptacles"
     )
@@ -642,7 +642,7 @@ def test_the_chore_is_read_from_the_name_of_the_folder(folder: str, chore: Chore
 def test_an_invalid_game_file_is_named_in_the_error(
     official: Path, players: dict[Rendering, alfworld.Game], content: str | None, reason: str
 ) -> None:
-    (task,) = AlfworldStream(0, SETTINGS).draw(1)
+    (task,) = train_stream(0, SETTINGS).draw(1)
     path = official / str(task.params["game"])
     path.unlink()
     if content is not None:
@@ -664,7 +664,7 @@ def test_an_invalid_game_file_is_named_in_the_error(
 def test_a_game_that_textworld_cannot_parse_is_named_in_the_error(
     official: Path, players: dict[Rendering, alfworld.Game], part: str, reason: str
 ) -> None:
-    bad, good, *_ = AlfworldStream(0, SETTINGS).draw(2)
+    bad, good, *_ = train_stream(0, SETTINGS).draw(2)
     first = players["full"].reset(good)
     path = official / str(bad.params["game"])
     path.write_text(json.dumps({**json.loads(path.read_text()), part: "(define (problem"}))

@@ -70,3 +70,12 @@ def test_the_places_of_an_extractor_are_those_of_its_episodes() -> None:
 def test_the_environments_are_those_of_the_bundled_tasks() -> None:
     config = load([env.removesuffix("_small") for env in ENVS])
     assert {task.env for task in config.tasks.values()} == {*ENVS}
+
+
+def test_tasks_that_the_bundled_models_have_not_learnt_have_drills() -> None:
+    parts = ("episode", "ask", "critic", "merge")
+    actor = drills_of("actor", ["scienceworld_small"], parts)
+    extractor = drills_of("extractor", ["scienceworld_small"], parts)
+    assert {drill.part for drill in actor} == {"episode", "ask", "critic"}
+    assert {drill.part for drill in extractor} == {"episode", "ask", "merge"}
+    assert not {*actor, *extractor} & {*ACTOR_DRILLS, *EXTRACTOR_DRILLS}
