@@ -149,7 +149,7 @@ class ExperienceReport:
             change = f"{plus_minus(start, start_half)} → {plus_minus(end, end_half)}"
             lines.append(f"  {task}: gain from right advice on the probe: {change}")
         if self.evaluation:
-            lines += _online_bank_lines(self.evaluation)
+            lines += _online_bank_lines(self.evaluation, self.writer)
         writer = "extractor: not trained"
         if self.writer == "actor":
             writer = "actor, which writes the bank"
@@ -171,8 +171,8 @@ class ExperienceReport:
         return lines
 
 
-def _online_bank_lines(evaluation: Evaluation) -> list[str]:
-    """Return lines about the online evaluation: the banks' lift and the extractor's lessons."""
+def _online_bank_lines(evaluation: Evaluation, writer: RoleName) -> list[str]:
+    """Return lines about the online evaluation: the banks' lift and the lessons of their writer."""
     lines = [
         f"  {task}: gain from a bank built online in unseen places: {lift} "
         f"over {counted(lift.n, 'place')}"
@@ -187,7 +187,7 @@ def _online_bank_lines(evaluation: Evaluation) -> list[str]:
                 f"episodes: {untrained}"
             )
         lines.append(
-            f"  {task}: right lessons in {counted(rate.episodes, 'answer')} of the extractor: "
+            f"  {task}: right lessons in {counted(rate.episodes, 'answer')} of the {writer}: "
             f"{rate}{comparison}"
         )
     return lines

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from crl.records.reader import read_episodes
 from crl.types import Trajectory
 from support.documented_metrics import undocumented
@@ -104,6 +106,28 @@ def test_experiences_have_the_step_after_which_they_were_written(tmp_path: Path)
         steps.append([entry["step"] for entry in json.loads(listed.stdout)])
     assert steps[0] == steps[1]
     assert set(steps[0]) == {1, 2}
+
+
+FULL = (
+    "actor.profile=full", "extractor.profile=full", "rollout.groups=2", "actor.minibatches=1",
+    "actor.max_context_tokens=1024", "extractor.max_context_tokens=1024",
+    "extractor.max_response_tokens=24", "extractor.merge_every=0", "extractor.batch=2",
+    "tasks.room.max_turns=2", "tasks.room.max_response_tokens=16", "tasks.room.extra_turns=0",
+    "tasks.room.stream.places=1", "tasks.room.stream.permanent=1", "retrieval.min_similarity=-1",
+    "tasks.room.eval.online_places=0", "tasks.room.eval.probe_places=0",
+)  # fmt: skip
+"""Settings of language models, for the bundled models, which have not learnt the full rendering."""
+
+
+@pytest.mark.parametrize("method", ["complementary", "empo2", "gigpo", "grpo", "reflexion"])
+def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with_bank = method not in ("gigpo", "grpo")
+    sets = [text for text in FULL if with_bank or not text.startswith(("extractor", "retrieval"))]
+    steps = trained(run, method, *sets, steps=3)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert not undocumented(run)
+    assert ("actor/updates" in steps[-1]) == (method != "reflexion")
 
 
 REFLEXION = ("reflexion.reflector=extractor", "tasks.room.eval.online_places=1")
