@@ -235,7 +235,7 @@ class Retriever(Protocol):
         """Return the best experience for each request, or None where none is found.
 
         A request belongs to the start of an episode, to a later turn or to a question within an
-        episode. Several requests of one episode get different experiences, the best first.
+        episode. Equal requests that follow each other get different experiences, the best first.
         """
         ...
 

@@ -23,45 +23,69 @@ class Candidate(NamedTuple):
     similarity: float
 
 
-def choose_entry(
+def choose_entries(
     candidates: Sequence[Candidate],
     step: int,
     rng: Callable[[], random.Random],
     settings: RetrievalSection,
     *,
+    count: int = 1,
     trial: bool = False,
-) -> Entry | None:
-    """Return the entry that guides an episode, or None if no candidate is similar enough.
+) -> list[Entry]:
+    """Return at most `count` entries that guide an episode, the best first.
+
+    The list is empty if no candidate is similar enough.
 
     * candidates: the most similar first.
     * step: completed actor steps.
     * rng: function that creates the random generator for breaking ties.
-    * trial: return the least retrieved entry instead of the one that the policy prefers. Ignored if
+    * trial: prefer the least retrieved entries instead of those that the policy prefers. Ignored if
       the policy has no trials.
 
     Raise `ConfigError` if the scores of the policy cannot be used.
     """
     if not candidates or candidates[0].similarity < settings.min_similarity:
-        return None
+        return []
     threshold = max(
         candidates[0].similarity - settings.margin - SIMILARITY_TOLERANCE, settings.min_similarity
     )
     eligible = [candidate for candidate in candidates if candidate.similarity >= threshold]
+    chosen: list[Entry] = []
+    while eligible and len(chosen) < count:
+        # A policy may omit the scores of candidates that cannot win. They are scored again when the
+        # others are chosen.
+        scores = _scores(eligible, step, settings, trial=trial)
+        scored, eligible = eligible[: len(scores)], eligible[len(scores) :]
+        by_score: dict[float, list[Candidate]] = {}
+        for candidate, score in zip(scored, scores, strict=True):
+            by_score.setdefault(score, []).append(candidate)
+        complete = not eligible
+        for score in sorted(by_score, reverse=True):
+            tied = [candidate.entry for candidate in by_score.pop(score)]
+            needed = count - len(chosen)
+            chosen += rng().sample(tied, min(needed, len(tied))) if len(tied) > 1 else tied
+            if len(chosen) == count or not complete:
+                break
+        eligible = [candidate for tied in by_score.values() for candidate in tied] + eligible
+        eligible.sort(key=lambda candidate: -candidate.similarity)
+    return chosen
+
+
+def _scores(
+    eligible: Sequence[Candidate], step: int, settings: RetrievalSection, *, trial: bool
+) -> list[float]:
+    """Return the scores of the first candidates, as far as the policy gives them."""
     policy = retrieval_policy(settings.choice)
     if trial and policy.trials:
-        scores = [-float(entry.counters.retrieved) for entry, _ in eligible]
-    else:
-        scores = list(policy.scores(eligible, step, settings))
-        if not 0 < len(scores) <= len(eligible) or not all(map(math.isfinite, scores)):
-            reason = (
-                f"its policy must return 1 to {len(eligible)} finite scores for {len(eligible)} "
-                f"candidates, not {scores}"
-            )
-            raise ConfigError("retrieval.choice", settings.choice, reason, "Correct the policy")
-    best = max(scores)
-    # A policy may omit the scores of candidates that cannot win.
-    tied = [entry for (entry, _), score in zip(eligible, scores, strict=False) if score == best]
-    return rng().choice(tied) if len(tied) > 1 else tied[0]
+        return [-float(entry.counters.retrieved) for entry, _ in eligible]
+    scores = list(policy.scores(eligible, step, settings))
+    if not 0 < len(scores) <= len(eligible) or not all(map(math.isfinite, scores)):
+        reason = (
+            f"its policy must return 1 to {len(eligible)} finite scores for {len(eligible)} "
+            f"candidates, not {scores}"
+        )
+        raise ConfigError("retrieval.choice", settings.choice, reason, "Correct the policy")
+    return scores
 
 
 def is_trial(index: int, share: float, phase: float) -> bool:

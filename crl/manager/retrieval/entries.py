@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from crl.config.schema import RetrievalSection, Scope
 from crl.manager.records import Entry, UnitKey
-from crl.manager.retrieval.choice import Candidate, choose_entry, is_trial
+from crl.manager.retrieval.choice import Candidate, choose_entries, is_trial
 from crl.manager.retrieval.index import Index, Neighbour
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
@@ -135,9 +135,23 @@ class Bank:
         counted: bool,
         near: Sequence[Neighbour] | None = None,
     ) -> Hit | None:
-        """Return the experience that guides one episode.
+        """Return the experience that guides one episode. See `search_several`."""
+        hits = self.search_several(request, query, step, count=1, counted=counted, near=near)
+        return hits[0] if hits else None
 
-        The retrieval is counted immediately, so the next search sees the updated count.
+    def search_several(
+        self,
+        request: SearchRequest,
+        query: Vector,
+        step: int,
+        *,
+        count: int,
+        counted: bool,
+        near: Sequence[Neighbour] | None = None,
+    ) -> list[Hit]:
+        """Return at most `count` experiences that guide one episode, the best first.
+
+        The retrievals are counted immediately, so the next search sees the updated counts.
 
         With `per = "group"`, all members of a group get the same experience at their start: the one
         that the first of them got. It is counted once. A question is answered for its member alone.
@@ -148,8 +162,10 @@ class Bank:
         """
         group = (request.task.name, request.group)
         if self.has_group_choice(request, counted=counted):
-            return self._group_choices[group]
+            choice = self._group_choices[group]
+            return [choice] if choice else []
         shared = self._is_shared(request)
+        count = 1 if shared else count
         address = (
             (step, request.group)
             if shared
@@ -170,18 +186,18 @@ class Bank:
         rng = partial(generator, self._seed, "retrieval", *address)
         starts = not request.question and not request.turn
         trial = counted and starts and self._is_trial(request)
-        entry = choose_entry(candidates, step, rng, self._settings, trial=trial)
-        hit = _hit(entry, "ask_unrefined" if request.question else "start") if entry else None
+        entries = choose_entries(candidates, step, rng, self._settings, count=count, trial=trial)
+        hits = [_hit(e, "ask_unrefined" if request.question else "start") for e in entries]
         if counted:
-            if entry:
+            for entry in entries:
                 retrieved = entry.counters.retrieved + 1
                 entry.counters = replace(
                     entry.counters, retrieved=retrieved, last_returned_step=step
                 )
                 self._unsaved_counts[entry.unit] = (retrieved, step)
             if shared:
-                self._store_choice(group, hit)
-        return hit
+                self._store_choice(group, hits[0] if hits else None)
+        return hits
 
     def _is_trial(self, request: SearchRequest) -> bool:
         """Return whether the search is a trial of a rarely retrieved entry.

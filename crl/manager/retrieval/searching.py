@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from threadpoolctl import threadpool_limits
@@ -241,25 +240,24 @@ class Searcher:
     ) -> list[Hit | None]:
         """Return the experiences of one search.
 
-        Requests of the same member get different experiences. If a request has an error, raise it
-        before any request is counted.
+        Equal requests that follow each other get different experiences. If a request has an error,
+        raise it before any request is counted.
         """
         inputs = [
             (
                 r,
+                len(list(equal)),
                 _value_or_raise(vectors[r.query]),
                 _value_or_raise(near.get(_query_key(r))),
             )
-            for r in requests
+            for r, equal in groupby(requests)
         ]
         hits: list[Hit | None] = []
-        found: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
-        for r, vector, nearest in inputs:
-            of_member = found[r.group, r.member]
-            request = replace(r, shown=(*r.shown, *of_member)) if of_member else r
-            hit = self._bank.search(request, vector, step, counted=counted, near=nearest)
-            of_member += [hit.use.uid] if hit else []
-            hits.append(hit)
+        for r, count, vector, nearest in inputs:
+            found = self._bank.search_several(
+                r, vector, step, count=count, counted=counted, near=nearest
+            )
+            hits += [*found, *[None] * (count - len(found))]
         return hits
 
     def _is_large(self, request: SearchRequest) -> bool:

@@ -15,7 +15,7 @@ from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.manager import DistilRequest
 from crl.manager.records import Entry
-from crl.manager.retrieval.choice import Candidate, choose_entry
+from crl.manager.retrieval.choice import Candidate, choose_entries
 from crl.planning.methods import build_method
 from crl.protocols import Method
 from crl.types import Condition, Counters, EpisodeAddress, Outcome, Provenance, Task, Trajectory
@@ -40,8 +40,7 @@ def candidate(uid: str, similarity: float, *outcomes: float, retrieved: int = 0)
 def chosen(policy: str, found: Sequence[Candidate], *, seed: int = 0, trial: bool = False) -> str:
     reference = f"{ROOT / 'benchmarks' / 'rivals.py'}:{policy}"
     settings = SETTINGS.model_copy(update={"choice": reference})
-    entry = choose_entry(found, 0, partial(random.Random, seed), settings, trial=trial)
-    assert entry
+    (entry,) = choose_entries(found, 0, partial(random.Random, seed), settings, trial=trial)
     return entry.uid
 
 

@@ -1256,7 +1256,7 @@ async def test_a_copy_that_cannot_be_reset_is_removed(tmp_path, monkeypatch):
     await manager.aclose()
 
 
-async def test_requests_of_one_member_get_different_experiences(tmp_path):
+async def test_equal_requests_get_different_experiences(tmp_path):
     settings = ManagerSettings(retrieval=RetrievalSection(per="rollout", margin=2.0))
     manager = await open_manager(
         bank_path(tmp_path), by_note(a=add("Go west.", "Go east.")), settings
@@ -1264,11 +1264,11 @@ async def test_requests_of_one_member_get_different_experiences(tmp_path):
     await manager.submit(request(note="a"))
     await manager.drain()
     one, other = search("Go west."), search("Go west.", member=1)
-    found = await manager.search([one, other, one, one])
+    found = await manager.search([one, one, one, other])
     texts = [hit.text if hit else None for hit in found]
-    assert sorted(texts[::2], key=str) == ["Go east.", "Go west."]
-    assert texts[1] in ("Go east.", "Go west.")
-    assert texts[3] is None
+    assert sorted(filter(None, texts[:2])) == ["Go east.", "Go west."]
+    assert texts[2] is None
+    assert texts[3] in ("Go east.", "Go west.")
     await manager.aclose()
 
 

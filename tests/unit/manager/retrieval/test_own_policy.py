@@ -14,7 +14,7 @@ from crl.config import load, load_saved
 from crl.config.schema import RetrievalSection
 from crl.errors import ConfigError
 from crl.manager.records import Entry
-from crl.manager.retrieval.choice import Candidate, choose_entry
+from crl.manager.retrieval.choice import Candidate, choose_entries
 from crl.planning.plan import plan
 from crl.records.reader import read_episode_records
 from crl.types import Counters, Lift, Provenance
@@ -52,9 +52,9 @@ def test_the_example_prefers_lift_and_trials_prefer_rare_entries(policy: Path):
     found = [counted(9, Lift(3, 0.4)), counted(2, Lift(1, 0.5)), counted(1, None)]
     settings = RetrievalSection(choice=f"{policy}:POLICY")
     rng = partial(random.Random, 0)
-    chosen, trial = (choose_entry(found, 0, rng, settings, trial=trial) for trial in (False, True))
-    assert chosen is not None
-    assert trial is not None
+    (chosen,), (trial,) = (
+        choose_entries(found, 0, rng, settings, trial=trial) for trial in (False, True)
+    )
     assert (chosen.uid, trial.uid) == ("e9", "e1")  # 0.4 · 3/4 = 0.3 > 0.5 · 1/2 = 0.25 > 0
 
 
@@ -69,7 +69,7 @@ def test_scores_that_cannot_be_used_are_refused(tmp_path: Path, scores: str):
         RetrievalSection(choice=f"{path}:POLICY"),
     )
     with pytest.raises(ConfigError, match="must return 1 to 2 finite scores for 2 candidates, not"):
-        choose_entry(found, 0, partial(random.Random, 0), settings)
+        choose_entries(found, 0, partial(random.Random, 0), settings)
 
 
 def test_a_run_retrieves_by_an_own_policy(policy: Path, tmp_path: Path):

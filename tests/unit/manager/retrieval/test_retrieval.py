@@ -9,6 +9,7 @@ import math
 import random
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ from crl.manager.records import Entry
 from crl.manager.retrieval.choice import (
     SIMILARITY_TOLERANCE,
     Candidate,
-    choose_entry,
+    choose_entries,
     is_trial,
 )
 from crl.manager.retrieval.entries import Bank
@@ -59,10 +60,10 @@ def candidates(*similarities: float, **fields) -> list[Candidate]:
 def picked(
     found: list[Candidate], step: int = 10, seed: int = 0, *, trial: bool = False, **settings
 ) -> str | None:
-    chosen = choose_entry(
+    chosen = choose_entries(
         found, step, lambda: random.Random(seed), RetrievalSection(**settings), trial=trial
     )
-    return chosen.uid if chosen else None
+    return chosen[0].uid if chosen else None
 
 
 # ── eq. 6 in context ──────────────────────────────────────────────────────────────────────────────
@@ -99,6 +100,29 @@ def test_equal_similarities_share_a_rank_and_ties_are_random():
     drawn = {picked(found, seed=seed) for seed in range(20)}
     assert drawn == {"m0", "m1", "m2"}
     assert picked(found, seed=3) == picked(found, seed=3)
+
+
+@pytest.mark.parametrize("choice", ["credit", "diverse"])
+def test_several_entries_are_the_best_ones_without_repetition(choice: str):
+    found = candidates(0.95, 0.94, 0.93, 0.5)
+    for candidate, (credited, credit) in zip(found, [(4, 0), (4, 4), (4, 2), (4, 4)], strict=True):
+        candidate.entry.counters = Counters(credited=credited, credit=credit)
+    by_hand = {"credit": ["m1", "m2", "m0"], "diverse": ["m0", "m1", "m2"]}[choice]
+    settings = RetrievalSection(choice=choice, margin=0.1)
+    for count in (1, 2, 3, 4):
+        chosen = choose_entries(found, 10, lambda: random.Random(0), settings, count=count)
+        assert [entry.uid for entry in chosen] == by_hand[:count]
+
+
+def test_ties_among_several_entries_are_random():
+    found = candidates(0.9, 0.9, 0.9, 0.9)
+    settings = RetrievalSection(choice="credit")
+    drawn = {
+        tuple(e.uid for e in choose_entries(found, 0, partial(random.Random, s), settings, count=2))
+        for s in range(40)
+    }
+    assert {len(set(pair)) for pair in drawn} == {2}
+    assert len(drawn) > 6
 
 
 FOUND = st.lists(
@@ -514,7 +538,7 @@ async def test_with_goal_scope_entries_of_other_goals_are_not_returned():
         assert hit is not None
         assert hit.use.uid == "a"
     made.remove("a")
-    assert made.search(search("go west"), query, 0, counted=True) is None
+    assert made.search(search("go west", group=20), query, 0, counted=True) is None
     assert made.size(search().task) == 0
 
 

@@ -258,8 +258,8 @@ async def test_concurrent_searches_give_the_same_picks_as_sequential_ones(
         *texts, embedder=CachedEmbedder(embedder, 2), batch=batch, per=per
     )
     plain, truth = await open_searcher(*texts, per=per)
-    pick = bank.search
-    bank.search = lambda request, *rest, **options: (
+    pick = bank.search_several
+    bank.search_several = lambda request, *rest, **options: (
         picked.append(request.member),
         pick(request, *rest, **options),
     )[1]
