@@ -46,9 +46,10 @@ from crl.modeling.loading import load_model, load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
 from crl.rollout.critic import parse_critique
-from crl.tiny.drills import alfworld_chores, drill, grids, webshop_visits
+from crl.tiny.drills import drill, grids, webshop_visits
 from crl.tiny.drills import webshop as webshop_drills
-from crl.tiny.drills.alfworld_houses import SmallHouse
+from crl.tiny.drills.alfworld import chores
+from crl.tiny.drills.alfworld.houses import SmallHouse
 from crl.tiny.drills.drill import OFFER, Episode
 from crl.tiny.drills.room import (
     bank_lesson,
@@ -87,7 +88,7 @@ ROOM, SHOP = (
 )
 HOUSE = TaskLimits(
     replace(alfworld.SMALL_SPEC, runtime=Runtime(), make_game=lambda rendering: SmallHouse()),
-    alfworld_chores.TURNS,
+    chores.TURNS,
     16,
 )
 
@@ -358,9 +359,7 @@ async def shop_lesson_metrics(path: Path, n: int) -> Metrics:
 
 async def house_lesson_metrics(path: Path, n: int) -> Metrics:
     extractor = ChatModel.load(path)
-    episodes = list(
-        alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n))
-    )
+    episodes = list(chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(n)))
 
     def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
         chore = house_lessons.chore_of(episode.segments)

@@ -43,8 +43,9 @@ from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.rollout.waves import LockstepSampler
 from crl.tiny import recipe
-from crl.tiny.drills import alfworld_chores, drill, webshop_visits
-from crl.tiny.drills.alfworld_houses import SmallHouse
+from crl.tiny.drills import drill, webshop_visits
+from crl.tiny.drills.alfworld import chores
+from crl.tiny.drills.alfworld.houses import SmallHouse
 from crl.tiny.drills.drill import Drill, Episode
 from crl.tiny.drills.room import RoomLessons, answer, distil_prompt
 from crl.tiny.drills.room_personas import (
@@ -152,7 +153,7 @@ HOUSE = replace(SMALL_SPEC, runtime=Runtime(), make_game=lambda rendering: Small
     [
         (SPEC, probe_tasks(128), Limits(4, 4), (0.2, 0.5)),
         (webshop.SPEC, webshop.probe_tasks(64), Limits(webshop_visits.TURNS, 24), (0.0, 0.25)),
-        (HOUSE, alfworld.probe_tasks(96), Limits(alfworld_chores.TURNS, 16), (0.02, 0.3)),
+        (HOUSE, alfworld.probe_tasks(96), Limits(chores.TURNS, 16), (0.02, 0.3)),
     ],
     ids=["room", "webshop", "alfworld"],
 )
@@ -230,7 +231,7 @@ def house_claim(text: str, episode: Episode) -> Claim:
         ),
         (
             house_lessons.digest,
-            alfworld_chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(400)),
+            chores.EXTRACTOR_CHORES.episodes(random.Random(5), alfworld.probe_tasks(400)),
             house_claim, house_lessons.LESSONS,
         ),
     ],

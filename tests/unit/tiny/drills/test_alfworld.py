@@ -31,7 +31,7 @@ from crl.envs.curriculum import LessonVerdict
 from crl.envs.places import PROBE_LAYOUTS
 from crl.manager.distillation.ops import parse_ops
 from crl.tiny.drills.alfworld import answer, random_bank_lesson, refinement
-from crl.tiny.drills.alfworld_chores import (
+from crl.tiny.drills.alfworld.chores import (
     ACTOR_CHORES,
     ASKING_CHORES,
     EXTRACTOR_CHORES,
@@ -39,8 +39,8 @@ from crl.tiny.drills.alfworld_chores import (
     TURNS,
     Chores,
 )
-from crl.tiny.drills.alfworld_houses import SmallHouse
-from crl.tiny.drills.alfworld_personas import SearchingPlayer
+from crl.tiny.drills.alfworld.houses import SmallHouse
+from crl.tiny.drills.alfworld.personas import SearchingPlayer
 from crl.tiny.drills.drill import Episode, as_hit
 from crl.types import Segment, Task
 from support.shipped_tasks import scripted_player

@@ -26,7 +26,7 @@ from crl.envs.alfworld.lessons import (
 from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
 from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
-from crl.tiny.drills.alfworld_chores import (
+from crl.tiny.drills.alfworld.chores import (
     ACTOR_CHORES,
     ASKING_CHORES,
     EXTRACTOR_CHORES,

@@ -21,8 +21,8 @@ from crl.envs.alfworld.tasks import SMALL, demonstration_tasks
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.demonstrations import Demonstration
-from crl.tiny.drills.alfworld_houses import SmallHouse
-from crl.tiny.drills.alfworld_personas import (
+from crl.tiny.drills.alfworld.houses import SmallHouse
+from crl.tiny.drills.alfworld.personas import (
     ClosedFirstSearcher,
     ForgetfulSearcher,
     IdleLooker,
