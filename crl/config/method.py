@@ -52,6 +52,11 @@ def no_parts(settings: Any) -> frozenset[Part]:
     return frozenset()
 
 
+def no_text(settings: Any) -> str:
+    """Return the empty text."""
+    return ""
+
+
 def no_guided_members(settings: Any, members: int) -> int:
     """Return 0: the method guides no member of a group."""
     return 0
@@ -89,6 +94,13 @@ class MethodSpec:
 
     The answer is the text of a new experience. Empty: the prompt `distil`, whose answer is a list
     of operations. Tiny models have one prompt for both.
+    """
+    state_keys: bool = False
+    """True if experiences are found by the last state of the episode that they are about."""
+    guidance: Callable[[Any], str] = no_text
+    """Function `(settings)` that says for the plan of a run what guides episodes, and when.
+
+    Empty: the number of guided members, and one experience for each search.
     """
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Settings of other sections, nested, that the method has instead of those of the preset.
@@ -131,6 +143,31 @@ class MethodSpec:
             reason = f"a setting of {self.settings.__name__} has no default"
         if reason:
             raise ConfigError("method", self.name, reason, "Correct the MethodSpec")
+
+
+NOTE_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "retrieval": {"per": "rollout", "choice": "credit", "trial_share": 0.0, "margin": 2.0},
+        "extractor": {"merge_every": 0},
+        "ask": {"enabled": False},
+        "critic": {"enabled": False},
+    }
+)
+"""Defaults of methods whose episodes are guided by several notes."""
+
+
+def check_notes(config: RunConfig, settings: Any) -> None:
+    """Raise `ConfigError` for settings that contradict guidance by several notes."""
+    if config.retrieval.per == "group":
+        reason = "cannot be used: each member searches for several notes of its own"
+        raise ConfigError("retrieval.per", "group", reason, "Use --set retrieval.per=rollout")
+    for switch in ("ask", "critic"):
+        if getattr(config, switch).enabled:
+            reason = f"cannot be used: {config.method} has no such exchange about notes"
+            raise ConfigError(f"{switch}.enabled", True, reason, "Leave it out")
+    if config.bank.evict_votes is not None:
+        reason = "cannot be used: a note is a text, without votes"
+        raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
 
 
 def method_spec(name: str) -> MethodSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -43,13 +44,16 @@ class Diagnostics:
         """Latest answers of the extractor, at most `MISMATCH_ANSWERS`."""
 
     def record_search(self, requests: Sequence[SearchRequest], hits: Sequence[Hit | None]) -> None:
-        """Count the searches at the start of episodes.
+        """Count the searches at the start of episodes and before turns.
 
-        Searches for agents' questions are skipped: they have separate metrics (`rollout/asks`).
+        Equal requests that follow each other are one search. Its best hit counts. Searches for
+        agents' questions are skipped: they have separate metrics (`rollout/asks`).
         """
-        for request, hit in zip(requests, hits, strict=True):
+        pairs = zip(requests, hits, strict=True)
+        for request, group in groupby(pairs, key=lambda pair: pair[0]):
             if request.question:
                 continue
+            _, hit = next(group)
             counts = self._retrieval[request.task.name]
             counts["searches"] += 1
             counts["hits"] += hit is not None

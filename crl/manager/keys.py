@@ -18,14 +18,21 @@ class KeyEmbedder:
     at least √(1 − w²) for any text. Raise `ValueError` for a negative weight.
     """
 
-    def __init__(self, embedder: Embedder, text_weight: float | None) -> None:
+    def __init__(
+        self, embedder: Embedder, text_weight: float | None, *, of_states: bool = False
+    ) -> None:
+        """Prepare keys. `of_states`: the texts are states of episodes, without the goal's key."""
         if text_weight is not None and not text_weight >= 0:
             raise ValueError(f"text_weight must not be negative, not {text_weight}")
-        self._embedder, self._weight = embedder, text_weight
+        self._embedder, self._weight = embedder, None if of_states else text_weight
+        self.of_states = of_states
+        """True if the texts of keys are states of episodes (EMPO²), not those of entries."""
 
     @property
     def name(self) -> str:
         """Name of the embedder and the formula. Only vectors with equal names are comparable."""
+        if self.of_states:
+            return f"{self._embedder.name}: state"
         return (
             self._embedder.name
             if self._weight is None

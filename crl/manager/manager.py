@@ -83,7 +83,8 @@ class ExperienceManager:
         self._store, self._engine, self._embedder = store, extractor.engine, embedder
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._progress = progress
-        self._keys = KeyEmbedder(embedder, settings.bank.key_text_weight)
+        weight = settings.bank.key_text_weight
+        self._keys = KeyEmbedder(embedder, weight, of_states=prompts.state_keys)
         self._distiller = Distiller(
             extractor,
             self._keys,
@@ -161,7 +162,8 @@ class ExperienceManager:
             exact=settings.deterministic,
         )  # fmt: skip
         self._searcher = Searcher(self._bank, embedder, settings.retrieval)
-        min_cosine, with_goals = settings.bank.duplicate_similarity, settings.goals_in_keys
+        min_cosine = settings.bank.duplicate_similarity
+        with_goals = settings.goals_in_keys or self._keys.of_states
         self._duplicates = (
             None
             if min_cosine is None
@@ -337,9 +339,13 @@ class ExperienceManager:
     async def distil(self, request: DistilRequest, *, background: bool) -> list[Hit]:
         """Distil an episode and return the experiences that were written about it.
 
-        The list is empty if the answer has no usable operation or the request is dead. The id of
-        the request must be new. With `background`, the task `run` distils it.
+        The list is empty if the answer has no usable operation or the request is dead. With
+        `background`, the task `run` distils it.
+
+        A known id is that of an episode which a run played before it was resumed from an earlier
+        step. Its request gets another run name, because the episode now is a different one.
         """
+        request = await self._with_new_id(request)
         written = self._awaited[request.id] = asyncio.get_running_loop().create_future()
         try:
             await self.submit(request)
@@ -348,6 +354,14 @@ class ExperienceManager:
             return await written
         finally:
             del self._awaited[request.id]
+
+    async def _with_new_id(self, request: DistilRequest) -> DistilRequest:
+        episode, number = request.episode, 0
+        while await self._store.knows(request.id):
+            number += 1
+            renamed = replace(episode, run=f"{episode.run}.{number}")
+            request = replace(request, episode=renamed)
+        return request
 
     async def run(self) -> None:
         """Distil requests as they arrive, until cancelled.
@@ -497,8 +511,8 @@ class ExperienceManager:
 
         Searches and distillation continue during the pass. Entries are merged only with entries
         that the same searches can find. In a shared bank these are all entries (CRL §3.2.1),
-        otherwise the entries of the same task. If goals are part of the keys, the goal must be the
-        same too. A merged entry has the task and the goal of its first source.
+        otherwise the entries of the same task. If goals are part of the keys or of the scope, the
+        goal must be the same too. A merged entry has the task and the goal of its first source.
 
         If another merge is in progress, nothing is done, and the skipped merge is counted. Raise
         `EngineError` if the engine can no longer serve.

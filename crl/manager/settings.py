@@ -40,6 +40,8 @@ class Prompts:
     """Writer of prompts for the question of an agent. None: agents do not ask."""
     notes: bool = False
     """True if the answer about an episode is the text of one experience, not operations."""
+    state_keys: bool = False
+    """True if an experience is found by the last state of its episode (EMPO² §4.2)."""
 
 
 @dataclass(frozen=True, slots=True)

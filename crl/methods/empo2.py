@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from crl.config.method import MethodSpec, Part
+from crl.config.method import NOTE_DEFAULTS, MethodSpec, Part, check_notes
 from crl.config.section import Count, Section
-from crl.errors import ConfigError
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -68,6 +67,8 @@ class Empo2Section(Section):
 
 def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
+    from dataclasses import replace
+
     from crl.methods.parts.distilling import EveryEpisode, NoEpisode
     from crl.methods.parts.memory import MemorySteps, StrippedView
     from crl.methods.parts.novelty import StateNovelty
@@ -84,7 +85,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     )
     return Method(
         planner=MemorySteps(settings.memory_share, seed, "rollout mode"),
-        context=context.without_records(),
+        context=replace(context.without_records(), retrieve_by_state=True),
         shaper=OutcomeReward(),
         actor=TrainSpec(
             "actor",
@@ -100,13 +101,6 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     )
 
 
-def check(config: RunConfig, settings: Empo2Section) -> None:
-    """Raise `ConfigError` if the members of a group would share one search."""
-    if config.retrieval.per == "group":
-        reason = "cannot be used: each member searches for tips before its own turns"
-        raise ConfigError("retrieval.per", "group", reason, "Use --set retrieval.per=rollout")
-
-
 def unused_parts(settings: Empo2Section) -> frozenset[Part]:
     """Return the extractor, unless it writes the tips."""
     return frozenset({"extractor"} if settings.writer == "actor" else ())
@@ -119,15 +113,17 @@ SPEC = MethodSpec(
     uses=frozenset({"bank", "extractor", "probe"}),
     unused_parts=unused_parts,
     note="tip",
+    state_keys=True,
+    guidance=lambda settings: (
+        f"a step is guided with probability {settings.memory_share:g}, by at most {settings.tips} "
+        "tips before every turn"
+    ),
+    # Listing 1 of the paper: tips above the threshold, sorted by score.
     defaults={
+        **NOTE_DEFAULTS,
         "bank": {"scope": "goal", "max_per_goal": 1000, "evict": "fifo"},
-        # Listing 1 of the paper: tips above the threshold, sorted by score.
-        "retrieval": {
-            "per": "rollout", "choice": "credit", "trial_share": 0.0, "margin": 2.0,
-            "min_similarity": 0.5, "candidates": 1000,
-        },
-        "extractor": {"merge_every": 0},
+        "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": 0.5, "candidates": 1000},
     },
     guided_members=lambda settings, members: members if settings.memory_share else 0,
-    check=check,
-)  # fmt: skip
+    check=check_notes,
+)

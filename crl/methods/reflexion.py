@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from crl.config.method import MethodSpec, Part
+from crl.config.method import NOTE_DEFAULTS, MethodSpec, Part, check_notes
 from crl.config.section import Count, Section
 
 if TYPE_CHECKING:
@@ -60,14 +60,15 @@ SPEC = MethodSpec(
     unused_parts=unused_parts,
     trains_actor=False,
     note="reflection",
+    guidance=lambda settings: (
+        f"attempts one after the other, guided by at most {settings.memory} reflections"
+    ),
+    # In evaluations, all reflections on a goal are eligible, those with the best record first.
     defaults={
+        **NOTE_DEFAULTS,
         "bank": {"scope": "goal"},
-        # All reflections on a goal are eligible. Those with the best record come first.
-        "retrieval": {
-            "per": "rollout", "choice": "credit", "trial_share": 0.0, "margin": 2.0,
-            "min_similarity": -1.0,
-        },
-        "extractor": {"merge_every": 0},
+        "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": -1.0},
     },
     guided_members=lambda settings, members: members,
-)  # fmt: skip
+    check=check_notes,
+)

@@ -93,6 +93,7 @@ def bank_prompts(
         merge_prompt(profile, overrides),
         refine if config.ask.enabled else None,
         notes=bool(note) and profile == "full",
+        state_keys=config.spec.state_keys,
     )
 
 

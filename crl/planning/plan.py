@@ -266,15 +266,17 @@ def _experience(config: RunConfig) -> str:
         if bounds
         else "any number of experiences"
     )
-    guided = f"{config.guided_members} of {config.rollout.group_size} members are"
+    guided = config.spec.guidance(config.method_settings) or (
+        f"{config.guided_members} of {config.rollout.group_size} members are guided, one "
+        f"experience per {retrieval.per}"
+    )
     return "\n".join(
         [
             *([f"extractor  {training}"] if config.with_extractor else []),
             f"bank       {writing}; {limits}; "
             f"{f'starts from {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
-            f"retrieval  {guided} guided, one experience per {retrieval.per}, "
-            f"chosen by {_choice(retrieval)}",
+            f"retrieval  {guided}, chosen by {_choice(retrieval)}",
             *(
                 [f"questions  at most {config.ask.limit} per guided episode"]
                 if config.ask.enabled

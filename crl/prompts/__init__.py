@@ -28,7 +28,7 @@ SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "experience": frozenset({"experience"}),
         "merge": frozenset({"experiences"}),
         "refine": frozenset({"goal", "experience", "question", "transcript"}),
-        "reflection": frozenset({"goal", "outcome", "transcript"}),
+        "reflection": frozenset({"goal", "outcome", "experiences", "transcript"}),
         "tip": frozenset({"goal", "outcome", "transcript"}),
         "vote": frozenset(),
     }

@@ -98,7 +98,7 @@ class Attempts:
 
 @dataclass(frozen=True)
 class Remembered:
-    """`Retriever` of given experiences, the best first."""
+    """`Retriever` of given experiences, in their order."""
 
     hits: tuple[Hit, ...]
 

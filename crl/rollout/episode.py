@@ -297,6 +297,7 @@ class EpisodeRunner:
             else:
                 accepted.append(judged)
         record.hits += accepted
+        record.hit_turns += [turn] * len(accepted)
         return accepted
 
     async def _retrieve(
@@ -305,7 +306,8 @@ class EpisodeRunner:
     ) -> list[Hit]:  # fmt: skip
         """Return the experiences for a question, or those before a turn that are still unknown."""
         await self.decoding.sampler.wait_turn(key.session)
-        shown = () if question else tuple(hit.use.uid for hit in record.hits)
+        window = self.limits[task.name].window
+        shown = () if question else record.shown(window)
         request = SearchRequest(query, task, key.group, key.member, question, turn, shown)
         count = 1 if question else self.advice.count
         return [hit for hit in await self.retriever.search([request] * count) if hit]
@@ -392,6 +394,7 @@ class EpisodeRunner:
             record.hits.append(
                 replace(hit, use=replace(hit.use, verdict=self.judge.verdict_on_asked))
             )
+            record.hit_turns.append(len(record.results))
         conversation.add(self.context.reply(task, hit))
 
 
@@ -405,6 +408,8 @@ class EpisodeRecord:
     """Result of every environment turn, overtime included."""
     hits: list[Hit] = field(default_factory=list)
     """Experience that guided the episode."""
+    hit_turns: list[int] = field(default_factory=list)
+    """Environment turns before which `hits` were shown; 0 for the start."""
     rejected: list[Hit] = field(default_factory=list)
     """Experience that the actor rejected."""
     questions: int = 0
@@ -415,6 +420,15 @@ class EpisodeRecord:
     """True if the episode reached its turn limit, a generation limit or the context limit."""
     error: RolloutError | None = None
     """Error of a failed episode."""
+
+    def shown(self, window: int | None) -> tuple[str, ...]:
+        """Return the uids of experiences that a prompt with a window of turns still contains."""
+        oldest = 0 if window is None else len(self.results) - window + 1
+        return tuple(
+            hit.use.uid
+            for hit, turn in zip(self.hits, self.hit_turns, strict=True)
+            if turn == 0 or turn >= oldest
+        )
 
     @property
     def in_overtime(self) -> bool:

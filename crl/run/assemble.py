@@ -19,6 +19,7 @@ from crl.config.models import Profile
 from crl.config.resume import measured_settings
 from crl.config.schema import RATE_WINDOW
 from crl.envs.base import EnvSpec
+from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
@@ -274,11 +275,15 @@ async def _open_collector(
 ) -> tuple[Collector, Supervisor]:
     specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
+    if method.attempts:
+        reason = "reflects between attempts, but crl rollout writes no experience"
+        raise ConfigError("method", config.method, reason, "Use crl train")
     engine = await open_role_engine(config, gpus, actor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     retriever: Retriever = NullRetriever()
     if config.bank.init and method.distiller:
-        extractor = extractor_model(config) if config.ask.enabled else None
+        asked = config.ask.enabled and config.with_extractor
+        extractor = extractor_model(config) if asked else None
         source = BankSource(Path(config.bank.init), extractor, foreign=True)
         bank = await open_bank_copy(config, specs, gpus, source, stack, actor_engine=engine)
         retriever = ReadOnlyRetriever(bank.manager)

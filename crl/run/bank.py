@@ -234,6 +234,7 @@ async def open_experience(
         PipelineSettings(
             run_name,
             background=background,
+            own_engine=config.with_extractor,
             merge_every=0 if config.bank.frozen else config.extractor.merge_every,
             baseline=config.extractor.baseline,
             perplexity=perplexity,

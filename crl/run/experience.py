@@ -216,6 +216,8 @@ class PipelineSettings:
     """Name that marks this run's episodes in the bank."""
     background: bool
     """True if distillation and training run in the background, not at step boundaries."""
+    own_engine: bool = True
+    """True if only the bank uses the engine, not the actor too."""
     merge_every: int = 0
     """Actor steps between two merges of the bank; 0 = no merges."""
     baseline: RewardBaseline = "batch"
@@ -225,9 +227,9 @@ class PipelineSettings:
 
 
 class ExperiencePipeline:
-    """Experience pipeline of a run: bank, extractor engine and extractor trainer.
+    """Experience pipeline of a run: bank, engine of its writer, and trainer of the extractor.
 
-    * `engine`: the extractor's engine
+    * `engine`: the engine of the model that writes the bank
     * `trainer`: None if the extractor is not trained
     """
 
@@ -327,8 +329,9 @@ class ExperiencePipeline:
         metrics = {
             **await self.manager.stats(),
             **self.diagnostics.take_metrics(batch),
-            "perf/distil_busy_s": self._busy - busy,
         }
+        if self._settings.own_engine:
+            metrics["perf/distil_busy_s"] = self._busy - busy
         metrics["perf/embed_cache_hits"] = self._cache.hit_rate
         if self._settings.perplexity:
             metrics |= self._settings.perplexity.take_metrics()

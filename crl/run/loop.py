@@ -24,6 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from crl.algo.training_batch import training_batch
@@ -371,7 +372,7 @@ class TrainingLoop:
                 self.actor.learner, self.actor.engine, checkpoint / "actor", state["learner"]
             )
         self.rollouts.source.load_state(state["source"])
-        if self.method.intrinsic:
+        if self.method.intrinsic and "intrinsic" in state:  # it may have been off before
             self.method.intrinsic.load_state(state["intrinsic"])
         if self.critic:
             self.critic.success_rates.load_state(state["success_rates"])
@@ -398,6 +399,7 @@ class TrainingLoop:
             batch = await self._unless_stopped(self.rollouts.collector.batch(step))
         if batch is None:
             return False
+        self.mid_step = True
         if self.method.intrinsic and self.experience:
             with stopwatch("novelty"):
                 batch = await self.method.intrinsic.add(batch, self.experience.embedder)
@@ -407,10 +409,11 @@ class TrainingLoop:
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
+            if self.method.intrinsic:
+                metrics["rollout/novelty"] = fmean(t.rewards.get("novelty", 0.0) for t in batch)
             if self.method.attempts:
                 metrics |= attempt_metrics(batch, self.schedule.group_size)
         metrics |= signal
-        self.mid_step = True
         if self.experience:
             with stopwatch("submit"):
                 await self.experience.observe(batch)

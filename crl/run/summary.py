@@ -324,9 +324,9 @@ class Summary:
     """Lines about signs that the run learned nothing."""
 
     def text(self) -> str:
-        extractor_tokens = (
-            self.experience.stats["total/sampled_tokens/extractor"] if self.experience else None
-        )
+        tokens = None, "extractor"
+        if self.experience:
+            tokens = self.experience.stats["total/sampled_tokens/extractor"], self.experience.writer
         lines = ["", f"{counted(self.steps, 'step')} in {self.seconds:.0f} s"]
         if self.next_steps.interrupted:
             planned = self.next_steps.planned_steps
@@ -337,7 +337,7 @@ class Summary:
                 "are not the result of the run",
             ]
         lines += [
-            self.totals.line(extractor_tokens),
+            self.totals.line(*tokens),
             "",
             *self.success.lines(),
         ]

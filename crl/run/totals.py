@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from crl.types import Minibatch, Trajectory
+from crl.types import Minibatch, RoleName, Trajectory
 
 
 @dataclass
@@ -45,12 +45,13 @@ class Totals:
             "total/trained_tokens/actor": self.actor_trained_tokens,
         }
 
-    def line(self, extractor_tokens: int | None = None) -> str:
+    def line(self, bank_tokens: int | None = None, writer: RoleName = "extractor") -> str:
         """Return the budget line of a run's summary.
 
-        `extractor_tokens` is None without an extractor.
+        `bank_tokens`: tokens that the writer of the bank sampled; None without a bank.
         """
-        extractor = "" if extractor_tokens is None else f", extractor {extractor_tokens:,}"
+        name = "extractor" if writer == "extractor" else "actor for the bank"
+        extractor = "" if bank_tokens is None else f", {name} {bank_tokens:,}"
         return (
             f"environment turns: {self.env_turns:,} ({self.overtime_turns:,} in overtime); "
             f"sampled tokens: actor {self.actor_tokens:,}{extractor}"

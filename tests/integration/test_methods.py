@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from crl.records.reader import read_episodes
+from crl.run import models
 from crl.types import Trajectory
 from support.documented_metrics import undocumented
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics
@@ -188,6 +189,30 @@ def test_reflexion_continues_and_is_evaluated(tmp_path: Path) -> None:
     assert "reflexion trains no model" in refused.stderr
 
 
+def test_reflexion_resumes_beside_attempts_of_the_next_step(tmp_path: Path) -> None:
+    """Attempts of the next step are reflected on while a step is completed.
+
+    The checkpoint's bank has their reflections. After a resumption they are played again.
+    """
+    run = tmp_path / "run"
+    sizes = tuple(text for text in SETS if text not in DETERMINISTIC)
+    sets = (
+        *sizes, "reflexion.reflector=extractor", "tasks.room.eval.online_places=0",
+        "run.checkpoint_every=1", "run.keep_every=1",
+    )  # fmt: skip
+    result = crl(*arguments(run, "room", sets, 4, 0, "reflexion"))
+    assert (result.exit_code, result.stderr) == (0, "")
+    renamed = 0
+    for step in (1, 2, 3):
+        fork = tmp_path / f"fork{step}"
+        assert crl("fork", run, fork, "--from", str(step)).exit_code == 0
+        resumed = crl("resume", fork, "--steps", str(step + 2))
+        assert (resumed.exit_code, resumed.stderr) == (0, "")
+        assert len(metrics(fork, "train")) == step + 2
+        renamed += sum(entry["uid"].startswith("run.1/") for entry in tips(fork))
+    assert renamed, "no attempt was played again"
+
+
 EMPO2 = (
     "empo2.writer=extractor", "empo2.memory_share=0.5", "tasks.room.eval.online_places=1",
     "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "eval.probe_every=0",
@@ -222,6 +247,24 @@ def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
     assert resumed == whole
     for mode in ("none", "bank", "online"):
         assert crl("eval", run, "--experience", mode).exit_code == 0
+
+
+def test_the_actor_writes_in_an_online_evaluation_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No extractor is opened for a method whose actor writes the bank."""
+    run = tmp_path / "run"
+    trained(run, "empo2", "tasks.room.eval.online_places=1", "eval.probe_every=0")
+    opened: list[str] = []
+    open_engine = models.open_engine
+
+    async def recorded(section: Any, model: Any, *rest: Any, **options: Any) -> Any:
+        opened.append(model.role)
+        return await open_engine(section, model, *rest, **options)
+
+    monkeypatch.setattr(models, "open_engine", recorded)
+    assert crl("eval", run, "--experience", "online").exit_code == 0
+    assert opened == ["actor"]
 
 
 def tips(run: Path) -> list[dict[str, Any]]:

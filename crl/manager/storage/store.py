@@ -222,6 +222,14 @@ class Store:
 
         return await self._database.transaction(work)
 
+    async def knows(self, id: str) -> bool:
+        """Return whether a request with this id is stored, in any state."""
+
+        def work(db: Connection) -> bool:
+            return db.execute("SELECT 1 FROM requests WHERE id = ?", (id,)).fetchone() is not None
+
+        return await self._database.read(work)
+
     async def release(self, ids: Collection[str] | None = None) -> None:
         """Make leased requests pending again: the requests `ids`, or all if `ids` is None.
 

@@ -122,7 +122,7 @@ class FullDistilPrompt:
         slots = {
             "goal": quoted(request.task.goal),
             "outcome": _outcome(request),
-            "experiences": "\n".join(experiences) or "None: there is nothing to update.",
+            "experiences": "\n".join(experiences) or "None.",
         }
         template = f"{self.template}\n\n{self.vote}" if votes else self.template
         return with_transcript(template, slots, request.segments, self.renderer, self.max_tokens)

@@ -15,6 +15,9 @@ from crl.types import Trajectory
 MAX_STATES = 1000
 """Maximum number of distinct states per goal. The oldest are forgotten first."""
 
+MAX_GOALS = 256
+"""Maximum number of goals with states. The goal that was not played for longest is forgotten."""
+
 
 @dataclass
 class _States:
@@ -22,20 +25,21 @@ class _States:
 
     texts: list[str] = field(default_factory=list)
     visits: list[int] = field(default_factory=list)
-    vectors: list[NDArray[np.float32]] = field(default_factory=list)
+    vectors: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """Embeddings of the texts: float32 [states, dim]."""
 
     def visit(self, text: str, vector: NDArray[np.float32], similarity: float) -> int:
         """Return the number of visits to states similar to `text`, this one included."""
-        cosines = np.stack(self.vectors) @ vector if self.vectors else np.zeros(0)
-        if len(cosines) and cosines.max() >= similarity:
+        if self.texts:
+            cosines = self.vectors @ vector
             nearest = int(cosines.argmax())
-            self.visits[nearest] += 1
-            return self.visits[nearest]
-        self.texts.append(text)
-        self.visits.append(1)
-        self.vectors.append(vector)
-        for values in (self.texts, self.visits, self.vectors):
-            del values[:-MAX_STATES]
+            if cosines[nearest] >= similarity:
+                self.visits[nearest] += 1
+                return self.visits[nearest]
+        self.texts = [*self.texts, text][-MAX_STATES:]
+        self.visits = [*self.visits, 1][-MAX_STATES:]
+        known = self.vectors if len(self.vectors) else vector[None][:0]
+        self.vectors = np.concatenate([known, vector[None]])[-MAX_STATES:]
         return 1
 
 
@@ -63,7 +67,10 @@ class StateNovelty:
         return [t if t.error else self._rewarded(t, vectors) for t in batch]
 
     def _rewarded(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> Trajectory:
-        states = self._goals.setdefault((t.task.name, t.task.goal), _States())
+        goal = (t.task.name, t.task.goal)
+        states = self._goals[goal] = self._goals.pop(goal, None) or _States()
+        if len(self._goals) > MAX_GOALS:
+            del self._goals[next(iter(self._goals))]
         visits = [
             states.visit(text, vectors[text], self._similarity) for text in t.turn_observations
         ]
@@ -73,8 +80,8 @@ class StateNovelty:
     async def _embed_loaded(self, embedder: Embedder) -> None:
         """Embed the states of a loaded memory again. A checkpoint has only their texts."""
         for states in self._goals.values():
-            if missing := states.texts[len(states.vectors) :]:
-                states.vectors += list(await embedder.embed(missing))
+            if len(states.vectors) < len(states.texts):
+                states.vectors = np.asarray(await embedder.embed(states.texts), np.float32)
 
     def state(self) -> State:
         return {

@@ -46,6 +46,8 @@ class ChatContext:
     """Tasks whose retrieval query includes the first observation."""
     retrieve_by_goal: bool = False
     """True if experience is retrieved by goal; the goal then also replaces a question's text."""
+    retrieve_by_state: bool = False
+    """True if experience is retrieved by the last observation alone."""
     records: Mapping[str, RecordWriter] = field(default_factory=dict)
     """Writer of an experience's record, by task name; without one the record is not shown.
 
@@ -57,13 +59,13 @@ class ChatContext:
         return replace(self, records={})
 
     def query_needs_observation(self, task: Task) -> bool:
-        return task.name in self.observation_in_query
+        return self.retrieve_by_state or task.name in self.observation_in_query
 
     def query(self, task: Task, observation: Observation | None) -> str:
         if not self.query_needs_observation(task):
             return task.goal
         assert observation is not None, "the query of this task needs the first observation"
-        return f"{task.goal}\n{observation.text}"
+        return self.turn_query(task, observation.text)
 
     def question_query(self, task: Task, query: str) -> str:
         return task.goal if self.retrieve_by_goal or not query else query
@@ -94,7 +96,7 @@ class ChatContext:
         ]
 
     def turn_query(self, task: Task, observation: str) -> str:
-        return f"{task.goal}\n{observation}"
+        return observation if self.retrieve_by_state else f"{task.goal}\n{observation}"
 
     def advice(self, task: Task, experiences: Sequence[Hit]) -> Sequence[Segment]:
         if not experiences:

@@ -53,7 +53,8 @@ def _bank_source(request: Request) -> BankSource | None:
     if request.bank is None:
         return None
     asked = request.source is Source.online or request.config.ask.enabled
-    extractor = extractor_model(request.config) if asked else None
+    writes = asked and request.config.with_extractor
+    extractor = extractor_model(request.config) if writes else None
     bank = request.bank
     return BankSource(bank.path, extractor, request.step or 0, bank.snapshot, bank.foreign)
 

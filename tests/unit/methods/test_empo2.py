@@ -15,8 +15,10 @@ from crl.config import load
 from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import ConfigError
+from crl.methods.parts import novelty as novelty_module
 from crl.methods.parts.memory import MemorySteps, StrippedView
 from crl.methods.parts.novelty import StateNovelty
+from crl.methods.parts.rollouts import ChatContext
 from crl.methods.parts.training import MaskedSurrogateLoss
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
@@ -35,7 +37,7 @@ from crl.types import (
     TokenTrace,
     Trajectory,
 )
-from support.doors import TASK, open_host, runner
+from support.doors import RULES, TASK, open_host, runner
 from support.trajectories import build_trajectory
 
 LIMITS = {"doors": Limits(max_turns=3, max_response_tokens=32)}
@@ -96,11 +98,13 @@ async def episode(
 ) -> Trajectory:
     actions = iter(("wait", "shout", "open"))
     engine = ScriptedEngine(renderer, lambda prompt: next(actions))
-    advice = Advice(2, every_turn=True)
+    parts = {
+        "limits": LIMITS, "retriever": tips, "renderer": renderer,
+        "advice": Advice(2, every_turn=True),
+        "context": ChatContext({"doors": RULES}, retrieve_by_state=True),
+    }  # fmt: skip
     async with open_host() as hosted:
-        play = runner(
-            engine, hosted.host, limits=LIMITS, retriever=tips, renderer=renderer, advice=advice
-        ).play
+        play = runner(engine, hosted.host, **parts).play
         return await play(EpisodeKey("train", step, 5, 1), TASK, RolloutPlan(condition))
 
 
@@ -126,9 +130,9 @@ async def test_tips_are_searched_by_the_state_before_every_turn(tiny_actor: Path
     assert texts == [f"Mind the zebra {n}.\nMind the zebra {n + 1}." for n in (0, 2, 4)]
     asked = [(r.turn, r.query, len(r.shown)) for r in tips.requests[::2]]
     assert asked == [
-        (0, "Open it.", 0),
-        (1, "Open it.\nNothing happens.", 2),
-        (2, "Open it.\nYou cannot do that.", 4),
+        (0, "A door.", 0),
+        (1, "Nothing happens.", 2),
+        (2, "You cannot do that.", 4),
     ]
     assert [use.uid for use in guided.used] == [f"t{n}" for n in range(6)]
     free = await episode(family("chatml", tiny_actor), "free", tips)
@@ -283,7 +287,48 @@ def test_the_settings_of_the_method() -> None:
     assert (settings.memory_share, settings.off_policy_share, settings.tips) == (0.25, 2 / 3, 10)
     assert settings.low_probability == math.exp(-5)
     assert build_method(config, tasks.specs(config)).advice == Advice(10, every_turn=True)
-    with pytest.raises(ConfigError, match=r"retrieval\.per = 'group': cannot be used"):
-        load(["room"], options={"method": "empo2"}, sets=["retrieval.per=group"])
     off = load(["room"], options={"method": "empo2"}, sets=["empo2.novelty_coef=0"])
     assert build_method(off, tasks.specs(off)).intrinsic is None
+
+
+@pytest.mark.parametrize("method", ["empo2", "reflexion"])
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("retrieval.per=group", "retrieval.per = 'group'"),
+        ("ask.enabled=true", "ask.enabled = True"),
+        ("critic.enabled=true", "critic.enabled = True"),
+        ("bank.evict_votes=2", "bank.evict_votes = 2"),
+    ],
+)
+def test_settings_that_contradict_notes(method: str, setting: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        load(["room"], options={"method": method}, sets=[setting])
+    assert str(caught.value).startswith(key)
+
+
+@pytest.mark.parametrize("method", ["empo2", "reflexion"])
+def test_presets_that_ask_do_not_ask_about_notes(method: str) -> None:
+    config = load(["room"], preset="node8", options={"method": method})
+    assert not (config.ask.enabled)
+    assert not (config.critic.enabled)
+    assert not (config.extractor.merge_every)
+
+
+async def test_states_of_goals_that_were_not_played_for_long_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(novelty_module, "MAX_GOALS", 2)
+    monkeypatch.setattr(novelty_module, "MAX_STATES", 2)
+    novelty, embedder = StateNovelty(1.0, 0.99), HashEmbedder()
+
+    async def reward(goal: str, *states: str) -> float:
+        (t,) = await novelty.add([visited(*states, goal=goal)], embedder)
+        return t.rewards["novelty"]
+
+    assert await reward("a", "a red door", "a blue lake", "the tall grey tower") == 3.0
+    assert await reward("a", "a red door") == 1.0, "forgotten as the oldest state"
+    assert await reward("b", "a red door") == 1.0
+    assert await reward("a", "a red door") == 0.5
+    assert await reward("c", "a red door") == 1.0
+    assert await reward("b", "a red door") == 1.0, "forgotten with its goal"
