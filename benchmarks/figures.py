@@ -73,6 +73,10 @@ ARMS: Mapping[str, Arm] = {
         ("extractor.model={checkpoint}/extractor", "extractor.train=false"), source="co-evolved"
     ),
     "shared bank": Arm(("bank.scope=shared",)),
+    "gigpo": Arm(("method=gigpo",)),
+    "role agent": Arm(("method=role_agent",)),
+    "empo2": Arm(("method=empo2", "empo2.writer=extractor")),
+    "reflexion": Arm(("method=reflexion", "reflexion.reflector=extractor")),
     **{name: Arm(sets) for name, sets in RIVALS.items()},
 }
 """Arms by name.
@@ -85,6 +89,7 @@ ARMS: Mapping[str, Arm] = {
 * large extractor: made by `benchmarks/large_extractor.py`.
 * old bank, old extractor: of the finished run `co-evolved`, given to an actor that was not trained.
 * foreign bank: that of another seed, which has other places.
+* empo2, reflexion: the extractor writes, because the bundled actor was not trained to.
 """
 
 LAST_STEPS = 10
@@ -209,6 +214,7 @@ METRICS: Mapping[str, Metric] = {
     "unseen": evaluated("eval/{}/unseen/success/free"),
     "unseen, bank": online,
     "unseen, alone": evaluated("eval/{}/unseen/success/alone"),
+    "unseen score": evaluated("eval/{}/unseen/score/free"),
     "sampled tokens": Cost(SAMPLED),
     "trained tokens": Cost(TRAINED),
     "tokens": Cost((*SAMPLED, *TRAINED)),
@@ -223,6 +229,7 @@ METRICS: Mapping[str, Metric] = {
   and in places that are never trained on. With a bank: that of the run, or one that is built during
   the evaluation (the online set). A run without a bank plays the online set without one.
 * unseen, alone: success on the online set without experience.
+* unseen score: mean score × 100 of `unseen`, in tasks that are graded.
 * tokens, turns, minutes: cost of the training, that of the extractor included. Trained tokens are
   prompts and answers. The minutes exclude evaluations.
 """
@@ -349,6 +356,20 @@ FIGURES: Mapping[str, Figure] = {
         _better("co-evolved", "seen, bank", *RIVALS),
         ("room",), ("co-evolved", *RIVALS), THREE,
         ("guided", "free", "seen", "seen, bank", "unseen, bank"),
+    ),
+    "methods": Figure(
+        "Not in the paper: the methods of the field, by their authors' settings as far as the tiny "
+        "models allow.",
+        (*_better("co-evolved", "seen", "none", "gigpo", "role agent", "empo2"),
+         *_better("co-evolved", "unseen, bank", "empo2", "reflexion")),
+        ("room", "webshop", "alfworld"),
+        ("co-evolved", "none", "gigpo", "role agent", "empo2", "reflexion", "self-distillation"),
+        THREE,
+        ("training", "seen", "seen, bank", "unseen", "unseen, bank", "unseen score", "tokens",
+         "minutes"),
+        note="All arms have the settings of the preset, which were tuned for `co-evolved`, and the "
+        "same number of steps. `reflexion` trains nothing, and its training episodes are attempts "
+        "until the first success, so its column `training` is not comparable.",
     ),
 }  # fmt: skip
 """Figures by their number in the paper."""
