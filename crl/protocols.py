@@ -517,5 +517,7 @@ class Method:
     A number: they are attempts at the task, one after the other, until one succeeds. This number of
     the last reflections guides the next attempt; see `crl.rollout.attempts`.
     """
+    measure: Callable[[Sequence[Trajectory]], Metrics] | None = None
+    """Function that returns further metrics of the batch of a step; None for none."""
     intrinsic: IntrinsicReward | None = None
     """Intrinsic reward of training episodes, for a method with a bank, whose embedder it uses."""

@@ -25,6 +25,7 @@ BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
         "gigpo": "crl.methods.gigpo:SPEC",
         "empo2": "crl.methods.empo2:SPEC",
         "reflexion": "crl.methods.reflexion:SPEC",
+        "role_agent": "crl.methods.role_agent:SPEC",
     }
 )
 """Reference of each bundled method, by name."""
@@ -49,6 +50,11 @@ def no_check(config: RunConfig, settings: Any) -> None:
 
 def no_parts(settings: Any) -> frozenset[Part]:
     """Return no part: the method uses all its parts."""
+    return frozenset()
+
+
+def no_prompts(settings: Any) -> frozenset[str]:
+    """Return no prompt: the method has no further prompts."""
     return frozenset()
 
 
@@ -90,6 +96,8 @@ class MethodSpec:
     The answer is the text of a new experience. Empty: the prompt `distil`, whose answer is a list
     of operations. Tiny models have one prompt for both.
     """
+    prompts: Callable[[Any], frozenset[str]] = no_prompts
+    """Function `(settings)` that returns the names of further prompts that language models read."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Settings of other sections, nested, that the method has instead of those of the preset.
 

@@ -869,6 +869,11 @@ class PromptsSection(Section):
     """
     tip: PromptFile | None = None
     """File with the request for a tip after an episode (`empo2`). Unset = the bundled prompt."""
+    predict: PromptFile | None = None
+    """File with the request to predict the next states, for agents of `role_agent`.
+
+    Unset = the bundled prompt.
+    """
     ask: PromptFile | None = None
     """File with the description of the tool search_and_ask, for agents that are language models.
 

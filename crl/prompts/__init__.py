@@ -27,6 +27,7 @@ SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "distil": frozenset({"goal", "outcome", "experiences", "transcript"}),
         "experience": frozenset({"experience"}),
         "merge": frozenset({"experiences"}),
+        "predict": frozenset({"horizon"}),
         "refine": frozenset({"goal", "experience", "question", "transcript"}),
         "reflection": frozenset({"goal", "outcome", "transcript"}),
         "tip": frozenset({"goal", "outcome", "transcript"}),

@@ -407,6 +407,8 @@ class TrainingLoop:
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
+            if self.method.measure:
+                metrics |= await asyncio.to_thread(self.method.measure, batch)
             if self.method.attempts:
                 metrics |= attempt_metrics(batch, self.schedule.group_size)
         metrics |= signal
