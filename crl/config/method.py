@@ -96,6 +96,8 @@ class MethodSpec:
     The answer is the text of a new experience. Empty: the prompt `distil`, whose answer is a list
     of operations. Tiny models have one prompt for both.
     """
+    guides: bool = True
+    """False if no agent is ever shown an entry of the bank."""
     prompts: Callable[[Any], frozenset[str]] = no_prompts
     """Function `(settings)` that returns the names of further prompts that language models read."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -138,7 +138,6 @@ def test_the_method_is_gigpo_with_other_returns():
     assert "prediction" in context.predictions["room"]
     off = load(["room"], options={"method": "role_agent"},
                sets=["tasks.room.rendering=full", "role_agent.prediction_weight=0"])  # fmt: skip
-    assert build_method(off, tasks.specs(off)).context == build_method(
-        load(["room"], options={"method": "grpo"}, sets=["tasks.room.rendering=full"]),
-        tasks.specs(off),
-    ).context  # fmt: skip
+    silent = build_method(off, tasks.specs(off)).context
+    assert isinstance(silent, ChatContext)
+    assert silent.predictions == {}
