@@ -571,7 +571,7 @@ class Method:
     A number: they are attempts at the task, one after the other, until one succeeds. This number of
     the last reflections guides the next attempt; see `crl.rollout.attempts`.
     """
-    measure: Callable[[Sequence[Trajectory]], Metrics] | None = None
+    measure: Callable[[Sequence[Trajectory]], Mapping[str, float]] | None = None
     """Function that returns further metrics of the batch of a step; None for none."""
     replay: Callable[[TaskSource], TaskReplay] | None = None
     """Function from the train stream to the stream that also repeats tasks; None: no repetition.

@@ -25,17 +25,15 @@ if TYPE_CHECKING:
     from crl.methods.parts.rollouts import ChatContext
     from crl.protocols import Method
 
-Share, Weight = Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class RoleAgentSection(Section):
     """Settings of the method `role_agent`."""
 
     prediction_weight: Weight = 1.0
-    """c in R_t = R_task (1 + c · R_pre). 0 = nothing is predicted.
-
-    1 is eq. 6. The released code has 0.2.
-    """
+    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off."""
     horizon: Share = 0.05
     """Number H of predicted states in a reply, as a share of the task's max_turns.
 
@@ -61,7 +59,7 @@ class RoleAgentSection(Section):
     The paper gives no value. With the default, most tasks are new.
     """
     writer: Literal["actor", "extractor"] = "actor"
-    """Model that analyses failures. In the paper it is the actor. The bundled actor cannot write."""
+    """Model that analyses failures: in the paper the actor. The bundled actor cannot write."""
     retrieval: Literal["embedding", "model"] = "embedding"
     """Choice of the tasks with similar failures.
 
@@ -123,7 +121,7 @@ def check(config: RunConfig, settings: RoleAgentSection) -> None:
         reason = "cannot be used: no failure could be added to the bank"
         raise ConfigError("bank.frozen", True, reason, "Leave it out")
     if config.with_bank and config.bank.scope == "goal":
-        reason = "cannot be used: the failures of other goals would not be found"
+        reason = "cannot be used: failures with other goals would not be found"
         raise ConfigError("bank.scope", "goal", reason, "Use --set bank.scope=task")
     if settings.retrieval == "model" and config.profile(config.writer) == "compact":
         reason = "needs a language model that analyses failures"
