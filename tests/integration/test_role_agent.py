@@ -107,9 +107,9 @@ class Scripted(TorchEngine):
         tokenizer = load_tokenizer(path)
         renderer = ChatRenderer(tokenizer, stop_ids(path, tokenizer))
         prompt = renderer.decode(ids)
-        if session:
-            asked = "predict what you will be shown next" in prompt
-            text = f"{'<prediction>A wall.</prediction>' if asked else ''}<answer>north</answer>"
+        if "You play a text game" in prompt:
+            assert "predict what you will be shown next" in prompt, "in evaluations too"
+            text = "<prediction>A wall.</prediction><answer>north</answer>"
         elif "=== Earlier tasks ===" in prompt:
             text = "INDEX: 1\nREASON: It has a wall."
         else:
@@ -139,14 +139,14 @@ def test_language_models_predict_and_analyse_failures(
     last = lines[-1]
     assert last["failures/navigation_loop"] == last["bank/size"] > 0
     assert last["dropped/no failure mode"] > 0
-    assert last["bank/size"] + last["dropped/no failure mode"] == len(episodes(run))
+    failed = sum(not t["success"] for t in episodes(run))
+    assert last["bank/size"] + last["dropped/no failure mode"] == failed
     steps = metrics(run, "train")
     assert all(0 < line["rollout/prediction/similarity"] < 1 for line in steps)
     assert all(line["rollout/prediction/missing"] == 0 for line in steps)
     assert all(line["env/failures"] == 0 and line["rollout/invalid_actions"] < 1 for line in steps)
-    patterns = sum(line["replay/patterns"] for line in lines)
-    calls = len(episodes(run)) + (patterns if retrieval == "model" else 0)
-    assert sum(line["perf/distil_calls"] for line in lines) <= calls
+    calls = sum(line["perf/distil_calls"] for line in lines)
+    assert calls > failed if retrieval == "model" else calls == failed
     assert ("replay/unanswered" in last) == (retrieval == "model")
     listed = crl("bank", "failures", run, "--mode", "navigation_loop", "--json", "--limit", "0")
     notes = json.loads(listed.stdout)
