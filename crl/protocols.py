@@ -265,8 +265,8 @@ class Failure:
 
     uid: str
     """Uid of the entry."""
-    group: int
-    """Number of the episode's group."""
+    address: tuple[int, int]
+    """Step and group of the episode."""
     task: str
     """Name of the task."""
     goal: str

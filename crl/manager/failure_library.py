@@ -54,4 +54,5 @@ class BankFailures:
         run, *address = entry.uid.partition("#")[0].split("/")
         if run != self._run or len(address) != 3:
             return None
-        return Failure(entry.uid, int(address[1]), entry.task, entry.goal, entry.text)
+        step, group, _ = map(int, address)
+        return Failure(entry.uid, (step, group), entry.task, entry.goal, entry.text)

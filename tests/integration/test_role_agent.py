@@ -35,9 +35,7 @@ def train(run: Path, *sets: str, steps: int = 3) -> list[dict[str, Any]]:
 
 def drawn(run: Path) -> dict[int, tuple[Any, ...]]:
     """Return the task of each group."""
-    return {
-        t["group"]: (t["goal"], t["seed"], *sorted(t["params"].items())) for t in episodes(run)
-    }
+    return {t["group"]: (t["goal"], t["seed"], *sorted(t["params"].items())) for t in episodes(run)}
 
 
 def replayed(run: Path) -> set[int]:

@@ -41,8 +41,9 @@ class ReplaySettings:
 class FailureReplay:
     """`TaskReplay`: a train stream in which retrieved tasks replace a share of the draws.
 
-    The stream remembers the training tasks that it has drawn, and only these can return. Task k of
-    the stream is played by group k of the run. Evaluations draw their tasks from elsewhere.
+    The stream remembers the training tasks that it has drawn, and only these can return. Each call
+    of `draw` is for one step of the run, and gives the tasks of its groups in order (`Collector`).
+    Evaluations draw their tasks from elsewhere.
 
     Failures of the same group and mode are one failure pattern. For each new pattern, tasks with
     similar failures are retrieved. The retrieved tasks of the last patterns wait to be drawn; a
@@ -52,20 +53,23 @@ class FailureReplay:
 
     def __init__(self, source: TaskSource, settings: ReplaySettings, seed: int) -> None:
         self._source, self._settings, self._seed = source, settings, seed
-        self._drawn = 0
-        self._history: dict[int, Task] = {}
-        """Drawn training tasks by number."""
+        self._steps = 0
+        """Number of steps that have been drawn."""
+        self._history: dict[tuple[int, int], Task] = {}
+        """Drawn training tasks by step and group."""
         self._waiting: list[Task] = []
         """Retrieved tasks, with repetitions."""
         self._counts = Counter[str]()
         """Counts since the last `take_metrics`."""
 
     def draw(self, n: int) -> Sequence[Task]:
-        return [self._draw() for _ in range(n)]
+        tasks = [self._draw(group) for group in range(self._steps * n, (self._steps + 1) * n)]
+        self._steps += 1
+        return tasks
 
-    def _draw(self) -> Task:
-        # A draw depends on its number alone, so it is the same after a resumption.
-        rng = generator(self._seed, "replay", self._drawn)
+    def _draw(self, group: int) -> Task:
+        # The generator depends on the address alone, so it is the same after a resumption.
+        rng = generator(self._seed, "replay", self._steps, group)
         if self._waiting and rng.random() < self._settings.ratio:
             task = rng.choice(self._waiting)
             self._waiting = [other for other in self._waiting if _key(other) != _key(task)]
@@ -73,8 +77,7 @@ class FailureReplay:
         else:
             (task,) = self._source.draw(1)
         if task.split == "train":
-            self._history[self._drawn] = task
-        self._drawn += 1
+            self._history[self._steps, group] = task
         self._counts["drawn"] += 1
         while len(self._history) > self._settings.history:
             del self._history[next(iter(self._history))]
@@ -84,7 +87,7 @@ class FailureReplay:
         self._source.observe(trajectories)
 
     async def retrieve(self, library: FailureLibrary) -> None:
-        patterns = {(f.group, read_note(f.text).mode): f for f in library.take_new()}
+        patterns = {(f.address, read_note(f.text).mode): f for f in library.take_new()}
         retrieved = [
             task for failure in patterns.values() for task in await self._similar(failure, library)
         ]
@@ -95,7 +98,7 @@ class FailureReplay:
 
     async def _similar(self, failure: Failure, library: FailureLibrary) -> list[Task]:
         """Return other tasks with failures like this one, the most similar first."""
-        own = self._history.get(failure.group)
+        own = self._history.get(failure.address)
         found: dict[Hashable, tuple[Task, Failure]] = {}
         for other, similarity in await library.similar(failure):
             task = self._task(other)
@@ -108,7 +111,7 @@ class FailureReplay:
 
     def _task(self, failure: Failure) -> Task | None:
         """Return the task of a failure; None if this stream did not draw it, or too long ago."""
-        task = self._history.get(failure.group)
+        task = self._history.get(failure.address)
         same = task is not None and (task.name, task.goal) == (failure.task, failure.goal)
         return task if same else None
 
@@ -150,15 +153,15 @@ class FailureReplay:
     def state(self) -> State:
         return {
             "source": self._source.state(),
-            "drawn": self._drawn,
-            "history": [[number, _fields(task)] for number, task in self._history.items()],
+            "steps": self._steps,
+            "history": [[*address, _fields(task)] for address, task in self._history.items()],
             "waiting": [_fields(task) for task in self._waiting],
         }
 
     def load_state(self, state: State) -> None:
         self._source.load_state(state["source"])
-        self._drawn = state["drawn"]
-        self._history = {number: Task(**task) for number, task in state["history"]}
+        self._steps = state["steps"]
+        self._history = {(step, group): Task(**task) for step, group, task in state["history"]}
         self._waiting = [Task(**task) for task in state["waiting"]]
 
 

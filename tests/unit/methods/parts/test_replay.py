@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -84,19 +84,23 @@ async def library(
 
 
 async def fail(
-    manager: ExperienceManager, group: int, task: Task, mode: str, run: str = "run"
+    manager: ExperienceManager, step: int, group: int, task: Task, mode: str, run: str = "run"
 ) -> None:
     """Distil a failed episode, whose writer names this mode."""
-    failed = request(0, group, 0, note=mode, of=task, success=False)
-    await manager.submit(replace(failed, episode=EpisodeId(run, 0, group, 0)))
+    failed = request(step, group, 0, note=mode, of=task, success=False)
+    await manager.submit(replace(failed, episode=EpisodeId(run, step, group, 0)))
     await manager.drain()
 
 
-async def play(replay: FailureReplay, manager: ExperienceManager, tasks: Sequence[Task], first: int,
-               fails: Any) -> None:  # fmt: skip
-    for group, task in enumerate(tasks, start=first):
+Fails = Callable[[Task], str | None]
+"""Function that returns the mode in which the agent fails at a task, None if it succeeds."""
+
+
+async def play(manager: ExperienceManager, step: int, tasks: Sequence[Task], fails: Fails) -> None:
+    """Distil the failures of a step."""
+    for group, task in enumerate(tasks, start=step * len(tasks)):
         if mode := fails(task):
-            await fail(manager, group, task, mode)
+            await fail(manager, step, group, task, mode)
 
 
 async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
@@ -112,7 +116,7 @@ async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
             tasks = replay.draw(8)
             assert step or [task.seed for task in tasks] == list(range(8)), "nothing is known"
             counts.update(task.params["kind"] for task in tasks if step)
-            await play(replay, manager, tasks, 8 * step, fails)
+            await play(manager, step, tasks, fails)
             await replay.retrieve(failures)
     assert counts[1] / counts.total() > 0.45, "a quarter without replay"
     assert min(counts.values()) > 10, "the other tasks are still drawn"
@@ -122,7 +126,7 @@ async def test_no_task_of_the_stream_is_lost(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
         replay = FailureReplay(Stream(), SETTINGS, seed=0)
         tasks = list(replay.draw(8))
-        await play(replay, manager, tasks, 0, lambda task: MODES[0])
+        await play(manager, 0, tasks, lambda task: MODES[0])
         await replay.retrieve(failures)
         later = replay.draw(8)
     new = [task.seed for task in later if task.seed >= 8]
@@ -137,10 +141,10 @@ async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
         replay = FailureReplay(Stream(), replace(SETTINGS, matches=2, ratio=1.0), seed=0)
         tasks = replay.draw(8)
-        await play(replay, manager, tasks, 0, lambda task: MODES[task.params["kind"]])
+        await play(manager, 0, tasks, lambda task: MODES[task.params["kind"]])
         failures.take_new()
         (task,) = replay.draw(1)
-        await fail(manager, 8, task, MODES[3])
+        await fail(manager, 1, 1, task, MODES[3])
         await replay.retrieve(failures)
         assert {task.seed for task in replay.draw(2)} == {3, 7}
         assert replay.draw(1)[0].seed == 9, "no retrieved task is left"
@@ -177,10 +181,11 @@ async def test_tasks_of_evaluations_never_return(tmp_path: Path):
         tasks = replay.draw(12)
         held_out = [replace(drawn_task(k), split="unseen", goal=f"Unseen {k}.") for k in range(12)]
         for group, task in enumerate(tasks):
-            await fail(manager, group, task, MODES[0])
+            await fail(manager, 0, group, task, MODES[0])
         for group, task in enumerate(held_out):
-            await fail(manager, group, task, MODES[0], run="eval")  # another run in the bank
-            await fail(manager, 100 + group, task, MODES[0])  # a group that was not drawn
+            await fail(manager, 0, group, task, MODES[0], run="eval")  # another run in the bank
+            await fail(manager, 0, 100 + group, task, MODES[0])  # a group that was not drawn
+            await fail(manager, 7, group, task, MODES[0])  # a step that was not drawn
             failed = request(0, group, 5, note=MODES[0], of=task, success=False)
             await manager.submit(failed)  # the address of a training group
         await manager.drain()
@@ -197,12 +202,12 @@ async def test_tasks_of_evaluations_never_return(tmp_path: Path):
 async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
         replay = FailureReplay(Stream(), SETTINGS, seed=3)
-        await play(replay, manager, replay.draw(8), 0, lambda task: MODES[task.seed % 2])
+        await play(manager, 0, replay.draw(8), lambda task: MODES[task.seed % 2])
         await replay.retrieve(failures)
         replay.draw(3)
         saved = json.loads(json.dumps(replay.state()))
         expected = [replay.draw(4)]
-        await play(replay, manager, expected[0], 11, lambda task: MODES[1])
+        await play(manager, 2, expected[0], lambda task: MODES[1])
         snapshot = failures.take_new()
         for resumed in (replay, FailureReplay(Stream(), SETTINGS, seed=3)):
             resumed.load_state(saved)
@@ -232,14 +237,14 @@ async def test_only_the_last_drawn_tasks_are_remembered(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
         settings = replace(SETTINGS, ratio=1.0, history=4, matches=100)
         replay = FailureReplay(Stream(), settings, seed=0)
-        await play(replay, manager, replay.draw(8), 0, lambda task: MODES[0])
+        await play(manager, 0, replay.draw(8), lambda task: MODES[0])
         await replay.retrieve(failures)
         assert {replay.draw(1)[0].seed for _ in range(4)} == {4, 5, 6, 7}
 
 
 async def test_unusable_analyses_are_counted_and_dropped(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
-        await fail(manager, 0, drawn_task(0), "nothing")
+        await fail(manager, 0, 0, drawn_task(0), "nothing")
         stats = await manager.stats()
         assert stats["dropped/no failure mode"] == 1
         assert stats["bank/size"] == 0
@@ -275,10 +280,10 @@ async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expec
         by_model = replace(SETTINGS, ratio=1.0, template=prompt("retrieve"))
         replay = FailureReplay(Stream(), by_model, seed=0)
         tasks = replay.draw(4)
-        await play(replay, manager, tasks[:3], 0, lambda task: MODES[0])
+        await play(manager, 0, tasks[:3], lambda task: MODES[0])
         failures.take_new()
         manager.calls.take_metrics()
-        await fail(manager, 3, tasks[3], MODES[0])
+        await fail(manager, 0, 3, tasks[3], MODES[0])
         await replay.retrieve(failures)
         metrics = replay.take_metrics(failures)
         assert manager.calls.take_metrics()["perf/distil_calls"] == 2, "analysis and choice"
@@ -302,7 +307,7 @@ class RefusingEngine(ChoosingEngine):
 async def test_a_failed_choice_does_not_end_the_run(tmp_path: Path):
     async with library(tmp_path, None, RefusingEngine("too long")) as (manager, failures):
         replay = FailureReplay(Stream(), replace(SETTINGS, template=prompt("retrieve")), seed=0)
-        await play(replay, manager, replay.draw(2), 0, lambda task: MODES[0])
+        await play(manager, 0, replay.draw(2), lambda task: MODES[0])
         await replay.retrieve(failures)
         assert replay.take_metrics(failures)["replay/unanswered"] == 2
 
