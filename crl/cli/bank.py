@@ -268,12 +268,12 @@ def failures(
         modes = ", ".join(ALL_MODES)
         raise ConfigError("--mode", mode, "is not a failure mode", f"Choose one of: {modes}")
     with open_reader(_bank_file(run)) as bank:
-        notes = failure_views(entry for entry in bank.entries() if task in (None, entry.task))
+        views = failure_views(entry for entry in bank.entries() if task in (None, entry.task))
         short = short_uids(bank.uids())
     if mode is None:
-        _print_rows(mode_views(notes), limit, as_json, lambda v: mode_table(v, terminal_width()))
+        _print_rows(mode_views(views), limit, as_json, lambda v: mode_table(v, terminal_width()))
         return
-    found = [note for note in reversed(notes) if note.mode == mode]
+    found = [view for view in reversed(views) if view.note.mode == mode]
     _print_rows(found, limit, as_json, lambda v: failure_table(v, short, terminal_width()))
 
 

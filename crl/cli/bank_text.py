@@ -115,7 +115,7 @@ def failure_table(
             "uid": [short[failure.uid] for failure in failures],
             "step": [_step(failure.step) for failure in failures],
             "goal": [failure.goal for failure in failures],
-            "lesson": [failure.lesson for failure in failures],
+            "lesson": [failure.note.lesson for failure in failures],
         },
         width,
     )

@@ -211,22 +211,6 @@ class ReadOnlyRetriever:
 
 
 @dataclass(frozen=True)
-class PipelineSettings:
-    """Settings of an `ExperiencePipeline`."""
-
-    run_name: str
-    """Name that marks this run's episodes in the bank."""
-    background: bool
-    """True if distillation and training run in the background, not at step boundaries."""
-    merge_every: int = 0
-    """Actor steps between two merges of the bank; 0 = no merges."""
-    baseline: RewardBaseline = "batch"
-    """Members of a group with whose rewards `credit_and_submit` compares."""
-    perplexity: PerplexityReward | None = None
-    """Source of the perplexity-reduction reward; None without this reward."""
-
-
-@dataclass(frozen=True)
 class Replay:
     """Training tasks that are drawn again because of failures, and the library of failures."""
 
@@ -242,20 +226,37 @@ class Replay:
         return self.tasks.take_metrics(self.library)
 
 
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Settings of an `ExperiencePipeline`."""
+
+    run_name: str
+    """Name that marks this run's episodes in the bank."""
+    background: bool
+    """True if distillation and training run in the background, not at step boundaries."""
+    merge_every: int = 0
+    """Actor steps between two merges of the bank; 0 = no merges."""
+    baseline: RewardBaseline = "batch"
+    """Members of a group with whose rewards `credit_and_submit` compares."""
+    perplexity: PerplexityReward | None = None
+    """Source of the perplexity-reduction reward; None without this reward."""
+    replay: Replay | None = None
+    """Repetition of training tasks; None without it."""
+
+
 class ExperiencePipeline:
     """Experience pipeline of a run: bank, extractor engine and extractor trainer.
 
     * `engine`: the extractor's engine
     * `trainer`: None if the extractor is not trained
-    * `replay`: repetition of training tasks; None without it
     """
 
     def __init__(
         self, manager: ExperienceManager, engine: Engine, distiller: DistillationFilter,
         trainer: ExtractorTrainer | None, diagnostics: Diagnostics, cache: CachedEmbedder,
-        monitor: Monitor, settings: PipelineSettings, replay: Replay | None = None,
+        monitor: Monitor, settings: PipelineSettings,
     ) -> None:  # fmt: skip
-        self._replay, self._replay_due = replay, asyncio.Event()
+        self._replay, self._replay_due = settings.replay, asyncio.Event()
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._cache, self._monitor = distiller, cache, monitor
         self._settings = settings

@@ -149,7 +149,7 @@ def test_language_models_predict_and_analyse_failures(
     listed = crl("bank", "failures", run, "--mode", "navigation_loop", "--json", "--limit", "0")
     notes = json.loads(listed.stdout)
     assert len(notes) == last["bank/size"]
-    assert {note["lesson"] for note in notes} == {"Follow the wall."}
+    assert {view["note"]["lesson"] for view in notes} == {"Follow the wall."}
 
 
 def test_a_language_model_with_random_weights(tmp_path: Path, random_qwen3: Path) -> None:

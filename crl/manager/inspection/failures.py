@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from crl.manager.failure_notes import read_note
+from crl.manager.failure_notes import FailureNote, read_note
 from crl.manager.inspection.reading import EntryView
 
 
 @dataclass(frozen=True, slots=True)
 class FailureView:
-    """Note on a failed episode. The fields are those of the entry and of its `FailureNote`."""
+    """Note on a failed episode."""
 
     uid: str
     step: int | None
     """Completed actor steps when the note was written; None if in another run."""
     task: str
     goal: str
-    mode: str
-    detail: str
-    critical_step: str
-    lesson: str
-    query: str
+    note: FailureNote
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +39,9 @@ class ModeView:
 def failure_views(entries: Iterable[EntryView]) -> list[FailureView]:
     """Return the notes in the texts of entries, in the same order."""
     return [
-        FailureView(
-            entry.uid, entry.step, entry.task, entry.goal, note.mode, note.detail,
-            note.critical_step, note.lesson, note.query,
-        )
+        FailureView(entry.uid, entry.step, entry.task, entry.goal, read_note(entry.text))
         for entry in entries
-        for note in [read_note(entry.text)]
-    ]  # fmt: skip
+    ]
 
 
 def mode_views(failures: Sequence[FailureView]) -> list[ModeView]:
@@ -59,12 +51,10 @@ def mode_views(failures: Sequence[FailureView]) -> list[ModeView]:
     """
     modes: dict[str, list[FailureView]] = {}
     for failure in failures:
-        modes.setdefault(failure.mode, []).append(failure)
+        modes.setdefault(failure.note.mode, []).append(failure)
     views = [
-        ModeView(
-            mode, len(notes), len({(note.task, note.goal) for note in notes}),
-            notes[-1].step, notes[-1].lesson,
-        )
-        for mode, notes in modes.items()
-    ]  # fmt: skip
+        ModeView(mode, len(of_mode), goals, of_mode[-1].step, of_mode[-1].note.lesson)
+        for mode, of_mode in modes.items()
+        for goals in [len({(failure.task, failure.goal) for failure in of_mode})]
+    ]
     return sorted(views, key=lambda view: (-view.failures, view.mode))

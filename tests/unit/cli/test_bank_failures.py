@@ -72,8 +72,10 @@ def test_the_failures_of_a_mode_are_listed_the_newest_first(bank: Path) -> None:
     assert json.loads(listed.stdout) == [
         {
             "uid": "run/3/0/0#0", "step": 3, "task": "maze", "goal": "Goal 1.",
-            "mode": "premature_give_up", "detail": "", "critical_step": "", "lesson": "Go on.",
-            "query": "query 3",
+            "note": {
+                "mode": "premature_give_up", "detail": "", "critical_step": "",
+                "lesson": "Go on.", "query": "query 3",
+            },
         }
     ]  # fmt: skip
     assert crl("bank", "failures", bank, "--mode", "other").stderr == "no results\n"

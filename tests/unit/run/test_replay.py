@@ -53,7 +53,7 @@ async def pipeline(
     experience = ExperiencePipeline(
         manager, engine, FailedEpisodes(), None, Diagnostics({}),
         CachedEmbedder(WordEmbedder(), 8), monitor,
-        PipelineSettings("run", background=background), Replay(tasks, library),
+        PipelineSettings("run", background=background, replay=Replay(tasks, library)),
     )  # fmt: skip
     try:
         async with asyncio.timeout(60):

@@ -141,7 +141,7 @@ async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
         replay = FailureReplay(Stream(), replace(SETTINGS, matches=2, ratio=1.0), seed=0)
         tasks = replay.draw(8)
-        await play(manager, 0, tasks, lambda task: MODES[task.params["kind"]])
+        await play(manager, 0, tasks, lambda task: MODES[int(task.params["kind"])])
         failures.take_new()
         (task,) = replay.draw(1)
         await fail(manager, 1, 1, task, MODES[3])
