@@ -8,7 +8,7 @@ is a `RolloutPlanner` that makes every member free; it is not a special case in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -257,6 +257,60 @@ class TaskSource(Protocol):
 
     def state(self) -> State: ...
     def load_state(self, state: State) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Note on a failed training episode of this run, as an entry of the bank."""
+
+    uid: str
+    """Uid of the entry."""
+    address: tuple[int, int]
+    """Step and group of the episode."""
+    task: str
+    """Name of the task."""
+    goal: str
+    """Goal of the task."""
+    text: str
+    """Text of the note (`crl.manager.failure_notes`)."""
+
+
+class FailureLibrary(Protocol):
+    """Failures of the training episodes of a run."""
+
+    def take_new(self) -> Sequence[Failure]:
+        """Return the failures that were written since the last call."""
+        ...
+
+    def failures(self) -> Iterable[Failure]:
+        """Return all failures, in the order in which they were written."""
+        ...
+
+    async def similar(self, failure: Failure) -> Sequence[tuple[Failure, float]]:
+        """Return other failures and the cosine of their notes with the failure's query.
+
+        The most similar is first.
+        """
+        ...
+
+    async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
+        """Return an answer of the model that writes the bank. `name` seeds its sampling.
+
+        Raise `RolloutError` if there is no answer.
+        """
+        ...
+
+
+class TaskReplay(TaskSource, Protocol):
+    """Task source that also draws earlier training tasks again, because of failures."""
+
+    async def retrieve(self, library: FailureLibrary) -> None:
+        """Choose the tasks that the next draws repeat. `draw` may be called meanwhile."""
+        ...
+
+    def take_metrics(self, library: FailureLibrary) -> Metrics:
+        """Return the metrics since the last call."""
+        ...
 
 
 class Monitor:
@@ -516,6 +570,13 @@ class Method:
 
     A number: they are attempts at the task, one after the other, until one succeeds. This number of
     the last reflections guides the next attempt; see `crl.rollout.attempts`.
+    """
+    measure: Callable[[Sequence[Trajectory]], Mapping[str, float]] | None = None
+    """Function that returns further metrics of the batch of a step; None for none."""
+    replay: Callable[[TaskSource], TaskReplay] | None = None
+    """Function from the train stream to the stream that also repeats tasks; None: no repetition.
+
+    Only for a method with a bank, whose entries are the failures.
     """
     intrinsic: IntrinsicReward | None = None
     """Intrinsic reward of training episodes, for a method with a bank, whose embedder it uses."""

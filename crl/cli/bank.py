@@ -245,6 +245,40 @@ def stats(run: Run, as_json: AsJson = False) -> None:
 
 @app.command(cls=Command)
 @command
+def failures(
+    run: Run,
+    mode: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="List the failures of this mode, the newest first."),
+    ] = None,
+    task: TaskName = None,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List failure modes of a run with --method role_agent.
+
+    A failure is an active note on a failed episode.
+    """
+    from crl.cli.bank_text import failure_table, mode_table
+    from crl.manager.failure_notes import ALL_MODES
+    from crl.manager.inspection.failures import failure_views, mode_views
+    from crl.manager.inspection.reading import open_reader, short_uids
+
+    if mode is not None and mode not in ALL_MODES:
+        modes = ", ".join(ALL_MODES)
+        raise ConfigError("--mode", mode, "is not a failure mode", f"Choose one of: {modes}")
+    with open_reader(_bank_file(run)) as bank:
+        views = failure_views(entry for entry in bank.entries() if task in (None, entry.task))
+        short = short_uids(bank.uids())
+    if mode is None:
+        _print_rows(mode_views(views), limit, as_json, lambda v: mode_table(v, terminal_width()))
+        return
+    found = [view for view in reversed(views) if view.note.mode == mode]
+    _print_rows(found, limit, as_json, lambda v: failure_table(v, short, terminal_width()))
+
+
+@app.command(cls=Command)
+@command
 def queue(run: Run, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the episodes in the distillation queue.
 

@@ -14,6 +14,7 @@ from typing import Any
 from crl.cli.draw import one_line
 from crl.cli.output import table
 from crl.intervals import plus_minus
+from crl.manager.inspection.failures import FailureView, ModeView
 from crl.manager.inspection.reading import (
     WIN_RATE_BINS,
     Comparison,
@@ -87,6 +88,35 @@ def entry_table(
     return table(
         columns
         | {"goal": [entry.goal for entry in entries], "text": [entry.text for entry in entries]},
+        width,
+    )
+
+
+def mode_table(modes: Sequence[ModeView], width: int | None) -> list[str]:
+    """Return a table of failure modes."""
+    return table(
+        {
+            "mode": [mode.mode for mode in modes],
+            "failures": [f"{mode.failures:,}" for mode in modes],
+            "goals": [f"{mode.goals:,}" for mode in modes],
+            "last step": [_step(mode.step) for mode in modes],
+            "last lesson": [mode.lesson for mode in modes],
+        },
+        width,
+    )
+
+
+def failure_table(
+    failures: Sequence[FailureView], short: ShortUids, width: int | None
+) -> list[str]:
+    """Return a table of failures."""
+    return table(
+        {
+            "uid": [short[failure.uid] for failure in failures],
+            "step": [_step(failure.step) for failure in failures],
+            "goal": [failure.goal for failure in failures],
+            "lesson": [failure.note.lesson for failure in failures],
+        },
         width,
     )
 

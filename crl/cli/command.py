@@ -24,8 +24,8 @@ MethodOption = Annotated[
     typer.Option(
         metavar="NAME",
         help=(
-            "complementary (default), grpo, gigpo, empo2, reflexion, or your own method: "
-            "path/to/file.py:SPEC or package.module:SPEC."
+            "complementary (default), grpo, gigpo, empo2, reflexion, role_agent, or your own "
+            "method: path/to/file.py:SPEC or package.module:SPEC."
         ),
     ),
 ]

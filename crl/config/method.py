@@ -25,6 +25,7 @@ BUNDLED_METHODS: Mapping[str, str] = MappingProxyType(
         "gigpo": "crl.methods.gigpo:SPEC",
         "empo2": "crl.methods.empo2:SPEC",
         "reflexion": "crl.methods.reflexion:SPEC",
+        "role_agent": "crl.methods.role_agent:SPEC",
     }
 )
 """Reference of each bundled method, by name."""
@@ -55,6 +56,11 @@ def no_parts(settings: Any) -> frozenset[Part]:
 def no_text(settings: Any) -> str:
     """Return the empty text."""
     return ""
+
+
+def no_prompts(settings: Any) -> frozenset[str]:
+    """Return no prompt: the method has no further prompts."""
+    return frozenset()
 
 
 def no_guided_members(settings: Any, members: int) -> int:
@@ -102,6 +108,10 @@ class MethodSpec:
 
     Empty: the number of guided members, and one experience for each search.
     """
+    guides: bool = True
+    """False if no agent is ever shown an entry of the bank."""
+    prompts: Callable[[Any], frozenset[str]] = no_prompts
+    """Function `(settings)` that returns the names of further prompts that language models read."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Settings of other sections, nested, that the method has instead of those of the preset.
 

@@ -869,6 +869,21 @@ class PromptsSection(Section):
     """
     tip: PromptFile | None = None
     """File with the request for a tip after an episode (`empo2`). Unset = the bundled prompt."""
+    failure: PromptFile | None = None
+    """File with the request to analyse a failed episode (`role_agent`).
+
+    Unset = the bundled prompt.
+    """
+    retrieve: PromptFile | None = None
+    """File with the request to choose tasks with similar failures (`role_agent`).
+
+    Unset = the bundled prompt.
+    """
+    predict: PromptFile | None = None
+    """File with the request to predict the next states, for agents of `role_agent`.
+
+    Unset = the bundled prompt.
+    """
     ask: PromptFile | None = None
     """File with the description of the tool search_and_ask, for agents that are language models.
 
@@ -1150,6 +1165,11 @@ class RunConfig(Section):
     def with_bank(self) -> bool:
         """True if the method has an experience bank."""
         return "bank" in self.uses
+
+    @property
+    def guides(self) -> bool:
+        """True if experiences of a bank can guide episodes."""
+        return self.with_bank and self.spec.guides
 
     def profile(self, role: RoleName) -> Profile:
         """Return the profile of a model: its setting, or else what the model declares.

@@ -8,6 +8,7 @@ from crl.manager.distillation.distil import PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter
 from crl.manager.distillation.ops import OpLimits
 from crl.manager.distillation.refine import RefinePromptWriter
+from crl.manager.failure_library import BankFailures
 from crl.manager.manager import ExperienceManager
 from crl.manager.records import (
     Distilled,
@@ -21,6 +22,7 @@ from crl.manager.records import (
 from crl.manager.settings import ManagerSettings, Progress, Prompts, QueueSettings
 
 __all__ = [
+    "BankFailures",
     "DistilRequest",
     "Distilled",
     "EpisodeId",

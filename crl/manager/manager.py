@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from crl.errors import EngineError, RolloutError, TransientError
+from crl.manager.calls import CallClock
 from crl.manager.credit import ExtractorSample, ReadyUnit, batch_samples, choose_batch
 from crl.manager.distillation.distil import Distiller
 from crl.manager.distillation.extractor import Extractor
@@ -56,7 +57,7 @@ from crl.manager.storage.store import Store
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest, State
 from crl.seeds import derive_seed
-from crl.types import Experience, ExperienceUse, lift_order
+from crl.types import Experience, ExperienceUse, Segment, Task, lift_order
 
 T = TypeVar("T")
 
@@ -91,7 +92,11 @@ class ExperienceManager:
             prompts.distil,
             votes=settings.asks_for_votes,
             notes=prompts.notes,
+            read_note=prompts.read_note,
         )
+        self._extractor = extractor
+        self.calls = CallClock()
+        """Clock of distillations and of the calls of `ask`."""
         self._queue = DistilQueue(store, settings, self._stamp, self._distil, self._settle)
         self._merger = Merger(extractor, self._keys, prompts.merge)
         self._merging = False
@@ -260,6 +265,31 @@ class ExperienceManager:
             self._search_times.append(time.perf_counter() - start)
         return hits
 
+    async def similar(self, task: str, goal: str, query: str) -> list[tuple[Experience, float]]:
+        """Return the entries that may guide episodes of a task with `goal`, and their similarities.
+
+        These are the `retrieval.candidates` entries whose keys are most similar to `query`, the
+        most similar first. No counter changes.
+        """
+        found = await self._searcher.nearest(Task(task, 0, "train", goal), query)
+        return [(entry.experience, similarity) for entry, similarity in found]
+
+    async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
+        """Return the answer of the model that writes the bank, without its thinking.
+
+        `name` seeds the sampling. The answer is not stored. It is counted and timed like a
+        distillation. Raise `RolloutError` if the model gives no answer, and `EngineError` if the
+        engine can no longer serve.
+        """
+
+        async def ask() -> tuple[str, int]:
+            with self.calls():
+                return await self._extractor.text("ask", name, prompt)
+
+        text, tokens = await self._attempt(ask)
+        self._sampled_tokens += tokens
+        return text
+
     def take_search_times(self) -> list[float]:
         """Return the seconds that each counted `search` took, and clear them.
 
@@ -402,7 +432,8 @@ class ExperienceManager:
 
     async def _distil(self, request: DistilRequest) -> Distilled:
         async def ask() -> Distilled:
-            distilled = await self._distiller.distil(request)
+            with self.calls():
+                distilled = await self._distiller.distil(request)
             self._sampled_tokens += len(distilled.generation.completion.ids)
             if self._duplicates:
                 await self._duplicates.prepare(distilled)
@@ -789,6 +820,15 @@ class ExperienceManager:
         if self._refiner:
             metrics["refine/failed"] = self._refines_failed
         return {**sizes, **await self._store.counts(), **metrics}
+
+    def entry(self, uid: str) -> Experience | None:
+        """Return the active entry `uid`, or None."""
+        entry = self._bank.entries.get(uid)
+        return entry.experience if entry else None
+
+    def entries(self) -> list[Experience]:
+        """Return the active entries in the order in which they were last written."""
+        return [entry.experience for entry in self._bank.entries.values()]
 
     def latest(self, n: int) -> list[Experience]:
         """Return at most `n` active entries, the most recently retrieved first.

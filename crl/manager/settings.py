@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from crl.config.schema import AskSection, BankSection, ExtractorSection, RetrievalSection
-from crl.manager.distillation.distil import PromptWriter
+from crl.manager.distillation.distil import NoteReader, PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter
 from crl.manager.distillation.refine import RefinePromptWriter
 from crl.manager.records import ApplyRules
@@ -42,6 +42,8 @@ class Prompts:
     """True if the answer about an episode is the text of one experience, not operations."""
     state_keys: bool = False
     """True if an experience is found by the last state of its episode (EMPO² §4.2)."""
+    read_note: NoteReader | None = None
+    """Reader of such an answer; None: the whole answer is the text."""
 
 
 @dataclass(frozen=True, slots=True)

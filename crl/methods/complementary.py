@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 class ComplementarySection(Section):
-    """Ablations and extensions of the method `complementary`.
-
-    Further ablations are actor.train, extractor.train, bank.frozen and retrieval.per.
-    """
+    """Ablations and extensions of the method `complementary`."""
 
     guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a group's members that are guided by experience.
@@ -114,41 +111,32 @@ def check(config: RunConfig, settings: ComplementarySection) -> None:
     """Raise `ConfigError` for a guided share without a whole number of members, or with a group
     half of one member whose advantage is always 0.
     """
-    group_size = config.rollout.group_size
-    guided = guided_members(settings, group_size)
-    free = group_size - guided
-    if not math.isclose(guided, settings.guided_share * group_size):
-        reason = f"gives no whole number of members in a group of {group_size} (rollout.group_size)"
-        raise ConfigError(
-            "complementary.guided_share",
-            settings.guided_share,
-            reason,
-            f"Choose a multiple of 1/{group_size}, or another group size",
-        )
-    if settings.advantages == "split" and 1 in (guided, free):
+    size, share = config.rollout.group_size, settings.guided_share
+    guided, reason, remedy = guided_members(settings, size), "", ""
+    if not math.isclose(guided, share * size):
+        reason = f"gives no whole number of members in a group of {size} (rollout.group_size)"
+        remedy = f"Choose a multiple of 1/{size}, or another group size"
+    elif settings.advantages == "split" and 1 in (guided, size - guided):
         reason = (
-            f"gives one guided or one free member in a group of {group_size}: it is compared "
+            f"gives one guided or one free member in a group of {size}: it is compared "
             "with no other member, so its advantage is always 0"
         )
         remedy = (
             "Choose another share, a larger rollout.group_size, or complementary.advantages=cross"
         )
-        raise ConfigError("complementary.guided_share", settings.guided_share, reason, remedy)
+    if reason:
+        raise ConfigError("complementary.guided_share", share, reason, remedy)
 
 
 def unused_reason(settings: ComplementarySection, name: str) -> tuple[str, str] | None:
     """Return why the setting `name` has no effect and the remedy, or None if it has an effect."""
     compared = name in ("lift_coef", "self_distillation") and getattr(settings, name) > 0
     if compared and settings.guided_share == 1:
-        return (
-            "complementary.guided_share is 1, so a group has no free members to compare with",
-            "Remove one of the two settings",
-        )
+        reason = "complementary.guided_share is 1, so a group has no free members to compare with"
+        return reason, "Remove one of the two settings"
     if name == "self_distillation_every" and not settings.self_distillation:
-        return (
-            "complementary.self_distillation is 0",
-            "Add --set complementary.self_distillation=0.5, or leave it out",
-        )
+        remedy = "Add --set complementary.self_distillation=0.5, or leave it out"
+        return "complementary.self_distillation is 0", remedy
     return None
 
 

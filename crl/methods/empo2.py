@@ -71,7 +71,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
 
     from crl.methods.parts.distilling import EveryEpisode, NoEpisode
     from crl.methods.parts.memory import MemorySteps, StrippedView
-    from crl.methods.parts.novelty import StateNovelty
+    from crl.methods.parts.novelty import StateNovelty, novelty_metrics
     from crl.methods.parts.rollouts import OutcomeReward
     from crl.methods.parts.training import GroupAdvantage, MaskedSurrogateLoss
     from crl.protocols import Advice, Method, TrainSpec
@@ -98,6 +98,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
         intrinsic=StateNovelty(settings.novelty_coef, settings.novelty_similarity)
         if settings.novelty_coef
         else None,
+        measure=novelty_metrics if settings.novelty_coef else None,
     )
 
 

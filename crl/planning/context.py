@@ -11,6 +11,8 @@ from crl.config.models import Profile
 from crl.config.schema import RunConfig, TaskConfig
 from crl.envs.base import EnvSpec
 from crl.manager import MergePromptWriter, Prompts
+from crl.manager.distillation.distil import NoteReader
+from crl.manager.failure_notes import failure_modes, read_answer
 from crl.methods.parts.asking import (
     COMPACT_TOOL,
     CompactRefinePrompt,
@@ -86,7 +88,12 @@ def bank_prompts(
         context = getattr(config, config.writer).max_context_tokens
         tokens = context - extractor.max_response_tokens
         vote = prompt("vote", overrides) if config.bank.evict_votes is not None else None
-        distil = FullDistilPrompt(prompt(note or "distil", overrides), renderer, tokens, vote)
+        modes = {name: failure_modes(spec.name) for name, spec in specs.items()}
+        slots = {name: {"modes": "\n".join(f"- {m}" for m in modes[name])} for name in modes}
+        distil = FullDistilPrompt(
+            prompt(note or "distil", overrides), renderer, tokens, vote,
+            slots if note == "failure" else {},
+        )  # fmt: skip
         refine = FullRefinePrompt(prompt("refine", overrides), renderer, tokens)
     return Prompts(
         distil,
@@ -94,7 +101,13 @@ def bank_prompts(
         refine if config.ask.enabled else None,
         notes=bool(note) and profile == "full",
         state_keys=config.spec.state_keys,
+        read_note=_read_failure(specs) if note == "failure" else None,
     )
+
+
+def _read_failure(specs: Mapping[str, EnvSpec]) -> NoteReader:
+    """Return the reader of notes on failed episodes, with the failure modes of their tasks."""
+    return lambda request, answer: read_answer(answer, failure_modes(specs[request.task.name].name))
 
 
 def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:

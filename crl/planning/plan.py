@@ -276,7 +276,9 @@ def _experience(config: RunConfig) -> str:
             f"bank       {writing}; {limits}; "
             f"{f'starts from {bank.init}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
-            f"retrieval  {guided}, chosen by {_choice(retrieval)}",
+            f"retrieval  {guided}, chosen by {_choice(retrieval)}"
+            if config.guides
+            else "retrieval  no agent is shown an experience",
             *(
                 [f"questions  at most {config.ask.limit} per guided episode"]
                 if config.ask.enabled
@@ -419,7 +421,7 @@ def _set_episodes(task: TaskConfig, config: RunConfig) -> int:
     Seen and unseen tasks are played without experience. In a run with experience, seen tasks are
     also played with it.
     """
-    return task.eval.seen * (2 if config.with_bank else 1) + task.eval.unseen
+    return task.eval.seen * (2 if config.guides else 1) + task.eval.unseen
 
 
 def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
@@ -427,7 +429,7 @@ def _online_episodes(task: TaskConfig, config: RunConfig) -> int:
 
     All visits are played with the online bank. The visits that count are also played without it.
     """
-    has_online = config.distils
+    has_online = config.distils and config.guides
     return (
         task.eval.online_places * (VISITS + VISITS - UNCOUNTED_VISITS) * MEMBERS
         if has_online

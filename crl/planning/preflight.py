@@ -96,6 +96,8 @@ def require_prompts_used(config: RunConfig) -> None:
             | ({"vote"} if config.bank.evict_votes else set())
         )
         used_prompts |= {"refine"} if config.ask.enabled else set()
+    if "full" in {config.profile("actor"), *(task.rendering for task in config.tasks.values())}:
+        used_prompts |= config.spec.prompts(config.method_settings)
     for name, path in config.prompts.files.items():
         if name not in used_prompts:
             remedy = f"Remove it, or {_prompt_remedy(config, name)}"
@@ -109,6 +111,10 @@ def _prompt_remedy(config: RunConfig, prompt: str) -> str:
 
     The advice is another method, else the switch that is off, else language models.
     """
+    of_method = {"reflection": "reflexion", "tip": "empo2"}
+    of_method |= dict.fromkeys(("failure", "predict", "retrieve"), "role_agent")
+    if prompt in of_method and config.spec.name != of_method[prompt]:
+        return f"choose --method {of_method[prompt]}"
     if prompt != "actor" and not config.with_bank:
         return f"choose another method than {config.spec.name}, which has no experience"
     ask, critic = (
@@ -121,9 +127,6 @@ def _prompt_remedy(config: RunConfig, prompt: str) -> str:
     )
     switches = {"ask": ask, "refine": ask, "critic": critic, "vote": vote, "merge": merge}
     on, setting = switches.get(prompt, (True, ""))
-    notes = {"reflection": "reflexion", "tip": "empo2"}
-    if prompt in notes and config.spec.note != prompt:
-        return f"choose --method {notes[prompt]}"
     return (
         "use language models as actor.model and extractor.model" if on else f"add --set {setting}"
     )

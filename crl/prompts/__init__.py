@@ -26,9 +26,12 @@ SLOTS: Mapping[str, frozenset[str]] = MappingProxyType(
         "critic": frozenset({"goal", "rate", "experience"}),
         "distil": frozenset({"goal", "outcome", "experiences", "transcript"}),
         "experience": frozenset({"experience"}),
+        "failure": frozenset({"goal", "outcome", "modes", "transcript"}),
         "merge": frozenset({"experiences"}),
+        "predict": frozenset({"horizon"}),
         "refine": frozenset({"goal", "experience", "question", "transcript"}),
         "reflection": frozenset({"goal", "outcome", "experiences", "transcript"}),
+        "retrieve": frozenset({"matches", "failure", "candidates"}),
         "tip": frozenset({"goal", "outcome", "transcript"}),
         "vote": frozenset(),
     }

@@ -134,12 +134,16 @@ async def _training_loop(
         learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
     engine = await open_role_engine(config, gpus, actor, stack, trained=config.trains_actor)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
+    source: TaskSource = tasks.train_stream(config, specs)
+    replay = method.replay(source) if method.replay and method.distiller else None
+    source = replay or source
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
         actor_engine=engine,
         checkpoint=checkpoint, progress_bar=progress_bar,
         on_progress=supervisor.watchdog.progress,
         perplexity=_perplexity_reward(config, method, engine, actor),
+        replay=replay,
     )  # fmt: skip
     retriever = experience.retriever if experience else retriever_override or NullRetriever()
     runner = replace(
@@ -149,7 +153,6 @@ async def _training_loop(
     critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
     if critic:
         runner = replace(runner, judge=critic.critic)
-    source = tasks.train_stream(config, specs)
     evaluator, probe = _evaluation_parts(
         config, specs, method, runner, engine, bank, critic.success_rates if critic else None
     )
@@ -457,6 +460,7 @@ def _evaluation_parts(
     scheduler = EpisodeScheduler(_max_in_flight(config), in_order=config.run.deterministic)
     online = None
     # A frozen bank learns nothing about unseen places.
+    bank = bank if config.guides else None
     if bank and method.distiller and not config.bank.frozen:
         places = tasks.online_tasks(config, specs)
         online = OnlineEvaluator(

@@ -17,6 +17,7 @@ from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.evaluation.diagnostics import Diagnostics
 from crl.manager import (
+    BankFailures,
     Distilled,
     ExperienceManager,
     ManagerSettings,
@@ -37,6 +38,7 @@ from crl.protocols import (
     Engine,
     Method,
     Monitor,
+    TaskReplay,
 )
 from crl.rollout.perplexity import PerplexityReward
 from crl.run.checkpoint import read_state, trained_model
@@ -44,6 +46,7 @@ from crl.run.experience import (
     ExperiencePipeline,
     ExtractorTrainer,
     PipelineSettings,
+    Replay,
 )
 from crl.run.models import (
     NO_GPU,
@@ -191,7 +194,7 @@ async def open_experience(
     config: RunConfig, specs: Mapping[str, EnvSpec], gpus: Mapping[str, GpuAssignment],
     method: Method, run: RunDir, monitor: Monitor, stack: AsyncExitStack, *, actor_engine: Engine,
     checkpoint: Path | None, progress_bar: bool, on_progress: Callable[[], object],
-    perplexity: PerplexityReward | None = None,
+    perplexity: PerplexityReward | None = None, replay: TaskReplay | None = None,
 ) -> tuple[ExperiencePipeline, RunBank] | tuple[None, None]:  # fmt: skip
     """Start the extractor and open the run's bank. Return Nones for a method without a bank.
 
@@ -199,7 +202,8 @@ async def open_experience(
 
     The run begins with `checkpoint`, or anew if it is None. `on_progress` is called after every
     distillation and every training step of the extractor. `perplexity` is the source of the
-    perplexity-reduction reward, if any.
+    perplexity-reduction reward, if any. `replay` is the train stream if it repeats tasks because of
+    failures.
     """
     if method.distiller is None:
         return None, None
@@ -217,12 +221,16 @@ async def open_experience(
         read_state(checkpoint)["mark"] if checkpoint else await _start_bank(config.bank.init, run)
     )
     background = not config.run.deterministic
+    failures: BankFailures | None = None
 
     def record(distilled: Distilled) -> None:
         diagnostics.record_distilled(distilled)
+        if failures:
+            failures.add(distilled)
         on_progress()
 
     manager = await factory.open(run.bank, engine, stack, record, background=background)
+    failures = BankFailures(manager, run_name) if replay else None
     trainer = None
     if method.extractor and role:
         learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
@@ -238,6 +246,7 @@ async def open_experience(
             merge_every=0 if config.bank.frozen else config.extractor.merge_every,
             baseline=config.extractor.baseline,
             perplexity=perplexity,
+            replay=Replay(replay, failures) if replay and failures else None,
         ),
     )  # fmt: skip
     return experience, RunBank(manager, engine, factory, _untrained(config, gpus))

@@ -31,6 +31,7 @@ from crl.protocols import (
     Embedder,
     Engine,
     ExtractorRole,
+    FailureLibrary,
     Hit,
     Learner,
     Metrics,
@@ -38,6 +39,7 @@ from crl.protocols import (
     Question,
     SearchRequest,
     State,
+    TaskReplay,
 )
 from crl.rollout.crediting import credit_and_submit
 from crl.rollout.perplexity import PerplexityReward
@@ -209,6 +211,22 @@ class ReadOnlyRetriever:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Training tasks that are drawn again because of failures, and the library of failures."""
+
+    tasks: TaskReplay
+    library: FailureLibrary
+
+    async def retrieve(self) -> None:
+        """Choose the tasks for the next draws, from the failures since the last call."""
+        await self.tasks.retrieve(self.library)
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics since the last call."""
+        return self.tasks.take_metrics(self.library)
+
+
+@dataclass(frozen=True)
 class PipelineSettings:
     """Settings of an `ExperiencePipeline`."""
 
@@ -224,6 +242,8 @@ class PipelineSettings:
     """Members of a group with whose rewards `credit_and_submit` compares."""
     perplexity: PerplexityReward | None = None
     """Source of the perplexity-reduction reward; None without this reward."""
+    replay: Replay | None = None
+    """Repetition of training tasks; None without it."""
 
 
 class ExperiencePipeline:
@@ -238,6 +258,7 @@ class ExperiencePipeline:
         trainer: ExtractorTrainer | None, diagnostics: Diagnostics, cache: CachedEmbedder,
         monitor: Monitor, settings: PipelineSettings,
     ) -> None:  # fmt: skip
+        self._replay, self._replay_due = settings.replay, asyncio.Event()
         self.manager, self.trainer, self.diagnostics = manager, trainer, diagnostics
         self._distiller, self._cache, self._monitor = distiller, cache, monitor
         self._settings = settings
@@ -253,12 +274,15 @@ class ExperiencePipeline:
 
         Call this in a task group. Return immediately if the run works at step boundaries.
         """
+        self.manager.calls.take_metrics()  # drops the time before the first step
         if not self._settings.background:
             return
         async with TaskGroup() as tasks:
             tasks.create_task(self.manager.run(), name="distillation")
             if self.trainer:
                 tasks.create_task(self._train_when_credited(self.trainer), name="extractor")
+            if self._replay:
+                tasks.create_task(self._retrieve_when_due(self._replay), name="replay")
             while True:
                 await self._merge_due.acquire()
                 tasks.create_task(self.manager.merge(), name="merge")
@@ -268,6 +292,12 @@ class ExperiencePipeline:
             await self._credit_event.wait()
             self._credit_event.clear()
             await trainer.train()
+
+    async def _retrieve_when_due(self, replay: Replay) -> None:
+        while True:
+            await self._replay_due.wait()
+            self._replay_due.clear()
+            await replay.retrieve()
 
     async def observe(self, batch: Sequence[Trajectory]) -> None:
         """Credit the experiences that guided `batch` and queue its episodes for distillation.
@@ -300,8 +330,9 @@ class ExperiencePipeline:
     ) -> None:
         """Record that `step` actor steps are completed. `batch` is the batch of the last one.
 
-        Advance the bank's clock, start a due merge, and log the metrics. At step boundaries
-        (deterministic run) or with `settle`, first distil all episodes and train all full batches.
+        Advance the bank's clock, start a due merge and a retrieval of tasks, and log the metrics.
+        At step boundaries (deterministic run) or with `settle`, first distil all episodes and train
+        all full batches.
         """
         self.manager.advance(step)
         due = self._settings.merge_every > 0 and step % self._settings.merge_every == 0
@@ -311,8 +342,12 @@ class ExperiencePipeline:
             await self.manager.flush()
             if due:
                 self._merge_due.release()
-        elif due:
-            await self.manager.merge()
+            self._replay_due.set()
+        else:
+            if due:
+                await self.manager.merge()
+            if self._replay:
+                await self._replay.retrieve()
         await self._log_metrics(batch)
 
     def details(self) -> list[str]:
@@ -333,6 +368,9 @@ class ExperiencePipeline:
         if self._settings.own_engine:
             metrics["perf/distil_busy_s"] = self._busy - busy
         metrics["perf/embed_cache_hits"] = self._cache.hit_rate
+        metrics |= self.manager.calls.take_metrics()
+        if self._replay:
+            metrics |= self._replay.take_metrics()
         if self._settings.perplexity:
             metrics |= self._settings.perplexity.take_metrics()
         self.last_metrics = metrics

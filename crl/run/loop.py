@@ -24,7 +24,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from crl.algo.training_batch import training_batch
@@ -409,8 +408,8 @@ class TrainingLoop:
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
-            if self.method.intrinsic:
-                metrics["rollout/novelty"] = fmean(t.rewards.get("novelty", 0.0) for t in batch)
+            if self.method.measure:
+                metrics |= await asyncio.to_thread(self.method.measure, batch)
             if self.method.attempts:
                 metrics |= attempt_metrics(batch, self.schedule.group_size)
         metrics |= signal

@@ -23,7 +23,9 @@ FULL = (
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("method", ["complementary", "empo2", "gigpo", "grpo", "reflexion"])
+@pytest.mark.parametrize(
+    "method", ["complementary", "empo2", "gigpo", "grpo", "reflexion", "role_agent"]
+)
 def test_methods_run_with_vllm_and_ranks(method: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = [s for s in FULL if method not in ("gigpo", "grpo") or not s.startswith("extractor")]

@@ -120,7 +120,9 @@ FULL = (
 """Settings of language models, for the bundled models, which have not learnt the full rendering."""
 
 
-@pytest.mark.parametrize("method", ["complementary", "empo2", "gigpo", "grpo", "reflexion"])
+@pytest.mark.parametrize(
+    "method", ["complementary", "empo2", "gigpo", "grpo", "reflexion", "role_agent"]
+)
 def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with_bank = method not in ("gigpo", "grpo")

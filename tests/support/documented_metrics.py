@@ -47,7 +47,9 @@ def placeholder_values() -> dict[str, tuple[str, ...]]:
     """Return the values of the placeholders except {task}, as the page lists them."""
     reasons = _first_cells("### Refused operations")
     kinds = re.findall(r"`([^`]+)`", _section("### Kinds of lessons"))
-    return PLACEHOLDERS | {"reason": tuple(reasons), "lesson": tuple(kinds)}
+    modes = _first_cells("### Failure modes")
+    more = {"reason": tuple(reasons), "lesson": tuple(kinds), "mode": tuple(modes)}
+    return PLACEHOLDERS | more
 
 
 def undocumented(run: Path) -> set[tuple[str, str]]:

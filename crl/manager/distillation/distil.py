@@ -26,20 +26,28 @@ It raises `RolloutError` if no prompt is possible.
 """
 
 
+NoteReader = Callable[[DistilRequest, str], tuple[str, str]]
+"""Function from an answer about an episode to the text of a note and the reason for refusal.
+
+The answer has no thinking. The reason is empty for a usable answer.
+"""
+
+
 class Distiller:
     """Distiller of episodes.
 
     * `prompt`: writer of the extractor's prompt for an episode.
     * `votes`: True if the prompt also asks for votes.
     * `notes`: True if the answer is the text of one experience, not a list of operations.
+    * `read_note`: reader of such an answer; None: the whole answer is the text.
     """
 
     def __init__(
         self, extractor: Extractor, keys: KeyEmbedder, prompt: PromptWriter, *, votes: bool,
-        notes: bool = False,
+        notes: bool = False, read_note: NoteReader | None = None,
     ) -> None:  # fmt: skip
         self._extractor, self._keys, self._prompt = extractor, keys, prompt
-        self._votes, self._notes = votes, notes
+        self._votes, self._notes, self._read_note = votes, notes, read_note
 
     async def distil(self, request: DistilRequest) -> Distilled:
         """Ask the extractor about an episode and return the result.
@@ -50,7 +58,8 @@ class Distiller:
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
             if self._notes:
-                return parse_note(completion, thinking=thinking)
+                read = partial(self._read_note, request) if self._read_note else None
+                return parse_note(completion, thinking=thinking, read=read)
             parsed = parse_ops(completion, len(request.shown), thinking=thinking, votes=self._votes)
             return _one_op_per_experience(completion, parsed, [hit.use for hit in request.shown])
 

@@ -10,10 +10,11 @@ from functools import partial
 from typing import TypeVar
 
 from crl.config.schema import ExtractorSection
+from crl.errors import RolloutError
 from crl.manager.distillation.ops import Op, ParsedOps, Span, token_spans
 from crl.manager.distillation.schemas import Schema
 from crl.manager.records import Generation
-from crl.modeling.thinking import opened_thinking
+from crl.modeling.thinking import answer_start, opened_thinking
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Engine
 from crl.seeds import derive_seed
@@ -118,6 +119,23 @@ class Extractor:
             spans,
             parsed.dropped,
         )
+
+    async def text(self, purpose: str, name: str, segments: Sequence[Segment]) -> tuple[str, int]:
+        """Return an answer in free text after its thinking, and its number of sampled tokens.
+
+        Raise `RolloutError` if the engine cannot serve the request or if the thinking did not end,
+        and `EngineError` if the engine has failed.
+        """
+        prompt_text, prompt = await self.run_blocking(partial(self._render, segments))
+        completion = await self.engine.generate(
+            prompt, self._sampling, rng=derive_seed(self._seed, purpose, name)
+        )
+        ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
+        answer = self._renderer.decode(ids)
+        start = answer_start(answer, thinking=bool(opened_thinking(prompt_text)))
+        if start is None:
+            raise RolloutError("answer", "the thinking did not end")
+        return answer[start:].strip(), len(completion.ids)
 
     def _render(self, segments: Sequence[Segment]) -> tuple[str, tuple[int, ...]]:
         text = self._renderer.text(segments)

@@ -158,22 +158,36 @@ def parse_ops(
     return _parse(completion, rules, parse_op, thinking)
 
 
+NoteReader = Callable[[str], tuple[str, str]]
+"""Function from an answer after its thinking to the text of a note and the reason for refusal.
+
+The reason is empty for a usable answer.
+"""
+
+
 def parse_note(
-    completion: str, *, thinking: bool = False, limits: OpLimits | None = None
+    completion: str,
+    *,
+    thinking: bool = False,
+    limits: OpLimits | None = None,
+    read: NoteReader | None = None,
 ) -> ParsedOps:
     """Parse an answer that is the text of one new experience: an add.
 
-    The text is all that follows the thinking, without white space around it. It is refused if it is
-    empty or longer than `limits.max_chars`.
+    The text is all that follows the thinking, without white space around it, or what `read` finds
+    in it. It is refused if it is empty or longer than `limits.max_chars`.
     """
     limits = limits or OpLimits()
     start = answer_start(completion, thinking=thinking)
     if start is None:
         return ParsedOps((), {"the thinking did not end": 1}, len(completion))
-    text, reason = _text(completion[start:], limits)
+    answer = completion[start:]
+    text, reason = read(answer) if read else (answer, "")
+    if not reason:
+        text, reason = _text(text, limits)
     if reason:
         return ParsedOps((), {reason: 1}, start)
-    begin = completion.index(text, start)
+    begin = start + len(answer) - len(answer.lstrip())
     return ParsedOps((Op("add", (begin, len(completion)), text),), {}, begin)
 
 

@@ -24,6 +24,7 @@ from crl.manager.retrieval.entries import Bank, Vector
 from crl.manager.retrieval.index import Build, Index, Neighbour
 from crl.manager.retrieval.lock import ReadWriteLock
 from crl.protocols import Embedder, Hit, SearchRequest
+from crl.types import Task
 
 THREADS_FROM = 4096
 """Number of entries above which worker threads compare the queries.
@@ -99,6 +100,16 @@ class Searcher:
                 self._settings.max_wait, self._start_batch
             )
         return await pending.hits
+
+    async def nearest(self, task: Task, query: str) -> list[tuple[Entry, float]]:
+        """Return the entries nearest to a query with their similarities, the nearest first.
+
+        They are those of `Bank.nearest`. Nothing is counted. Raise the embedder's error.
+        """
+        (vector,) = await self._embedder.embed([query])
+        async with self._lock.read():
+            found = self._bank.nearest(task, vector)
+            return [(self._bank.entries[uid], similarity) for uid, similarity in found]
 
     async def change(self, put: Iterable[tuple[Entry, Vector]], remove: Iterable[str] = ()) -> None:
         """Add or replace the entries `put` and remove the entries `remove` between two searches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crl.errors import RolloutError
 from crl.manager import DistilRequest
@@ -112,6 +112,8 @@ class FullDistilPrompt:
 
     It is used if the agent read at least one experience in its original words.
     """
+    task_slots: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Texts of further slots of the template, by task name."""
 
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
         votes = bool(self.vote) and not all(hit.use.reworded for hit in request.shown)
@@ -123,6 +125,7 @@ class FullDistilPrompt:
             "goal": quoted(request.task.goal),
             "outcome": _outcome(request),
             "experiences": "\n".join(experiences) or "None.",
+            **self.task_slots.get(request.task.name, {}),
         }
         template = f"{self.template}\n\n{self.vote}" if votes else self.template
         return with_transcript(template, slots, request.segments, self.renderer, self.max_tokens)

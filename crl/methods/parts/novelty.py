@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,8 @@ class StateNovelty:
             (task, goal): _States([text for text, _ in states], [n for _, n in states])
             for task, goal, states in loaded
         }
+
+
+def novelty_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean intrinsic reward of the episodes, as `rollout/novelty`."""
+    return {"rollout/novelty": fmean(t.rewards.get("novelty", 0.0) for t in batch)}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from crl.methods.parts.asking import AskTool
+from crl.methods.parts.predicting import without_predictions
 from crl.methods.parts.records import RecordWriter
 from crl.modeling.thinking import answer_start
 from crl.prompts import fill
@@ -53,6 +54,12 @@ class ChatContext:
 
     Reworded experiences have no record.
     """
+    predictions: Mapping[str, str] = field(default_factory=dict)
+    """Request to predict the next states, by task name; without one no prediction is asked for."""
+
+    def with_predictions(self, requests: Mapping[str, str]) -> ChatContext:
+        """Return this context with these requests to predict the next states, by task name."""
+        return replace(self, predictions=requests)
 
     def without_records(self) -> ChatContext:
         """Return this context without the records of experiences."""
@@ -78,7 +85,8 @@ class ChatContext:
         *,
         max_questions: int = 0,
     ) -> Sequence[Segment]:
-        instructions = self.instructions[task.name]
+        parts = [self.instructions[task.name], self.predictions.get(task.name, "")]
+        instructions = "\n\n".join(part for part in parts if part)
         return [
             *([Segment("system", instructions, "task")] if instructions else []),
             Segment("user", task.goal, "task"),
@@ -129,6 +137,8 @@ class ChatContext:
             # The completion ended during the thinking, so it contains no decision.
             return Response("")
         answer = completion[start:]
+        if task.name in self.predictions:
+            answer = without_predictions(answer)
         tool = self.tools.get(task.name)
         return Response(answer.strip(), tool.parse_query(answer) if tool else None)
 

@@ -32,12 +32,13 @@ class GroupAdvantage:
 
     scale: Literal["std", "none"]
     """Scale of `crl.algo.group_advantages`."""
+    weight: float = 1.0
+    """Factor of the advantage."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-        return group_advantages(
-            rewards, torch.tensor([t.group for t in trajectories]), scale=self.scale
-        )
+        groups = torch.tensor([t.group for t in trajectories])
+        return self.weight * group_advantages(rewards, groups, scale=self.scale)
 
 
 @dataclass(frozen=True)

@@ -317,8 +317,9 @@ def _bank_of_run(
 ) -> Bank | None:
     if source is Source.none:
         return None
-    if not config.with_bank:
-        reason = f"the method {config.spec.name} of the run has no bank"
+    if not config.guides:
+        lacks = "has no bank" if not config.with_bank else "shows its agents no experience"
+        reason = f"the method {config.spec.name} of the run {lacks}"
         remedy = (
             "Leave it out"
             if options.bank is None

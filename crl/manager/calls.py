@@ -1,0 +1,49 @@
+"""Clock of the calls to the model that writes the bank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class CallClock:
+    """Number of calls, and the time in which at least one of them was in progress.
+
+    Calls overlap with each other and with rollouts, so the sum of their durations would exceed the
+    time of a step. `now` returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._open = self._calls = 0
+        self._busy, self._last, self._taken = 0.0, now(), now()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Count the block as one call."""
+        self._advance()
+        self._calls += 1
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._advance()
+            self._open -= 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call of this method."""
+        self._advance()
+        elapsed = self._last - self._taken
+        metrics = {
+            "perf/distil_calls": self._calls,
+            "perf/distil_s": self._busy,
+            "perf/distil_share": self._busy / elapsed if elapsed else 0.0,
+        }
+        self._calls, self._busy, self._taken = 0, 0.0, self._last
+        return metrics
+
+    def _advance(self) -> None:
+        now = self._now()
+        self._busy += (now - self._last) if self._open else 0.0
+        self._last = now

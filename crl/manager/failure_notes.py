@@ -1,0 +1,137 @@
+"""Notes on failed episodes: failure mode, reflection and retrieval query (Role-Agent §3.3).
+
+A note has one line for each field of `FIELDS`, as in the paper's Figure 8:
+
+    DOMINANT_TYPE: missing_precondition
+    DETAIL: The agent placed the cloth before it was clean.
+    CRITICAL_STEP: Step 3, it went to the target with a dirty cloth.
+    CORE_LESSON: Make sure that an object has the required state before you place it.
+    RETRIEVAL_QUERY: object state, clean before place
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+OTHER = "other"
+"""Failure mode of a note that names no known mode."""
+
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "DOMINANT_TYPE": "mode",
+        "DETAIL": "detail",
+        "CRITICAL_STEP": "critical_step",
+        "CORE_LESSON": "lesson",
+        "RETRIEVAL_QUERY": "query",
+    }
+)
+"""Field of a `FailureNote` by its name in the text, in order."""
+
+_HOUSEHOLD = (
+    "repetitive_exploration", "wrong_target_location", "wrong_receptacle", "premature_give_up",
+    "missing_precondition", "repeated_failed_action", "navigation_loop", "entity_confusion",
+    "wrong_object_interaction", "exhaustive_exploration_failure", "action_format_error",
+)  # fmt: skip
+_SHOP = (
+    "irrelevant_query", "wrong_product_selection", "wrong_attribute_selection",
+    "missing_attribute_selection", "premature_purchase", "excessive_browsing", "repeated_query",
+    "navigation_error", "price_constraint_violation", "action_format_error",
+    "premature_termination",
+)  # fmt: skip
+_SEARCH = (
+    "wrong_answer", "insufficient_retrieval", "irrelevant_retrieval_query",
+    "repeated_retrieval_query", "information_misinterpretation", "partial_answer",
+    "hallucinated_answer", "premature_answer", "action_format_error",
+)  # fmt: skip
+
+_OF_ENVIRONMENTS = {"webshop": _SHOP, "search_qa": _SEARCH}
+
+ALL_MODES: tuple[str, ...] = (*dict.fromkeys((*_HOUSEHOLD, *_SHOP, *_SEARCH)), OTHER)
+"""All failure modes."""
+
+_NAMES = "|".join(FIELDS)
+_START = re.compile(rf"^[^\w\n]*({_NAMES})[^\w\n]*?:", re.MULTILINE | re.IGNORECASE)
+_EDGES = " \t\r\n\"'*`,[]"
+
+
+def failure_modes(env: str) -> tuple[str, ...]:
+    """Return the failure modes of an environment (Role-Agent, Table 6), and "other" at the end.
+
+    The modes of ALFWorld are general. **Ours**: all environments that the table does not contain
+    have them.
+    """
+    return (*_OF_ENVIRONMENTS.get(env, _HOUSEHOLD), OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureNote:
+    """Note on a failed episode."""
+
+    mode: str
+    """Failure mode."""
+    detail: str
+    """Reason why the mode applies; may be empty."""
+    critical_step: str
+    """Step at which the failure became irreversible; may be empty."""
+    lesson: str
+    """Rule that avoids the failure."""
+    query: str
+    """Query for failures of the same kind."""
+
+    @property
+    def text(self) -> str:
+        """Text of the note, one line per field."""
+        return "\n".join(f"{name}: {getattr(self, field)}" for name, field in FIELDS.items())
+
+
+def read_answer(answer: str, modes: Sequence[str]) -> tuple[str, str]:
+    """Return the text of the note in a model's answer, and the reason for refusal.
+
+    The reason is empty for a usable note. Mode, lesson and query are required. A mode that is not
+    in `modes` becomes "other".
+    """
+    found = _fields(answer)
+    for name, reason in (
+        ("DOMINANT_TYPE", "no failure mode"),
+        ("CORE_LESSON", "no lesson"),
+        ("RETRIEVAL_QUERY", "no retrieval query"),
+    ):
+        if not found.get(name):
+            return "", reason
+    mode = re.sub(r"[\W_]+", "_", found.pop("DOMINANT_TYPE").lower()).strip("_")
+    others = {field: found.get(name, "") for name, field in FIELDS.items() if field != "mode"}
+    return FailureNote(mode if mode in modes else OTHER, **others).text, ""
+
+
+@lru_cache(maxsize=8192)
+def read_note(text: str) -> FailureNote:
+    """Return the note in the text of an entry.
+
+    A text without a mode, such as a lesson of a tiny extractor, is the lesson and the query of a
+    failure of the mode "other".
+    """
+    found = _fields(text)
+    if not found.get("DOMINANT_TYPE"):
+        return FailureNote(OTHER, "", "", text, text)
+    values = {field: found.get(name, "") for name, field in FIELDS.items()}
+    mode = values.pop("mode")
+    return FailureNote(mode if mode in ALL_MODES else OTHER, **values)
+
+
+def _fields(text: str) -> dict[str, str]:
+    """Return the values of the fields by name, each on one line.
+
+    Only the text after the last `<reflection>` is read. Of several values the first one counts.
+    """
+    text = text[text.rfind("<reflection>") + 1 :].partition("</reflection>")[0]
+    starts = list(_START.finditer(text))
+    stops = [start.start() for start in starts[1:]]
+    found: dict[str, str] = {}
+    for start, stop in zip(starts, [*stops, None], strict=False):
+        value = " ".join(text[start.end() : stop].split()).strip(_EDGES)
+        found.setdefault(start[1].upper(), value)
+    return found

@@ -1,0 +1,103 @@
+"""World-in-Agent (Role-Agent §3.2): the agent predicts the next states in its replies.
+
+A state is the text that the environment shows. The reward of a prediction is its similarity to the
+state that followed. The module needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from crl.algo.states import similarity
+from crl.config.schema import TaskConfig
+from crl.modeling.thinking import answer_start
+from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
+from crl.types import Trajectory
+
+Horizons = Mapping[str, int]
+"""H, the number of predictions in a reply, by task name. Agents of other tasks predict nothing."""
+
+_PREDICTION = re.compile(
+    r"<prediction>((?:(?!<prediction>).)*?)</prediction>", re.IGNORECASE | re.DOTALL
+)
+
+
+def horizons(tasks: Mapping[str, TaskConfig], share: float) -> dict[str, int]:
+    """Return H = max(1, round(share · T_max)) by task name (Role-Agent, Table 4).
+
+    Tiny models cannot predict: tasks with the compact rendering are left out.
+    """
+    full = {name: task for name, task in tasks.items() if task.rendering == "full"}
+    return {name: max(1, round(share * task.max_turns)) for name, task in full.items()}
+
+
+def requests(horizons: Horizons, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
+    """Return the text of the prompt that asks for predictions, by task name."""
+    template = prompt("predict", overrides)
+    return {name: fill(template, horizon=h) for name, h in horizons.items()}
+
+
+def without_predictions(answer: str) -> str:
+    """Return the text of an answer without its predictions, which are no part of the action."""
+    return _PREDICTION.sub("", answer)
+
+
+def predictions(reply: str) -> list[str]:
+    """Return the predictions in a reply, in order. Those in its thinking do not count."""
+    start = answer_start(reply)
+    return [] if start is None else [text.strip() for text in _PREDICTION.findall(reply[start:])]
+
+
+def prediction_rewards(trajectory: Trajectory, horizon: int) -> list[list[float | None]]:
+    """Return r̃ of eq. 4: one row per turn t, with the reward of each ŝ(t, h) for h = 1 … H.
+
+    The reward is the similarity (`crl.algo.states.similarity`) of the prediction and the state that
+    the agent saw h turns later. It is 0 if the episode had ended by then. None: the prediction is
+    missing.
+    """
+    replies = [s.text for s in trajectory.segments if s.origin == "policy"][: trajectory.turns]
+    states = _states(trajectory)
+    rows: list[list[float | None]] = []
+    for turn, reply in enumerate(replies):
+        row: list[float | None] = [None] * horizon
+        for h, predicted in enumerate(predictions(reply)[:horizon], start=1):
+            later = states[turn + h : turn + h + 1]
+            row[h - 1] = similarity(predicted, later[0]) if later else 0.0
+        rows.append(row)
+    return rows
+
+
+def _states(trajectory: Trajectory) -> list[str]:
+    """Return the states s_1 … s_(T+1) of T turns: that before each turn, and the last one."""
+    states: list[list[str]] = [[]]
+    for segment in trajectory.segments:
+        if segment.origin == "env":
+            states[-1].append(segment.text)
+        elif segment.origin == "policy":
+            states.append([])
+    return ["\n".join(texts) for texts in states[: trajectory.turns + 1]]
+
+
+@dataclass(frozen=True)
+class PredictionMetrics:
+    """Metrics of the predictions of a batch; empty if no agent predicts."""
+
+    horizons: Horizons
+    """H by task name."""
+
+    def __call__(self, batch: Sequence[Trajectory]) -> dict[str, float]:
+        rewards = [
+            reward
+            for t in batch
+            if t.error is None and t.task.name in self.horizons
+            for row in prediction_rewards(t, self.horizons[t.task.name])
+            for reward in row
+        ]
+        if not rewards:
+            return {}
+        return {
+            "rollout/prediction/similarity": sum(r or 0.0 for r in rewards) / len(rewards),
+            "rollout/prediction/missing": sum(r is None for r in rewards) / len(rewards),
+        }

@@ -1,0 +1,180 @@
+"""Agent-in-World (Role-Agent §3.3): training tasks with failures like the current ones return."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crl.errors import RolloutError
+from crl.manager.failure_notes import read_note
+from crl.methods.parts.distilling import quoted
+from crl.prompts import fill
+from crl.protocols import Failure, FailureLibrary, Metrics, State, TaskSource
+from crl.seeds import generator
+from crl.types import Segment, Task, Trajectory
+
+MAX_LISTED = 30
+"""Maximum number of failures among which the model chooses."""
+
+_INDEX = re.compile(r"^\W*INDEX\W*?(\d+)", re.IGNORECASE | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """Settings of a `FailureReplay`."""
+
+    ratio: float
+    """Probability that a drawn task is a retrieved one, if there is one."""
+    matches: int
+    """Maximum number of tasks that are retrieved for a failure."""
+    history: int
+    """Number of last drawn tasks that can be retrieved."""
+    min_similarity: float
+    """Minimum cosine similarity of a retrieved failure and the query."""
+    template: str = ""
+    """Text of the prompt `retrieve`, with which the model chooses. Empty: the nearest are taken."""
+
+
+class FailureReplay:
+    """`TaskReplay`: a train stream in which retrieved tasks replace a share of the draws.
+
+    The stream remembers the training tasks that it has drawn, and only these can return. Each call
+    of `draw` is for one step of the run, and gives the tasks of its groups in order (`Collector`).
+    Evaluations draw their tasks from elsewhere.
+
+    Failures of the same group and mode are one failure pattern. For each new pattern, tasks with
+    similar failures are retrieved. The retrieved tasks of the last patterns wait to be drawn; a
+    task that was retrieved several times is drawn with a higher probability. A replaced draw does
+    not advance the wrapped stream, so none of its tasks is lost.
+    """
+
+    def __init__(self, source: TaskSource, settings: ReplaySettings, seed: int) -> None:
+        self._source, self._settings, self._seed = source, settings, seed
+        self._steps = 0
+        """Number of steps that have been drawn."""
+        self._history: dict[tuple[int, int], Task] = {}
+        """Drawn training tasks by step and group."""
+        self._waiting: list[Task] = []
+        """Retrieved tasks, with repetitions."""
+        self._counts = Counter[str]()
+        """Counts since the last `take_metrics`."""
+
+    def draw(self, n: int) -> Sequence[Task]:
+        tasks = [self._draw(group) for group in range(self._steps * n, (self._steps + 1) * n)]
+        self._steps += 1
+        return tasks
+
+    def _draw(self, group: int) -> Task:
+        # The generator depends on the address alone, so it is the same after a resumption.
+        rng = generator(self._seed, "replay", self._steps, group)
+        if self._waiting and rng.random() < self._settings.ratio:
+            task = rng.choice(self._waiting)
+            self._waiting = [other for other in self._waiting if _key(other) != _key(task)]
+            self._counts["replayed"] += 1
+        else:
+            (task,) = self._source.draw(1)
+        if task.split == "train":
+            self._history[self._steps, group] = task
+        self._counts["drawn"] += 1
+        while len(self._history) > self._settings.history:
+            del self._history[next(iter(self._history))]
+        return task
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        self._source.observe(trajectories)
+
+    async def retrieve(self, library: FailureLibrary) -> None:
+        patterns = {(f.address, read_note(f.text).mode): f for f in library.take_new()}
+        retrieved = [
+            task for failure in patterns.values() for task in await self._similar(failure, library)
+        ]
+        self._counts["patterns"] += len(patterns)
+        self._counts["retrieved"] += len(retrieved)
+        if retrieved:
+            self._waiting = retrieved
+
+    async def _similar(self, failure: Failure, library: FailureLibrary) -> list[Task]:
+        """Return other tasks with failures like this one, the most similar first."""
+        own = self._history.get(failure.address)
+        found: dict[Hashable, tuple[Task, Failure]] = {}
+        for other, similarity in await library.similar(failure):
+            task = self._task(other)
+            if similarity >= self._settings.min_similarity and task and task != own:
+                found.setdefault(_key(task), (task, other))
+        candidates = list(found.values())
+        if self._settings.template and candidates:
+            candidates = await self._chosen(failure, candidates[:MAX_LISTED], library)
+        return [task for task, _ in candidates[: self._settings.matches]]
+
+    def _task(self, failure: Failure) -> Task | None:
+        """Return the task of a failure; None if this stream did not draw it, or too long ago."""
+        task = self._history.get(failure.address)
+        same = task is not None and (task.name, task.goal) == (failure.task, failure.goal)
+        return task if same else None
+
+    async def _chosen(
+        self, failure: Failure, candidates: Sequence[tuple[Task, Failure]], library: FailureLibrary
+    ) -> list[tuple[Task, Failure]]:
+        """Return the candidates that the model chooses (Role-Agent, Figure 9)."""
+        listed = [
+            f"[{number}]\n{_described(other)}"
+            for number, (_, other) in enumerate(candidates, start=1)
+        ]
+        text = fill(
+            self._settings.template,
+            failure=_described(failure),
+            candidates="\n".join(listed),
+            matches=self._settings.matches,
+        )
+        try:
+            answer = await library.ask(f"retrieve/{failure.uid}", [Segment("user", text, "task")])
+        except RolloutError:
+            answer = ""
+        numbers = dict.fromkeys(int(found[1]) for found in _INDEX.finditer(answer))
+        chosen = [candidates[n - 1] for n in numbers if 1 <= n <= len(candidates)]
+        self._counts["unanswered"] += not chosen
+        return chosen
+
+    def take_metrics(self, library: FailureLibrary) -> Metrics:
+        counts, self._counts = self._counts, Counter[str]()
+        modes = Counter(read_note(failure.text).mode for failure in library.failures())
+        return {
+            **({"replay/share": counts["replayed"] / n} if (n := counts["drawn"]) else {}),
+            "replay/patterns": counts["patterns"],
+            "replay/retrieved": counts["retrieved"],
+            "replay/waiting": len(self._waiting),
+            **({"replay/unanswered": counts["unanswered"]} if self._settings.template else {}),
+            **{f"failures/{mode}": number for mode, number in sorted(modes.items())},
+        }
+
+    def state(self) -> State:
+        return {
+            "source": self._source.state(),
+            "steps": self._steps,
+            "history": [[*address, _fields(task)] for address, task in self._history.items()],
+            "waiting": [_fields(task) for task in self._waiting],
+        }
+
+    def load_state(self, state: State) -> None:
+        self._source.load_state(state["source"])
+        self._steps = state["steps"]
+        self._history = {(step, group): Task(**task) for step, group, task in state["history"]}
+        self._waiting = [Task(**task) for task in state["waiting"]]
+
+
+def _described(failure: Failure) -> str:
+    note = read_note(failure.text)
+    parts = (("Task", failure.goal), ("Failure mode", note.mode), ("Lesson", note.lesson))
+    return "\n".join(quoted(f"{name}: {' '.join(text.split())}") for name, text in parts)
+
+
+def _key(task: Task) -> Hashable:
+    params: Iterable[tuple[str, Any]] = sorted(task.params.items())
+    return task.name, task.seed, task.split, task.goal, tuple(params)
+
+
+def _fields(task: Task) -> Mapping[str, Any]:
+    return {name: getattr(task, name) for name in Task.__dataclass_fields__}

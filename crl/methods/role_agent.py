@@ -1,0 +1,147 @@
+"""Role-Agent (Wang et al., arXiv 2606.10917): the actor is both the agent and the environment.
+
+World-in-Agent: the agent predicts the next states in its replies. The similarity of a prediction
+and the state that followed raises the return of a turn, R_t = R_task (1 + R_pre) (eq. 6). The
+advantages are those of GiGPO with these returns, A = A_S + α · A_E.
+
+Agent-in-World: after a failed episode, the actor writes a note with failure mode, lesson and query
+into the bank. Training tasks with similar failures are retrieved and drawn again. No agent is shown
+a note.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from crl.config.method import MethodSpec, Part
+from crl.config.section import Count, Section
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.methods.parts.rollouts import ChatContext
+    from crl.protocols import Method
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class RoleAgentSection(Section):
+    """Settings of the method `role_agent`."""
+
+    prediction_weight: Weight = 1.0
+    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off."""
+    horizon: Share = 0.05
+    """Number H of predicted states in a reply, as a share of the task's max_turns.
+
+    H is rounded and at least 1. 0.05 is the paper's value: 2 states for 50 turns, 1 for 15. 0 gives
+    H = 1 for all tasks, as in the released code.
+    """
+    episode_weight: Weight = 1.0
+    """α: weight of the advantage of the episode, relative to that of the step."""
+    gamma: Share = 0.95
+    """Discount of the returns per turn, and of the predictions per state.
+
+    The paper gives no value. The default is that of GiGPO.
+    """
+    similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Similarity from which two observations count as the same state, see gigpo.similarity.
+
+    1 = equal texts, as in eq. 7 and Algorithm 1. §4.1 has 0.9, which merges different states of
+    ALFWorld.
+    """
+    replay_ratio: Share = 0.25
+    """Probability that a drawn training task is a retrieved one. 0 = failures are not analysed.
+
+    The paper gives no value. With the default, most tasks are new.
+    """
+    writer: Literal["actor", "extractor"] = "actor"
+    """Model that analyses failures: in the paper the actor. The bundled actor cannot write."""
+    retrieval: Literal["embedding", "model"] = "embedding"
+    """Choice of the tasks with similar failures.
+
+    embedding = the failures whose notes are nearest to the query; model = the writer chooses among
+    the nearest (Figure 9). The default needs no further answers, and suits tiny models.
+    """
+    matches: Count = 3
+    """Maximum number of tasks that are retrieved for a failure. In Figures 10 and 11 it is 3."""
+    history: Count = 2000
+    """Number of the last drawn training tasks that can be retrieved. The paper has no limit."""
+
+
+def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -> Method:
+    """Return the method for `config`. `context` writes the prompts of the run's tasks."""
+    from crl.methods.parts.distilling import FailedEpisodes
+    from crl.methods.parts.predicted import PredictedStepAdvantage
+    from crl.methods.parts.predicting import PredictionMetrics, horizons, requests
+    from crl.methods.parts.replay import FailureReplay, ReplaySettings
+    from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
+    from crl.methods.parts.training import GroupAdvantage, actor_role
+    from crl.prompts import prompt
+    from crl.protocols import Method
+
+    scale, files = config.actor.advantage_scale, config.prompts.files
+    coef = settings.prediction_weight
+    predicted = horizons(config.tasks, settings.horizon) if coef else {}
+    step = PredictedStepAdvantage(1.0, settings.gamma, settings.similarity, scale, predicted, coef)
+    replay = ReplaySettings(
+        settings.replay_ratio, settings.matches, settings.history, config.retrieval.min_similarity,
+        prompt("retrieve", files) if settings.retrieval == "model" else "",
+    )  # fmt: skip
+    return Method(
+        planner=GuidedShare(0.0),
+        context=context.with_predictions(requests(predicted, files)),
+        shaper=OutcomeReward(),
+        actor=actor_role(config.actor, GroupAdvantage(scale, settings.episode_weight), step),
+        distiller=FailedEpisodes() if config.with_bank else None,
+        measure=PredictionMetrics(predicted),
+        replay=partial(FailureReplay, settings=replay, seed=config.run.seed),
+    )
+
+
+def unused_parts(settings: RoleAgentSection) -> frozenset[Part]:
+    """Return the bank if failures are not analysed, and the extractor if the actor does it."""
+    if not settings.replay_ratio:
+        return frozenset({"bank", "extractor"})
+    return frozenset({"extractor"} if settings.writer == "actor" else ())
+
+
+def prompts(settings: RoleAgentSection) -> frozenset[str]:
+    """Return the prompts of predictions and of retrieval, if they are used."""
+    used = {"predict": settings.prediction_weight, "retrieve": settings.retrieval == "model"}
+    return frozenset(name for name in used if used[name])
+
+
+def check(config: RunConfig, settings: RoleAgentSection) -> None:
+    """Raise `ConfigError` for settings of the bank with which no task could be retrieved."""
+    if config.with_bank and config.bank.frozen:
+        reason = "cannot be used: no failure could be added to the bank"
+        raise ConfigError("bank.frozen", True, reason, "Leave it out")
+    if config.with_bank and config.bank.scope == "goal":
+        reason = "cannot be used: failures with other goals would not be found"
+        raise ConfigError("bank.scope", "goal", reason, "Use --set bank.scope=task")
+    if settings.retrieval == "model" and config.profile(config.writer) == "compact":
+        reason = "needs a language model that analyses failures"
+        raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")
+
+
+SPEC = MethodSpec(
+    "role_agent",
+    build,
+    RoleAgentSection,
+    uses=frozenset({"bank", "extractor", "probe"}),
+    unused_parts=unused_parts,
+    note="failure",
+    guides=False,
+    prompts=prompts,
+    defaults={
+        # All failures stay in the library, and are found by their notes and not by their goals.
+        "bank": {"scope": "task", "max_per_goal": None, "evict": "fifo", "key_text_weight": None},
+        "retrieval": {"candidates": 1000, "min_similarity": 0.1},
+        "extractor": {"merge_every": 0, "temperature": 0.5},
+    },
+    check=check,
+)

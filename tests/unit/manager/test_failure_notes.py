@@ -1,0 +1,95 @@
+"""Notes on failed episodes: parsing of answers, modes, and the clock of the calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from crl.manager.calls import CallClock
+from crl.manager.failure_notes import ALL_MODES, failure_modes, read_answer, read_note
+
+ANSWER = """The agent was careless.
+<reflection>
+DOMINANT_TYPE: Missing Precondition
+**DETAIL**: It placed the cloth
+before it was clean.
+"CRITICAL_STEP": "Step 3, it went to the toilet."
+CORE_LESSON: Make sure that objects are clean: first the sink, then the target.
+RETRIEVAL_QUERY: [object state, clean before place]
+</reflection>
+RETRIEVAL_QUERY: too late"""
+
+TEXT = """DOMINANT_TYPE: missing_precondition
+DETAIL: It placed the cloth before it was clean.
+CRITICAL_STEP: Step 3, it went to the toilet.
+CORE_LESSON: Make sure that objects are clean: first the sink, then the target.
+RETRIEVAL_QUERY: object state, clean before place"""
+
+
+def test_an_answer_becomes_a_note():
+    assert read_answer(ANSWER, failure_modes("alfworld")) == (TEXT, "")
+    note = read_note(TEXT)
+    assert note.text == TEXT
+    assert (note.mode, note.query) == (
+        "missing_precondition",
+        "object state, clean before place",
+    )
+
+
+def test_a_mode_of_another_environment_becomes_other():
+    text, reason = read_answer(ANSWER, failure_modes("webshop"))
+    assert not reason
+    assert read_note(text).mode == "other"
+    assert read_note("DOMINANT_TYPE: clumsiness\nCORE_LESSON: a").mode == "other"
+
+
+def test_the_modes_of_the_paper():
+    assert [len(failure_modes(env)) for env in ("alfworld", "webshop", "search_qa")] == [12, 12, 10]
+    assert failure_modes("room") == failure_modes("alfworld")
+    assert {mode for env in ("room", "webshop", "search_qa") for mode in failure_modes(env)} == set(
+        ALL_MODES
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", "no failure mode"),
+        ("I do not know.", "no failure mode"),
+        ("DOMINANT_TYPE:\nCORE_LESSON: a\nRETRIEVAL_QUERY: b", "no failure mode"),
+        ("DOMINANT_TYPE: navigation_loop\nRETRIEVAL_QUERY: b", "no lesson"),
+        ("DOMINANT_TYPE: navigation_loop\nCORE_LESSON: a", "no retrieval query"),
+    ],
+)
+def test_answers_without_a_note(answer: str, reason: str):
+    assert read_answer(answer, failure_modes("room")) == ("", reason)
+
+
+def test_a_lesson_without_fields_is_lesson_and_query():
+    note = read_note("the exit is west.")
+    assert (note.mode, note.lesson, note.query) == ("other",) + ("the exit is west.",) * 2
+
+
+def test_only_the_last_reflection_is_read():
+    draft = "<reflection>\nDOMINANT_TYPE: navigation_loop\n</reflection>\n"
+    assert read_answer(draft + ANSWER, failure_modes("alfworld")) == (TEXT, "")
+
+
+def test_the_clock_counts_overlapping_calls_once():
+    time = 0.0
+    clock = CallClock(lambda: time)
+    with clock():
+        time = 2.0
+        with clock():
+            time = 3.0
+        time = 5.0
+    time = 10.0
+    assert clock.take_metrics() == {
+        "perf/distil_calls": 2, "perf/distil_s": 5.0, "perf/distil_share": 0.5,
+    }  # fmt: skip
+    with clock():
+        time = 11.0
+        assert clock.take_metrics()["perf/distil_s"] == 1.0
+        time = 13.0
+    assert clock.take_metrics() == {
+        "perf/distil_calls": 0, "perf/distil_s": 2.0, "perf/distil_share": 1.0,
+    }  # fmt: skip

@@ -1,0 +1,318 @@
+"""Agent-in-World: failures are analysed, and training tasks with similar failures return."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crl.config.schema import ExtractorSection
+from crl.errors import RolloutError
+from crl.manager import BankFailures, EpisodeId, ExperienceManager, ManagerSettings
+from crl.manager.failure_notes import failure_modes, read_answer
+from crl.methods.parts.replay import FailureReplay, ReplaySettings
+from crl.prompts import prompt
+from crl.protocols import Failure, State
+from crl.types import Split, Task, Trajectory
+from support.managers import PROMPTS, NoteEngine, open_manager, request
+from support.trajectories import build_trajectory
+
+MODES = ("navigation_loop", "missing_precondition", "entity_confusion", "premature_give_up")
+
+
+def drawn_task(k: int, split: Split = "train") -> Task:
+    """Return task k of the stream. Its kind, which decides how agents fail, is k modulo 4."""
+    return Task("room", k, split, f"Goal {k}.", {"kind": k % 4})
+
+
+class Stream:
+    """`TaskSource` of numbered tasks."""
+
+    def __init__(self, splits: Sequence[Split] = ("train",)) -> None:
+        self.drawn, self.splits = 0, splits
+        self.observed: list[Trajectory] = []
+
+    def draw(self, n: int) -> list[Task]:
+        numbers = range(self.drawn, self.drawn + n)
+        self.drawn += n
+        return [drawn_task(k, self.splits[k % len(self.splits)]) for k in numbers]
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        self.observed += trajectories
+
+    def state(self) -> State:
+        return {"drawn": self.drawn}
+
+    def load_state(self, state: State) -> None:
+        self.drawn = state["drawn"]
+
+
+def note(mode: str) -> str:
+    words = mode.replace("_", " ")
+    return (
+        f"<reflection>\nDOMINANT_TYPE: {mode}\nDETAIL: d\nCRITICAL_STEP: 1\n"
+        f"CORE_LESSON: avoid {words}\nRETRIEVAL_QUERY: {words} {words} {words}\n</reflection>"
+    )
+
+
+SETTINGS = ReplaySettings(0.5, matches=3, history=1000, min_similarity=0.1)
+ENGINE_ANSWERS = {mode: note(mode) for mode in MODES} | {"nothing": "I do not know."}
+
+
+@asynccontextmanager
+async def library(
+    path: Path, settings: ManagerSettings | None = None, engine: Any = None
+) -> AsyncIterator[tuple[ExperienceManager, BankFailures]]:
+    prompts = replace(
+        PROMPTS, notes=True, read_note=lambda _, text: read_answer(text, failure_modes("room"))
+    )
+    manager = await open_manager(
+        path / "bank.sqlite", engine or NoteEngine(ENGINE_ANSWERS), settings or ManagerSettings(),
+        prompts=prompts, on_distilled=lambda distilled: failures.add(distilled),
+    )  # fmt: skip
+    failures = BankFailures(manager, "run")
+    try:
+        yield manager, failures
+    finally:
+        await manager.aclose()
+
+
+async def fail(
+    manager: ExperienceManager, step: int, group: int, task: Task, mode: str, run: str = "run"
+) -> None:
+    """Distil a failed episode, whose writer names this mode."""
+    failed = request(step, group, 0, note=mode, of=task, success=False)
+    await manager.submit(replace(failed, episode=EpisodeId(run, step, group, 0)))
+    await manager.drain()
+
+
+Fails = Callable[[Task], str | None]
+"""Function that returns the mode in which the agent fails at a task, None if it succeeds."""
+
+
+async def play(manager: ExperienceManager, step: int, tasks: Sequence[Task], fails: Fails) -> None:
+    """Distil the failures of a step."""
+    for group, task in enumerate(tasks, start=step * len(tasks)):
+        if mode := fails(task):
+            await fail(manager, step, group, task, mode)
+
+
+async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
+    """The agent fails at tasks of kind 1 for one reason, and at half of kind 2 for another."""
+
+    def fails(task: Task) -> str | None:
+        return MODES[1] if task.params["kind"] == 1 else None
+
+    counts = Counter[Any]()
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        for step in range(20):
+            tasks = replay.draw(8)
+            assert step or [task.seed for task in tasks] == list(range(8)), "nothing is known"
+            counts.update(task.params["kind"] for task in tasks if step)
+            await play(manager, step, tasks, fails)
+            await replay.retrieve(failures)
+    assert counts[1] / counts.total() > 0.45, "a quarter without replay"
+    assert min(counts.values()) > 10, "the other tasks are still drawn"
+
+
+async def test_no_task_of_the_stream_is_lost(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        tasks = list(replay.draw(8))
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        await replay.retrieve(failures)
+        later = replay.draw(8)
+    new = [task.seed for task in later if task.seed >= 8]
+    assert new == list(range(8, 8 + len(new)))
+    assert 0 < len(new) < 8
+    again = [task for task in later if task.seed < 8]
+    assert all(task in tasks for task in again), "the same seed, goal and params"
+    assert len({task.seed for task in again}) == len(again), "each once"
+
+
+async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, matches=2, ratio=1.0), seed=0)
+        tasks = replay.draw(8)
+        await play(manager, 0, tasks, lambda task: MODES[int(task.params["kind"])])
+        failures.take_new()
+        (task,) = replay.draw(1)
+        await fail(manager, 1, 1, task, MODES[3])
+        await replay.retrieve(failures)
+        assert {task.seed for task in replay.draw(2)} == {3, 7}
+        assert replay.draw(1)[0].seed == 9, "no retrieved task is left"
+        metrics = dict(replay.take_metrics(failures))
+    assert metrics == {
+        "replay/share": 2 / 12,
+        "replay/patterns": 1,
+        "replay/retrieved": 2,
+        "replay/waiting": 0,
+        **{f"failures/{mode}": 2 for mode in MODES},
+        f"failures/{MODES[3]}": 3,
+    }
+
+
+async def test_the_failures_of_a_group_with_one_mode_are_one_pattern(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        tasks = replay.draw(2)
+        for member, mode in enumerate((MODES[0], MODES[0], MODES[1])):
+            failed = request(0, 0, member, note=mode, of=tasks[0], success=False)
+            await manager.submit(failed)
+        await manager.drain()
+        await replay.retrieve(failures)
+        metrics = replay.take_metrics(failures)
+    assert metrics["replay/patterns"] == 2
+    assert metrics["replay/retrieved"] == 0, "a task is not similar to itself"
+
+
+async def test_tasks_of_evaluations_never_return(tmp_path: Path):
+    """Failures on them are forced into the bank under all addresses that the bank may hold."""
+    async with library(tmp_path) as (manager, failures):
+        stream = Stream(splits=("train", "unseen", "seen"))
+        replay = FailureReplay(stream, replace(SETTINGS, ratio=1.0, matches=100), seed=0)
+        tasks = replay.draw(12)
+        held_out = [replace(drawn_task(k), split="unseen", goal=f"Unseen {k}.") for k in range(12)]
+        for group, task in enumerate(tasks):
+            await fail(manager, 0, group, task, MODES[0])
+        for group, task in enumerate(held_out):
+            await fail(manager, 0, group, task, MODES[0], run="eval")  # another run in the bank
+            await fail(manager, 0, 100 + group, task, MODES[0])  # a group that was not drawn
+            await fail(manager, 7, group, task, MODES[0])  # a step that was not drawn
+            failed = request(0, group, 5, note=MODES[0], of=task, success=False)
+            await manager.submit(failed)  # the address of a training group
+        await manager.drain()
+        await replay.retrieve(failures)
+        again = [replay.draw(1)[0] for _ in range(4)]
+        trained = [task for task in tasks if task.split == "train"]
+        assert len(trained) == 4
+        assert all(task in trained for task in again)
+        assert {task.seed for task in again} == {0, 3, 6, 9}
+        assert replay.draw(1)[0].seed == 12, "all retrieved tasks were drawn"
+        assert not any(failure.uid.startswith("eval/") for failure in failures.failures())
+
+
+async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), SETTINGS, seed=3)
+        await play(manager, 0, replay.draw(8), lambda task: MODES[task.seed % 2])
+        await replay.retrieve(failures)
+        replay.draw(3)
+        saved = json.loads(json.dumps(replay.state()))
+        expected = [replay.draw(4)]
+        await play(manager, 2, expected[0], lambda task: MODES[1])
+        snapshot = failures.take_new()
+        for resumed in (replay, FailureReplay(Stream(), SETTINGS, seed=3)):
+            resumed.load_state(saved)
+            drawn = [resumed.draw(4)]
+            await resumed.retrieve(_Library(failures, snapshot))
+            drawn.append(resumed.draw(8))
+            if len(expected) == 1:
+                expected = drawn
+            assert drawn == expected
+        other = FailureReplay(Stream(), SETTINGS, seed=4)
+        other.load_state(saved)
+        assert other.draw(4) != expected[0], "the draws depend on the seed"
+
+
+class _Library:
+    """`FailureLibrary` with given new failures."""
+
+    def __init__(self, failures: BankFailures, new: Sequence[Failure]) -> None:
+        self._failures, self._new = failures, new
+        self.failures, self.similar, self.ask = failures.failures, failures.similar, failures.ask
+
+    def take_new(self) -> Sequence[Failure]:
+        return self._new
+
+
+async def test_only_the_last_drawn_tasks_are_remembered(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        settings = replace(SETTINGS, ratio=1.0, history=4, matches=100)
+        replay = FailureReplay(Stream(), settings, seed=0)
+        await play(manager, 0, replay.draw(8), lambda task: MODES[0])
+        await replay.retrieve(failures)
+        assert {replay.draw(1)[0].seed for _ in range(4)} == {4, 5, 6, 7}
+
+
+async def test_unusable_analyses_are_counted_and_dropped(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        await fail(manager, 0, 0, drawn_task(0), "nothing")
+        stats = await manager.stats()
+        assert stats["dropped/no failure mode"] == 1
+        assert stats["bank/size"] == 0
+        assert failures.take_new() == []
+        assert manager.calls.take_metrics()["perf/distil_calls"] == 1
+
+
+class ChoosingEngine(NoteEngine):
+    """Engine that also answers the request to choose tasks."""
+
+    def __init__(self, choice: str) -> None:
+        super().__init__(ENGINE_ANSWERS)
+        self.choice, self.prompts = choice, []
+
+    def _reply(self, prompt: str) -> str:
+        if "You choose the tasks" in prompt:
+            self.prompts.append(prompt)
+            return self.choice
+        return super()._reply(prompt)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("INDEX: 2\nREASON: a\nINDEX: [1]\nREASON: b\nINDEX: 2\nINDEX: 9", 2),
+        ("none of them", 0),
+    ],
+)
+async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expected: int):
+    engine = ChoosingEngine(choice)
+    settings = ManagerSettings(extractor=ExtractorSection(max_response_tokens=200))
+    async with library(tmp_path, settings, engine) as (manager, failures):
+        by_model = replace(SETTINGS, ratio=1.0, template=prompt("retrieve"))
+        replay = FailureReplay(Stream(), by_model, seed=0)
+        tasks = replay.draw(4)
+        await play(manager, 0, tasks[:3], lambda task: MODES[0])
+        failures.take_new()
+        manager.calls.take_metrics()
+        await fail(manager, 0, 3, tasks[3], MODES[0])
+        await replay.retrieve(failures)
+        metrics = replay.take_metrics(failures)
+        assert manager.calls.take_metrics()["perf/distil_calls"] == 2, "analysis and choice"
+    (asked,) = engine.prompts
+    assert asked.count("Lesson: avoid navigation loop") == 4
+    assert all(f"[{n}]" in asked for n in (1, 2, 3))
+    assert "Goal 3." in asked.partition("Earlier tasks")[0]
+    assert metrics["replay/retrieved"] == expected
+    assert metrics["replay/unanswered"] == (not expected)
+
+
+class RefusingEngine(ChoosingEngine):
+    """Engine that cannot serve the request to choose tasks."""
+
+    def _reply(self, prompt: str) -> str:
+        if "You choose the tasks" in prompt:
+            raise RolloutError("engine", self.choice)
+        return super()._reply(prompt)
+
+
+async def test_a_failed_choice_does_not_end_the_run(tmp_path: Path):
+    async with library(tmp_path, None, RefusingEngine("too long")) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, template=prompt("retrieve")), seed=0)
+        await play(manager, 0, replay.draw(2), lambda task: MODES[0])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/unanswered"] == 2
+
+
+def test_observations_reach_the_stream():
+    stream, trajectory = Stream(), build_trajectory(drawn_task(0))
+    FailureReplay(stream, SETTINGS, 0).observe([trajectory])
+    assert stream.observed == [trajectory]

@@ -1,0 +1,143 @@
+"""Role-Agent: rewards of predictions with values worked out by hand, and the built method."""
+
+from __future__ import annotations
+
+import pytest
+
+from crl.config import load
+from crl.methods.parts.predicted import PredictedStepAdvantage
+from crl.methods.parts.predicting import (
+    PredictionMetrics,
+    horizons,
+    prediction_rewards,
+    predictions,
+    requests,
+)
+from crl.methods.parts.rollouts import ChatContext
+from crl.methods.parts.training import GroupAdvantage
+from crl.planning import tasks
+from crl.planning.methods import build_method
+from crl.rollout.episode import EpisodeKey
+from crl.types import Observation, RolloutPlan, Segment, Trajectory
+from support.doors import TASK, open_host, runner, scripted
+from support.trajectories import build_trajectory
+
+
+def reply(*predicted: str) -> str:
+    tags = "".join(f"<prediction>{text}</prediction>" for text in predicted)
+    return f"I go. {tags}\n<answer>go</answer>"
+
+
+def episode(member: int, last: str, *turns: tuple[str, str, float]) -> Trajectory:
+    """Return an episode of turns (observation, reply, reward), and its last observation."""
+    segments = [
+        segment
+        for seen, text, _ in turns
+        for segment in (Segment("user", seen, "env"), Segment("assistant", text, "policy"))
+    ]
+    rewards = tuple(reward for *_, reward in turns)
+    return build_trajectory(
+        TASK, 0, 0, member, segments=(*segments, Segment("user", last, "env")),
+        turn_rewards=rewards, reward=sum(rewards),
+    )  # fmt: skip
+
+
+EPISODE = episode(
+    0,
+    "dddd",
+    ("aaaa", reply("bbbb", "cccc"), 0.0),
+    ("bbbb", reply("ccxx", "dddx"), 0.0),
+    ("cccc", reply("dddd"), 1.0),
+)
+
+
+def test_rewards_of_predictions_by_hand():
+    # 2 · (longest common subsequence) / (both lengths)
+    assert prediction_rewards(EPISODE, 1) == [[1.0], [0.5], [1.0]]
+    # The third reply has one prediction. The state after the last one does not exist.
+    assert prediction_rewards(EPISODE, 2) == [[1.0, 1.0], [0.5, 0.75], [1.0, None]]
+    late = episode(0, "bbbb", ("aaaa", reply("bbbb", "cccc"), 1.0))
+    assert prediction_rewards(late, 2) == [[1.0, 0.0]]
+
+
+def advantage(horizon: int, coef: float = 1.0) -> PredictedStepAdvantage:
+    return PredictedStepAdvantage(1.0, 0.5, 1.0, "none", {"doors": horizon}, coef)
+
+
+def test_modulated_returns_by_hand():
+    # R_task with γ = 1/2 is 1/4, 1/2, 1.
+    assert advantage(1).modulated_returns(EPISODE) == [0.25 * 2, 0.5 * 1.5, 1 * 2]
+    # H = 2: R_pre is 1 + 1/2, 1/2 + 3/8, 1.
+    assert advantage(2).modulated_returns(EPISODE) == [0.25 * 2.5, 0.5 * 1.875, 1 * 2]
+    assert advantage(1, 0.2).modulated_returns(EPISODE) == pytest.approx([0.3, 0.55, 1.2])
+    lost = episode(0, "bbbb", ("aaaa", reply("bbbb"), 0.0))
+    assert advantage(1).modulated_returns(lost) == [0], "a failure earns nothing by predictions"
+
+
+def test_step_advantages_compare_modulated_returns():
+    good = episode(0, "bbbb", ("aaaa", reply("bbbb"), 1.0))
+    bad = episode(1, "bbbb", ("aaaa", reply(), 1.0))
+    assert advantage(1)([good, bad]).values == [[0.5], [-0.5]]
+    unpredicted = PredictedStepAdvantage(1.0, 0.5, 1.0, "none", {}, 1.0)
+    assert unpredicted([good, bad]).values == [[0], [0]], "tasks without predictions"
+
+
+def test_only_predictions_of_the_answer_count():
+    thought = "<think>or <prediction>no</prediction></think> <PREDICTION> a\nb </PREDICTION>"
+    assert predictions(thought) == ["a\nb"]
+    assert predictions("<think><prediction>no</prediction>") == []
+    assert predictions("<prediction>a <prediction>b</prediction>") == ["b"]
+
+
+def test_metrics_of_predictions():
+    assert PredictionMetrics({"doors": 2})([EPISODE]) == {
+        "rollout/prediction/similarity": pytest.approx(4.25 / 6),
+        "rollout/prediction/missing": pytest.approx(1 / 6),
+    }
+    assert PredictionMetrics({})([EPISODE]) == {}
+
+
+def test_the_horizon_is_a_share_of_the_turns():
+    config = load(["alfworld", "webshop", "room"], sets=["tasks.alfworld.rendering=full",
+                  "tasks.webshop.rendering=full", "tasks.alfworld.max_turns=50",
+                  "tasks.webshop.max_turns=15"])  # fmt: skip
+    assert horizons(config.tasks, 0.05) == {"alfworld": 2, "webshop": 1}
+    assert horizons(config.tasks, 0.2) == {"alfworld": 10, "webshop": 3}
+    assert set(horizons(config.tasks, 0).values()) == {1}
+
+
+async def test_the_agent_is_asked_for_predictions_which_are_no_part_of_its_action():
+    context = ChatContext({"doors": "Rules."}).with_predictions(requests({"doors": 2}))
+    system = context.opening(TASK, Observation("A door."), [])[0]
+    assert system.text.startswith("Rules.\n\nIn every reply")
+    assert "2 prediction(s)" in system.text
+    assert context.parse(TASK, reply("<answer>x</answer>")).action == "I go. \n<answer>go</answer>"
+    asked = ChatContext({"doors": ""}).with_predictions({"doors": "Predict."})
+    assert asked.opening(TASK, Observation("A door."), [])[0].text == "Predict."
+    async with open_host() as opened:
+        engine = scripted("<prediction>It opens.</prediction> open")
+        player = runner(engine, opened.host, context=context)
+        key = EpisodeKey("train", 0, 0, 0)
+        player.join(key)
+        played = await player.play(key, TASK, RolloutPlan("free"))
+    assert played.success
+    assert prediction_rewards(played, 1) == [[1.0]]
+
+
+def test_the_method_is_gigpo_with_other_returns():
+    sets = ["role_agent.episode_weight=2", "role_agent.prediction_weight=0.2"]
+    config = load(["room"], options={"method": "role_agent"}, sets=sets)
+    method = build_method(config, tasks.specs(config))
+    assert method.actor.terms == (
+        GroupAdvantage("std", 2.0),
+        PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {}, 0.2),
+    )
+    full = load(["room"], options={"method": "role_agent"}, sets=["tasks.room.rendering=full"])
+    context = build_method(full, tasks.specs(full)).context
+    assert isinstance(context, ChatContext)
+    assert "prediction" in context.predictions["room"]
+    off = load(["room"], options={"method": "role_agent"},
+               sets=["tasks.room.rendering=full", "role_agent.prediction_weight=0"])  # fmt: skip
+    silent = build_method(off, tasks.specs(off)).context
+    assert isinstance(silent, ChatContext)
+    assert silent.predictions == {}
