@@ -74,7 +74,7 @@ ARMS: Mapping[str, Arm] = {
     ),
     "shared bank": Arm(("bank.scope=shared",)),
     "gigpo": Arm(("method=gigpo",)),
-    "role agent": Arm(("method=role_agent",)),
+    "role agent": Arm(("method=role_agent", "role_agent.writer=extractor")),
     "empo2": Arm(("method=empo2", "empo2.writer=extractor")),
     "reflexion": Arm(("method=reflexion", "reflexion.reflector=extractor")),
     **{name: Arm(sets) for name, sets in RIVALS.items()},
@@ -89,7 +89,7 @@ ARMS: Mapping[str, Arm] = {
 * large extractor: made by `benchmarks/large_extractor.py`.
 * old bank, old extractor: of the finished run `co-evolved`, given to an actor that was not trained.
 * foreign bank: that of another seed, which has other places.
-* empo2, reflexion: the extractor writes, because the bundled actor was not trained to.
+* empo2, reflexion, role agent: the extractor writes, because the bundled actor was not trained to.
 """
 
 LAST_STEPS = 10

@@ -85,11 +85,9 @@ def build(config: RunConfig, settings: ComplementarySection, context: ChatContex
     terms: list[AdvantageTerm] = [group_advantage(config.actor.advantage_scale)]
     if settings.lift_coef:
         terms.append(LiftAdvantage(settings.lift_coef))
-    distillation = (
-        SelfDistillation(settings.self_distillation, settings.self_distillation_every)
-        if settings.self_distillation
-        else None
-    )
+    distillation = None
+    if weight := settings.self_distillation:
+        distillation = SelfDistillation(weight, settings.self_distillation_every)
     return Method(
         planner=GuidedShare(settings.guided_share),
         context=context if settings.show_record else context.without_records(),
