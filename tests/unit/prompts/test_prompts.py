@@ -172,7 +172,7 @@ def test_the_prompt_contains_outcome_and_advice():
         ({"success": False, "truncated": True}, "failure: the episode was cut off before it ended"),
     ):
         assert between(distil_message(**changes), "=== Outcome ===", "===") == outcome
-    assert between(distil_message(), advice, "===") == "None: there is nothing to update."
+    assert between(distil_message(), advice, "===") == "None."
     shown = (hit("a#0", text="Go west."), hit("b#0", text="Look.\n3.\nThen go."))
     assert (
         between(distil_message(shown=shown), advice, "===")
