@@ -83,6 +83,8 @@ def require_prompts_used(config: RunConfig) -> None:
 
     Tiny models read no prompt files: they know only the game's texts.
     """
+    if not config.prompts.files:
+        return
     used_prompts: set[str] = set()
     if any(task.rendering == "full" for task in config.tasks.values()):
         used_prompts |= {"actor", "experience"} if config.with_bank else {"actor"}
