@@ -130,10 +130,19 @@ def test_questions_are_not_counted_as_searches() -> None:
     assert diagnostics.take_metrics([]) == {}
 
 
+def test_several_experiences_of_one_search_count_once() -> None:
+    diagnostics = Diagnostics({})
+    one, other = (SearchRequest("query", TASK, 0, member) for member in range(2))
+    diagnostics.record_search(
+        [one, one, one, other, other], [hit("a", goal=TASK.goal), None, None, None, None]
+    )
+    assert diagnostics.take_metrics([]) == {"retrieval/hit_rate": 0.5, "retrieval/same_goal": 1.0}
+
+
 def test_metrics_by_task() -> None:
     diagnostics = Diagnostics({"doors": Judge(), "maze": Judge()})
     maze = replace(TASK, name="maze")
-    requests = [SearchRequest("query", task, 0, 0) for task in (TASK, TASK, maze)]
+    requests = [SearchRequest("query", task, 0, m) for m, task in enumerate((TASK, TASK, maze))]
     diagnostics.record_search(requests, [hit("a", goal=TASK.goal), None, None])
     for answer in (distilled("right"), distilled("right"), distilled("wrong", task_name="maze")):
         diagnostics.record_distilled(answer)
