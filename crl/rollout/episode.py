@@ -68,6 +68,8 @@ class Limits:
     """
     max_questions: int = 0
     """Questions that a guided episode may ask before the turn limit; with 0 it has no tool."""
+    advice: Advice = field(default_factory=Advice)
+    """Number of experiences that guide an episode, and the turns before which they are searched."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,6 @@ class EpisodeRunner:
     """Source of experience."""
     limits: dict[str, Limits]
     """Limits by task name."""
-    advice: Advice = field(default_factory=Advice)
-    """Number of experiences that guide an episode, and the turns before which they are searched."""
     judge: Judge = field(default_factory=AcceptAll)
     """Critic of retrieved experience."""
     observe: Callable[[str], AbstractContextManager[Report]] = _unobserved
@@ -256,7 +256,7 @@ class EpisodeRunner:
         conversation.add(
             self.context.opening(task, observation, hits, max_questions=limits.max_questions)
         )
-        every_turn = plan.condition == "guided" and self.advice.every_turn
+        every_turn = plan.condition == "guided" and limits.advice.every_turn
         await self._play_turns(
             key, task, limits, environment, conversation, record, advised=every_turn
         )
@@ -296,8 +296,7 @@ class EpisodeRunner:
                 record.rejected.append(judged)
             else:
                 accepted.append(judged)
-        record.hits += accepted
-        record.hit_turns += [turn] * len(accepted)
+        record.hits += [(turn, hit) for hit in accepted]
         return accepted
 
     async def _retrieve(
@@ -309,7 +308,7 @@ class EpisodeRunner:
         window = self.limits[task.name].window
         shown = () if question else record.shown(window)
         request = SearchRequest(query, task, key.group, key.member, question, turn, shown)
-        count = 1 if question else self.advice.count
+        count = 1 if question else self.limits[task.name].advice.count
         return [hit for hit in await self.retriever.search([request] * count) if hit]
 
     async def _play_turns(
@@ -391,10 +390,8 @@ class EpisodeRunner:
                 Question(f"{key}/{record.questions}", task, query, conversation.segments), hit
             )
         if hit:
-            record.hits.append(
-                replace(hit, use=replace(hit.use, verdict=self.judge.verdict_on_asked))
-            )
-            record.hit_turns.append(len(record.results))
+            use = replace(hit.use, verdict=self.judge.verdict_on_asked)
+            record.hits.append((len(record.results), replace(hit, use=use)))
         conversation.add(self.context.reply(task, hit))
 
 
@@ -406,10 +403,8 @@ class EpisodeRecord:
     """Environment turns that count; those after them are overtime."""
     results: list[StepResult] = field(default_factory=list)
     """Result of every environment turn, overtime included."""
-    hits: list[Hit] = field(default_factory=list)
-    """Experience that guided the episode."""
-    hit_turns: list[int] = field(default_factory=list)
-    """Environment turns before which `hits` were shown; 0 for the start."""
+    hits: list[tuple[int, Hit]] = field(default_factory=list)
+    """Experience that guided the episode, with the number of turns before it."""
     rejected: list[Hit] = field(default_factory=list)
     """Experience that the actor rejected."""
     questions: int = 0
@@ -424,11 +419,7 @@ class EpisodeRecord:
     def shown(self, window: int | None) -> tuple[str, ...]:
         """Return the uids of experiences that a prompt with a window of turns still contains."""
         oldest = 0 if window is None else len(self.results) - window + 1
-        return tuple(
-            hit.use.uid
-            for hit, turn in zip(self.hits, self.hit_turns, strict=True)
-            if turn == 0 or turn >= oldest
-        )
+        return tuple(hit.use.uid for turn, hit in self.hits if turn == 0 or turn >= oldest)
 
     @property
     def in_overtime(self) -> bool:
@@ -467,8 +458,8 @@ class EpisodeRecord:
 
     def guidance(self) -> Guidance:
         return Guidance(
-            used=tuple(hit.use for hit in self.hits),
-            shown=tuple(hit.text for hit in self.hits),
+            used=tuple(hit.use for _, hit in self.hits),
+            shown=tuple(hit.text for _, hit in self.hits),
             rejected=tuple(hit.use for hit in self.rejected),
         )
 

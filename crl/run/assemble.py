@@ -32,6 +32,7 @@ from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
 from crl.prompts import hashes
 from crl.protocols import (
+    Advice,
     Engine,
     EnvironmentPool,
     Method,
@@ -354,18 +355,19 @@ def _runner(
         context=method.context,
         shaper=method.shaper,
         retriever=retriever,
-        advice=method.advice,
         limits=episode_limits(
             config,
             overtime=config.plays_overtime and method.distiller is not None,
             max_questions=config.ask.questions,
+            advice=method.advice,
         ),
     )
 
 
 def episode_limits(
-    config: RunConfig, *, overtime: bool = False, max_questions: int = 0
-) -> dict[str, Limits]:
+    config: RunConfig, *, overtime: bool = False, max_questions: int = 0,
+    advice: Advice | None = None,
+) -> dict[str, Limits]:  # fmt: skip
     """Return the limits of each task's episodes, by task name.
 
     Without `overtime` no episode is played past its turn limit: overtime is useful only for
@@ -378,6 +380,7 @@ def episode_limits(
             task.window,
             task.extra_turns if overtime else 0,
             max_questions,
+            advice or Advice(),
         )
         for name, task in config.tasks.items()
     }
@@ -455,7 +458,7 @@ def _evaluation_parts(
         eval_runner = replace(eval_runner, judge=_critic(config, eval_runner, rates))
     set_runner = replace(
         eval_runner,
-        limits=episode_limits(config, max_questions=config.ask.questions),
+        limits=episode_limits(config, max_questions=config.ask.questions, advice=method.advice),
     )
     scheduler = EpisodeScheduler(_max_in_flight(config), in_order=config.run.deterministic)
     online = None

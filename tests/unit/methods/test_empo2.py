@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ async def episode(
     actions = iter(("wait", "shout", "open"))
     engine = ScriptedEngine(renderer, lambda prompt: next(actions))
     parts = {
-        "limits": LIMITS, "retriever": tips, "renderer": renderer,
-        "advice": Advice(2, every_turn=True),
+        "limits": {"doors": replace(LIMITS["doors"], advice=Advice(2, every_turn=True))},
+        "retriever": tips, "renderer": renderer,
         "context": ChatContext({"doors": RULES}, retrieve_by_state=True),
     }  # fmt: skip
     async with open_host() as hosted:
