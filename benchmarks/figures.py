@@ -76,7 +76,7 @@ ARMS: Mapping[str, Arm] = {
     "gigpo": Arm(("method=gigpo",)),
     "role agent": Arm(("method=role_agent", "role_agent.writer=extractor")),
     "empo2": Arm(("method=empo2", "empo2.writer=extractor")),
-    "reflexion": Arm(("method=reflexion", "reflexion.reflector=extractor")),
+    "reflexion": Arm(("method=reflexion", "reflexion.writer=extractor")),
     **{name: Arm(sets) for name, sets in RIVALS.items()},
 }
 """Arms by name.

@@ -92,7 +92,7 @@ from math import sqrt
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from crl.config.method import MethodSpec
+from crl.config.method import Guidance, MethodSpec
 from crl.config.retrieval import RetrievalPolicy
 from crl.errors import ConfigError
 
@@ -167,7 +167,7 @@ EVOLVING_RL = MethodSpec(
     "evolving_rl",
     build,
     uses=frozenset({"bank", "extractor", "probe"}),
-    guided_members=guided_members,
+    guidance=Guidance(guided_members),
     check=check,
 )
 

@@ -548,6 +548,27 @@ class Advice:
     """Maximum number of experiences of one search."""
     every_turn: bool = False
     """True if experience is searched before every turn, not only at the start."""
+    between_attempts: bool = False
+    """True if the members of a group are attempts at its task, one after the other.
+
+    The last `count` reflections guide the next attempt, until one succeeds; see
+    `crl.rollout.attempts`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Parts that act on the tasks, rewards and metrics of a step."""
+
+    replay: Callable[[TaskSource], TaskReplay] | None = None
+    """Function from the train stream to the stream that also repeats tasks; None: no repetition.
+
+    Only for a method with a bank, whose entries are the failures.
+    """
+    intrinsic: IntrinsicReward | None = None
+    """Intrinsic reward of training episodes, for a method with a bank, whose embedder it uses."""
+    measure: Callable[[Sequence[Trajectory]], Mapping[str, float]] | None = None
+    """Function that returns further metrics of the batch; None for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,18 +586,5 @@ class Method:
     """Role of the extractor; None if the extractor is not trained."""
     advice: Advice = Advice()
     """Number and time of the experiences that guide an episode."""
-    attempts: int | None = None
-    """None: the members of a group play at the same time.
-
-    A number: they are attempts at the task, one after the other, until one succeeds. This number of
-    the last reflections guides the next attempt; see `crl.rollout.attempts`.
-    """
-    measure: Callable[[Sequence[Trajectory]], Mapping[str, float]] | None = None
-    """Function that returns further metrics of the batch of a step; None for none."""
-    replay: Callable[[TaskSource], TaskReplay] | None = None
-    """Function from the train stream to the stream that also repeats tasks; None: no repetition.
-
-    Only for a method with a bank, whose entries are the failures.
-    """
-    intrinsic: IntrinsicReward | None = None
-    """Intrinsic reward of training episodes, for a method with a bank, whose embedder it uses."""
+    step: StepParts = StepParts()
+    """Parts that act on the tasks, rewards and metrics of a step."""

@@ -48,28 +48,51 @@ def no_check(config: RunConfig, settings: Any) -> None:
     """Accept every configuration."""
 
 
-def no_parts(settings: Any) -> frozenset[Part]:
-    """Return no part: the method uses all its parts."""
-    return frozenset()
-
-
 def no_text(settings: Any) -> str:
     """Return the empty text."""
     return ""
 
 
-def no_prompts(settings: Any) -> frozenset[str]:
-    """Return no prompt: the method has no further prompts."""
-    return frozenset()
+class MethodSection(Section):
+    """Base of the section of a method. Its methods say what the settings mean for a run."""
+
+    def unused_reason(self, name: str) -> tuple[str, str] | None:
+        """Return why a setting has no effect, and the remedy; None if it has an effect.
+
+        It is called for settings of the command line.
+        """
+        return None
+
+    def prompts(self) -> frozenset[str]:
+        """Return the names of the method's own prompts that language models read."""
+        return frozenset()
 
 
-def no_guided_members(settings: Any, members: int) -> int:
-    """Return 0: the method guides no member of a group."""
-    return 0
+@dataclass(frozen=True)
+class Notes:
+    """Plain texts about episodes, which a language model writes into the bank.
+
+    Without notes, the answer to the prompt `distil` is a list of operations. Tiny models have one
+    prompt for both.
+    """
+
+    prompt: str
+    """Name of the prompt with which the bank's writer writes one note about an episode."""
+    by_state: bool = False
+    """True if notes are found by the last state of the episode that they are about."""
 
 
-def always_effective(settings: Any, name: str) -> None:
-    """Return None: every setting of the method has an effect."""
+@dataclass(frozen=True)
+class Guidance:
+    """Guidance of episodes by the bank."""
+
+    members: Callable[[Any, int], int]
+    """Function `(settings, members)` that returns how many of a group's members may be guided."""
+    text: Callable[[Any], str] = no_text
+    """Function `(settings)` that says for the plan of a run what guides episodes, and when.
+
+    Empty: the number of guided members, and one experience for each search.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,72 +110,58 @@ class MethodSpec:
 
     `settings` is the method's section or None. `context` is a `ChatContext` for the run's tasks.
     """
-    settings: type[Section] | None = None
+    settings: type[MethodSection] | None = None
     """Type of the method's section; None if the method has no settings."""
-    uses: frozenset[Part] = frozenset({"probe"})
-    """Parts of a run that the method uses."""
-    unused_parts: Callable[[Any], frozenset[Part]] = no_parts
-    """Function `(settings)` that returns the parts of `uses` that these settings switch off."""
-    trains_actor: bool = True
-    """False if the actor is never trained, whatever `actor.train` says."""
-    note: str = ""
-    """Prompt with which the bank's writer, a language model, writes one note about an episode.
-
-    The answer is the text of a new experience. Empty: the prompt `distil`, whose answer is a list
-    of operations. Tiny models have one prompt for both.
-    """
-    state_keys: bool = False
-    """True if experiences are found by the last state of the episode that they are about."""
-    guidance: Callable[[Any], str] = no_text
-    """Function `(settings)` that says for the plan of a run what guides episodes, and when.
-
-    Empty: the number of guided members, and one experience for each search.
-    """
-    guides: bool = True
-    """False if no agent is ever shown an entry of the bank."""
-    prompts: Callable[[Any], frozenset[str]] = no_prompts
-    """Function `(settings)` that returns the names of further prompts that language models read."""
+    uses: frozenset[Part] | Callable[[Any], frozenset[Part]] = frozenset({"probe"})
+    """Parts of a run that the method uses, or a function `(settings)` that returns them."""
+    notes: Notes | None = None
+    """Notes that the bank's writer writes instead of operations; None for operations."""
+    guidance: Guidance | None = None
+    """Guidance of episodes by the bank; None if no agent is ever shown an entry of it."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Settings of other sections, nested, that the method has instead of those of the preset.
 
     The user's own preset, tasks and options override them.
     """
-    guided_members: Callable[[Any, int], int] = no_guided_members
-    """Function `(settings, members)` that returns how many of a group's members may be guided."""
     check: Callable[[RunConfig, Any], None] = no_check
     """Function `(config, settings)` that raises `ConfigError` for a contradiction."""
-    unused_reason: Callable[[Any, str], tuple[str, str] | None] = always_effective
-    """Function `(settings, name)` that returns why a setting has no effect, and the remedy.
-
-    It returns None if the setting has an effect. It is called for settings of the command line.
-    """
 
     def parts(self, settings: Any) -> frozenset[Part]:
         """Return the parts that a run with these settings of the method uses.
 
-        `settings` may also be the unchecked section as a mapping. All parts are returned if it is
-        invalid.
+        `settings` may also be the unchecked section as a mapping. The parts of the default settings
+        are returned if it is invalid.
         """
+        if not callable(self.uses):
+            return self.uses
         if self.settings and isinstance(settings, Mapping):
             try:
                 settings = self.settings.model_validate(settings)
             except ValidationError:
-                return self.uses
-        return self.uses - self.unused_parts(settings)
+                settings = self.settings()
+        return self.uses(settings)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a spec that no run can have."""
         reason = ""
         if not _NAME.fullmatch(self.name):
             reason = "its name must have lower-case letters, digits and underscores only"
-        elif unknown := self.uses - set(get_args(Part)):
-            reason = f"it uses {', '.join(sorted(unknown))}, which no run has"
-        elif "extractor" in self.uses and "bank" not in self.uses:
-            reason = "an extractor needs a bank for its experiences"
+        elif self.settings and not issubclass(self.settings, MethodSection):
+            reason = f"{self.settings.__name__} is not a crl.config.method.MethodSection"
         elif self.settings and any(f.is_required() for f in self.settings.model_fields.values()):
             reason = f"a setting of {self.settings.__name__} has no default"
+        elif unknown := (parts := self.parts({})) - set(get_args(Part)):
+            reason = f"it uses {', '.join(sorted(unknown))}, which no run has"
+        elif "extractor" in parts and "bank" not in parts:
+            reason = "an extractor needs a bank for its experiences"
         if reason:
             raise ConfigError("method", self.name, reason, "Correct the MethodSpec")
+
+
+def parts_with_writer(settings: Any) -> frozenset[Part]:
+    """Return the parts of a method with a bank that `settings.writer` writes."""
+    with_extractor = settings.writer == "extractor"
+    return frozenset({"bank", "probe", *(["extractor"] if with_extractor else [])})
 
 
 NOTE_DEFAULTS: Mapping[str, Any] = MappingProxyType(

@@ -1149,7 +1149,8 @@ class RunConfig(Section):
     @property
     def guided_members(self) -> int:
         """Number of members of a group that are guided."""
-        return self.spec.guided_members(self.method_settings, self.rollout.group_size)
+        guidance, settings = self.spec.guidance, self.method_settings
+        return guidance.members(settings, self.rollout.group_size) if guidance else 0
 
     @property
     def all_guided(self) -> bool:
@@ -1169,7 +1170,7 @@ class RunConfig(Section):
     @property
     def guides(self) -> bool:
         """True if experiences of a bank can guide episodes."""
-        return self.with_bank and self.spec.guides
+        return self.with_bank and self.spec.guidance is not None
 
     def profile(self, role: RoleName) -> Profile:
         """Return the profile of a model: its setting, or else what the model declares.
@@ -1200,27 +1201,22 @@ class RunConfig(Section):
 
         Notes are part of an algorithm with fixed turns, so their writer does not see more.
         """
-        return self.distils and not self.spec.note
-
-    @property
-    def trains_actor(self) -> bool:
-        """True if the actor is trained."""
-        return self.actor.train and self.spec.trains_actor
+        return self.distils and not self.spec.notes
 
     @property
     def trains_extractor(self) -> bool:
         """True if the extractor is trained."""
-        trainable = self.with_extractor and not self.spec.note
+        trainable = self.with_extractor and not self.spec.notes
         return self.distils and trainable and self.extractor.train
 
     @property
     def compares_lessons(self) -> bool:
         """True if the lessons of the extractor are compared with those of the untrained one."""
-        return self.distils and self.with_extractor and not self.spec.note
+        return self.distils and self.with_extractor and not self.spec.notes
 
     def trains(self, role: str) -> bool:
         """Return whether the run trains a role: the actor or the extractor."""
-        return self.trains_actor if role == "actor" else self.trains_extractor
+        return self.actor.train if role == "actor" else self.trains_extractor
 
     def trained_adapter(self, role: str) -> LoraSection | None:
         """Return the adapter that the run trains for a role, the actor or the extractor.
@@ -1240,11 +1236,8 @@ class RunConfig(Section):
         _check_adapters(self)
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
-        if not self.trains_actor and not self.distils:
+        if not self.actor.train and not self.distils:
             cause = "bank.frozen is true" if self.with_bank else f"{self.method} has no bank"
-            if not self.spec.trains_actor:
-                reason = f"leaves nothing to learn: {self.method} trains no model"
-                raise ConfigError("bank.frozen", True, reason, "Leave it out")
             raise ConfigError(
                 "actor.train", False, f"leaves nothing to learn: {cause}", "Leave it out"
             )
@@ -1446,7 +1439,7 @@ def _check_perplexity(config: RunConfig) -> None:
             cause = f"the method {config.spec.name} has no extractor"
         else:
             cause = "bank.frozen is true" if config.bank.frozen else "extractor.train is false"
-            cause = f"{config.method} trains no extractor" if config.spec.note else cause
+            cause = f"{config.method} trains no extractor" if config.spec.notes else cause
         raise ConfigError(
             "extractor.perplexity.weight",
             perplexity.weight,
@@ -1468,7 +1461,7 @@ def _check_structured_outputs(config: RunConfig) -> None:
     key = "extractor.structured_outputs"
     if not config.extractor.structured_outputs:
         return
-    if not config.with_extractor or config.spec.note:
+    if not config.with_extractor or config.spec.notes:
         reason = f"has no effect: {config.method} has no extractor that answers with operations"
         raise ConfigError(key, True, reason, "Leave it out")
     if config.trains_extractor:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from crl.config.method import MethodSpec
-from crl.config.section import Count, Section
+from crl.config.method import Guidance, MethodSection, MethodSpec
+from crl.config.section import Count
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from crl.protocols import Method
 
 
-class ComplementarySection(Section):
+class ComplementarySection(MethodSection):
     """Ablations and extensions of the method `complementary`."""
 
     guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -64,6 +64,19 @@ class ComplementarySection(Section):
     The record is the number of earlier episodes that the experience guided and how many of them
     succeeded; language models also see its lift. The bundled actor was not trained to read it.
     """
+
+    def unused_reason(self, name: str) -> tuple[str, str] | None:
+        """Return why the setting `name` has no effect and the remedy; None if it has an effect."""
+        compared = name in ("lift_coef", "self_distillation") and getattr(self, name) > 0
+        if compared and self.guided_share == 1:
+            reason = (
+                "complementary.guided_share is 1, so a group has no free members to compare with"
+            )
+            return reason, "Remove one of the two settings"
+        if name == "self_distillation_every" and not self.self_distillation:
+            remedy = "Add --set complementary.self_distillation=0.5, or leave it out"
+            return "complementary.self_distillation is 0", remedy
+        return None
 
 
 def build(config: RunConfig, settings: ComplementarySection, context: ChatContext) -> Method:
@@ -126,24 +139,11 @@ def check(config: RunConfig, settings: ComplementarySection) -> None:
         raise ConfigError("complementary.guided_share", share, reason, remedy)
 
 
-def unused_reason(settings: ComplementarySection, name: str) -> tuple[str, str] | None:
-    """Return why the setting `name` has no effect and the remedy, or None if it has an effect."""
-    compared = name in ("lift_coef", "self_distillation") and getattr(settings, name) > 0
-    if compared and settings.guided_share == 1:
-        reason = "complementary.guided_share is 1, so a group has no free members to compare with"
-        return reason, "Remove one of the two settings"
-    if name == "self_distillation_every" and not settings.self_distillation:
-        remedy = "Add --set complementary.self_distillation=0.5, or leave it out"
-        return "complementary.self_distillation is 0", remedy
-    return None
-
-
 SPEC = MethodSpec(
     "complementary",
     build,
     ComplementarySection,
     uses=frozenset({"bank", "extractor", "probe"}),
-    guided_members=guided_members,
+    guidance=Guidance(guided_members),
     check=check,
-    unused_reason=unused_reason,
 )

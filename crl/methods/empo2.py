@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from crl.config.method import NOTE_DEFAULTS, MethodSpec, Part, check_notes
-from crl.config.section import Count, Section
+from crl.config.method import (
+    NOTE_DEFAULTS,
+    Guidance,
+    MethodSection,
+    MethodSpec,
+    Notes,
+    check_notes,
+    parts_with_writer,
+)
+from crl.config.section import Count
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Empo2Section(Section):
+class Empo2Section(MethodSection):
     """Settings of the method `empo2`."""
 
     memory_share: Share = 0.25
@@ -73,16 +81,14 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     from crl.methods.parts.memory import MemorySteps, StrippedView
     from crl.methods.parts.novelty import StateNovelty, novelty_metrics
     from crl.methods.parts.rollouts import OutcomeReward
-    from crl.methods.parts.training import GroupAdvantage, MaskedSurrogateLoss
-    from crl.protocols import Advice, Method, TrainSpec
+    from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
+    from crl.protocols import Advice, Method, StepParts, TrainSpec
     from crl.types import BEHAVIOUR, STEP_START
 
     actor, seed = config.actor, config.run.seed
     old = BEHAVIOUR if settings.off_policy_old == "with_tips" else STEP_START
     off_policy = MemorySteps(settings.off_policy_share, seed, "update mode")
-    loss = MaskedSurrogateLoss(
-        actor.clip_low, actor.clip_high, actor.ratio, settings.low_probability
-    )
+    loss = SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio, settings.low_probability)
     return Method(
         planner=MemorySteps(settings.memory_share, seed, "rollout mode"),
         context=replace(context.without_records(), retrieve_by_state=True),
@@ -95,29 +101,27 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
         ),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
         advice=Advice(settings.tips, every_turn=True),
-        intrinsic=StateNovelty(settings.novelty_coef, settings.novelty_similarity)
+        step=StepParts(
+            intrinsic=StateNovelty(settings.novelty_coef, settings.novelty_similarity),
+            measure=novelty_metrics,
+        )
         if settings.novelty_coef
-        else None,
-        measure=novelty_metrics if settings.novelty_coef else None,
+        else StepParts(),
     )
-
-
-def unused_parts(settings: Empo2Section) -> frozenset[Part]:
-    """Return the extractor, unless it writes the tips."""
-    return frozenset({"extractor"} if settings.writer == "actor" else ())
 
 
 SPEC = MethodSpec(
     "empo2",
     build,
     Empo2Section,
-    uses=frozenset({"bank", "extractor", "probe"}),
-    unused_parts=unused_parts,
-    note="tip",
-    state_keys=True,
-    guidance=lambda settings: (
-        f"a step is guided with probability {settings.memory_share:g}, by at most {settings.tips} "
-        "tips before every turn"
+    uses=parts_with_writer,
+    notes=Notes("tip", by_state=True),
+    guidance=Guidance(
+        lambda settings, members: members if settings.memory_share else 0,
+        lambda settings: (
+            f"a step is guided with probability {settings.memory_share:g}, by at most "
+            f"{settings.tips} tips before every turn"
+        ),
     ),
     # Listing 1 of the paper: tips above the threshold, sorted by score.
     defaults={
@@ -125,6 +129,5 @@ SPEC = MethodSpec(
         "bank": {"scope": "goal", "max_per_goal": 1000, "evict": "fifo"},
         "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": 0.5, "candidates": 1000},
     },
-    guided_members=lambda settings, members: members if settings.memory_share else 0,
     check=check_notes,
 )

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from crl.config.method import MethodSpec
-from crl.config.section import Section
+from crl.config.method import MethodSection, MethodSpec
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from crl.protocols import Method
 
 
-class GigpoSection(Section):
+class GigpoSection(MethodSection):
     """Settings of the method `gigpo`."""
 
     step_weight: Annotated[float, Field(ge=0)] = 1.0

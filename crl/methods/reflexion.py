@@ -11,8 +11,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from crl.config.method import NOTE_DEFAULTS, MethodSpec, Part, check_notes
-from crl.config.section import Count, Section
+from crl.config.method import (
+    NOTE_DEFAULTS,
+    Guidance,
+    MethodSection,
+    MethodSpec,
+    Notes,
+    check_notes,
+    parts_with_writer,
+)
+from crl.config.section import Count
+from crl.errors import ConfigError
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -20,10 +29,10 @@ if TYPE_CHECKING:
     from crl.protocols import Method
 
 
-class ReflexionSection(Section):
+class ReflexionSection(MethodSection):
     """Settings of the method `reflexion`."""
 
-    reflector: Literal["actor", "extractor"] = "actor"
+    writer: Literal["actor", "extractor"] = "actor"
     """Model that reflects on failed attempts. In the paper it is the actor."""
     memory: Count = 3
     """Maximum number of reflections that guide an attempt (Ω in the paper, 1 to 3)."""
@@ -31,7 +40,7 @@ class ReflexionSection(Section):
 
 def build(config: RunConfig, settings: ReflexionSection, context: ChatContext) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
-    from crl.methods.parts.distilling import FailedEpisodes, NoEpisode
+    from crl.methods.parts.distilling import FailedEpisodes
     from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
     from crl.methods.parts.training import actor_role
     from crl.protocols import Advice, Method
@@ -41,34 +50,40 @@ def build(config: RunConfig, settings: ReflexionSection, context: ChatContext) -
         context=context.without_records(),
         shaper=OutcomeReward(),
         actor=actor_role(config.actor),
-        distiller=NoEpisode() if config.bank.frozen else FailedEpisodes(),
-        advice=Advice(settings.memory),
-        attempts=settings.memory,
+        distiller=FailedEpisodes(),
+        advice=Advice(settings.memory, between_attempts=True),
     )
 
 
-def unused_parts(settings: ReflexionSection) -> frozenset[Part]:
-    """Return the extractor, unless it is the one who reflects."""
-    return frozenset({"extractor"} if settings.reflector == "actor" else ())
+def check(config: RunConfig, settings: ReflexionSection) -> None:
+    """Raise `ConfigError` for settings that contradict attempts without training."""
+    if config.actor.train:
+        reason = "cannot be used: reflexion trains no model"
+        raise ConfigError("actor.train", True, reason, "Choose another method")
+    if config.bank.frozen:
+        reason = "leaves nothing to learn: reflexion trains no model"
+        raise ConfigError("bank.frozen", True, reason, "Leave it out")
+    check_notes(config, settings)
 
 
 SPEC = MethodSpec(
     "reflexion",
     build,
     ReflexionSection,
-    uses=frozenset({"bank", "extractor"}),
-    unused_parts=unused_parts,
-    trains_actor=False,
-    note="reflection",
-    guidance=lambda settings: (
-        f"attempts one after the other, guided by at most {settings.memory} reflections"
+    uses=lambda settings: parts_with_writer(settings) - {"probe"},
+    notes=Notes("reflection"),
+    guidance=Guidance(
+        lambda settings, members: members,
+        lambda settings: (
+            f"attempts one after the other, guided by at most {settings.memory} reflections"
+        ),
     ),
     # In evaluations, all reflections on a goal are eligible, those with the best record first.
     defaults={
         **NOTE_DEFAULTS,
+        "actor": {"train": False},
         "bank": {"scope": "goal"},
         "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": -1.0},
     },
-    guided_members=lambda settings, members: members,
-    check=check_notes,
+    check=check,
 )

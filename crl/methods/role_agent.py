@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from crl.config.method import MethodSpec, Part
-from crl.config.section import Count, Section
+from crl.config.method import MethodSection, MethodSpec, Notes, Part, parts_with_writer
+from crl.config.section import Count
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 
 
-class RoleAgentSection(Section):
+class RoleAgentSection(MethodSection):
     """Settings of the method `role_agent`."""
 
     prediction_weight: Weight = 1.0
@@ -71,6 +71,11 @@ class RoleAgentSection(Section):
     history: Count = 2000
     """Number of the last drawn training tasks that can be retrieved. The paper has no limit."""
 
+    def prompts(self) -> frozenset[str]:
+        """Return the prompts of predictions and of retrieval, if they are used."""
+        used = {"predict": self.prediction_weight, "retrieve": self.retrieval == "model"}
+        return frozenset(name for name in used if used[name])
+
 
 def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
@@ -81,7 +86,7 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
     from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
     from crl.methods.parts.training import GroupAdvantage, actor_role
     from crl.prompts import prompt
-    from crl.protocols import Method
+    from crl.protocols import Method, StepParts
 
     scale, files = config.actor.advantage_scale, config.prompts.files
     coef = settings.prediction_weight
@@ -97,22 +102,16 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
         shaper=OutcomeReward(),
         actor=actor_role(config.actor, GroupAdvantage(scale, settings.episode_weight), step),
         distiller=FailedEpisodes() if config.with_bank else None,
-        measure=PredictionMetrics(predicted),
-        replay=partial(FailureReplay, settings=replay, seed=config.run.seed),
+        step=StepParts(
+            replay=partial(FailureReplay, settings=replay, seed=config.run.seed),
+            measure=PredictionMetrics(predicted),
+        ),
     )
 
 
-def unused_parts(settings: RoleAgentSection) -> frozenset[Part]:
-    """Return the bank if failures are not analysed, and the extractor if the actor does it."""
-    if not settings.replay_ratio:
-        return frozenset({"bank", "extractor"})
-    return frozenset({"extractor"} if settings.writer == "actor" else ())
-
-
-def prompts(settings: RoleAgentSection) -> frozenset[str]:
-    """Return the prompts of predictions and of retrieval, if they are used."""
-    used = {"predict": settings.prediction_weight, "retrieve": settings.retrieval == "model"}
-    return frozenset(name for name in used if used[name])
+def parts(settings: RoleAgentSection) -> frozenset[Part]:
+    """Return the parts of a run; without a bank if failures are not analysed."""
+    return parts_with_writer(settings) if settings.replay_ratio else frozenset({"probe"})
 
 
 def check(config: RunConfig, settings: RoleAgentSection) -> None:
@@ -132,11 +131,8 @@ SPEC = MethodSpec(
     "role_agent",
     build,
     RoleAgentSection,
-    uses=frozenset({"bank", "extractor", "probe"}),
-    unused_parts=unused_parts,
-    note="failure",
-    guides=False,
-    prompts=prompts,
+    uses=parts,
+    notes=Notes("failure"),
     defaults={
         # All failures stay in the library, and are found by their notes and not by their goals.
         "bank": {"scope": "task", "max_per_goal": None, "evict": "fifo", "key_text_weight": None},

@@ -80,7 +80,8 @@ def bank_prompts(
     whole episodes.
     """
     extractor, overrides = config.extractor, config.prompts.files
-    profile, note = config.profile(config.writer), config.spec.note
+    profile, notes = config.profile(config.writer), config.spec.notes
+    failures = notes is not None and notes.prompt == "failure"
     if profile == "compact":
         digests = {name: spec.curriculum.digest or turns_text for name, spec in specs.items()}
         distil, refine = CompactDistilPrompt(digests), CompactRefinePrompt(digests)
@@ -91,17 +92,17 @@ def bank_prompts(
         modes = {name: failure_modes(spec.name) for name, spec in specs.items()}
         slots = {name: {"modes": "\n".join(f"- {m}" for m in modes[name])} for name in modes}
         distil = FullDistilPrompt(
-            prompt(note or "distil", overrides), renderer, tokens, vote,
-            slots if note == "failure" else {},
+            prompt(notes.prompt if notes else "distil", overrides), renderer, tokens, vote,
+            slots if failures else {},
         )  # fmt: skip
         refine = FullRefinePrompt(prompt("refine", overrides), renderer, tokens)
     return Prompts(
         distil,
         merge_prompt(profile, overrides),
         refine if config.ask.enabled else None,
-        notes=bool(note) and profile == "full",
-        state_keys=config.spec.state_keys,
-        read_note=_read_failure(specs) if note == "failure" else None,
+        notes=notes is not None and profile == "full",
+        state_keys=notes is not None and notes.by_state,
+        read_note=_read_failure(specs) if failures else None,
     )
 
 

@@ -65,7 +65,7 @@ def _contradiction(config: RunConfig, method: object) -> str:
         return f"its planner returned {len(plans)} plans for a group of {members} members"
     if guided not in (0, config.guided_members):  # a planner may guide a part of the steps
         return (
-            f"its SPEC guides {config.guided_members} of {members} members (guided_members), but "
+            f"its SPEC guides {config.guided_members} of {members} members (guidance), but "
             f"its planner guides {guided}"
         )
     return ""

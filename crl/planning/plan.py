@@ -206,7 +206,7 @@ def _adapter(config: RunConfig, role: str) -> str:
 
     An actor that is not trained is named here, and an extractor in `_experience`.
     """
-    if role == "actor" and not config.trains_actor:
+    if role == "actor" and not config.actor.train:
         return "; not trained"
     if (adapter := config.trained_adapter(role)) is None:
         return ""
@@ -251,7 +251,7 @@ def _experience(config: RunConfig) -> str:
     )
     writing = (
         f"the {config.writer} writes notes on episodes"
-        if config.spec.note
+        if config.spec.notes
         else "every episode is distilled"
     )
     writing = "frozen: nothing is distilled" if bank.frozen else writing
@@ -266,7 +266,8 @@ def _experience(config: RunConfig) -> str:
         if bounds
         else "any number of experiences"
     )
-    guided = config.spec.guidance(config.method_settings) or (
+    guidance = config.spec.guidance
+    guided = (guidance and guidance.text(config.method_settings)) or (
         f"{config.guided_members} of {config.rollout.group_size} members are guided, one "
         f"experience per {retrieval.per}"
     )
@@ -369,7 +370,7 @@ def _batch(config: RunConfig) -> str:
         else "synchronous"
     )
     groups = counted(rollout.groups, "group")
-    updates = steps * config.actor.minibatches if config.trains_actor else 0
+    updates = steps * config.actor.minibatches if config.actor.train else 0
     minibatches = (
         f"{counted(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
         f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each"

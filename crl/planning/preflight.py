@@ -93,13 +93,13 @@ def require_prompts_used(config: RunConfig) -> None:
         used_prompts |= {"critic"}
     if config.with_bank and config.profile(config.writer) == "full":
         used_prompts |= (
-            {config.spec.note or "distil"}
+            {config.spec.notes.prompt if config.spec.notes else "distil"}
             | ({"merge"} if config.extractor.merge_every else set())
             | ({"vote"} if config.bank.evict_votes else set())
         )
         used_prompts |= {"refine"} if config.ask.enabled else set()
     if "full" in {config.profile("actor"), *(task.rendering for task in config.tasks.values())}:
-        used_prompts |= config.spec.prompts(config.method_settings)
+        used_prompts |= config.method_settings.prompts() if config.method_settings else set()
     for name, path in config.prompts.files.items():
         if name not in used_prompts:
             remedy = f"Remove it, or {_prompt_remedy(config, name)}"

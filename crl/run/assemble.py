@@ -131,12 +131,12 @@ async def _training_loop(
     if retriever_override:
         method = replace(method, distiller=None, extractor=None)
     learner = None
-    if config.trains_actor:
+    if config.actor.train:
         learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    engine = await open_role_engine(config, gpus, actor, stack, trained=config.trains_actor)
+    engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     source: TaskSource = tasks.train_stream(config, specs)
-    replay = method.replay(source) if method.replay and method.distiller else None
+    replay = method.step.replay(source) if method.step.replay and method.distiller else None
     source = replay or source
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
@@ -158,19 +158,18 @@ async def _training_loop(
         config, specs, method, runner, engine, bank, critic.success_rates if critic else None
     )
     members = None
-    if method.attempts and experience:
-        members = Attempts(experience, method.attempts, in_order=config.run.deterministic)
+    if method.advice.between_attempts and experience:
+        members = Attempts(experience, method.advice.count, in_order=config.run.deterministic)
     collector = _collector(config, runner, source, method, checkpoint, members)
+    episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
+    stack.push_async_callback(episodes.aclose)
     models = _model_dirs(
         config, actor, with_extractor=experience is not None and config.with_extractor
     )
-    episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
-    stack.push_async_callback(episodes.aclose)
-    profiles: dict[str, Profile] = {"actor": config.profile("actor")}
-    if "extractor" in models:
-        profiles["extractor"] = config.profile("extractor")
+    profiles: dict[str, Profile] = {
+        role: config.profile(role) for role in ("actor", "extractor") if role in models
+    }
     adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
-    outputs = Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor)
     return TrainingLoop(
         method,
         _schedule(config),
@@ -179,7 +178,7 @@ async def _training_loop(
         experience,
         critic,
         Measurements(evaluator, probe, _measured_settings(config)),
-        outputs,
+        Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor),
     )
 
 
@@ -279,7 +278,7 @@ async def _open_collector(
 ) -> tuple[Collector, Supervisor]:
     specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
-    if method.attempts:
+    if method.advice.between_attempts:
         reason = "reflects between attempts, but crl rollout writes no experience"
         raise ConfigError("method", config.method, reason, "Use crl train")
     engine = await open_role_engine(config, gpus, actor, stack)

@@ -304,8 +304,8 @@ class TrainingLoop:
                     saved_snapshots, self.outputs.run.checkpoints, self._snapshots
                 )
                 state |= await self.experience.state(self._snapshots.values())
-            if self.method.intrinsic:
-                state["intrinsic"] = self.method.intrinsic.state()
+            if self.method.step.intrinsic:
+                state["intrinsic"] = self.method.step.intrinsic.state()
             if self.critic:
                 state["success_rates"] = self.critic.success_rates.state()
             state["environments"] = self.rollouts.environments.metrics()
@@ -371,8 +371,8 @@ class TrainingLoop:
                 self.actor.learner, self.actor.engine, checkpoint / "actor", state["learner"]
             )
         self.rollouts.source.load_state(state["source"])
-        if self.method.intrinsic and "intrinsic" in state:  # it may have been off before
-            self.method.intrinsic.load_state(state["intrinsic"])
+        if self.method.step.intrinsic and "intrinsic" in state:  # it may have been off before
+            self.method.step.intrinsic.load_state(state["intrinsic"])
         if self.critic:
             self.critic.success_rates.load_state(state["success_rates"])
         self.rollouts.environments.resume(state["environments"])
@@ -399,18 +399,18 @@ class TrainingLoop:
         if batch is None:
             return False
         self.mid_step = True
-        if self.method.intrinsic and self.experience:
+        if self.method.step.intrinsic and self.experience:
             with stopwatch("novelty"):
-                batch = await self.method.intrinsic.add(batch, self.experience.embedder)
+                batch = await self.method.step.intrinsic.add(batch, self.experience.embedder)
         self.outputs.monitor.trajectories(batch)
         with stopwatch("prepare"):
             await self.outputs.episodes.write(step + 1, batch)
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
-            if self.method.measure:
-                metrics |= await asyncio.to_thread(self.method.measure, batch)
-            if self.method.attempts:
+            if self.method.step.measure:
+                metrics |= await asyncio.to_thread(self.method.step.measure, batch)
+            if self.method.advice.between_attempts:
                 metrics |= attempt_metrics(batch, self.schedule.group_size)
         metrics |= signal
         if self.experience:
@@ -435,21 +435,22 @@ class TrainingLoop:
             self.totals.actor_tokens += int(critiques.get("critic/sampled_tokens", 0))
             metrics |= critiques
         self.skipped_updates += stats.skipped
-        metrics |= self.totals.metrics() | {
-            f"actor/{name}": value for name, value in stats.metrics.items()
-        }
+        metrics |= self.totals.metrics()
+        metrics |= {f"actor/{name}": value for name, value in stats.metrics.items()}
         metrics |= self._step_metrics(stats, batch, stopwatch)
-        metrics |= {
-            "perf/rollout_busy_s": engine.busy_s - busy_before,
-            "perf/sync_bytes": sent_bytes,
-        }
-        self.outputs.monitor.log(step + 1, "train", metrics | self.rollouts.environments.metrics())
+        metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
+        metrics["perf/sync_bytes"] = sent_bytes
+        self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
+        await self._complete(step)
+        return not self.stop.is_set()
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a trained step, and warn of what they show."""
+        self.outputs.monitor.log(step + 1, "train", metrics | self.rollouts.environments.metrics())
         self.supervisor.watchdog.progress()
         bank = self.experience.last_metrics if self.experience else {}
         self.supervisor.warnings.observe(step + 1, {**bank, **metrics})
-        await self._complete(step)
-        return not self.stop.is_set()
 
     async def _training_batch(
         self, step: int, batch: Sequence[Trajectory]

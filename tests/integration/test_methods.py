@@ -133,7 +133,7 @@ def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: 
     assert ("actor/updates" in steps[-1]) == (method != "reflexion")
 
 
-REFLEXION = ("reflexion.reflector=extractor", "tasks.room.eval.online_places=1")
+REFLEXION = ("reflexion.writer=extractor", "tasks.room.eval.online_places=1")
 
 
 def attempts(run: Path) -> dict[int, list[Trajectory]]:
@@ -199,7 +199,7 @@ def test_reflexion_resumes_beside_attempts_of_the_next_step(tmp_path: Path) -> N
     run = tmp_path / "run"
     sizes = tuple(text for text in SETS if text not in DETERMINISTIC)
     sets = (
-        *sizes, "reflexion.reflector=extractor", "tasks.room.eval.online_places=0",
+        *sizes, "reflexion.writer=extractor", "tasks.room.eval.online_places=0",
         "run.checkpoint_every=1", "run.keep_every=1",
     )  # fmt: skip
     result = crl(*arguments(run, "room", sets, 4, 0, "reflexion"))

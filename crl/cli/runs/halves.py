@@ -85,9 +85,6 @@ def learn(
     config, _ = changed_config(saved, options={"actor.train": True}, sets=sets or ())
     if not config.actor.train:
         raise ConfigError("actor.train", False, "crl learn trains the actor", "Leave it out")
-    if not config.spec.trains_actor:
-        remedy = "Use recorded episodes of another method"
-        raise ConfigError("method", config.method, "never trains the actor", remedy)
     recorder = None
     if config.actor.model != saved.actor.model:
         recorder = recording_model(RunDir(run), saved.actor.model)

@@ -180,12 +180,17 @@ class FullView:
 class SurrogateLoss:
     """`Loss`: the clipped surrogate (CRL eq. 4, 5), weighted over the whole minibatch.
 
-    The fields are those of `crl.algo.clipped_surrogate`.
+    The first three fields are those of `crl.algo.clipped_surrogate`.
     """
 
     clip_low: float
     clip_high: float
     ratio: Literal["token", "sequence"]
+    low_probability: float = 0.0
+    """δ of EMPO² eq. 2: a token with a lower probability under the current policy has the term 0.
+
+    The token still counts in the mean over tokens. 0 = off.
+    """
 
     def __call__(
         self,
@@ -197,41 +202,17 @@ class SurrogateLoss:
         weights: torch.Tensor,
         total_tokens: int,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-        return clipped_surrogate(
+        unlikely = {}
+        if self.low_probability:
+            likely, trained = logp.detach().exp() >= self.low_probability, mask.bool()
+            advantage = (advantage[:, None] if advantage.dim() == 1 else advantage) * likely
+            share = (trained & ~likely).sum() / trained.sum().clamp(min=1)
+            unlikely = {"low_probability_fraction": share}
+        loss, metrics = clipped_surrogate(
             logp, old_logp, advantage, mask,
             clip_low=self.clip_low, clip_high=self.clip_high, ratio=self.ratio, weights=weights,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MaskedSurrogateLoss(SurrogateLoss):
-    """`Loss`: the clipped surrogate without the advantage of tokens of low probability.
-
-    This is EMPO² eq. 2: the term of a token whose probability under the current policy is below δ
-    is 0. The token still counts in the mean over tokens.
-    """
-
-    low_probability: float
-    """δ."""
-
-    def __call__(
-        self,
-        logp: torch.Tensor,
-        old_logp: torch.Tensor,
-        advantage: torch.Tensor,
-        mask: torch.Tensor,
-        *,
-        weights: torch.Tensor,
-        total_tokens: int,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-        likely = logp.detach().exp() >= self.low_probability
-        per_token = advantage[:, None] if advantage.dim() == 1 else advantage
-        loss, metrics = super().__call__(
-            logp, old_logp, per_token * likely, mask, weights=weights, total_tokens=total_tokens
-        )
-        trained = mask.bool()
-        unlikely = (trained & ~likely).sum() / trained.sum().clamp(min=1)
-        return loss, {**metrics, "low_probability_fraction": unlikely}
+        return loss, metrics | unlikely
 
 
 def actor_role(

@@ -80,9 +80,8 @@ def test_show_names_the_origin_of_every_value() -> None:
 
 def test_settings_of_an_own_method_are_shown_and_explained(tmp_path: Path) -> None:
     (path := tmp_path / "own.py").write_text(
-        "from crl.config.method import MethodSpec\n"
-        "from crl.config.section import Section\n"
-        "class Own(Section):\n"
+        "from crl.config.method import MethodSection, MethodSpec\n"
+        "class Own(MethodSection):\n"
         "    cost: float = 0.5\n"
         '    """Cost of a turn."""\n'
         "SPEC = MethodSpec('own', print, Own)\n"

@@ -63,9 +63,9 @@ def test_the_probe_of_a_method_that_does_not_use_it(tmp_path: Path):
 
 
 def test_a_method_without_a_bank_names_settings_without_effect(example: Path):
-    text = example.read_text().replace(
-        "TurnCostSection)", "TurnCostSection, unused_reason=lambda s, name: (name, 'Leave it out'))"
-    )
+    setting = "    cost: float = 0.01\n"
+    hook = "    def unused_reason(self, name):\n        return name, 'Leave it out'\n"
+    text = example.read_text().replace(setting, setting + hook)
     example.write_text(text)
     assert "turn_cost.cost = 1: has no effect because cost. Leave it out." in error(
         f"{example}:SPEC", "turn_cost.cost=1"
@@ -84,9 +84,7 @@ def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
         ("", "'SPEC' of '{path}' is not a MethodSpec. See crl/methods/grpo.py for an example."),
         ("1 / 0", "its module cannot be imported (ZeroDivisionError: division by zero)."),
         (
-            "from crl.config.method import MethodSpec\n"
-            "from crl.config.section import Section\n"
-            "SPEC = MethodSpec('actor', print, Section)",
+            "from crl.config.method import MethodSpec\nSPEC = MethodSpec('actor', print)",
             "its name 'actor' is the name of a part of the configuration. Rename the method.",
         ),
         *(
@@ -102,11 +100,16 @@ def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
             ]
         ),
         (
-            "from crl.config.method import MethodSpec\n"
-            "from crl.config.section import Section\n"
-            "class S(Section):\n    cost: float\n"
+            "from crl.config.method import MethodSection, MethodSpec\n"
+            "class S(MethodSection):\n    cost: float\n"
             "SPEC = MethodSpec('m', print, S)",
             "method = 'm': a setting of S has no default. Correct the MethodSpec.",
+        ),
+        (
+            "from crl.config.method import MethodSpec\n"
+            "from crl.config.section import Section\n"
+            "SPEC = MethodSpec('m', print, Section)",
+            "Section is not a crl.config.method.MethodSection",
         ),
     ],
 )
@@ -155,7 +158,7 @@ def test_specs_that_cannot_be_used(tmp_path: Path, code: str, text: str):
         (
             "return replace(method, planner=GuidedShare(0.25))",
             ("extractor.train=false",),
-            "its SPEC guides 4 of 8 members (guided_members), but its planner guides 2",
+            "its SPEC guides 4 of 8 members (guidance), but its planner guides 2",
         ),
         (
             "return replace(method, actor=replace(actor, loss=StepAdvantage()))",
@@ -197,7 +200,7 @@ def test_references_that_do_not_exist(tmp_path: Path):
 STEPS_METHOD = """
 from dataclasses import dataclass
 
-from crl.config.method import MethodSpec
+from crl.config.method import Guidance, MethodSpec
 from crl.protocols import PerTurn
 from crl.types import GUIDANCE_ORIGINS, STEP_START
 
@@ -247,7 +250,7 @@ SPEC = MethodSpec(
     "steps",
     build,
     uses=frozenset({"bank", "extractor"}),
-    guided_members=lambda settings, members: members // 2,
+    guidance=Guidance(lambda settings, members: members // 2),
 )
 """
 

@@ -88,7 +88,7 @@ def test_parameters_of_a_constructor() -> None:
     )
     found = ("crl/part.py:1 Init: 9", "crl/part.py:4 Fields: 9")
     assert measure.large_constructors([source(text)]).places == found
-    assert measure.large_constructors([source(text, measure.RECORDS[0])]).places == ()
+    assert measure.large_constructors([source(text, measure.CONFIG_RECORDS)]).places == ()
 
 
 def test_modules_of_a_package() -> None:
