@@ -88,20 +88,13 @@ def rollout_metrics(batch: Sequence[Trajectory], version: int) -> dict[str, floa
     }
 
 
-def attempt_metrics(batch: Sequence[Trajectory], attempts: int) -> dict[str, float]:
-    """Return for each number n of attempts the share of groups that have succeeded within n.
-
-    The names are rollout/success/attempt/n.
-    """
-    first: dict[tuple[int, int], int] = {}
-    groups = dict.fromkeys((t.address.step, t.group) for t in batch)
+def solved_within(batch: Sequence[Trajectory], attempts: int) -> list[int]:
+    """Return for each number of attempts from 1 how many groups of a step succeeded within it."""
+    first: dict[int, int] = {}
     for t in batch:
         if t.success:
-            first.setdefault((t.address.step, t.group), t.address.member + 1)
-    return {
-        f"rollout/success/attempt/{n}": sum(won <= n for won in first.values()) / len(groups)
-        for n in range(1, attempts + 1)
-    }
+            first.setdefault(t.group, t.address.member + 1)
+    return [sum(won <= n for won in first.values()) for n in range(1, attempts + 1)]
 
 
 def _question_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:

@@ -265,6 +265,11 @@ class ExperienceManager:
             self._search_times.append(time.perf_counter() - start)
         return hits
 
+    def count(self, hits: Sequence[Hit]) -> None:
+        """Count a retrieval of each experience that guides an episode without a search."""
+        for hit in hits:
+            self._bank.count(UnitKey(hit.use.uid, hit.use.version), self._step)
+
     async def similar(self, task: str, goal: str, query: str) -> list[tuple[Experience, float]]:
         """Return the entries that may guide episodes of a task with `goal`, and their similarities.
 

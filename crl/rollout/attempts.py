@@ -59,6 +59,10 @@ class Reflector(Protocol):
         """Return the reflections on an attempt; empty if the answer is not usable."""
         ...
 
+    def shown(self, reflections: Sequence[Hit]) -> None:
+        """Note that these reflections guide an attempt."""
+        ...
+
 
 class Attempts:
     """`Members` that are attempts at a task, until one succeeds.
@@ -87,6 +91,7 @@ class Attempts:
             for key, plan in zip(keys, plans, strict=True):
                 last = tuple(reflections[-self._memory :])
                 runner.join(key)
+                self._reflector.shown(last)
                 attempt = await replace(runner, retriever=Remembered(last)).play(key, task, plan)
                 trajectories.append(attempt)
                 if attempt.success:

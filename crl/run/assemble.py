@@ -281,6 +281,9 @@ async def _open_collector(
     if method.advice.between_attempts:
         reason = "reflects between attempts, but crl rollout writes no experience"
         raise ConfigError("method", config.method, reason, "Use crl train")
+    if method.step.intrinsic:
+        reason = "has an intrinsic reward, which crl rollout does not compute"
+        raise ConfigError("method", config.method, reason, "Switch it off, or use crl train")
     engine = await open_role_engine(config, gpus, actor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     retriever: Retriever = NullRetriever()

@@ -325,6 +325,10 @@ class ExperiencePipeline:
         request = DistilRequest.from_trajectory(self._settings.run_name, trajectory)
         return await self.manager.distil(request, background=self._settings.background)
 
+    def shown(self, reflections: Sequence[Hit]) -> None:
+        """Count a retrieval of each reflection. This method implements `Reflector`, too."""
+        self.manager.count(reflections)
+
     async def complete(
         self, step: int, batch: Sequence[Trajectory], *, settle: bool = False
     ) -> None:

@@ -31,7 +31,7 @@ from crl.config.models import Profile
 from crl.envs.hosting.threads import Hosts
 from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
-from crl.evaluation.metrics import attempt_metrics, rollout_metrics
+from crl.evaluation.metrics import rollout_metrics, solved_within
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.records import evaluation_record, read_evaluation
 from crl.failures import TaskGroup
@@ -411,7 +411,7 @@ class TrainingLoop:
             if self.method.step.measure:
                 metrics |= await asyncio.to_thread(self.method.step.measure, batch)
             if self.method.advice.between_attempts:
-                metrics |= attempt_metrics(batch, self.schedule.group_size)
+                metrics |= self._attempts(batch)
         metrics |= signal
         if self.experience:
             with stopwatch("submit"):
@@ -444,6 +444,13 @@ class TrainingLoop:
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)
         return not self.stop.is_set()
+
+    def _attempts(self, batch: Sequence[Trajectory]) -> dict[str, float]:
+        """Count the attempts of a step. Return the share of groups that succeeded within each."""
+        groups = len({t.group for t in batch})
+        solved = solved_within(batch, self.schedule.group_size)
+        self.totals.add_attempts(groups, solved)
+        return {f"rollout/success/attempt/{n}": won / groups for n, won in enumerate(solved, 1)}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a trained step, and warn of what they show."""

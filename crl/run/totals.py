@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from crl.types import Minibatch, RoleName, Trajectory
+from crl.wording import counted
 
 
 @dataclass
@@ -25,6 +27,10 @@ class Totals:
     """Tokens of the sequences on which the actor was trained: prompts and answers."""
     errors: int = 0
     """Episodes that failed with an error."""
+    attempted: int = 0
+    """Groups whose members were attempts, one after the other."""
+    solved: list[int] = field(default_factory=list)
+    """Number of these groups that succeeded within 1, 2, … attempts."""
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in trajectories:
@@ -37,6 +43,11 @@ class Totals:
     def add_training(self, minibatches: Iterable[Minibatch]) -> None:
         self.actor_trained_tokens += sum(minibatch.sequence_tokens for minibatch in minibatches)
 
+    def add_attempts(self, groups: int, solved: Sequence[int]) -> None:
+        """Add the groups of a step. `solved`: how many succeeded within 1, 2, … attempts."""
+        self.attempted += groups
+        self.solved = [a + b for a, b in zip_longest(self.solved, solved, fillvalue=0)]
+
     def metrics(self) -> dict[str, float]:
         return {
             "total/env_turns": self.env_turns,
@@ -44,6 +55,14 @@ class Totals:
             "total/sampled_tokens/actor": self.actor_tokens,
             "total/trained_tokens/actor": self.actor_trained_tokens,
         }
+
+    def attempts_line(self) -> str:
+        """Return the line of a run's summary on attempts; empty without any."""
+        if not self.attempted:
+            return ""
+        shares = ", ".join(f"{n / self.attempted:.3f}" for n in self.solved)
+        within = counted(len(self.solved), "attempt")
+        return f"success within 1 to {within}, {counted(self.attempted, 'task')}: {shares}"
 
     def line(self, bank_tokens: int | None = None, writer: RoleName = "extractor") -> str:
         """Return the budget line of a run's summary.

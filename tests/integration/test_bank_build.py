@@ -92,6 +92,17 @@ def test_a_bank_of_a_run_whose_extractor_had_auxiliary_rewards(tmp_path: Path) -
     assert goals(bank)
 
 
+def test_a_bank_of_groups_of_another_method_and_size(tmp_path: Path) -> None:
+    """No group is played again, so its size need not suit `complementary`."""
+    run, bank = tmp_path / "run", tmp_path / "bank"
+    result = crl("rollout", "--tasks", "room", "--method", "grpo", "--steps", "1", "--run-dir", run,
+                 "--set", "rollout.groups=4", "--set", "rollout.group_size=3")  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    result = crl("bank", "build", "--from", run, "--run-dir", bank)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert goals(bank)
+
+
 def line(**changes: object) -> str:
     messages = [
         {"role": "user", "content": "at 2 3\ndark east south"},

@@ -278,3 +278,18 @@ def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(program: str, tmp_path:
     assert interrupted in output.read_text().splitlines()
     assert last == (f"exiting immediately: {run} is incomplete" if program else interrupted)
     assert "Traceback" not in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("empo2", "has an intrinsic reward, which crl rollout does not compute"),
+        ("reflexion", "reflects between attempts, but crl rollout writes no experience"),
+    ],
+)
+def test_methods_that_play_episodes_only_in_training(
+    tmp_path: Path, method: str, reason: str
+) -> None:
+    result = crl("rollout", "--tasks", "room", "--method", method, "--run-dir", tmp_path / "run")
+    assert result.exit_code == 2
+    assert reason in one_line(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +167,19 @@ def test_attempts_are_guided_by_the_reflections_on_earlier_ones(tmp_path: Path) 
             source = f"run/{step}/{group}/{number}#"
             reflections += sorted(uid for uid in written if uid.startswith(source))
     assert followed
+    uses = Counter(use.uid for members in groups.values() for m in members for use in m.used)
+    assert {e["uid"]: e["retrieved"] for e in entries if e["retrieved"]} == uses
     for number, line in enumerate(steps):
         of_step = [m for m in groups.values() if m[0].address.step == number]
         for n in range(1, 5):
             solved = sum(any(attempt.success for attempt in m[:n]) for m in of_step)
             assert line[f"rollout/success/attempt/{n}"] == solved / 4
+    within = [
+        sum(any(attempt.success for attempt in m[:n]) for m in groups.values()) / 8
+        for n in range(1, 5)
+    ]
+    text = "success within 1 to 4 attempts, 8 tasks: " + ", ".join(f"{w:.3f}" for w in within)
+    assert text in (run / "log.txt").read_text()
     assert not any(key.startswith("actor/l") for line in steps for key in line), "no learner"
     assert not undocumented(run)
     last = metrics(run, "eval")[-1]

@@ -111,8 +111,10 @@ def _recorded(
         of_preset = load(["room"], preset=saved.preset, options=profile | dict(options))
         saved = saved.model_copy(update={name: getattr(of_preset, name) for name in SECTIONS})
     # Without evaluations, the plan of GPUs has no second extractor.
-    sizes = {f"tasks.{name}.eval.online_places": 0 for name in saved.tasks}
-    config, _ = changed_config(saved, options={**options, **sizes}, sets=sets or ())
+    unplayed = {f"tasks.{name}.eval.online_places": 0 for name in saved.tasks}
+    if saved.method != FIXED["method"]:
+        unplayed["complementary.guided_share"] = 1  # no group is played: any size is possible
+    config, _ = changed_config(saved, options={**options, **unplayed}, sets=sets or ())
     return config, shard_of_file(source) if source.is_file() else episode_shards(run)
 
 

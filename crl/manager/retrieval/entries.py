@@ -190,14 +190,17 @@ class Bank:
         hits = [_hit(e, "ask_unrefined" if request.question else "start") for e in entries]
         if counted:
             for entry in entries:
-                retrieved = entry.counters.retrieved + 1
-                entry.counters = replace(
-                    entry.counters, retrieved=retrieved, last_returned_step=step
-                )
-                self._unsaved_counts[entry.unit] = (retrieved, step)
+                self.count(entry.unit, step)
             if shared:
                 self._store_choice(group, hits[0] if hits else None)
         return hits
+
+    def count(self, unit: UnitKey, step: int) -> None:
+        """Count a retrieval of the unit if it is the current version of an entry."""
+        if entry := self._current_entry(unit):
+            retrieved = entry.counters.retrieved + 1
+            entry.counters = replace(entry.counters, retrieved=retrieved, last_returned_step=step)
+            self._unsaved_counts[unit] = (retrieved, step)
 
     def _is_trial(self, request: SearchRequest) -> bool:
         """Return whether the search is a trial of a rarely retrieved entry.
