@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+SEGMENT_TITLES: Mapping[str, str] = {
+    "task": "task",
+    "env": "environment",
+    "policy": "answer",
+    "experience": "experience",
+    "tool_spec": "tool",
+    "tool_call": "question",
+    "tool_result": "answer to the question",
+}
+"""Title of a text of a conversation, by its origin."""
+
 
 def counted(n: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun. Examples: 1 group; 1,200 groups; 2 processes."""

@@ -117,8 +117,7 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     Raise `ConfigError` if `path` is not a run, or has no such evaluation.
     """
     saved, run = load_saved(path), RunDir(path)
-    settings = dict(leaves(saved.config.model_dump(mode="json", exclude=_unused(saved.config))))
-    seed = settings.pop(SEED)
+    settings, seed = run_settings(saved.config)
     if name is None:
         rates = _final_rates(run, saved.config.run.steps)
         return RunResult(path, seed, settings, rates)
@@ -136,6 +135,12 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     settings |= {k: v for k, v in applied.items() if k.partition(".")[0] not in ignored}
     rates = {row.key: row.success for row in evaluation.rows}
     return RunResult(path, seed, settings, rates, clustered=True)
+
+
+def run_settings(config: RunConfig) -> tuple[dict[str, Any], int]:
+    """Return the settings that distinguish arms, by dotted key, and the seed of a run."""
+    settings = dict(leaves(config.model_dump(mode="json", exclude=_unused(config))))
+    return settings, settings.pop(SEED)
 
 
 def _unused(config: RunConfig) -> set[str]:
@@ -179,11 +184,16 @@ def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
         can_continue = any(run.checkpoints.glob("*/manifest.json"))
         remedy = f"Continue it: crl resume {run.path}" if can_continue else "Leave it out"
         raise ConfigError("run", str(run.path), reason, remedy)
+    return success_rates(final[-1])
+
+
+def success_rates(line: Mapping[str, Any]) -> dict[EvalKey, Estimate]:
+    """Return the success rates of the metrics of an evaluation, with their intervals."""
     rates: dict[EvalKey, Estimate] = {}
-    for metric, value in final[-1].items():
+    for metric, value in line.items():
         match metric.split("/"):
             case ["eval", task, split, "success", condition] if value is not None:
-                ends = [final[-1].get(f"{metric}/{end}") for end in ("low", "high")]
+                ends = [line.get(f"{metric}/{end}") for end in ("low", "high")]
                 low, high = (math.nan if end is None else end for end in ends)
                 rates[task, split, condition] = Estimate(value, low, high)
     return rates
@@ -207,10 +217,31 @@ def compare(runs: Sequence[RunResult]) -> Comparison:
         reason = "is given twice" if len(paths) > 1 else "is a single run"
         twice = next((path for path in paths if paths.count(path) > 1), paths[0])
         raise ConfigError("run", str(twice), reason, "Give two or more different runs")
+    arms = arms_of(runs)
+    keys = dict.fromkeys(key for run in runs for key in run.rates)
+    return Comparison(
+        arms,
+        differing_settings(arms),
+        {key: [arm.mean(key) for arm in arms] for key in keys},
+        [
+            difference
+            for arm in arms[1:]
+            for key in keys
+            if (difference := _difference(key, arms[0], arm))
+        ],
+    )
+
+
+def arms_of(runs: Sequence[RunResult]) -> list[Arm]:
+    """Return the arms of runs, in the order of their first runs."""
     groups: dict[str, list[RunResult]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
-    arms = [Arm(_name(i), group) for i, group in enumerate(groups.values())]
+    return [Arm(_name(i), group) for i, group in enumerate(groups.values())]
+
+
+def differing_settings(arms: Sequence[Arm]) -> dict[str, list[Any]]:
+    """Return the value in each arm of the settings that differ. See `Comparison.differing`."""
     settings = [arm.runs[0].settings for arm in arms]
     sections = [{name.partition(".")[0] for name in one} for one in settings]
     names = dict.fromkeys(
@@ -220,21 +251,9 @@ def compare(runs: Sequence[RunResult]) -> Comparison:
         if "." not in name or all(name.partition(".")[0] in arm for arm in sections)
     )
     values = {name: [one.get(name, "unset") for one in settings] for name in names}
-    differing = {
+    return {
         name: of_arms for name, of_arms in values.items() if len(set(map(json.dumps, of_arms))) > 1
     }
-    keys = dict.fromkeys(key for run in runs for key in run.rates)
-    return Comparison(
-        arms,
-        differing,
-        {key: [arm.mean(key) for arm in arms] for key in keys},
-        [
-            difference
-            for arm in arms[1:]
-            for key in keys
-            if (difference := _difference(key, arms[0], arm))
-        ],
-    )
 
 
 def _name(number: int) -> str:

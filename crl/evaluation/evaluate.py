@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from crl.config.schema import OVERALL
 from crl.evaluation.metrics import mean_score
@@ -81,9 +81,17 @@ class MeanSuccessRate:
         return interval_text(self.value, *self.interval)
 
 
-def difference_interval(
-    before: SuccessRate | MeanSuccessRate, after: SuccessRate | MeanSuccessRate
-) -> tuple[float, float]:
+class Rate(Protocol):
+    """Success rate with its 95 % interval."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def interval(self) -> tuple[float, float]: ...
+
+
+def difference_interval(before: Rate, after: Rate) -> tuple[float, float]:
     """Return the 95 % interval (low, high) of `after` − `before`, by MOVER (Newcombe 1998).
 
     The two rates are treated as independent.
@@ -110,6 +118,15 @@ EvalKey = tuple[str, str, str]
 * `online`: with a bank that is built during the evaluation, from the third visit on
 * `alone`: the episodes of `online`, without experience
 """
+
+
+CONDITION_LABELS: Mapping[str, str] = {
+    "free": "without experience",
+    "guided": "with the run's bank",
+    "online": "with a bank built online",
+    "alone": "online set without a bank",
+}
+"""Labels of the conditions (see `EvalKey`)."""
 
 
 @dataclass(frozen=True)

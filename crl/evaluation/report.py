@@ -31,6 +31,10 @@ class Estimate:
     def __str__(self) -> str:
         return interval_text(self.value, self.low, self.high)
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.low, self.high
+
     def text(self, digits: int) -> str:
         """Return the value and half of the interval, such as `12.3 ± 0.4`."""
         half = number_text((self.high - self.low) / 2, f".{digits}f")

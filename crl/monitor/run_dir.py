@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from crl.errors import ConfigError
+
+READER_S = 0.1
+"""Seconds after which no reader that asks whether the run is `locked` still holds the lock."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,31 @@ class RunDir:
         if another process holds the lock.
         """
         with (self.path / ".lock").open("a", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                reason = "another process is training this run"
-                raise ConfigError(
-                    "run", str(self.path), reason, "Wait for its end, or interrupt it first"
-                ) from error
+            for wait in (READER_S, 0.0):
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if wait:
+                        time.sleep(wait)
+                        continue
+                    reason = "another process is training this run"
+                    raise ConfigError(
+                        "run", str(self.path), reason, "Wait for its end, or interrupt it first"
+                    ) from error
             yield
+
+    @property
+    def locked(self) -> bool:
+        """True if a process trains the run now."""
+        try:
+            with (self.path / ".lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no process has locked the run yet
+            return False
+        return False
 
     def open_log(self) -> TextIO:
         """Open log.txt to append text. Lone surrogates, which UTF-8 does not have, are escaped.

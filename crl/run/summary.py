@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crl.evaluation.evaluate import (
+    CONDITION_LABELS,
     EvalKey,
     Evaluation,
     MeanSuccessRate,
@@ -30,14 +31,6 @@ BEST_EXPERIENCES = 5
 
 NO_RATE = f"{'–':<20}"
 """Placeholder for a rate with its interval."""
-
-CONDITION_LABELS = {
-    "free": "without experience",
-    "guided": "with the run's bank",
-    "online": "with a bank built online",
-    "alone": "online set without a bank",
-}
-"""Labels of the conditions (see `crl.evaluation.evaluate.EvalKey`)."""
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,10 @@ from rich.text import Text
 from crl.cli.draw import BAD, DIM, GOOD, GUIDED, one_line, printable
 from crl.cli.output import table
 from crl.types import SAMPLED_ORIGINS, ExperienceUse, Origin, Segment, TokenTrace, Trajectory
-from crl.wording import counted
+from crl.wording import SEGMENT_TITLES, counted
 
 Record = Mapping[str, Any]
 """Episode as JSON, see `crl.records.shards`."""
-
-TITLES: Mapping[Origin, str] = {
-    "task": "task",
-    "env": "environment",
-    "policy": "answer",
-    "experience": "experience",
-    "tool_spec": "tool",
-    "tool_call": "question",
-    "tool_result": "answer to the question",
-}
-"""Title of a segment, by its origin."""
 
 STYLES: Mapping[Origin, str] = {
     "experience": GUIDED,
@@ -86,7 +75,7 @@ def replay_lines(
     turn = 0
     for segment in trajectory.segments:
         sampled = segment.origin in SAMPLED_ORIGINS
-        title = TITLES[segment.origin]
+        title = SEGMENT_TITLES[segment.origin]
         if segment.origin == "policy":
             turn += 1
             # An answer whose turn failed is not counted. A failed episode has no overtime.

@@ -1,0 +1,41 @@
+"""Command `crl report`: one HTML file about runs.
+
+Modules that need more than typer are imported inside the command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crl.cli.command import command
+from crl.errors import ConfigError
+
+
+@command
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write (default: RUN/report.html)."),
+    ] = None,
+) -> None:
+    """Write a report on runs as one HTML file, which needs no network.
+
+    Runs may be under way. Those whose settings agree but for the seed are averaged.
+    """
+    from crl.report.document import report as render
+    from crl.report.run_record import RunRecord
+
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise ConfigError("run", str(runs[0]), "is given twice", "Give each run once")
+    file = out or runs[0] / "report.html"
+    text = render([RunRecord.read(run) for run in runs])
+    try:
+        file.write_text(text, "utf-8", errors="backslashreplace")
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError("--out", str(file), reason, "Choose another file") from error
+    typer.echo(f"{file} ({len(text.encode()) / 2**20:.1f} MiB)")

@@ -1,0 +1,73 @@
+"""Judgements on a run in words, for its summary and its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from crl.config.schema import OVERALL
+from crl.evaluation.evaluate import EvalKey, Rate, difference_interval
+from crl.intervals import interval_text
+
+PLACES: Mapping[str, str] = {"seen": "in places seen before", "unseen": "in new places"}
+"""Words for the splits."""
+
+Interval = tuple[float, float, float]
+"""(value, low, high) of a difference."""
+
+
+def judgements(
+    before: Mapping[EvalKey, Rate],
+    after: Mapping[EvalKey, Rate],
+    gains: Sequence[tuple[float, float]],
+) -> list[str]:
+    """Return sentences on training and on experience.
+
+    An effect is stated if the 95 % interval of the difference excludes 0. Otherwise it is "not
+    shown", which does not mean that there is none.
+
+    * `before`, `after`: rates of the first and the last evaluation. Those of `OVERALL` are used if
+      there are any, else those of the single task.
+    * `gains`: by task, the gain from a bank built online in unseen places: (value, half width).
+    """
+    trained = {
+        PLACES[split]: interval
+        for split in PLACES
+        if (interval := _difference(before, after, (split, "free"), (split, "free")))
+    }
+    helped: dict[str, Interval] = {}
+    if interval := _difference(after, after, ("seen", "free"), ("seen", "guided")):
+        helped[PLACES["seen"]] = interval
+    if gains:
+        value = sum(gain for gain, _ in gains) / len(gains)
+        half = math.hypot(*(half for _, half in gains)) / len(gains)
+        helped[PLACES["unseen"]] = (value, value - half, value + half)
+    sentences = [
+        _sentence("Training", "success without experience", trained),
+        _sentence("The bank", "success", helped),
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _difference(
+    before: Mapping[EvalKey, Rate],
+    after: Mapping[EvalKey, Rate],
+    old: tuple[str, str],
+    new: tuple[str, str],
+) -> Interval | None:
+    """Return the difference of the rates with (split, condition) `new` and `old`, if it exists."""
+    tasks = {task for task, _, _ in after}
+    task = OVERALL if OVERALL in tasks else next(iter(tasks), "") if len(tasks) == 1 else ""
+    first, second = before.get((task, *old)), after.get((task, *new))
+    if first is None or second is None:
+        return None
+    return (second.value - first.value, *difference_interval(first, second))
+
+
+def _sentence(subject: str, measured: str, effects: Mapping[str, Interval]) -> str:
+    """Return what `subject` did to the measured success, by the places; empty without effects."""
+    clauses = []
+    for places, (value, low, high) in effects.items():
+        effect = "raised" if low > 0 else "lowered" if high < 0 else "has no shown effect on"
+        clauses.append(f"{effect} {measured} {places} ({interval_text(value, low, high, '+.3f')})")
+    return f"{subject} {' and '.join(clauses)}." if clauses else ""

@@ -1,0 +1,1 @@
+"""Views of runs for readers: the HTML report and its charts."""

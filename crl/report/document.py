@@ -1,0 +1,193 @@
+"""The report: one HTML file from the directories of runs.
+
+The file needs no network and runs no script but its own, which sorts and filters tables. Texts of
+models, games and banks are escaped: as HTML by the templates, and characters that are not printable
+by `printable_lines`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from crl import __version__
+from crl.config.layers import leaves
+from crl.evaluation.comparison import Arm, arms_of, compare, differing_settings
+from crl.evaluation.evaluate import CONDITION_LABELS
+from crl.evaluation.judgement import judgements
+from crl.report import svg
+from crl.report.charts import LineChart
+from crl.report.episodes import Pair, sampled_pairs
+from crl.report.figures import FIGURES, ArmRuns
+from crl.report.lessons import Lessons, lift_text, read_lessons
+from crl.report.run_record import RunRecord
+from crl.wording import counted, printable_lines
+
+MOST_CHARACTERS = 2000
+"""Maximum number of characters of a text of a model, a game or a bank in a report."""
+
+LOG_LINES = 60
+"""Number of last lines of the log in a report."""
+
+MOST_LOG_BYTES = 200_000
+"""Bytes at the end of the log from which these lines are taken."""
+
+SECTIONS: Mapping[str, str] = {
+    "success": "Success",
+    "time": "Time",
+    "actor": "Training of the actor",
+    "extractor": "Training of the extractor",
+    "bank": "Bank",
+}
+"""Titles of the sections with charts, by subject."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run with what a report shows of it alone."""
+
+    run: RunRecord
+    lessons: Lessons | None
+    pairs: Sequence[Pair]
+
+    @property
+    def judgements(self) -> list[str]:
+        return run_judgements(self.run)
+
+    @cached_property
+    def settings(self) -> list[tuple[str, str, str]]:
+        """All settings: (key, value, value of the preset if it differs)."""
+        changed = {key: default for key, default, _ in self.run.changes}
+        own = leaves(self.run.saved.config.model_dump(mode="json"))
+        return [
+            (key, _json(value), _json(changed[key]) if key in changed else "") for key, value in own
+        ]
+
+    @property
+    def log(self) -> str:
+        """Last lines of the run's log."""
+        path = self.run.dir.log
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def run_judgements(run: RunRecord) -> list[str]:
+    """Return sentences on the effect of training and experience; empty before two evaluations."""
+    evaluations = run.evaluations
+    if len(evaluations) < 2:
+        return []
+    first, last = min(evaluations), max(evaluations)
+    line = next(line for line in reversed(run.of("eval")) if line["step"] == last)
+    gains = [
+        (line[f"eval/{task}/unseen/lift"], line.get(f"eval/{task}/unseen/lift/half_width"))
+        for task in run.tasks
+        if line.get(f"eval/{task}/unseen/lift") is not None
+    ]
+    known = [(value, half) for value, half in gains if half is not None]
+    return judgements(evaluations[first], evaluations[last], known)
+
+
+def report(runs: Sequence[RunRecord]) -> str:
+    """Return the report on runs as HTML. Runs whose settings agree but for the seed are one arm."""
+    results = {run.dir.path: run for run in runs}
+    arms = arms_of([run.result for run in runs])
+    of_arms = [
+        ArmRuns(arm.name if len(arms) > 1 else "run", [results[one.path] for one in arm.runs])
+        for arm in arms
+    ]
+    charts = {name: FIGURES[name](of_arms) for name in SECTIONS}
+    parts = [Part(run, read_lessons(run.dir.bank), sampled_pairs(run.dir.episodes)) for run in runs]
+    style, script = _source("style.css"), _source("tables.js")
+    return environment().get_template("report.html").render(
+        runs=runs,
+        arms=of_arms,
+        differing=differing_settings(arms),
+        differences=_differences(arms),
+        parts=parts,
+        charts={title: charts[name] for name, title in SECTIONS.items() if charts[name]},
+        style=Markup(style),
+        script=Markup(script),
+        policy=content_policy(style, script),
+        crl_version=__version__,
+    )  # fmt: skip
+
+
+def _differences(arms: Sequence[Arm]) -> list[tuple[str, str, str, str]]:
+    """Return (what, arms, difference, origin of the interval) of finished arms."""
+    if len(arms) < 2 or not all(run.rates for arm in arms for run in arm.runs):
+        return []
+    comparison = compare([run for arm in arms for run in arm.runs])
+    return [
+        (
+            f"{d.key[0]}, {d.key[1]}, {CONDITION_LABELS.get(d.key[2], d.key[2])}",
+            d.arms, str(d), d.method,
+        )
+        for d in comparison.differences
+    ]  # fmt: skip
+
+
+def environment() -> Environment:
+    """Return the environment of the templates.
+
+    Every text that a template prints is escaped twice: characters that are not printable, then
+    those with a meaning in HTML.
+    """
+    env = Environment(
+        loader=PackageLoader("crl.report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, finalize=_printed,
+    )  # fmt: skip
+    env.filters |= {"cut": cut, "counted": counted, "json": _json, "value": svg.value_text}
+    env.globals |= {
+        "svg": svg, "lift_text": lift_text, "cut": cut, "counted": counted,
+        "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
+        "is_lines": lambda chart: isinstance(chart, LineChart),
+    }  # fmt: skip
+    return env
+
+
+def _printed(value: object) -> object:
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return printable_lines(value)
+
+
+def cut(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Return the start of a long text, and say how much is left out."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[:most]} … ({left_out:,} more characters)"
+
+
+def content_policy(style: str, script: str) -> str:
+    """Return the Content-Security-Policy of a file with this style and this script.
+
+    Nothing is loaded, and nothing else is run.
+    """
+    hashes = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (style, script)
+    ]
+    return (
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _source(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text("utf-8")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,263 @@
+"""Charts of runs by subject: success, time, training of both models, the bank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from crl.config.schema import OVERALL
+from crl.evaluation.evaluate import CONDITION_LABELS, EvalKey
+from crl.report.charts import (
+    BarChart,
+    Chart,
+    Line,
+    LineChart,
+    Point,
+    averaged,
+    over_seeds,
+    thinned,
+)
+from crl.report.run_record import RunRecord
+from crl.wording import counted
+
+WINDOW = 10
+"""Steps over which the success of training episodes is averaged."""
+
+MOST_POINTS = 200
+"""Maximum number of points of a line."""
+
+
+@dataclass(frozen=True)
+class ArmRuns:
+    """Runs whose settings agree but for the seed."""
+
+    name: str
+    runs: Sequence[RunRecord]
+
+
+Arms = Sequence[ArmRuns]
+
+
+def success(arms: Arms) -> list[Chart]:
+    """Return the success in evaluations, for each task and split, then that of training."""
+    return [*_evaluated(arms), *_trained(arms)]
+
+
+def time_spent(arms: Arms) -> list[Chart]:
+    """Return the seconds of each part of the steps, one chart per arm: means over its runs."""
+    charts = []
+    for arm in arms:
+        seconds: dict[str, float] = defaultdict(float)
+        for run in arm.runs:
+            for line in run.lines:
+                if line["kind"] not in ("train", "eval", "probe", "warmup"):
+                    continue
+                for name, value in line.items():
+                    if name.startswith("time/") and isinstance(value, int | float):
+                        seconds[_part(name, line["kind"])] += value / len(arm.runs)
+        if seconds:
+            ordered = sorted(seconds.items(), key=lambda item: -item[1])
+            title = _titled("Wall time by part", arm, arms)
+            charts.append(BarChart(title, "s", dict(ordered), TIME_NOTE))
+    return charts
+
+
+TIME_NOTE = (
+    "wait: for the episodes of a step. train: the actor's update. sync: new weights to the engine. "
+    "bank: step of the bank. eval and probe: measurements."
+)
+
+
+def _part(name: str, kind: str) -> str:
+    part = name.removeprefix("time/")
+    return part if kind == "train" or part == kind else f"{kind} {part}"
+
+
+def actor(arms: Arms) -> list[Chart]:
+    """Return the metrics of the actor's training."""
+    return list(_training(arms, "train", "actor")) + list(
+        _metric_charts(arms, "train", {"staleness/mean": ("Staleness", "versions")})
+    )
+
+
+def extractor(arms: Arms) -> list[Chart]:
+    """Return the metrics of the extractor's training."""
+    return list(_training(arms, "extractor", "extractor"))
+
+
+TRAINING: Mapping[str, tuple[str, str]] = {
+    "reward": ("Reward", ""),
+    "loss": ("Loss", ""),
+    "approx_kl": ("KL of the update", "nats"),
+    "reference_kl": ("KL to the first weights", "nats"),
+    "clip_fraction": ("Clipped tokens", "share"),
+    "entropy": ("Entropy", "nats"),
+    "grad_norm": ("Norm of the gradient", ""),
+    "mismatch_kl": ("Mismatch of engine and trainer", "nats"),
+}
+"""Title and unit of the metrics of training, by name."""
+
+
+def _training(arms: Arms, kind: str, role: str) -> Iterator[Chart]:
+    names = {f"{role}/{name}": title for name, title in TRAINING.items()}
+    yield from _metric_charts(arms, kind, names)
+
+
+def bank(arms: Arms) -> list[Chart]:
+    """Return the size of the bank, its operations, and the success that lessons earn."""
+    charts = list(_metric_charts(arms, "bank", {"bank/size": ("Experiences in the bank", "")}))
+    charts += _operations(arms)
+    shares = {
+        "retrieval/hit_rate": ("Searches that found an experience", "share"),
+        "lessons/correct": ("Right lessons among the extractor's answers", "share"),
+    }
+    charts += _metric_charts(arms, "bank", shares, low=0.0, high=1.0)
+    gap = {"rollout/gap": ("Success of guided minus free members", "")}
+    return charts + list(_metric_charts(arms, "train", gap, window=WINDOW))
+
+
+OPERATIONS: Mapping[str, str] = {
+    "ops/add": "added",
+    "ops/update": "updated",
+    "ops/return": "returned without a lesson",
+    "ops/drop": "refused",
+    "ops/merge": "written by merges",
+    "ops/evict": "evicted",
+}
+
+
+def _operations(arms: Arms) -> list[Chart]:
+    """Return the counts of the bank's operations since the start, one chart per arm."""
+    charts = []
+    for arm in arms:
+        lines = [
+            Line(words, points, number)
+            for number, (name, words) in enumerate(OPERATIONS.items())
+            if (points := _mean(arm, lambda run, name=name: metric(run, "bank", name)))
+            and points[-1].y > 0
+        ]
+        if lines:
+            title = _titled("Operations of the bank since the start", arm, arms)
+            charts.append(LineChart(title, "", lines, low=0.0))
+    return charts
+
+
+FIGURES: Mapping[str, Callable[[Arms], list[Chart]]] = {
+    "success": success,
+    "time": time_spent,
+    "actor": actor,
+    "extractor": extractor,
+    "bank": bank,
+}
+"""Charts by subject."""
+
+
+# ── success ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _evaluated(arms: Arms) -> Iterator[Chart]:
+    keys = dict.fromkeys(
+        key for arm in arms for run in arm.runs for rates in run.evaluations.values()
+        for key in rates
+    )  # fmt: skip
+    if len(arms) > 1:
+        for task, split, condition in keys:
+            lines = _arm_lines(arms, lambda run, key=(task, split, condition): _rates(run, key))
+            yield LineChart(
+                f"{_task(task)}, {split} places, {CONDITION_LABELS.get(condition, condition)}",
+                "success", lines, 0.0, 1.0, _band(arms),
+            )  # fmt: skip
+        return
+    for task, split in dict.fromkeys((task, split) for task, split, _ in keys):
+        lines = []
+        for number, (condition, label) in enumerate(CONDITION_LABELS.items()):
+            key = (task, split, condition)
+            if points := _mean(arms[0], lambda run, key=key: _rates(run, key)):
+                lines.append(Line(label, points, number))
+        yield LineChart(f"{_task(task)}, {split} places", "success", lines, 0.0, 1.0, _band(arms))
+
+
+def _trained(arms: Arms) -> Iterator[Chart]:
+    tasks = dict.fromkeys(task for arm in arms for run in arm.runs for task in run.tasks)
+    note = f"Mean of the last {WINDOW} steps."
+    for task in tasks:
+        if len(arms) > 1:
+            lines = _arm_lines(arms, lambda run, task=task: _rollouts(run, task, ""))
+        else:
+            lines = []
+            for number, which in enumerate(("free", "guided")):
+                if points := _mean(
+                    arms[0], lambda run, name=f"/{which}", task=task: _rollouts(run, task, name)
+                ):
+                    lines.append(Line(f"{which} members", points, number))
+        if lines:
+            yield LineChart(f"{task}, training episodes", "success", lines, 0.0, 1.0, note)
+
+
+def _rates(run: RunRecord, key: EvalKey) -> list[Point]:
+    return [
+        Point(step, rates[key].value, rates[key].low, rates[key].high)
+        for step, rates in run.evaluations.items()
+        if key in rates
+    ]
+
+
+def _rollouts(run: RunRecord, task: str, condition: str) -> list[Point]:
+    prefix = f"rollout/{task}" if len(run.tasks) > 1 else "rollout"
+    return averaged(metric(run, "train", f"{prefix}/success{condition}"), WINDOW)
+
+
+def _task(task: str) -> str:
+    return "All tasks" if task == OVERALL else task
+
+
+def _band(arms: Arms) -> str:
+    single = all(len(arm.runs) == 1 for arm in arms)
+    return f"95 % intervals {'over episodes or places' if single else 'of the mean over seeds'}."
+
+
+# ── helpers ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def metric(run: RunRecord, kind: str, name: str) -> list[Point]:
+    """Return the values of a metric in the lines of a kind, one per step: the last one."""
+    values = {
+        line["step"]: line[name] for line in run.of(kind) if isinstance(line.get(name), int | float)
+    }
+    return [Point(step, value) for step, value in values.items()]
+
+
+def _mean(arm: ArmRuns, points: Callable[[RunRecord], Sequence[Point]]) -> list[Point]:
+    """Return the mean over the runs of an arm that have points."""
+    curves = [curve for run in arm.runs if (curve := points(run))]
+    return thinned(over_seeds(curves), MOST_POINTS) if curves else []
+
+
+def _arm_lines(arms: Arms, points: Callable[[RunRecord], Sequence[Point]]) -> list[Line]:
+    return [
+        Line(arm.name, curve, number)
+        for number, arm in enumerate(arms)
+        if (curve := _mean(arm, points))
+    ]
+
+
+def _metric_charts(
+    arms: Arms, kind: str, titles: Mapping[str, tuple[str, str]], *, window: int = 1,
+    low: float | None = None, high: float | None = None,
+) -> Iterator[Chart]:  # fmt: skip
+    """Yield a chart for each metric that a run has, with one line per arm."""
+    for name, (title, unit) in titles.items():
+        lines = _arm_lines(arms, lambda run, name=name: averaged(metric(run, kind, name), window))
+        if lines:
+            note = f"Mean of the last {window} steps." if window > 1 else ""
+            yield LineChart(title, unit, lines, low, high, note)
+
+
+def _titled(title: str, arm: ArmRuns, arms: Arms) -> str:
+    return f"{title}: {arm.name}" if len(arms) > 1 else title
+
+
+def arm_title(name: str, runs: Iterable[RunRecord]) -> str:
+    """Return the name of an arm with its runs: A (3 runs)."""
+    return f"{name} ({counted(len(list(runs)), 'run')})"

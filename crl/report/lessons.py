@@ -1,0 +1,117 @@
+"""Lessons of a bank for readers: the best and the worst, with their stories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from crl.intervals import plus_minus
+from crl.manager.inspection.reading import BankReader, EntryView, UseView, VersionView, open_reader
+from crl.report.charts import BarChart
+from crl.types import lift_order
+
+MOST_ROWS = 100
+"""Maximum number of the best lessons, and of the worst, in the table."""
+
+MOST_STORIES = 10
+"""Maximum number of the best lessons with a story; half as many of the worst have one."""
+
+MOST_USES = 12
+"""Maximum number of episodes that a story lists."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A lesson with its past."""
+
+    entry: EntryView
+    versions: Sequence[VersionView]
+    """Versions and their parents, the newest first."""
+    uses: Sequence[UseView]
+    """Last episodes that the entry guided, in their order."""
+    total_uses: int
+    rates: Sequence[float]
+    """Share of won episodes after each use."""
+    evicted: str
+    """Time and reason of the eviction; empty for an active entry."""
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Content of the report's section on the bank."""
+
+    stats: Mapping[str, Any]
+    rows: Sequence[EntryView]
+    """Active entries with a lift: the best, then the worst."""
+    measured: int
+    """Number of active entries with a lift."""
+    active: int
+    best: Sequence[Story]
+    worst: Sequence[Story]
+
+    @property
+    def charts(self) -> list[BarChart]:
+        """Distributions of the success of active entries, and of their lifts."""
+        bins = self.stats["won"]
+        width = 100 // len(bins)
+        ends = [f"{i * width} to {(i + 1) * width} %" for i in range(len(bins))]
+        charts = [
+            BarChart(
+                "Success of the episodes that a lesson guided", "lessons",
+                dict(zip(ends, bins, strict=True)),
+            ),
+            BarChart("Sign of the lift", "lessons", self.stats["lift"]),
+        ]  # fmt: skip
+        return [chart for chart in charts if any(chart.bars.values())]
+
+
+def read_lessons(path: Path) -> Lessons | None:
+    """Return the lessons of the bank at `path`; None if there is no bank."""
+    if not path.is_file():
+        return None
+    with open_reader(path) as bank:
+        active = bank.entries()
+        measured = sorted(
+            (entry for entry in active if entry.counters.lift),
+            key=lambda entry: lift_order(entry.counters.lift),
+        )
+        # The worst are those whose lift is surely low: the order of the negated lifts.
+        worst = sorted(
+            measured, key=lambda e: lift_order(-e.counters.lift if e.counters.lift else None)
+        )
+        best_rows = measured[:MOST_ROWS]
+        chosen = {entry.uid for entry in best_rows}
+        rows = [*best_rows, *(e for e in worst[:MOST_ROWS][::-1] if e.uid not in chosen)]
+        harmful = [e for e in worst if e.counters.lift and e.counters.lift.mean < 0]
+        helpful = [e for e in measured if e.counters.lift and e.counters.lift.mean > 0]
+        return Lessons(
+            bank.stats(),
+            rows,
+            len(measured),
+            len(active),
+            [_story(bank, entry) for entry in helpful[:MOST_STORIES]],
+            [_story(bank, entry) for entry in harmful[: MOST_STORIES // 2]],
+        )
+
+
+def _story(bank: BankReader, entry: EntryView) -> Story:
+    uses = bank.uses(entry.uid)
+    won = accumulate(use.reward > 0 for use in uses)
+    eviction = bank.eviction(entry.uid)
+    return Story(
+        entry,
+        bank.lineage(entry.unit)[::-1],
+        uses[-MOST_USES:],
+        len(uses),
+        [wins / (i + 1) for i, wins in enumerate(won)],
+        f"after step {eviction.step} ({eviction.why})" if eviction else "",
+    )
+
+
+def lift_text(entry: EntryView) -> str:
+    """Return the lift with half its interval, or a dash."""
+    lift = entry.counters.lift
+    return plus_minus(lift.mean, lift.mean - lift.low) if lift else "–"

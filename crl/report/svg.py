@@ -1,0 +1,151 @@
+"""Geometry of charts. The templates draw it as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from crl.report.charts import BarChart, Line, LineChart, Point
+
+WIDTH, HEIGHT = 360, 220
+"""Size of a line chart, in units of its view box. Text of 12 units is readable on a phone."""
+
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 26
+"""Margins of the plot."""
+
+TICKS = 5
+"""Approximate number of ticks of an axis."""
+
+MOST_BARS = 12
+"""Maximum number of points whose intervals are drawn as bars. More intervals are a band."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+    """Position in the view box."""
+    text: str
+
+
+@dataclass(frozen=True)
+class LineGeometry:
+    """Positions of a line chart."""
+
+    chart: LineChart
+
+    @cached_property
+    def _x(self) -> tuple[float, float]:
+        xs = [point.x for line in self.chart.lines for point in line.points]
+        low, high = min(xs, default=0.0), max(xs, default=1.0)
+        return (low, high) if low < high else (low - 1, high + 1)
+
+    def x(self, value: float) -> float:
+        low, high = self._x
+        return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.chart.bounds
+        share = min(max((value - low) / (high - low), 0.0), 1.0)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    @property
+    def x_ticks(self) -> list[Tick]:
+        return [Tick(self.x(value), text) for value, text in ticks(*self._x)]
+
+    @property
+    def y_ticks(self) -> list[Tick]:
+        return [Tick(self.y(value), text) for value, text in ticks(*self.chart.bounds)]
+
+    def path(self, line: Line) -> str:
+        """Return the points of a line, for the attribute `points` of a polyline."""
+        return " ".join(f"{self.x(p.x)},{self.y(p.y)}" for p in line.points)
+
+    def band(self, line: Line) -> str:
+        """Return the outline of the intervals of a line with many points; empty without any."""
+        known = [p for p in line.points if _has_interval(p)]
+        if len(known) <= MOST_BARS:
+            return ""
+        upper = [f"{self.x(p.x)},{self.y(p.high)}" for p in known]
+        lower = [f"{self.x(p.x)},{self.y(p.low)}" for p in reversed(known)]
+        return " ".join([*upper, *lower])
+
+    def intervals(self, line: Line) -> list[tuple[float, float, float]]:
+        """Return (x, y of the lower end, y of the upper end) of the intervals of a short line."""
+        known = [p for p in line.points if _has_interval(p)]
+        if len(known) > MOST_BARS:
+            return []
+        return [(self.x(p.x), self.y(p.low), self.y(p.high)) for p in known]
+
+    def marks(self, line: Line) -> list[tuple[float, float, str]]:
+        """Return (x, y, text) of the points of a short line."""
+        if len(line.points) > MOST_BARS:
+            return []
+        return [(self.x(p.x), self.y(p.y), f"{line.name}, {point_text(p)}") for p in line.points]
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: str
+    share: float
+    """Share of the longest bar, in percent."""
+
+
+def bars(chart: BarChart) -> list[Bar]:
+    """Return the bars of a chart with their lengths."""
+    longest = max((abs(value) for value in chart.bars.values()), default=0.0) or 1.0
+    return [
+        Bar(name, f"{value_text(value)} {chart.unit}".strip(), round(100 * abs(value) / longest, 1))
+        for name, value in chart.bars.items()
+    ]
+
+
+def sparkline(values: Sequence[float], width: int = 120, height: int = 24) -> str:
+    """Return the points of a small curve of values in [0, 1]."""
+    if len(values) < 2:
+        return ""
+    return " ".join(
+        f"{i * width / (len(values) - 1):.1f},{height - 2 - value * (height - 4):.1f}"
+        for i, value in enumerate(values)
+    )
+
+
+def ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Return round values between two ends, with their texts, at distances of 1, 2 or 5 · 10^k."""
+    raw = (high - low) / TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = power * next((m for m in (1, 2, 5) if m * power >= raw * 0.999), 10)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    spec = f",.{digits}f" if 1e-4 <= step < 1e6 else ".0e"
+    return [(i * step, f"{i * step:{spec}}") for i in range(first, last + 1)]
+
+
+def value_text(value: float) -> str:
+    """Return a number with three significant digits, or all digits of a larger one."""
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def point_text(point: Point) -> str:
+    """Return a point in words: step 100: 0.812 [0.760, 0.855]."""
+    interval = (
+        f" [{value_text(point.low)}, {value_text(point.high)}]" if _has_interval(point) else ""
+    )
+    return f"step {point.x:g}: {value_text(point.y)}{interval}"
+
+
+def described(chart: LineChart) -> str:
+    """Return the text of a chart for readers who do not see it: the ends of its lines."""
+    ends = []
+    for line in chart.lines:
+        first = f"from {value_text(line.points[0].y)} " if len(line.points) > 1 else ""
+        ends.append(f"{line.name}: {first}to {point_text(line.last)}")
+    return f"{chart.title}. {'; '.join(ends)}."
+
+
+def _has_interval(point: Point) -> bool:
+    return math.isfinite(point.low) and math.isfinite(point.high)

@@ -1,0 +1,44 @@
+"""Judgements on a run: effects are stated only if their interval excludes 0."""
+
+from __future__ import annotations
+
+from crl.evaluation.judgement import judgements
+from crl.evaluation.report import Estimate
+
+LOW, HIGH = Estimate(0.3, 0.25, 0.35), Estimate(0.6, 0.56, 0.64)
+
+
+def test_effects_of_one_task():
+    """MOVER: 0.3 − √(0.04² + 0.05²) = 0.236 and 0.3 + √(0.04² + 0.05²) = 0.364."""
+    before = {("room", "seen", "free"): LOW, ("room", "unseen", "free"): LOW}
+    after = {
+        ("room", "seen", "free"): HIGH,
+        ("room", "unseen", "free"): LOW,
+        ("room", "seen", "guided"): LOW,
+    }
+    assert judgements(before, after, [(0.2, 0.1)]) == [
+        "Training raised success without experience in places seen before (+0.300 [+0.236, +0.364])"
+        " and has no shown effect on success without experience in new places"
+        " (+0.000 [-0.071, +0.071]).",
+        "The bank lowered success in places seen before (-0.300 [-0.364, -0.236])"
+        " and raised success in new places (+0.200 [+0.100, +0.300]).",
+    ]
+
+
+def test_overall_rates_of_several_tasks():
+    before = {("room", "seen", "free"): HIGH, ("overall", "seen", "free"): LOW}
+    after = {("room", "seen", "free"): LOW, ("overall", "seen", "free"): HIGH}
+    (sentence,) = judgements(before, after, [])
+    assert "raised success without experience in places seen before" in sentence
+
+
+def test_mean_gain_of_several_tasks():
+    """(0.2 + 0.4) / 2 ± √(0.1² + 0.1²) / 2."""
+    assert judgements({}, {}, [(0.2, 0.1), (0.4, 0.1)]) == [
+        "The bank raised success in new places (+0.300 [+0.229, +0.371])."
+    ]
+
+
+def test_nothing_is_said_without_rates():
+    several = {("room", "seen", "free"): LOW, ("maze", "seen", "free"): LOW}
+    assert judgements(several, several, []) == []

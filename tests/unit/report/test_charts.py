@@ -1,0 +1,115 @@
+"""Charts as data, and their geometry. Numbers are worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from crl.report.charts import BarChart, Line, LineChart, Point, averaged, over_seeds, thinned
+from crl.report.svg import (
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    LineGeometry,
+    bars,
+    described,
+    sparkline,
+    ticks,
+)
+
+
+def points(*values: float) -> list[Point]:
+    return [Point(x, y) for x, y in enumerate(values)]
+
+
+def test_averages_over_the_last_values():
+    assert [p.y for p in averaged(points(0, 1, 2, 6), 2)] == [0, 0.5, 1.5, 4]
+    assert [p.x for p in averaged(points(0, 1, 2, 6), 2)] == [0, 1, 2, 3]
+
+
+def test_thinned_points_are_means_of_equal_groups():
+    assert [(p.x, p.y) for p in thinned(points(1, 3, 5, 7, 9), 2)] == [(2, 3), (4, 8)]
+    assert thinned(points(1, 3), 2) == points(1, 3)
+
+
+def test_mean_over_seeds_at_shared_steps():
+    """Student's interval of 0.2 and 0.6: 0.4 ± 12.706 · 0.2."""
+    (point,) = over_seeds([[Point(0, 1), Point(5, 0.2)], [Point(5, 0.6), Point(6, 1)]])
+    assert (point.x, point.y) == (5, pytest.approx(0.4))
+    assert point.high - point.y == pytest.approx(12.706 * 0.2, rel=1e-3)
+    assert point.y - point.low == pytest.approx(point.high - point.y)
+
+
+def test_one_run_keeps_its_intervals():
+    run = [Point(5, 0.2, 0.1, 0.3)]
+    assert over_seeds([run]) == run
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0, 1, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (-0.15, 0.04, ["-0.15", "-0.10", "-0.05", "0.00"]),
+        (0, 2452, ["0", "500", "1,000", "1,500", "2,000"]),
+        (0, 7e-13, ["0e+00", "2e-13", "4e-13", "6e-13"]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, texts: list[str]):
+    assert [text for _, text in ticks(low, high)] == texts
+
+
+def test_positions_fill_the_plot():
+    line = Line("a", [Point(0, 0.0), Point(10, 1.0)])
+    geometry = LineGeometry(LineChart("t", "", [line]))
+    assert geometry.path(line) == f"{LEFT}.0,{HEIGHT - 26}.0 {WIDTH - RIGHT}.0,{TOP}.0"
+
+
+def test_fixed_ends_of_the_axis_cut_intervals():
+    line = Line("a", [Point(0, 0.5, -0.4, 1.4)])
+    chart = LineChart("t", "", [line], 0.0, 1.0)
+    assert chart.bounds == (0.0, 1.0)
+    ((_, low, high),) = LineGeometry(chart).intervals(line)
+    assert (low, high) == (HEIGHT - 26, TOP)
+
+
+def test_equal_values_have_an_axis():
+    assert LineChart("t", "", [Line("a", points(2, 2))]).bounds == (1.5, 2.5)
+
+
+def test_few_intervals_are_bars_and_many_a_band():
+    few = Line("a", [Point(x, 0.5, 0.4, 0.6) for x in range(3)])
+    many = Line("a", [Point(x, 0.5, 0.4, 0.6) for x in range(30)])
+    geometry = LineGeometry(LineChart("t", "", [few, many]))
+    assert len(geometry.intervals(few)) == 3
+    assert not geometry.band(few)
+    assert not geometry.intervals(many)
+    assert len(geometry.band(many).split()) == 60
+    assert not geometry.band(Line("a", points(*range(30)))), "without intervals"
+
+
+def test_bars_relative_to_the_longest():
+    shown = bars(BarChart("t", "s", {"a": 4.0, "b": 1.0, "c": 0.0}))
+    assert [(bar.name, bar.value, bar.share) for bar in shown] == [
+        ("a", "4 s", 100), ("b", "1 s", 25), ("c", "0 s", 0),
+    ]  # fmt: skip
+    assert bars(BarChart("t", "", {})) == []
+
+
+def test_description_for_readers_who_do_not_see_the_chart():
+    line = Line("free", [Point(0, 0.25), Point(100, 0.5, 0.4, 0.6)])
+    assert described(LineChart("room", "", [line])) == (
+        "room. free: from 0.25 to step 100: 0.5 [0.4, 0.6]."
+    )
+
+
+def test_sparkline_needs_two_values():
+    assert sparkline([0.5]) == ""
+    assert sparkline([0.0, 1.0]) == "0.0,22.0 120.0,2.0"
+
+
+def test_unknown_intervals_are_not_drawn():
+    line = Line("a", [Point(0, 0.5, math.nan, math.nan)])
+    assert LineGeometry(LineChart("t", "", [line])).intervals(line) == []

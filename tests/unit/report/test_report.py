@@ -1,0 +1,232 @@
+"""The report of runs on the disk: complete, under way, killed, and with hostile texts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from crl.monitor.run_dir import RunDir
+from crl.report.document import report
+from crl.report.run_record import RunRecord
+from support.whole_runs import crl
+
+HOSTILE = (
+    "<script>alert(1)</script> \" onload='x' </style>]]> {{ 7 * 7 }} \x1b[31m \x00 \u202e \ud800 &"
+)
+"""Text that a page, a template or a terminal could interpret."""
+
+SETS = (
+    "rollout.groups=4", "rollout.group_size=4", "rollout.max_staleness=0", "eval.probe_every=0",
+    "tasks.room.eval.seen=8", "tasks.room.eval.unseen=8", "tasks.room.eval.online_places=2",
+    "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "run.deterministic=true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps in two places, so that lessons are used in groups."""
+    run = tmp_path_factory.mktemp("report") / "first"
+    sets = (part for text in SETS for part in ("--set", text))
+    result = crl("train", "--tasks", "room", "--steps", "3", "--run-dir", run, *sets)
+    assert (result.exit_code, result.stderr) == (0, "")
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, which a test may change."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+class Page(HTMLParser):
+    """Tags, attributes and texts of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside not in ("script", "style"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def written(*runs: Path, out: Path | None = None) -> str:
+    result = crl("report", *runs, *(("--out", out) if out else ()))
+    assert (result.exit_code, result.stderr) == (0, "")
+    return (out or runs[0] / "report.html").read_text("utf-8")
+
+
+def test_report_of_a_run(run: Path):
+    html = written(run)
+    page = Page(html)
+    assert len(html) < 5 * 2**20
+    assert "run trained both models on room with the method complementary and seed 0" in page.text
+    assert "3 of 3 steps" in page.text
+    assert "It is finished." in page.text
+    for title in ("Success", "Time", "Training of the actor", "Bank", "Lessons", "Episodes", "Log"):
+        assert title in page.texts
+    for setting in ("rollout.group_size", "tasks.room.stream.places"):
+        assert setting in page.texts
+    assert "Guided" in page.text, "a guided and a free episode"
+    entries = json.loads(crl("bank", "ls", run, "--json", "--limit", "0").stdout)
+    measured = [entry for entry in entries if entry["lift"]]
+    assert measured
+    assert all(entry["text"] in page.texts for entry in measured)
+
+
+def test_rates_in_the_report_are_those_of_the_run(run: Path):
+    html = written(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "eval"][-1]
+    rate = last["eval/room/seen/success/guided"]
+    low, high = (last[f"eval/room/seen/success/guided/{end}"] for end in ("low", "high"))
+    assert f"with the run&#39;s bank, step 3: {rate:.3g} [{low:.3g}, {high:.3g}]" in html
+
+
+def test_the_page_loads_and_runs_nothing_else(run: Path):
+    page = Page(written(run))
+    (policy,) = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
+    assert policy
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag, attributes in page.tags:
+        assert not any(name.startswith("on") or name == "style" for name in attributes), tag
+        assert not {"src", "data", "srcset"} & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
+    assert [tag for tag, _ in page.tags].count("script") == 1
+
+
+def test_structure_for_screen_readers(run: Path):
+    page = Page(written(run))
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.tags:
+        if tag == "section" and "aria-labelledby" in attributes:
+            assert attributes["aria-labelledby"] in ids
+        if (attributes.get("href") or "").startswith("#"):
+            assert (attributes["href"] or "")[1:] in ids
+        if tag == "svg":
+            assert attributes.get("aria-label") or attributes.get("aria-hidden") == "true"
+    assert ("html", {"lang": "en"}) in page.tags
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line(run: Path):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    upto = next(i for i, line in enumerate(lines) if '"kind": "train"' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[: upto + 1]) + lines[-1][:40])
+    text = Page(written(run)).text
+    assert "1 of 3 steps" in text
+    assert "It is interrupted." in text
+
+
+def test_a_run_without_any_step(run: Path):
+    for name in ("metrics.jsonl", "bank.sqlite", "log.txt"):
+        (run / name).unlink()
+    shutil.rmtree(run / "episodes")
+    text = Page(written(run)).text
+    assert "0 of 3 steps" in text
+    assert "The run has no bank." in text
+
+
+def test_a_run_under_way(run: Path):
+    with RunDir(run).lock():
+        assert RunRecord.read(run).state == "under way"
+    assert RunRecord.read(run).state == "finished"
+
+
+def test_hostile_texts_are_escaped(run: Path):
+    """Texts of games, models and notes come from episodes, bank, log and settings."""
+    shard = max((run / "episodes").glob("*.jsonl.gz"))
+    with gzip.open(shard, "rt") as file:
+        records = [json.loads(line) for line in file]
+    for record in records:
+        record["goal"] = HOSTILE
+        record["segments"] = [s | {"text": HOSTILE * 1000} for s in record["segments"]]
+    with gzip.open(shard, "wt") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    with (run / "log.txt").open("a", errors="backslashreplace") as file:
+        file.write(HOSTILE)
+    with (run / "metrics.jsonl").open("a") as file:
+        line = {"step": 3, "kind": "eval", "time": 1.0, f"eval/{HOSTILE}/seen/success/free": 0.5}
+        file.write(json.dumps(line).replace("</script>", "") + "\n")
+    html = written(run)
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert "<script>alert" not in html
+    assert "{{ 7 * 7 }}" in page.text, "texts are no templates"
+    assert not {"\x1b", "\x00", "\u202e"} & set(html)
+    assert "\\x1b[31m \\x00 \\u202e" in page.text
+    assert len(html) < 5 * 2**20
+    assert "more characters)" in page.text
+
+
+def test_a_lesson_of_ten_megabytes_and_one_with_markup(run: Path):
+    import sqlite3
+
+    db = sqlite3.connect(run / "bank.sqlite")
+    with db:
+        uids = [uid for (uid,) in db.execute("SELECT uid FROM entries ORDER BY uid")]
+        assert len(uids) > 1
+        db.execute("UPDATE entries SET text = ?", (HOSTILE.replace("\ud800", ""),))
+        db.execute("UPDATE entries SET text = ? WHERE uid = ?", ("x" * 10 * 2**20, uids[0]))
+    db.close()
+    html = written(run)
+    assert "<script>alert" not in html
+    assert len(html) < 5 * 2**20
+
+
+def test_runs_of_two_arms(run: Path, trained: Path, tmp_path: Path):
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    saved = json.loads((other / "config.json").read_text())
+    saved["config"]["actor"]["optimizer"]["learning_rate"] = 0.125
+    (other / "config.json").write_text(json.dumps(saved))
+    page = Page(written(run, other, out=tmp_path / "both.html"))
+    assert "actor.optimizer.learning_rate" in page.texts
+    assert "0.125" in page.texts
+    assert "Differences of success after the last step" in page.texts
+    assert "B − A" in page.texts
+
+
+def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path):
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    saved = json.loads((other / "config.json").read_text())
+    saved["config"]["run"]["seed"] = 1
+    (other / "config.json").write_text(json.dumps(saved))
+    html = report([RunRecord.read(path) for path in (run, other)])
+    assert "95 % intervals of the mean over seeds." in html
+    assert "Differences of success" not in html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("{run}", "{run}"), "is given twice"),
+        (("{run}/none",), "is not a run directory"),
+        (("{run}", "--out", "{run}/no/folder.html"), "cannot be written"),
+    ],
+)
+def test_errors(run: Path, arguments: tuple[str, ...], reason: str):
+    result = crl("report", *(text.format(run=run) for text in arguments))
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert not re.search(r"\bTraceback\b", result.stderr)
