@@ -62,6 +62,10 @@ NOT_RUN = {
     ),
     "crl eval runs/first --show": "needs a trained run; see tests/integration/test_eval.py",
     "crl compare runs/first runs/other": ("needs trained runs; see tests/integration/test_eval.py"),
+    "crl report runs/first": "needs a trained run; see tests/unit/report/test_report.py",
+    "crl report runs/a0 runs/a1 runs/b0 --out ab.html": (
+        "needs trained runs; see tests/unit/report/test_report.py"
+    ),
     "crl make-models --out models": "takes an hour",
     "crl bank build --from RUN": "needs episodes; see tests/integration/test_bank_build.py",
     "crl bank build --from runs/mine --run-dir runs/offline": (
