@@ -60,7 +60,11 @@ def sparkline(
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    low, high = min(known) if low is None else low, max(known) if high is None else high
+    return blocks(values, min(known) if low is None else low, max(known) if high is None else high)
+
+
+def blocks(values: Iterable[float | None], low: float, high: float) -> str:
+    """Return values as block characters on the scale from `low` to `high`; None as a space."""
     return "".join(" " if value is None else _block(value, low, high) for value in values)
 
 

@@ -27,6 +27,7 @@ from crl.cli.runs.compare import compare
 from crl.cli.runs.episodes import episodes, replay
 from crl.cli.runs.eval import evaluate
 from crl.cli.runs.halves import learn, rollout
+from crl.cli.runs.plot import plot
 from crl.cli.runs.report import report
 from crl.cli.runs.sft import sft
 from crl.cli.tasks import list_tasks
@@ -296,6 +297,7 @@ def _is_terminal() -> bool:
 app.command("eval", cls=Command)(evaluate)
 app.command("compare", cls=Command)(compare)
 app.command("report", cls=Command)(report)
+app.command("plot", cls=Command)(plot)
 app.command("tasks", cls=Command)(list_tasks)
 app.command("play", cls=Command)(play)
 app.command("new-task", cls=Command)(new_task)

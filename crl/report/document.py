@@ -27,7 +27,7 @@ from crl.evaluation.judgement import judgements
 from crl.report import svg
 from crl.report.charts import LineChart
 from crl.report.episodes import Pair, sampled_pairs
-from crl.report.figures import FIGURES, ArmRuns
+from crl.report.figures import FIGURES, arms_of_runs
 from crl.report.lessons import Lessons, lift_text, read_lessons
 from crl.report.run_record import RunRecord
 from crl.wording import counted, printable_lines
@@ -102,12 +102,8 @@ def run_judgements(run: RunRecord) -> list[str]:
 
 def report(runs: Sequence[RunRecord]) -> str:
     """Return the report on runs as HTML. Runs whose settings agree but for the seed are one arm."""
-    results = {run.dir.path: run for run in runs}
     arms = arms_of([run.result for run in runs])
-    of_arms = [
-        ArmRuns(arm.name if len(arms) > 1 else "run", [results[one.path] for one in arm.runs])
-        for arm in arms
-    ]
+    of_arms = arms_of_runs(runs)
     charts = {name: FIGURES[name](of_arms) for name in SECTIONS}
     parts = [Part(run, read_lessons(run.dir.bank), sampled_pairs(run.dir.episodes)) for run in runs]
     style, script = _source("style.css"), _source("tables.js")

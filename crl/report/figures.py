@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from crl.config.schema import OVERALL
+from crl.evaluation.comparison import arms_of
 from crl.evaluation.evaluate import CONDITION_LABELS, EvalKey
 from crl.report.charts import (
     BarChart,
@@ -18,8 +19,8 @@ from crl.report.charts import (
     over_seeds,
     thinned,
 )
+from crl.report.lessons import read_lessons
 from crl.report.run_record import RunRecord
-from crl.wording import counted
 
 WINDOW = 10
 """Steps over which the success of training episodes is averaged."""
@@ -35,8 +36,21 @@ class ArmRuns:
     name: str
     runs: Sequence[RunRecord]
 
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(run.name for run in self.runs)}"
+
 
 Arms = Sequence[ArmRuns]
+
+
+def arms_of_runs(runs: Sequence[RunRecord]) -> list[ArmRuns]:
+    """Return the arms of runs, in the order of their first runs. A single arm has no letter."""
+    by_path = {run.dir.path: run for run in runs}
+    arms = arms_of([run.result for run in runs])
+    return [
+        ArmRuns(arm.name if len(arms) > 1 else "run", [by_path[one.path] for one in arm.runs])
+        for arm in arms
+    ]
 
 
 def success(arms: Arms) -> list[Chart]:
@@ -143,12 +157,26 @@ def _operations(arms: Arms) -> list[Chart]:
     return charts
 
 
+def credit(arms: Arms) -> list[Chart]:
+    """Return how much the lessons of each run's bank helped."""
+    charts: list[Chart] = []
+    for run in (run for arm in arms for run in arm.runs):
+        if lessons := read_lessons(run.dir.bank):
+            name = run.name if len(arms) > 1 or len(arms[0].runs) > 1 else ""
+            charts += [
+                replace(chart, title=f"{chart.title}: {name}" if name else chart.title)
+                for chart in lessons.charts
+            ]
+    return charts
+
+
 FIGURES: Mapping[str, Callable[[Arms], list[Chart]]] = {
     "success": success,
     "time": time_spent,
     "actor": actor,
     "extractor": extractor,
     "bank": bank,
+    "credit": credit,
 }
 """Charts by subject."""
 
@@ -256,8 +284,3 @@ def _metric_charts(
 
 def _titled(title: str, arm: ArmRuns, arms: Arms) -> str:
     return f"{title}: {arm.name}" if len(arms) > 1 else title
-
-
-def arm_title(name: str, runs: Iterable[RunRecord]) -> str:
-    """Return the name of an arm with its runs: A (3 runs)."""
-    return f"{name} ({counted(len(list(runs)), 'run')})"

@@ -66,6 +66,10 @@ NOT_RUN = {
     "crl report runs/a0 runs/a1 runs/b0 --out ab.html": (
         "needs trained runs; see tests/unit/report/test_report.py"
     ),
+    "crl plot runs/first --what time": "needs a trained run; see tests/unit/report/test_plot.py",
+    "crl plot runs/a0 runs/a1 runs/b0 --what success --out success.svg": (
+        "needs trained runs; see tests/unit/report/test_plot.py"
+    ),
     "crl make-models --out models": "takes an hour",
     "crl bank build --from RUN": "needs episodes; see tests/integration/test_bank_build.py",
     "crl bank build --from runs/mine --run-dir runs/offline": (
