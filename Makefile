@@ -6,8 +6,8 @@ ENGINES := .venv-engines
 # Two OpenMP threads are slower than one on matrices as small as the bundled models'.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev setup-engines setup-docs train test test-engines soak lint format docs
-.PHONY: models clean
+.PHONY: setup setup-dev setup-engines setup-docs setup-browser train test test-engines test-browser
+.PHONY: soak lint format docs models clean
 
 ## setup: install crl and what its tasks need into .venv
 setup: $(VENV)/installed
@@ -53,6 +53,17 @@ test-engines: setup-engines
 soak: setup-dev setup-engines
 	$(BIN)/pytest -m soak
 	$(ENGINES)/bin/pytest -m soak tests/engines
+
+setup-browser: $(VENV)/installed-browser
+
+$(VENV)/installed-browser: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[browser,dev,alfworld]' \
+		--constraint constraints.txt
+	touch $@
+
+## test-browser: tests of the HTML pages in Chromium, which must be installed
+test-browser: setup-browser
+	$(BIN)/pytest -m browser tests/browser
 
 lint: setup-dev
 	$(BIN)/ruff check

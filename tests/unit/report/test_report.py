@@ -14,6 +14,7 @@ import pytest
 from crl.monitor.run_dir import RunDir
 from crl.report.document import report
 from crl.report.run_record import RunRecord
+from support.report_runs import train_for_report
 from support.whole_runs import crl
 
 HOSTILE = (
@@ -21,21 +22,10 @@ HOSTILE = (
 )
 """Text that a page, a template or a terminal could interpret."""
 
-SETS = (
-    "rollout.groups=4", "rollout.group_size=4", "rollout.max_staleness=0", "eval.probe_every=0",
-    "tasks.room.eval.seen=8", "tasks.room.eval.unseen=8", "tasks.room.eval.online_places=2",
-    "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "run.deterministic=true",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps in two places, so that lessons are used in groups."""
-    run = tmp_path_factory.mktemp("report") / "first"
-    sets = (part for text in SETS for part in ("--set", text))
-    result = crl("train", "--tasks", "room", "--steps", "3", "--run-dir", run, *sets)
-    assert (result.exit_code, result.stderr) == (0, "")
-    return run
+    return train_for_report(tmp_path_factory.mktemp("report") / "first")
 
 
 @pytest.fixture
