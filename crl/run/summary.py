@@ -17,6 +17,7 @@ from crl.evaluation.evaluate import (
     SuccessRate,
     difference_interval,
 )
+from crl.evaluation.judgement import judgements
 from crl.evaluation.metrics import GroupGap, mean_gap
 from crl.intervals import number_text, plus_minus
 from crl.run.totals import Totals
@@ -286,6 +287,7 @@ class NextSteps:
             ]
         return [
             *outcome,
+            f"  look further:      crl report {run}",
             f"  repeat the eval:   crl eval {run}",
             f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",
             f"  another seed:      {self.command} --seed {self.seed + 1}",
@@ -349,6 +351,20 @@ class Summary:
                 f"  {counted(self.skipped_updates, 'update')} {verb} skipped because the loss "
                 "or its gradient was not finite"
             )
+        judgements = self._judgements()
+        lines += ["", *judgements] if judgements else []
         lines += ["", *self.warnings] if self.warnings else []
         lines += ["", *self.next_steps.lines()]
         return "\n".join(lines)
+
+    def _judgements(self) -> list[str]:
+        """Return sentences on the effect of training and of experience."""
+        before, after = self.success.before, self.success.after
+        if before is None or after is None:
+            return []
+        gains = [(gain.value, gain.half_width) for gain in after.lift.values()]
+        return judgements(
+            {**before.rates, **before.overall},
+            {**after.rates, **after.overall},
+            [(value, half) for value, half in gains if not math.isnan(half)],
+        )
