@@ -23,6 +23,12 @@ MOST_USES = 12
 """Maximum number of episodes that a story lists."""
 
 
+LIFTS: Mapping[str, str] = {
+    "above": "above 0", "below": "below 0", "around": "includes 0", "unknown": "not measured",
+}  # fmt: skip
+"""Words for the kinds of lifts in the statistics of a bank."""
+
+
 @dataclass(frozen=True)
 class Story:
     """A lesson with its past."""
@@ -63,7 +69,11 @@ class Lessons:
                 "Success of the episodes that a lesson guided", "lessons",
                 dict(zip(ends, bins, strict=True)),
             ),
-            BarChart("Sign of the lift", "lessons", self.stats["lift"]),
+            BarChart(
+                "Lift of the lessons", "lessons",
+                {LIFTS[name]: number for name, number in self.stats["lift"].items()},
+                "Above and below 0: the 95 % interval excludes 0.",
+            ),
         ]  # fmt: skip
         return [chart for chart in charts if any(chart.bars.values())]
 

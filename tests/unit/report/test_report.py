@@ -77,7 +77,9 @@ def test_report_of_a_run(run: Path):
         assert title in page.texts
     for setting in ("rollout.group_size", "tasks.room.stream.places"):
         assert setting in page.texts
-    assert "Guided" in page.text, "a guided and a free episode"
+    titles = re.findall(r"(Guided|Free): (won|lost) Episode", page.text)
+    assert [who for who, _ in titles] == ["Guided", "Free"] * (len(titles) // 2)
+    assert titles
     entries = json.loads(crl("bank", "ls", run, "--json", "--limit", "0").stdout)
     measured = [entry for entry in entries if entry["lift"]]
     assert measured
