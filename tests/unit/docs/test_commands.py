@@ -63,6 +63,8 @@ NOT_RUN = {
     "crl eval runs/first --show": "needs a trained run; see tests/integration/test_eval.py",
     "crl compare runs/first runs/other": ("needs trained runs; see tests/integration/test_eval.py"),
     "crl make-models --out models": "takes an hour",
+    "crl --install-completion": "changes the configuration of a shell; see test_completion.py",
+    "crl --show-completion": "depends on the shell; see test_completion.py",
     "crl bank build --from RUN": "needs episodes; see tests/integration/test_bank_build.py",
     "crl bank build --from runs/mine --run-dir runs/offline": (
         "needs episodes; see tests/integration/test_bank_build.py"
