@@ -26,24 +26,43 @@ NOISE = re.compile(
 )
 """Warnings of pip that need no action."""
 
+DOWNLOAD = re.compile(
+    r"\s*(?:Downloading|Using cached) (\S+?)-(\d[^-\s]*?)(?:-\S+\.whl|(\.tar\.gz|\.zip))"
+    r" \(([\d.]+) (\w+)\)"
+)
+"""Line on a package: name, version, suffix of a source distribution, size and unit."""
+
 ERROR = re.compile(r"\s*(?:ERROR:|error:|× |Traceback )")
 """Start of pip's error messages, also of those of a build."""
 
 
-def stage(line: str) -> str | None:
-    """Return the text to show for a line of pip's output, or None for a line of no interest."""
-    if line.startswith("WARNING:"):
-        return None if NOISE.match(line) else line
-    if found := re.match(r"\s*Downloading (\S+?)-(\d[^-\s]*)\S* \(([\d.]+) (MB|GB)\)", line):
-        name, version, size, unit = found.groups()
-        is_large = unit == "GB" or float(size) >= LARGE
-        return f"downloading {name} {version} ({size} {unit})" if is_large else None
-    # pip prints "still running" once a minute.
-    if found := re.match(r"\s*Building wheel for (\S+) .*: (started|still running)", line):
-        return f"building {found[1]}{'' if found[2] == 'started' else ': still running'}"
-    if line.startswith("Installing collected packages: "):
-        return f"installing {line.count(',') + 1} packages"
-    return None
+class Stages:
+    """Reader of pip's output, line by line."""
+
+    def __init__(self) -> None:
+        self._source = ""
+        """Package whose source was downloaded last. pip runs its build script next."""
+
+    def text(self, line: str) -> str | None:
+        """Return the text to show for a line, or None for a line of no interest."""
+        if line.startswith("WARNING:"):
+            return None if NOISE.match(line) else line
+        if found := DOWNLOAD.match(line):
+            name, version, source, size, unit = found.groups()
+            if source:
+                self._source = name
+                return f"preparing {name} {version} from its source"
+            is_large = unit == "GB" or (unit == "MB" and float(size) >= LARGE)
+            return f"downloading {name} {version} ({size} {unit})" if is_large else None
+        if found := re.match(r"\s*Building wheel for (\S+) .*: started", line):
+            return f"building {found[1]}"
+        # pip prints this once a minute.
+        if found := re.match(r"\s*(.+): still running", line):
+            package = "" if found[1].startswith("Building") else f" of {self._source}"
+            return f"{found[1][0].lower()}{found[1][1:]}{package}: still running"
+        if line.startswith("Installing collected packages: "):
+            return f"installing {line.count(',') + 1} packages"
+        return None
 
 
 def failure(lines: Iterable[str]) -> list[str]:
@@ -58,11 +77,12 @@ def install(arguments: list[str], log: Path, show: Callable[[str], None]) -> int
 
     `log`: file for the full output. `show` prints one line.
     """
-    command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *arguments]
-    start, lines = time.monotonic(), list[str]()
+    # Without -u, pip's lines would arrive late, in blocks.
+    command = [sys.executable, "-u", "-m", "pip", "install", "--progress-bar", "off", *arguments]
+    start, lines, stages = time.monotonic(), list[str](), Stages()
     show("finding packages")
     with (
-        log.open("w", encoding="utf-8") as file,
+        log.open("w", encoding="utf-8", buffering=1) as file,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as pip,
@@ -71,7 +91,7 @@ def install(arguments: list[str], log: Path, show: Callable[[str], None]) -> int
         for text in pip.stdout:
             file.write(text)
             lines.append(text.rstrip("\n"))
-            if shown := stage(lines[-1]):
+            if shown := stages.text(lines[-1]):
                 show(f"{shown}  [{time.monotonic() - start:.0f} s]")
     if pip.returncode:
         for line in failure(lines):

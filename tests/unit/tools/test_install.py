@@ -32,11 +32,11 @@ with pytest.MonkeyPatch.context() as patch:
             "  Building wheel for fast-downward-textworld (setup.py): started",
             "building fast-downward-textworld",
         ),
-        (
-            "  Building wheel for fast-downward-textworld (setup.py): still running...",
-            "building fast-downward-textworld: still running",
-        ),
         ("  Building wheel for hnswlib (pyproject.toml): finished with status 'done'", None),
+        (
+            "  Using cached PyStemmer-3.1.0.tar.gz (1.2 MB)",
+            "preparing PyStemmer 3.1.0 from its source",
+        ),
         ("Installing collected packages: numpy, torch, crl", "installing 3 packages"),
         (
             "WARNING: Location 'file:///a/b/' is ignored: it is neither a file nor a directory.",
@@ -46,7 +46,23 @@ with pytest.MonkeyPatch.context() as patch:
     ],
 )
 def test_lines_of_pip(line: str, shown: str | None) -> None:
-    assert install.stage(line) == shown
+    assert install.Stages().text(line) == shown
+
+
+def test_the_build_of_a_package_is_named() -> None:
+    stages = install.Stages()
+    lines = [
+        "  Downloading fast_downward_textworld-20.6.4.tar.gz (660 kB)",
+        "  Getting requirements to build wheel: started",
+        "  Getting requirements to build wheel: still running...",
+        "  Getting requirements to build wheel: finished with status 'done'",
+        "  Building wheel for fast-downward-textworld (pyproject.toml): still running...",
+    ]
+    assert [text for line in lines if (text := stages.text(line))] == [
+        "preparing fast_downward_textworld 20.6.4 from its source",
+        "getting requirements to build wheel of fast_downward_textworld: still running",
+        "building wheel for fast-downward-textworld (pyproject.toml): still running",
+    ]
 
 
 def test_a_failure_is_shown_from_the_first_error_on() -> None:
