@@ -51,7 +51,7 @@ demo: setup $(DEMO)/checkpoints/$(DEMO_STEPS)
 
 # An interrupted demo continues.
 $(DEMO)/checkpoints/$(DEMO_STEPS): | setup
-	@echo "demo: training for $(DEMO_STEPS) steps (about 2 minutes); Ctrl-C stops after this step"
+	@echo "demo: training for $(DEMO_STEPS) steps (about 2 minutes)"
 	@if [ -d $(DEMO)/checkpoints ]; then $(BIN)/crl resume $(DEMO); else \
 		$(BIN)/crl train --tasks room --steps $(DEMO_STEPS) --run-dir $(DEMO) \
 			--set tasks.room.eval.seen=64 --set tasks.room.eval.unseen=64 \
