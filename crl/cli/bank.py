@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import Command, chosen, command, metavar
 from crl.cli.output import (
     AsJson,
@@ -51,7 +52,12 @@ app = typer.Typer(
 
 Run = Annotated[
     Path,
-    typer.Argument(metavar="RUN", readable=False, help="A run directory, or a bank.sqlite file."),
+    typer.Argument(
+        metavar="RUN",
+        readable=False,
+        autocompletion=completion.runs,
+        help="A run directory, or a bank.sqlite file.",
+    ),
 ]
 """Path of a bank.
 
@@ -99,6 +105,7 @@ def list_entries(
         str,
         typer.Option(
             metavar=metavar(Sort),
+            autocompletion=completion.choices(Sort),
             help=(
                 "Best lift (the lower end of its 95 % interval), best credit (won − lost "
                 "episodes), most often retrieved, or newest first."
@@ -120,7 +127,12 @@ def list_entries(
         ),
     ] = None,
     status: Annotated[
-        str, typer.Option(metavar=metavar(Status), help="Only experiences with this status.")
+        str,
+        typer.Option(
+            metavar=metavar(Status),
+            autocompletion=completion.choices(Status),
+            help="Only experiences with this status.",
+        ),
     ] = Status.active,
     limit: Limit = 20,
     as_json: AsJson = False,
@@ -341,10 +353,21 @@ def diff(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_A", readable=False, help="A run directory, or a bank.sqlite file."
+            metavar="RUN_A",
+            readable=False,
+            autocompletion=completion.runs,
+            help="A run directory, or a bank.sqlite file.",
         ),
     ],
-    other: Annotated[Path, typer.Argument(metavar="RUN_B", readable=False, help="Another bank.")],
+    other: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_B",
+            readable=False,
+            autocompletion=completion.runs,
+            help="Another bank.",
+        ),
+    ],
     limit: Limit = 10,
     as_json: AsJson = False,
 ) -> None:

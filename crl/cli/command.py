@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from crl.cli import completion
 from crl.errors import ConfigError, CrlError, Interrupted
 from crl.wording import printable
 
@@ -23,6 +24,7 @@ MethodOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
+        autocompletion=completion.methods,
         help=(
             "complementary (default), grpo, gigpo, empo2, reflexion, role_agent, or your own "
             "method: path/to/file.py:SPEC or package.module:SPEC."
@@ -31,11 +33,20 @@ MethodOption = Annotated[
 ]
 
 Tasks = Annotated[
-    str, typer.Option(metavar="A,B", help="Tasks to train on: names, or paths of TOML files.")
+    str,
+    typer.Option(
+        metavar="A,B",
+        autocompletion=completion.tasks,
+        help="Tasks to train on: names, or paths of TOML files.",
+    ),
 ]
 Preset = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Preset to start from: a name, or the path of a TOML file."),
+    typer.Option(
+        metavar="NAME",
+        autocompletion=completion.presets,
+        help="Preset to start from: a name, or the path of a TOML file.",
+    ),
 ]
 Seed = Annotated[
     int | None, typer.Option(metavar="N", help="Seed of all random numbers (default: 0).")
@@ -45,6 +56,7 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
+        autocompletion=completion.assignments,
         help="Override a setting, e.g. rollout.groups=8. Repeatable; the last one wins, "
         "and it overrides other options.",
     ),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import Command, MethodOption, command
 
 app = typer.Typer(help="Show and explain settings.", no_args_is_help=True, rich_markup_mode=None)
@@ -17,15 +18,30 @@ app = typer.Typer(help="Show and explain settings.", no_args_is_help=True, rich_
 @command
 def show(
     tasks: Annotated[
-        str, typer.Option(metavar="A,B", help="Tasks: names, or paths of TOML files.")
+        str,
+        typer.Option(
+            metavar="A,B",
+            autocompletion=completion.tasks,
+            help="Tasks: names, or paths of TOML files.",
+        ),
     ],
     preset: Annotated[
-        str, typer.Option(metavar="NAME", help="Preset: a name, or the path of a TOML file.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=completion.presets,
+            help="Preset: a name, or the path of a TOML file.",
+        ),
     ] = "cpu",
     method: MethodOption = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. Repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            autocompletion=completion.assignments,
+            help="Override a setting. Repeatable.",
+        ),
     ] = None,
 ) -> None:
     """Print the resolved settings of a run.
@@ -53,7 +69,12 @@ def _short(origin: str) -> str:
 @app.command(cls=Command)
 @command
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Example: actor.clip_low")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="Example: actor.clip_low", autocompletion=completion.keys
+        ),
+    ],
     method: MethodOption = None,
 ) -> None:
     """Explain one setting.

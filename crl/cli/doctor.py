@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import command
 
 
@@ -14,7 +15,9 @@ def doctor(
     preset: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Preset to check for: a name, or the path of a TOML file."
+            metavar="NAME",
+            autocompletion=completion.presets,
+            help="Preset to check for: a name, or the path of a TOML file.",
         ),
     ] = "cpu",
     report: Annotated[

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import crl
-from crl.cli import bank, config, models
+from crl.cli import bank, completion, config, models
 from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, chosen, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
@@ -41,7 +41,6 @@ app = typer.Typer(
     name="crl",
     help="Train LLM agents in text environments with reinforcement learning.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # help texts and usage errors as plain text
     pretty_exceptions_enable=False,
 )
@@ -90,8 +89,12 @@ def _root(
     pass
 
 
-# ── options of `train`, `resume` and `fork` ───────────────────────────────────────────────────────
+# ── options of `train`, `resume`, `fork` and `export` ─────────────────────────────────────────────
 
+Run = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Directory of a run.", autocompletion=completion.runs),
+]
 Steps = Annotated[
     int | None,
     typer.Option(metavar="N", help="Number of training steps (default: the preset's)."),
@@ -178,7 +181,7 @@ def train(
 @app.command(cls=Command)
 @command
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    run: Run,
     steps: Annotated[
         int | None,
         typer.Option(metavar="N", help="Number of training steps of the whole run."),
@@ -207,7 +210,7 @@ def resume(
 @app.command(cls=Command)
 @command
 def fork(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    run: Run,
     new_run: Annotated[Path, typer.Argument(metavar="NEW_RUN", help="New directory for the copy.")],
     checkpoint: FromStep = None,
     sets: Sets = None,
@@ -234,13 +237,17 @@ def fork(
 @app.command(cls=Command)
 @command
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    run: Run,
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="New or empty directory for the export.")
     ],
     role: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Model to export: actor (default) or extractor."),
+        typer.Option(
+            metavar="NAME",
+            autocompletion=completion.choices(Role),
+            help="Model to export: actor (default) or extractor.",
+        ),
     ] = None,
     bank: Annotated[
         bool, typer.Option("--bank", help="Export the bank instead of a model.")

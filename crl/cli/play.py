@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import chosen, command, metavar
 from crl.errors import ConfigError, CrlError, Interrupted, RolloutError
 from crl.seeds import generator
@@ -45,12 +46,18 @@ class SplitName(StrEnum):
 @command
 def play(
     task: Annotated[
-        str, typer.Argument(metavar="TASK", help="A task's name, or the path of its TOML file.")
+        str,
+        typer.Argument(
+            metavar="TASK",
+            autocompletion=completion.task,
+            help="A task's name, or the path of its TOML file.",
+        ),
     ],
     rendering: Annotated[
         str,
         typer.Option(
             metavar=metavar(RenderingName),
+            autocompletion=completion.choices(RenderingName),
             help="Rendering for language models (full) or for the bundled tiny models.",
         ),
     ] = RenderingName.full,
@@ -60,7 +67,9 @@ def play(
     split: Annotated[
         str,
         typer.Option(
-            metavar=metavar(SplitName), help="Training tasks, or the tasks of an eval set."
+            metavar=metavar(SplitName),
+            autocompletion=completion.choices(SplitName),
+            help="Training tasks, or the tasks of an eval set.",
         ),
     ] = SplitName.train,
     episodes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of tasks to play.")] = 1,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import Seed, Sets, command
 from crl.cli.runs.halves import NewRun, new_folder, run_of_file, shard_of_file
 from crl.errors import ConfigError
@@ -39,20 +40,33 @@ def build(
         typer.Option(
             "--from",
             metavar="SOURCE",
+            autocompletion=completion.runs,
             help="Run or rollouts with recorded episodes, one file of them "
             "(RUN/episodes/STEP.jsonl.gz), or episodes of other programs (FILE.jsonl).",
         ),
     ],
     extractor: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Extractor (default: extractor.model).")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            autocompletion=completion.models,
+            help="Extractor (default: extractor.model).",
+        ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Tasks of FILE.jsonl; not for recorded ones.")
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            autocompletion=completion.tasks,
+            help="Tasks of FILE.jsonl; not for recorded ones.",
+        ),
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Preset to start from with FILE.jsonl: a name, or a TOML file."
+            metavar="NAME",
+            autocompletion=completion.presets,
+            help="Preset to start from with FILE.jsonl: a name, or a TOML file.",
         ),
     ] = None,
     seed: Seed = None,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import command
 from crl.cli.output import (
     AsJson,
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
     from crl.types import Trajectory
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
+Run = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Directory of a run.", autocompletion=completion.runs),
+]
 Step = Annotated[
     int | None, typer.Option(metavar="S", min=1, help="Only episodes of this training step.")
 ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import chosen, command
 from crl.errors import ConfigError
 
@@ -36,7 +37,9 @@ SOURCE_LABELS = {
 Subject = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN|MODEL", help="Directory of a run, or model in Hugging Face format."
+        metavar="RUN|MODEL",
+        autocompletion=completion.runs,
+        help="Directory of a run, or model in Hugging Face format.",
     ),
 ]
 Step = Annotated[
@@ -44,12 +47,18 @@ Step = Annotated[
     typer.Option(metavar="K", help="Checkpoint of the run (default: the last one)."),
 ]
 Tasks = Annotated[
-    str | None, typer.Option(metavar="A,B", help="Tasks to play (default: those of the run).")
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        autocompletion=completion.tasks,
+        help="Tasks to play (default: those of the run).",
+    ),
 ]
 Experience = Annotated[
     str | None,
     typer.Option(
         metavar="SOURCE",
+        autocompletion=completion.choices(SOURCE_LABELS),
         help="none (default), bank (only read), or online (a bank that is built meanwhile).",
     ),
 ]
@@ -70,11 +79,20 @@ Out = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Preset of the settings of a MODEL (default: cpu)."),
+    typer.Option(
+        metavar="NAME",
+        autocompletion=completion.presets,
+        help="Preset of the settings of a MODEL (default: cpu).",
+    ),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completion.assignments,
+        help="Override a setting. Repeatable.",
+    ),
 ]
 Show = Annotated[bool, typer.Option("--show", help="Show the saved evaluations.")]
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import MethodOption, Preset, Seed, Sets, Tasks, command
 from crl.errors import ConfigError
 
@@ -57,6 +58,7 @@ def learn(
         typer.Option(
             "--from",
             metavar="RUN|FILE",
+            autocompletion=completion.runs,
             help="Run or rollouts whose recorded episodes are trained on, or one file of them: "
             "RUN/episodes/STEP.jsonl.gz.",
         ),

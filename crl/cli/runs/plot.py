@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import command
 from crl.errors import ConfigError
 
@@ -23,7 +24,12 @@ CURVE = 40
 
 @command
 def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Directories of runs.", autocompletion=completion.runs
+        ),
+    ],
     what: Annotated[
         str,
         typer.Option(metavar="NAME", help="success, time, actor, extractor, bank or credit."),

@@ -10,13 +10,19 @@ from typing import Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import command
 from crl.errors import ConfigError
 
 
 @command
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Directories of runs.", autocompletion=completion.runs
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="File to write (default: RUN/report.html)."),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import Seed, Sets, command
 from crl.cli.runs.halves import NewRun, new_folder, run_of_file, shard_of_file
 from crl.errors import ConfigError
@@ -60,11 +61,18 @@ OBJECTIVE: Mapping[str, float] = {"temperature": 1.0, "kl_coef": 0.0}
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────
 
+
+def _sources(incomplete: str) -> list[str]:
+    """Complete the source of demonstrations."""
+    return completion.choices((SCRIPTED, DRILLS))(incomplete) + completion.runs(incomplete)
+
+
 Source = Annotated[
     str,
     typer.Option(
         "--from",
         metavar="SOURCE",
+        autocompletion=_sources,
         help="scripted = demonstrations of the environments' scripted players; drills = those of "
         "the bundled models; or a run with recorded episodes, one file of them "
         "(RUN/episodes/STEP.jsonl.gz), or conversations (FILE.jsonl).",
@@ -80,15 +88,25 @@ TrainedRole = Annotated[
 ]
 Tasks = Annotated[
     str | None,
-    typer.Option(metavar="A,B", help="Tasks; not for recorded episodes, else required."),
+    typer.Option(
+        metavar="A,B",
+        autocompletion=completion.tasks,
+        help="Tasks; not for recorded episodes, else required.",
+    ),
 ]
 Model = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Model to train (default: ROLE.model).")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        autocompletion=completion.models,
+        help="Model to train (default: ROLE.model).",
+    ),
 ]
 SourcePreset = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
+        autocompletion=completion.presets,
         help="Preset to start from: a name, or the path of a TOML file (default: cpu). Recorded "
         "episodes have the settings of their run.",
     ),

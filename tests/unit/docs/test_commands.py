@@ -71,6 +71,8 @@ NOT_RUN = {
         "needs trained runs; see tests/unit/report/test_plot.py"
     ),
     "crl make-models --out models": "takes an hour",
+    "crl --install-completion": "changes the configuration of a shell; see test_completion.py",
+    "crl --show-completion": "depends on the shell; see test_completion.py",
     "crl bank build --from RUN": "needs episodes; see tests/integration/test_bank_build.py",
     "crl bank build --from runs/mine --run-dir runs/offline": (
         "needs episodes; see tests/integration/test_bank_build.py"

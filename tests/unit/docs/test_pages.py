@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
@@ -163,6 +164,14 @@ def test_the_table_of_commands_is_complete() -> None:
     assert sorted(row.strip() for row in rows) == sorted(command_names(get_command(app)))
 
 
+def test_the_table_of_extras_is_complete() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    section = page.partition("\n### Extras\n")[2].partition("\n### ")[0]
+    names = re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert sorted(names) == sorted(project["optional-dependencies"])
+
+
 def command_names(command: Any) -> Iterator[str]:
     """Yield the names of all commands below a group, such as `bank ls`."""
     for name, child in command.commands.items():
@@ -199,7 +208,7 @@ def parse(words: Sequence[str]) -> None:
     command = get_command(app)
     path = ["crl"]
     while subcommands := getattr(command, "commands", None):
-        if words == ["--version"]:
+        if words in (["--version"], ["--install-completion"], ["--show-completion"]):
             return
         name = words.pop(0) if words else ""
         assert name in subcommands, f"{' '.join(path)} has no command {name!r}"
