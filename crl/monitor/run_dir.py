@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from crl.errors import ConfigError
+
+LOCK_WAIT_S = 1.0
+"""Seconds for which a run waits for its lock. `RunDir.is_locked` holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,22 @@ class RunDir:
         if another process holds the lock.
         """
         with (self.path / ".lock").open("a", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                reason = "another process is training this run"
-                raise ConfigError(
-                    "run", str(self.path), reason, "Wait for its end, or interrupt it first"
-                ) from error
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while not _locked(file, fcntl.LOCK_EX):
+                if time.monotonic() >= deadline:
+                    reason = "another process is training this run"
+                    remedy = "Wait for its end, or interrupt it first"
+                    raise ConfigError("run", str(self.path), reason, remedy)
+                time.sleep(0.02)
             yield
+
+    def is_locked(self) -> bool:
+        """Return whether a process holds the lock of the run. Nothing is written."""
+        try:
+            with (self.path / ".lock").open("rb") as file:
+                return not _locked(file, fcntl.LOCK_SH)
+        except OSError:
+            return False
 
     def open_log(self) -> TextIO:
         """Open log.txt to append text. Lone surrogates, which UTF-8 does not have, are escaped.
@@ -97,6 +109,10 @@ class RunDir:
         return self.path / "log.txt"
 
     @property
+    def progress(self) -> Path:
+        return self.path / "progress.json"
+
+    @property
     def bank(self) -> Path:
         return self.path / "bank.sqlite"
 
@@ -111,6 +127,15 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """Return the directory of the checkpoint after `step` actor steps."""
         return self.checkpoints / str(step)
+
+
+def _locked(file: IO[Any], mode: int) -> bool:
+    """Lock an open file until it is closed. Return False if another process prevents this."""
+    try:
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def require_free(path: Path) -> None:
