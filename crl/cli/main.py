@@ -5,10 +5,8 @@ Modules that need torch are imported inside the commands, so that `crl --help` i
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
-import sys
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +19,7 @@ from crl.cli import bank, config, models
 from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, chosen, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
+from crl.cli.output import is_terminal
 from crl.cli.play import play
 from crl.cli.runs.build import build
 from crl.cli.runs.compare import compare
@@ -29,6 +28,7 @@ from crl.cli.runs.eval import evaluate
 from crl.cli.runs.halves import learn, rollout
 from crl.cli.runs.sft import sft
 from crl.cli.tasks import list_tasks
+from crl.cli.watch import watch
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -272,27 +272,18 @@ def export(
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
     """Return the dashboard if stdout is a terminal that can show it, otherwise log lines."""
-    if plain or not _is_terminal():
+    if plain or not is_terminal():
         from crl.monitor.plain import PlainMonitor
 
         return PlainMonitor(steps=config.run.steps)
-    from crl.cli.dashboard import Dashboard
+    from crl.cli.dashboard.screen import Dashboard
     from crl.monitor.snapshot import RunInfo
 
-    return Dashboard(RunInfo(run_dir.name, config.spec.name, tuple(config.tasks), config.run.steps))
-
-
-def _is_terminal() -> bool:
-    """Return whether stdout is a terminal that supports control sequences and Unicode."""
-    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    return (
-        sys.stdout.isatty()
-        and unicode
-        and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    )
+    return Dashboard(RunInfo.of(config, run_dir))
 
 
 app.command("eval", cls=Command)(evaluate)
+app.command("watch", cls=Command)(watch)
 app.command("compare", cls=Command)(compare)
 app.command("tasks", cls=Command)(list_tasks)
 app.command("play", cls=Command)(play)
