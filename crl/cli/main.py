@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+from contextlib import closing
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -140,6 +141,7 @@ def train(
     from crl.config.command import train_command
     from crl.config.load import load
     from crl.monitor.run_dir import require_free
+    from crl.monitor.stages import stage
 
     given = {"method": method, "run.steps": steps, "run.seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
@@ -157,20 +159,16 @@ def train(
         return 0
     if size is not None:
         raise ConfigError("size", size, "only applies to a dry run", "Add --dry-run")
-    from crl.run.main import train as run
-
     repeated = {
         "--tasks": tasks,
         "--method": method,
         "--preset": None if preset == "cpu" else preset,
         "--steps": steps,
     }
-    return run(
-        config,
-        run_dir,
-        command=train_command(repeated, sets or ()),
-        screen=_screen(config, run_dir, plain),
-    )
+    with closing(_screen(config, run_dir, plain)) as screen:
+        with stage(screen, "import of the libraries"):
+            from crl.run.main import train as run
+        return run(config, run_dir, command=train_command(repeated, sets or ()), screen=screen)
 
 
 @app.command(cls=Command)

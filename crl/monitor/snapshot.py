@@ -225,6 +225,20 @@ class Snapshot:
         """Return the newest value of a metric. None if there is none."""
         return self.series(kind, name).last
 
+    def with_times(
+        self, elapsed: float | None, remaining: float | None, stages: tuple[Stage, ...]
+    ) -> Snapshot:
+        """Return the snapshot with stages, and with the elapsed and the remaining seconds.
+
+        `remaining`: time until the end of the last step. The last evaluation is added to it.
+        """
+        if self.progress.step >= self.run.steps:
+            remaining = max((stage.remaining or 0.0 for stage in stages), default=0.0)
+        elif remaining is not None:
+            remaining += self.last("eval", "time/eval") or 0.0
+        progress = replace(self.progress, elapsed=elapsed, remaining=remaining)
+        return replace(self, progress=progress, stages=stages)
+
 
 # ── folding ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -338,9 +352,8 @@ class SnapshotMonitor(Monitor):
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot with the elapsed and the remaining time."""
-        elapsed, snapshot = self._clock() - self._start, self._snapshot
-        progress = replace(snapshot.progress, elapsed=elapsed, remaining=self._remaining())
-        return replace(snapshot, progress=progress, stages=self._stages.now())
+        elapsed = self._clock() - self._start
+        return self._snapshot.with_times(elapsed, self.remaining(), self._stages.now())
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         with self._lock:
@@ -375,10 +388,11 @@ class SnapshotMonitor(Monitor):
                 warnings=(*kept, *dict.fromkeys(found))[-WARNINGS:],
             )
 
-    def _remaining(self) -> float | None:
-        """Return the estimated seconds until the end, at the mean pace of the last steps.
+    def remaining(self) -> float | None:
+        """Return the estimated seconds until the end of the last step.
 
-        Return None before two steps are trained.
+        The estimate assumes the mean pace of the last steps. Return None before two steps are
+        trained.
         """
         times = tuple(self._train_times)
         if len(times) < 2:

@@ -136,23 +136,15 @@ class RunFollower:
         """Return the contents of the dashboard."""
         s = self._monitor.snapshot()
         running = self.running
-        elapsed, remaining = self._time, s.progress.remaining
+        elapsed, remaining = self._time, self._monitor.remaining()
         if elapsed is not None and running:
             with suppress(OSError):  # time since the last line
                 age = max(0.0, self._now() - self._run.metrics.stat().st_mtime)
                 elapsed += age
                 remaining = None if remaining is None else max(0.0, remaining - age)
-        return replace(
-            s,
-            progress=replace(
-                s.progress,
-                elapsed=elapsed,
-                remaining=None if self._time is None else remaining,
-            ),
-            episodes=self._episodes,
-            stages=read_stages(self._run.progress) if running else (),
-            status="" if running else self.status,
-        )
+        stages = read_stages(self._run.progress) if running else ()
+        s = s.with_times(elapsed, None if self._time is None else remaining, stages)
+        return replace(s, episodes=self._episodes, status="" if running else self.status)
 
     @property
     def running(self) -> bool:

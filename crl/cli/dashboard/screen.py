@@ -134,7 +134,7 @@ class LiveScreen:
 
 
 class Dashboard(Monitor):
-    """`Monitor` that occupies the terminal from its first note or metrics line until `close`.
+    """`Monitor` that occupies the terminal from its first call until `close`.
 
     Notes, and the output that Python code prints meanwhile, are buffered and printed after the
     terminal is restored. A separate thread draws. It only reads snapshots, so no call here waits
@@ -174,6 +174,7 @@ class Dashboard(Monitor):
 
     def progress(self, stage: str, done: int, total: int) -> None:
         self._run.progress(stage, done, total)
+        self._start()
 
     def note(self, text: str) -> None:
         self._buffer_text(self._stream, text)
