@@ -158,7 +158,10 @@ class RunFollower:
             return self._ending
         if self._evaluated >= self._info.steps:
             return "finished"
-        return "ended before its last evaluation, without a note (killed?)"
+        if not self._run.log.exists():
+            return "not started"
+        # Commands such as crl rollout make no evaluation.
+        return "ended" if self._evaluated < 0 else "ended before its last evaluation (killed?)"
 
     # ── notes ─────────────────────────────────────────────────────────────────────────────────────
 

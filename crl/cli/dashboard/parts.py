@@ -31,6 +31,9 @@ WIDE = 100
 BAR_WIDTH = 20
 """Width of the bar of a success rate."""
 
+END_WIDTH = 22
+"""Width for a further metric after a success rate, so that the histories of lines are aligned."""
+
 TIME_PARTS = {
     "wait": ("░", "blue"),
     "prepare": ("▗", "green"),
@@ -93,7 +96,7 @@ def rate_line(label: str, series: Series, width: int, style: str, end: Text | No
     value = series.last or 0.0
     bar_width = BAR_WIDTH if width >= 76 else 0
     filled = round(bar_width * min(1.0, max(0.0, value)))
-    space = width - LABEL_WIDTH - 7 - bar_width - 3 - end.cell_len
+    space = width - LABEL_WIDTH - 7 - bar_width - 3 - max(END_WIDTH, end.cell_len)
     history = sparkline(series, min(HISTORY, space), 0, 1)
     return Text.assemble(
         (label.ljust(LABEL_WIDTH), DIM),
@@ -198,7 +201,11 @@ def experience_lines(s: Snapshot, width: int) -> list[Text]:
     """Return the experiences of the snapshot, the best lift first."""
     names = [one_line(experience.task, TASK_WIDTH) for experience in s.experiences]
     task_width = min(TASK_WIDTH, max(map(cell_len, names), default=0))
-    return [experience_line(experience, width, task_width) for experience in s.experiences]
+    goals = width >= WIDE and any(experience.goal for experience in s.experiences)
+    return [
+        experience_line(experience, width, task_width, with_goal=goals)
+        for experience in s.experiences
+    ]
 
 
 def without_lift(s: Snapshot) -> Text | None:
@@ -209,25 +216,23 @@ def without_lift(s: Snapshot) -> Text | None:
     return Text(f"{size - known:,.0f} of {size:,.0f} experiences of the bank have no lift yet", DIM)
 
 
-def experience_line(e: Experience, width: int, task_width: int = TASK_WIDTH) -> Text:
-    """Return a line with retrievals, lift, task and text of an experience.
-
-    A wide window also shows the goal.
-    """
+def experience_line(
+    e: Experience, width: int, task_width: int = TASK_WIDTH, *, with_goal: bool = False
+) -> Text:
+    """Return a line with retrievals, lift, task and text of an experience."""
     lift = e.counters.lift
     style = ("", GUIDED, "red")[lift.sign] if lift else ""
     task = Text(one_line(e.task, width), DIM)
     task.truncate(task_width, overflow="ellipsis", pad=True)
-    goal = Text(one_line(e.goal, width), DIM) if width >= WIDE else Text()
-    goal.truncate(width // 4 if width >= WIDE else 0, overflow="ellipsis", pad=True)
+    goal = Text(one_line(e.goal, width), DIM)
+    goal.truncate(width // 4, overflow="ellipsis", pad=True)
     return Text.assemble(
         f"{format_number(e.counters.retrieved, ',.0f', 6):>6} ",
         (f"{plus_minus(lift.mean, lift.half_width, 2) if lift else '–':>13}", style),
         "  ",
         task,
         "  ",
-        goal,
-        "  " if width >= WIDE else "",
+        *((goal, "  ") if with_goal else ()),
         one_line(e.text, 4 * width),
     )
 

@@ -269,6 +269,9 @@ class LineStream(io.TextIOBase):
             self._on_line(line.rstrip("\r").rpartition("\r")[2])
         return len(text)
 
+    def flush(self) -> None:
+        """Do nothing. A handler of log lines may flush the stream after it was closed."""
+
     def close(self) -> None:
         """Pass on the rest as a line."""
         if self._partial_line:

@@ -158,8 +158,9 @@ class TerminalSignals:
         self._leave()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        # The process goes on here after SIGCONT.
+        # The process goes on here after SIGCONT, or if the signal had no effect.
         signal.signal(number, self._stop)
+        self._enter()
 
     def _continue(self, number: int, frame: FrameType | None) -> None:
         self._enter()
