@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pyte
+import pyte  # pyright: ignore[reportMissingImports]
 
 ENTER, LEAVE, SHOW, HIDE = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h", "\x1b[?25l"
 """Control sequences: alternate screen on and off, cursor on and off."""

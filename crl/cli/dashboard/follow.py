@@ -90,13 +90,13 @@ class RunFollower:
     """
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
-        config = load_saved(path).config
         self._run, self._now = RunDir(path), now
-        self._info = RunInfo.of(config, path)
         self._restart()
 
     def _restart(self) -> None:
         """Forget everything that was read, for example after the run was resumed."""
+        self._info = RunInfo.of(load_saved(self._run.path).config, self._run.path)
+        self._config_version = self._run.config.stat().st_mtime_ns
         self._metrics = GrowingFile(self._run.metrics)
         self._log = GrowingFile(self._run.log, LOG_BYTES)
         self._time: float | None = 0.0
@@ -113,8 +113,9 @@ class RunFollower:
 
         `on_line` also gets the new metrics and notes.
         """
-        if self._metrics.replaced() or self._log.replaced():
-            self._restart()
+        if self._is_replaced():
+            with suppress(ConfigError, OSError):  # it is just being written
+                self._restart()
         monitors = [self._monitor, *([on_line] if on_line else [])]
         for line in self._log.lines():
             note = _without_time(line)
@@ -131,6 +132,13 @@ class RunFollower:
                     monitor.log(step, kind, metrics)
         self._bank_due = self._at_times(self._bank_due, self._read_bank)
         self._episodes_due = self._at_times(self._episodes_due, self._read_episodes)
+
+    def _is_replaced(self) -> bool:
+        """Return whether files that were read have other contents now."""
+        with suppress(OSError):
+            if self._run.config.stat().st_mtime_ns != self._config_version:
+                return True
+        return self._metrics.replaced() or self._log.replaced()
 
     def snapshot(self) -> Snapshot:
         """Return the contents of the dashboard."""

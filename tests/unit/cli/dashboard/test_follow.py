@@ -133,6 +133,9 @@ def test_a_resumed_run_is_read_anew(run: RunDir):
     s = follower.snapshot()
     assert (s.progress.step, s.series("train", "rollout/success").values) == (1, (0.25,))
     assert len(s.notes) == 2, "the log was read anew, too"
+    dump(load(["room"], options={"run.steps": 7}), run.config)
+    follower.update()
+    assert follower.snapshot().run.steps == 7
 
 
 def test_a_deterministic_run_has_no_times(run: RunDir):
