@@ -333,6 +333,13 @@ class Monitor:
         Called once per step.
         """
 
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Show that `done` of the `total` parts of a stage are finished.
+
+        A stage is work that takes time, such as an evaluation. The first call begins it, and a call
+        with `done` = `total` ends it.
+        """
+
     def note(self, text: str) -> None:
         """Write a line for readers to the log and the screen."""
 

@@ -5,10 +5,9 @@ Modules that need torch are imported inside the commands, so that `crl --help` i
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
-import sys
+from contextlib import closing
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +20,7 @@ from crl.cli import bank, completion, config, models
 from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, chosen, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
+from crl.cli.output import is_terminal
 from crl.cli.play import play
 from crl.cli.runs.build import build
 from crl.cli.runs.compare import compare
@@ -31,6 +31,7 @@ from crl.cli.runs.plot import plot
 from crl.cli.runs.report import report
 from crl.cli.runs.sft import sft
 from crl.cli.tasks import list_tasks
+from crl.cli.watch import watch
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def train(
     from crl.config.command import train_command
     from crl.config.load import load
     from crl.monitor.run_dir import require_free
+    from crl.monitor.stages import stage
 
     given = {"method": method, "run.steps": steps, "run.seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
@@ -162,20 +164,16 @@ def train(
         return 0
     if size is not None:
         raise ConfigError("size", size, "only applies to a dry run", "Add --dry-run")
-    from crl.run.main import train as run
-
     repeated = {
         "--tasks": tasks,
         "--method": method,
         "--preset": None if preset == "cpu" else preset,
         "--steps": steps,
     }
-    return run(
-        config,
-        run_dir,
-        command=train_command(repeated, sets or ()),
-        screen=_screen(config, run_dir, plain),
-    )
+    with closing(_screen(config, run_dir, plain)) as screen:
+        with stage(screen, "import of the libraries"):
+            from crl.run.main import train as run
+        return run(config, run_dir, command=train_command(repeated, sets or ()), screen=screen)
 
 
 @app.command(cls=Command)
@@ -281,27 +279,18 @@ def export(
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:
     """Return the dashboard if stdout is a terminal that can show it, otherwise log lines."""
-    if plain or not _is_terminal():
+    if plain or not is_terminal():
         from crl.monitor.plain import PlainMonitor
 
         return PlainMonitor(steps=config.run.steps)
-    from crl.cli.dashboard import Dashboard
+    from crl.cli.dashboard.screen import Dashboard
     from crl.monitor.snapshot import RunInfo
 
-    return Dashboard(RunInfo(run_dir.name, config.spec.name, tuple(config.tasks), config.run.steps))
-
-
-def _is_terminal() -> bool:
-    """Return whether stdout is a terminal that supports control sequences and Unicode."""
-    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    return (
-        sys.stdout.isatty()
-        and unicode
-        and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    )
+    return Dashboard(RunInfo.of(config, run_dir))
 
 
 app.command("eval", cls=Command)(evaluate)
+app.command("watch", cls=Command)(watch)
 app.command("compare", cls=Command)(compare)
 app.command("report", cls=Command)(report)
 app.command("plot", cls=Command)(plot)

@@ -6,6 +6,7 @@ Modules that need more than typer are imported inside the functions.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,16 @@ def terminal_width() -> int | None:
     Return None if the output is not a terminal; then nothing is cut.
     """
     return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
+
+
+def is_terminal() -> bool:
+    """Return whether stdout is a terminal that supports control sequences and Unicode."""
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    return (
+        sys.stdout.isatty()
+        and unicode
+        and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    )
 
 
 def print_lines(lines: Iterable[str]) -> None:

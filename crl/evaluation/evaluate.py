@@ -236,7 +236,11 @@ class Evaluator:
             if online_evaluator
             else []
         )
-        results = await self.scheduler.gather(parts)
+        episodes = sum(len(tasks) * (1 + self._plays_guided(s)) for s, tasks in self.sets.items())
+        if online_evaluator:
+            episodes += online_evaluator.episodes
+        with self.scheduler.expecting(episodes):
+            results = await self.scheduler.gather(parts)
         played: dict[EvalKey, list[Trajectory]] = results[0]
         online_results: dict[str, OnlineResult] = results[1] if online_evaluator else {}
         online_played: dict[EvalKey, list[Trajectory]] = {}
@@ -275,6 +279,10 @@ class Evaluator:
             },
         )
 
+    def _plays_guided(self, eval_set: EvalSet) -> bool:
+        """Return whether a set is also played with the run's bank."""
+        return self.guided is not None and eval_set[1] == "seen"
+
     async def _play_sets(self) -> dict[EvalKey, list[Trajectory]]:
         parts = [partial(self._play, *item) for item in self.sets.items()]
         played = await self.scheduler.gather(parts)
@@ -286,7 +294,7 @@ class Evaluator:
         """Play one eval set. Every condition has the same draws, so differences are paired."""
         name, split = eval_set
         keys = eval_keys(eval_set, len(tasks))
-        if self.guided is None or split != "seen":
+        if self.guided is None or not self._plays_guided(eval_set):
             free = await self.scheduler.play(self.runner, "free", keys, tasks)
             return {(name, split, "free"): free}
         guided = await self.scheduler.play(self.guided, "guided", keys, tasks)

@@ -114,6 +114,12 @@ class OnlineEvaluator:
         self._runner_without_overtime = replace(runner, limits=without_overtime(runner.limits))
         self._comparison_lock = asyncio.Lock()  # the GPU plan has one untrained extractor
 
+    @property
+    def episodes(self) -> int:
+        """Number of episodes of one evaluation."""
+        visits = VISITS + VISITS - UNCOUNTED_VISITS  # with the bank and without it
+        return sum(len(task.places) * MEMBERS * visits for task in self._tasks.values())
+
     async def evaluate(self, *, compare_lessons: bool) -> dict[str, OnlineResult]:
         """Evaluate all tasks and return the results by task name.
 

@@ -71,7 +71,9 @@ class AdviceProbe:
         texts = self._cached_texts
         arms = [(name, advice) for name in self._tasks for advice in ADVICE_KINDS]
         parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
-        results = await self._scheduler.gather(parts)
+        places = sum(len(task.places) for task in self._tasks.values())
+        with self._scheduler.expecting(places * len(ADVICE_KINDS)):
+            results = await self._scheduler.gather(parts)
         successes = dict(zip(arms, results, strict=True))
         metrics: dict[str, float] = {}
         for name, task in self._tasks.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, TypeVar
@@ -17,6 +17,10 @@ from crl.types import Condition, Guidance, RolloutPlan, Task, Trajectory
 T = TypeVar("T")
 
 
+def no_report(done: int, total: int) -> None:
+    """Ignore the progress."""
+
+
 class EpisodeScheduler:
     """Scheduler of the parts of an evaluation, with at most `limit` episodes at a time.
 
@@ -26,13 +30,45 @@ class EpisodeScheduler:
 
     Otherwise all parts run at the same time. Their sets start in order, so most requests in a
     forward pass belong to one task and have similar lengths.
+
+    `report`: called with the number of finished episodes and of all episodes that are expected.
     """
 
-    def __init__(self, limit: int, *, in_order: bool = False) -> None:
-        self._limit, self._in_order = limit, in_order
+    def __init__(
+        self,
+        limit: int,
+        *,
+        in_order: bool = False,
+        report: Callable[[int, int], object] = no_report,
+    ) -> None:
+        self._limit, self._in_order, self._report = limit, in_order, report
+        self._expecting = self._done = self._total = 0
         self._free_slots = limit
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap
         self._arrival_numbers = itertools.count()
+
+    @contextmanager
+    def expecting(self, episodes: int) -> Iterator[None]:
+        """Report the progress of `episodes` episodes that are played inside the context.
+
+        Contexts that overlap count as one. Its progress ends with the last of them.
+        """
+        self._expecting += 1
+        self._total += episodes
+        self._finished(0)
+        try:
+            yield
+        finally:
+            self._expecting -= 1
+            if not self._expecting:
+                self._report(self._total, self._total)
+                self._done = self._total = 0
+
+    def _finished(self, episodes: int) -> None:
+        """Report that `episodes` more episodes are finished."""
+        if self._expecting:
+            self._done += episodes
+            self._report(min(self._done, self._total), self._total)
 
     async def gather(self, parts: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
         """Run `parts` and return their results in order. The first error cancels the others."""
@@ -55,7 +91,9 @@ class EpisodeScheduler:
 
         async def play(i: int) -> Trajectory:
             async with self._slot(urgent=urgent):
-                return await runner.play(keys[i], tasks[i], plan)
+                trajectory = await runner.play(keys[i], tasks[i], plan)
+            self._finished(1)
+            return trajectory
 
         trajectories: list[Trajectory] = []
         chunk = self._limit if self._in_order else max(len(keys), 1)
@@ -78,6 +116,7 @@ class EpisodeScheduler:
         the tool for questions.
         """
         to_replay = [i for i, t in enumerate(guided) if not _same_as_free(t, runner)]
+        self._finished(len(guided) - len(to_replay))
         tasks = [guided[i].task for i in to_replay]
         trajectories = await self.play(runner, "free", [keys[i] for i in to_replay], tasks)
         free = dict(zip(to_replay, trajectories, strict=True))

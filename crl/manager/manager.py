@@ -809,6 +809,7 @@ class ExperienceManager:
         Examples are bank/size, bank/size/TASK, queue/STATE, queue/retried, ops/KIND and
         dropped/REASON. See also `Store.counts`.
 
+        * bank/with_lift: entries that have a lift.
         * merge/skipped: merges that did not start because another merge was in progress.
         * refine/failed: questions that the extractor did not answer in time or at all.
         * total/sampled_tokens/extractor: tokens of the extractor's answers since the bank was
@@ -817,7 +818,9 @@ class ExperienceManager:
         sizes: dict[str, int] = {"bank/size": len(self._bank.entries)}
         for entry in self._bank.entries.values():
             sizes[f"bank/size/{entry.task}"] = sizes.get(f"bank/size/{entry.task}", 0) + 1
+        with_lift = sum(entry.counters.lift is not None for entry in self._bank.entries.values())
         metrics = {
+            "bank/with_lift": with_lift,
             "queue/retried": self._queue.retried,
             "merge/skipped": self._merges_skipped,
         }

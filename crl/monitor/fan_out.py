@@ -42,6 +42,9 @@ class FanOut(Monitor):
     def experiences(self, experiences: Sequence[Experience]) -> None:
         self._forward(lambda monitor: monitor.experiences(experiences))
 
+    def progress(self, stage: str, done: int, total: int) -> None:
+        self._forward(lambda monitor: monitor.progress(stage, done, total))
+
     def note(self, text: str) -> None:
         self._forward(lambda monitor: monitor.note(text))
 

@@ -1,7 +1,7 @@
-"""Monitor for metrics.jsonl and log.txt.
+"""Monitor for metrics.jsonl, log.txt and progress.json.
 
-Every call writes complete lines and flushes them, so that the files of a crashed run can be read
-with jq.
+Metrics and notes are written as complete lines and flushed, so that the files of a crashed run can
+be read with jq.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from crl.monitor.run_dir import RunDir
+from crl.monitor.stages import StageFile
 from crl.protocols import Metrics, Monitor
 
 MetricValue = float | int | str | None
@@ -37,6 +38,7 @@ class FileMonitor(Monitor):
         self._started = time.monotonic() if started is None else started
         self._metrics = run.metrics.open("a", encoding="utf-8")
         self._log = run.open_log()
+        self._stages = StageFile(run.progress)
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         """Write a line of metrics.
@@ -56,7 +58,11 @@ class FileMonitor(Monitor):
         self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
         self._log.flush()
 
+    def progress(self, stage: str, done: int, total: int) -> None:
+        self._stages.update(stage, done, total)
+
     def close(self) -> None:
+        self._stages.remove()
         for stream in (self._metrics, self._log):
             stream.close()
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from crl.errors import ConfigError
 
-READER_S = 0.1
-"""Seconds after which no reader that asks whether the run is `locked` still holds the lock."""
+LOCK_WAIT_S = 1.0
+"""Seconds for which a run waits for its lock. `RunDir.is_locked` holds the lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,22 @@ class RunDir:
         if another process holds the lock.
         """
         with (self.path / ".lock").open("a", encoding="utf-8") as file:
-            for wait in (READER_S, 0.0):
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if wait:
-                        time.sleep(wait)
-                        continue
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while not _locked(file, fcntl.LOCK_EX):
+                if time.monotonic() >= deadline:
                     reason = "another process is training this run"
-                    raise ConfigError(
-                        "run", str(self.path), reason, "Wait for its end, or interrupt it first"
-                    ) from error
+                    remedy = "Wait for its end, or interrupt it first"
+                    raise ConfigError("run", str(self.path), reason, remedy)
+                time.sleep(0.02)
             yield
 
-    @property
-    def locked(self) -> bool:
-        """True if a process trains the run now."""
+    def is_locked(self) -> bool:
+        """Return whether a process holds the lock of the run. Nothing is written."""
         try:
             with (self.path / ".lock").open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # no process has locked the run yet
+                return not _locked(file, fcntl.LOCK_SH)
+        except OSError:
             return False
-        return False
 
     def open_log(self) -> TextIO:
         """Open log.txt to append text. Lone surrogates, which UTF-8 does not have, are escaped.
@@ -118,6 +109,10 @@ class RunDir:
         return self.path / "log.txt"
 
     @property
+    def progress(self) -> Path:
+        return self.path / "progress.json"
+
+    @property
     def bank(self) -> Path:
         return self.path / "bank.sqlite"
 
@@ -132,6 +127,15 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """Return the directory of the checkpoint after `step` actor steps."""
         return self.checkpoints / str(step)
+
+
+def _locked(file: IO[Any], mode: int) -> bool:
+    """Lock an open file until it is closed. Return False if another process prevents this."""
+    try:
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def require_free(path: Path) -> None:

@@ -1,8 +1,7 @@
 """Contents of the dashboard, folded from the lines that a run logs. Nothing in this module draws.
 
 `fold` returns the next `Snapshot` for a snapshot and a line. `SnapshotMonitor` stores the newest
-snapshot and measures time. The annotation of a series is the name of its metric; {} in the name is
-replaced by the model or the task of the record.
+snapshot and measures time.
 """
 
 from __future__ import annotations
@@ -13,28 +12,50 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cache
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from crl.config.schema import RunConfig
 from crl.monitor.plain import EVAL_SUCCESS
+from crl.monitor.stages import Stage, Stages
 from crl.protocols import Metrics, Monitor
-from crl.types import Experience
+from crl.types import Experience, Trajectory, lift_order
 
-HISTORY = 60
+HISTORY = 120
 """Maximum number of values in a series. Older values are dropped."""
 
-NOTES = 50
+NOTES = 500
 """Maximum number of lines of notes in a snapshot. Older lines are dropped."""
+
+NOTE_CHARS = 2_000
+"""Maximum number of characters of a line of notes. The rest is dropped."""
+
+WARNINGS = 20
+"""Maximum number of different warnings in a snapshot. Older ones are dropped."""
 
 EXPERIENCES = 60
 """Maximum number of experiences in a snapshot."""
 
-_BANK_TASK = re.compile(r"bank/size/(.+)")
+EPISODE_CHARS = 20_000
+"""Maximum number of characters of a segment of an episode in a snapshot."""
+
+EPISODE_SEGMENTS = 200
+"""Maximum number of segments of an episode in a snapshot."""
+
+UPDATES = "actor/updates"
+"""Metric that is a sum since the start in a snapshot."""
+
+KINDS = 20
+"""Maximum number of kinds of lines in a snapshot."""
+
+METRICS = 1_000
+"""Maximum number of metrics of one kind of line in a snapshot."""
+
+WARNING = re.compile(r"warning: (.+)|\S{1,500}?:\d+: (\w*Warning: .+)")
+"""Line of a note that is a warning: of crl, or of Python's module `warnings`."""
+
 _PROBE = re.compile(r"probe/([^/]+)/(none|right|wrong)")
-
-R = TypeVar("R")
-
 
 # ── contents ────────────────────────────────────────────────────────────────────────────────────
 
@@ -68,161 +89,14 @@ class RunInfo:
     tasks: tuple[str, ...]
     steps: int
     """Number of actor steps in the whole run."""
+    path: str = ""
+    """Run directory, for commands that are shown. Empty = unknown."""
 
-
-@dataclass(frozen=True)
-class TaskRollout:
-    """Metrics of the training episodes of one task, in a run with several tasks."""
-
-    success: Annotated[Series, "rollout/{}/success"] = EMPTY
-    turns: Annotated[Series, "rollout/{}/turns"] = EMPTY
-    """Actions per episode."""
-    used: Annotated[Series, "rollout/{}/used"] = EMPTY
-    """Share of guided episodes that received an experience."""
-
-
-@dataclass(frozen=True)
-class RolloutSuccess:
-    """Success rates of the training episodes."""
-
-    mean: Annotated[Series, "rollout/success"] = EMPTY
-    """Success rate of all episodes."""
-    guided: Annotated[Series, "rollout/success/guided"] = EMPTY
-    free: Annotated[Series, "rollout/success/free"] = EMPTY
-    used: Annotated[Series, "rollout/success/used"] = EMPTY
-    """Success rate of the episodes that received an experience."""
-    gap: Annotated[Series, "rollout/gap"] = EMPTY
-    """Success rate of guided minus free members."""
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """Age of the sampled tokens, in policy versions."""
-
-    mean: Annotated[Series, "staleness/mean"] = EMPTY
-    max: Annotated[Series, "staleness/max"] = EMPTY
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Speed of the rollouts."""
-
-    tokens_per_s: Annotated[Series, "perf/sampled_tokens_per_s"] = EMPTY
-    episodes_per_s: Annotated[Series, "perf/episodes_per_s"] = EMPTY
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Metrics of the training episodes, one value per step."""
-
-    success: RolloutSuccess = RolloutSuccess()
-    errors: Annotated[Series, "rollout/errors"] = EMPTY
-    """Number of episodes that failed with an error."""
-    staleness: Staleness = Staleness()
-    speed: Speed = Speed()
-    tasks: Mapping[str, TaskRollout] = field(default_factory=dict)
-    """Metrics by task. Empty in a run with one task."""
-
-
-@dataclass(frozen=True)
-class RatioMetrics:
-    """Importance ratios and KL divergences of an update."""
-
-    mean: Annotated[Series, "{}/ratio_mean"] = EMPTY
-    clip_fraction: Annotated[Series, "{}/clip_fraction"] = EMPTY
-    approx_kl: Annotated[Series, "{}/approx_kl"] = EMPTY
-    mismatch_kl: Annotated[Series, "{}/mismatch_kl"] = EMPTY
-
-
-@dataclass(frozen=True)
-class UpdateMetrics:
-    """Progress of the training of one model."""
-
-    count: Annotated[Series, "{}/updates"] = EMPTY
-    """Number of updates since the start of the run."""
-    version: Annotated[Series, "{}/version"] = EMPTY
-    learning_rate: Annotated[Series, "{}/learning_rate"] = EMPTY
-    seconds: Annotated[Series, "time/train"] = EMPTY
-    """Duration of the training step, in seconds."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """Metrics of one trained model.
-
-    The actor has one value per step, the extractor one per update.
-    """
-
-    loss: Annotated[Series, "{}/loss"] = EMPTY
-    entropy: Annotated[Series, "{}/entropy"] = EMPTY
-    reward: Annotated[Series, "{}/reward"] = EMPTY
-    """Mean reward of the samples. Only the extractor has this metric."""
-    ratio: RatioMetrics = RatioMetrics()
-    updates: UpdateMetrics = UpdateMetrics()
-
-
-@dataclass(frozen=True)
-class Models:
-    """Metrics of the trained models."""
-
-    actor: Model = Model()
-    extractor: Model | None = None
-    """Metrics of the extractor; None before the first line about it."""
-
-
-@dataclass(frozen=True)
-class OpCounts:
-    """Number of operations of the extractor by kind."""
-
-    added: Annotated[Series, "ops/add"] = EMPTY
-    updated: Annotated[Series, "ops/update"] = EMPTY
-    returned: Annotated[Series, "ops/return"] = EMPTY
-    dropped: Annotated[Series, "ops/drop"] = EMPTY
-
-
-@dataclass(frozen=True)
-class QueueMetrics:
-    """Number of episodes in the distillation queue by state."""
-
-    pending: Annotated[Series, "queue/pending"] = EMPTY
-    leased: Annotated[Series, "queue/leased"] = EMPTY
-    dead: Annotated[Series, "queue/dead"] = EMPTY
-
-    @property
-    def size(self) -> float | None:
-        """Number of episodes that wait for distillation or are being distilled. None if unknown."""
-        known = [value for value in (self.pending.last, self.leased.last) if value is not None]
-        return sum(known) if known else None
-
-
-@dataclass(frozen=True)
-class RetrievalMetrics:
-    """Metrics of searches and their results."""
-
-    hit_rate: Annotated[Series, "retrieval/hit_rate"] = EMPTY
-    """Share of searches that returned an experience."""
-    same_goal: Annotated[Series, "retrieval/same_goal"] = EMPTY
-    """Share of returned experiences whose goal is the goal of the episode."""
-    p50_ms: Annotated[Series, "perf/search_p50_ms"] = EMPTY
-    p95_ms: Annotated[Series, "perf/search_p95_ms"] = EMPTY
-    cache_hits: Annotated[Series, "perf/embed_cache_hits"] = EMPTY
-    """Share of embedded texts that were in the cache."""
-
-
-@dataclass(frozen=True)
-class BankMetrics:
-    """Metrics of the bank, the distillation queue and retrieval."""
-
-    size: Annotated[Series, "bank/size"] = EMPTY
-    size_by_task: Mapping[str, float] = field(default_factory=dict)
-    """Number of active entries of each task."""
-    ops: OpCounts = OpCounts()
-    queue: QueueMetrics = QueueMetrics()
-    ready: Annotated[Series, "buffer/ready"] = EMPTY
-    """Number of credit units that are ready for training."""
-    retrieval: RetrievalMetrics = RetrievalMetrics()
-    correct: Annotated[Series, "lessons/correct"] = EMPTY
-    """Share of answers of the extractor with a correct lesson."""
+    @classmethod
+    def of(cls, config: RunConfig, path: Path) -> RunInfo:
+        """Return the information about the run with this config and directory."""
+        name = path.name or path.resolve().name
+        return cls(name, config.spec.name, tuple(config.tasks), config.run.steps, str(path))
 
 
 @dataclass(frozen=True)
@@ -271,12 +145,54 @@ class Progress:
 
     step: int = 0
     """Number of completed steps."""
-    elapsed: float = 0.0
-    """Seconds since the start."""
+    elapsed: float | None = 0.0
+    """Seconds since the start. None if unknown."""
     remaining: float | None = None
     """Estimated seconds until the end. None before there is an estimate."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of the last step, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """Episodes of one group, without their token columns and with shortened texts.
+
+    Two values are equal only if they are the same object, so that a drawing can be kept.
+    """
+
+    members: tuple[Trajectory, ...] = ()
+
+    @classmethod
+    def of_last_group(cls, trajectories: Sequence[Trajectory]) -> Episodes:
+        """Return the members of the group of the last trajectory."""
+        if not trajectories:
+            return cls()
+        last = trajectories[-1].address
+        return cls(
+            tuple(
+                shortened(t)
+                for t in trajectories
+                if (t.address.step, t.address.group) == (last.step, last.group)
+            )
+        )
+
+
+def shortened(trajectory: Trajectory) -> Trajectory:
+    """Return an episode without token columns, with at most `EPISODE_CHARS` of each text."""
+    task, outcome = trajectory.task, trajectory.outcome
+    segments = tuple(
+        segment
+        if len(segment.text) <= EPISODE_CHARS
+        else replace(segment, text=segment.text[:EPISODE_CHARS] + "…")
+        for segment in trajectory.segments[:EPISODE_SEGMENTS]
+    )
+    return replace(
+        trajectory,
+        task=replace(task, goal=task.goal[:EPISODE_CHARS]),
+        outcome=replace(outcome, error=outcome.error and outcome.error[:EPISODE_CHARS]),
+        segments=segments,
+        traces=(),
+    )
 
 
 @dataclass(frozen=True)
@@ -285,15 +201,43 @@ class Snapshot:
 
     run: RunInfo
     progress: Progress = Progress()
-    rollout: Rollout = Rollout()
-    models: Models = Models()
-    bank: BankMetrics | None = None
-    """Metrics of the bank; None before the first line about it."""
     evaluations: Evaluations = Evaluations()
     experiences: tuple[Experience, ...] = ()
-    """Bank entries, the most recently retrieved first."""
+    """Bank entries with a lift among those of the last searches, the best lift first."""
+    episodes: Episodes = Episodes()
+    """Last group of training episodes."""
+    metrics: Mapping[str, Mapping[str, Series]] = field(default_factory=dict)
+    """Histories of all metrics by the kind of their line and their name."""
+    stages: tuple[Stage, ...] = ()
+    """Stages under way."""
     notes: tuple[str, ...] = ()
     """Lines of notes, the oldest first."""
+    warnings: tuple[str, ...] = ()
+    """Different warnings, the one that was repeated last at the end."""
+    status: str = ""
+    """State of a run that is not under way. Empty = under way."""
+
+    def series(self, kind: str, name: str) -> Series:
+        """Return the history of a metric in lines of a kind. It is empty for an unknown metric."""
+        return self.metrics.get(kind, {}).get(name, EMPTY)
+
+    def last(self, kind: str, name: str) -> float | None:
+        """Return the newest value of a metric. None if there is none."""
+        return self.series(kind, name).last
+
+    def with_times(
+        self, elapsed: float | None, remaining: float | None, stages: tuple[Stage, ...]
+    ) -> Snapshot:
+        """Return the snapshot with stages, and with the elapsed and the remaining seconds.
+
+        `remaining`: time until the end of the last step. The last evaluation is added to it.
+        """
+        if self.progress.step >= self.run.steps:
+            remaining = max((stage.remaining or 0.0 for stage in stages), default=0.0)
+        elif remaining is not None:
+            remaining += self.last("eval", "time/eval") or 0.0
+        progress = replace(self.progress, elapsed=elapsed, remaining=remaining)
+        return replace(self, progress=progress, stages=stages)
 
 
 # ── folding ─────────────────────────────────────────────────────────────────────────────────────
@@ -302,8 +246,16 @@ class Snapshot:
 def fold(snapshot: Snapshot, step: int, kind: str, metrics: Metrics) -> Snapshot:
     """Return the snapshot after one more line.
 
-    A line of a kind that is not shown changes nothing.
+    A line of an unknown kind only extends the histories.
     """
+    known = snapshot.metrics.get(kind, {})
+    if kind == "train" and UPDATES in metrics:  # the line has the updates of its own step only
+        before = snapshot.series("train", UPDATES).last or 0.0
+        metrics = {**metrics, UPDATES: before + (to_float(metrics[UPDATES]) or 0.0)}
+    values = {name: known.get(name, EMPTY).appended(to_float(metrics[name])) for name in metrics}
+    histories = dict(list({**known, **values}.items())[:METRICS])
+    if kind in snapshot.metrics or len(snapshot.metrics) < KINDS:
+        snapshot = replace(snapshot, metrics={**snapshot.metrics, kind: histories})
     fold_line = _FOLD_BY_KIND.get(kind)
     return fold_line(snapshot, step, metrics) if fold_line else snapshot
 
@@ -312,47 +264,19 @@ def to_float(value: Any) -> float | None:
     """Return a metric as a finite float, or None if it is not a finite number."""
     try:
         converted = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return converted if math.isfinite(converted) else None
 
 
 def _fold_train(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
     """Return the snapshot after a line about an actor step."""
-    # The line contains the updates of its own step only.
-    before = s.models.actor.updates.count.last or 0.0
-    updates = before + (to_float(metrics.get("actor/updates")) or 0.0)
     seconds = {
         name.removeprefix("time/"): to_float(value) or 0.0
         for name, value in metrics.items()
         if name.startswith("time/")
     }
-    actor = _extend(s.models.actor, {**metrics, "actor/updates": updates}, "actor")
-    played = [task for task in s.run.tasks if f"rollout/{task}/success" in metrics]
-    old = s.rollout.tasks
-    tasks = {task: _extend(old.get(task, TaskRollout()), metrics, task) for task in played}
-    return replace(
-        s,
-        progress=replace(s.progress, step=step, seconds=seconds),
-        rollout=replace(_extend(s.rollout, metrics), tasks={**old, **tasks}),
-        models=replace(s.models, actor=actor),
-    )
-
-
-def _fold_extractor(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
-    """Return the snapshot after a line about an update of the extractor."""
-    extractor = _extend(s.models.extractor or Model(), metrics, "extractor")
-    return replace(s, models=replace(s.models, extractor=extractor))
-
-
-def _fold_bank(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
-    """Return the snapshot after a line about the bank."""
-    sizes = {
-        m.group(1): to_float(metrics[name]) for name in metrics if (m := _BANK_TASK.fullmatch(name))
-    }
-    bank = _extend(s.bank or BankMetrics(), metrics)
-    known = {task: size for task, size in sizes.items() if size is not None}
-    return replace(s, bank=replace(bank, size_by_task={**bank.size_by_task, **known}))
+    return replace(s, progress=replace(s.progress, step=step, seconds=seconds))
 
 
 def _fold_eval(s: Snapshot, step: int, metrics: Metrics) -> Snapshot:
@@ -401,38 +325,9 @@ def _with_seconds(progress: Progress, step: int, metrics: Metrics, part: str) ->
 
 _FOLD_BY_KIND: Mapping[str, Callable[[Snapshot, int, Metrics], Snapshot]] = {
     "train": _fold_train,
-    "extractor": _fold_extractor,
-    "bank": _fold_bank,
     "eval": _fold_eval,
     "probe": _fold_probe,
 }
-
-
-def _extend(record: R, metrics: Metrics, subject: str = "") -> R:
-    """Return the record with the values of the metrics appended to their series.
-
-    Parts of the record that are records themselves are extended too. `subject`: replaces {} in the
-    names of metrics.
-    """
-    updated = {}
-    for name, hint in _field_types(type(record)).items():
-        value = getattr(record, name)
-        if is_dataclass(hint):
-            updated[name] = _extend(value, metrics, subject)
-        elif get_origin(hint) is Annotated:
-            metric = hint.__metadata__[0].format(subject)
-            if metric in metrics:
-                updated[name] = value.appended(to_float(metrics[metric]))
-    return replace(
-        record,  # pyright: ignore[reportArgumentType, reportCallIssue, reportType]
-        **updated,
-    )
-
-
-@cache
-def _field_types(record: type) -> dict[str, Any]:
-    """Return the types of a record's fields, with the names of metrics."""
-    return get_type_hints(record, include_extras=True)
 
 
 # ── the monitor ─────────────────────────────────────────────────────────────────────────────────
@@ -451,14 +346,14 @@ class SnapshotMonitor(Monitor):
         self._start = clock()
         # Times at which the last steps were trained.
         self._train_times: deque[float] = deque(maxlen=HISTORY)
+        self._stages = Stages(clock)
         self._snapshot = Snapshot(run)
         self._lock = threading.RLock()
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot with the elapsed and the remaining time."""
-        elapsed, snapshot = self._clock() - self._start, self._snapshot
-        progress = replace(snapshot.progress, elapsed=elapsed, remaining=self._remaining())
-        return replace(snapshot, progress=progress)
+        elapsed = self._clock() - self._start
+        return self._snapshot.with_times(elapsed, self.remaining(), self._stages.now())
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
         with self._lock:
@@ -467,18 +362,37 @@ class SnapshotMonitor(Monitor):
             self._snapshot = fold(self._snapshot, step, kind, metrics)
 
     def experiences(self, experiences: Sequence[Experience]) -> None:
+        tried = [experience for experience in experiences if experience.counters.lift]
+        tried.sort(key=lambda experience: lift_order(experience.counters.lift))
         with self._lock:
-            self._snapshot = replace(self._snapshot, experiences=tuple(experiences[:EXPERIENCES]))
+            self._snapshot = replace(self._snapshot, experiences=tuple(tried[:EXPERIENCES]))
+
+    def trajectories(self, trajectories: Sequence[Trajectory]) -> None:
+        episodes = Episodes.of_last_group(trajectories)
+        with self._lock:
+            self._snapshot = replace(self._snapshot, episodes=episodes)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        with self._lock:
+            self._stages.update(stage, done, total)
 
     def note(self, text: str) -> None:
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line[:NOTE_CHARS] for line in text.splitlines() if line.strip()]
+        found = [match[1] or match[2] for line in lines if (match := WARNING.fullmatch(line))]
         with self._lock:
-            self._snapshot = replace(self._snapshot, notes=(*self._snapshot.notes, *lines)[-NOTES:])
+            s = self._snapshot
+            kept = [warning for warning in s.warnings if warning not in found]
+            self._snapshot = replace(
+                s,
+                notes=(*s.notes, *lines)[-NOTES:],
+                warnings=(*kept, *dict.fromkeys(found))[-WARNINGS:],
+            )
 
-    def _remaining(self) -> float | None:
-        """Return the estimated seconds until the end, at the mean pace of the last steps.
+    def remaining(self) -> float | None:
+        """Return the estimated seconds until the end of the last step.
 
-        Return None before two steps are trained.
+        The estimate assumes the mean pace of the last steps. Return None before two steps are
+        trained.
         """
         times = tuple(self._train_times)
         if len(times) < 2:

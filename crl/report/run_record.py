@@ -36,7 +36,7 @@ class RunRecord:
     def read(cls, path: Path) -> RunRecord:
         """Read the run at `path`. Raise `ConfigError` if it is not a run of this version."""
         run = RunDir(path)
-        return cls(run, load_saved(path), read_metrics(run.metrics), run.locked)
+        return cls(run, load_saved(path), read_metrics(run.metrics), run.is_locked())
 
     @property
     def name(self) -> str:

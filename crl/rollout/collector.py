@@ -6,7 +6,7 @@ The staleness gate limits how far rollouts run ahead of training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from crl.failures import TaskGroup
 from crl.protocols import RolloutPlanner, State, TaskSource
@@ -35,12 +35,16 @@ class Collector:
         group_size: int,
         steps: int,
         members: Members | None = None,
+        report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         """Prepare the collection of steps up to `steps` − 1.
 
         * `group_size`: K, members of a group that play one identical task.
         * `members`: the way in which they are played; None: at the same time.
+        * `report`: called with the number of finished groups and of all groups of the step for
+          which `batch` waits.
         """
+        self._report = report
         self._members = members or Together()
         self._runner, self._source, self._planner, self._gate = runner, source, planner, gate
         self._group_size, self._steps = group_size, steps
@@ -81,12 +85,16 @@ class Collector:
 
     async def batch(self, step: int) -> list[Trajectory]:
         """Return the trajectories of `step`, errors included, in (group, member) order."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._gate.ready(step))
         size = self._gate.groups_per_step
-        return [
-            t for group in range(step * size, (step + 1) * size) for t in self._groups.pop(group)
-        ]
+        groups = range(step * size, (step + 1) * size)
+        async with self._changed:
+            try:
+                while not self._gate.ready(step):
+                    self._report(sum(group in self._groups for group in groups), size)
+                    await self._changed.wait()
+            finally:
+                self._report(size, size)
+        return [t for group in groups for t in self._groups.pop(group)]
 
     async def complete(self, step: int) -> None:
         """Record that the trainer has processed `step`, with or without an update."""

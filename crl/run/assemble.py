@@ -7,7 +7,7 @@ Four files help: `models.py` opens engines and learners, and `bank.py` the exper
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,9 +23,10 @@ from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
-from crl.evaluation.scheduling import EpisodeScheduler
+from crl.evaluation.scheduling import EpisodeScheduler, no_report
 from crl.failures import reported
 from crl.monitor.run_dir import RunDir
+from crl.monitor.stages import stage
 from crl.planning import tasks
 from crl.planning.context import critic_prompt
 from crl.planning.gpu_plan import assigned_gpus
@@ -75,6 +76,7 @@ from crl.run.models import (
     open_role_learner,
     print_to_stderr,
 )
+from crl.run.progress import evaluation_bar
 from crl.run.supervision.health import EpisodeHealth
 from crl.run.supervision.supervisor import Supervisor, noted, noted_episode
 from crl.seeds import derive_seed
@@ -132,8 +134,10 @@ async def _training_loop(
         method = replace(method, distiller=None, extractor=None)
     learner = None
     if config.actor.train:
-        learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
+        with stage(monitor, "start of the actor's learner"):
+            learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
+    with stage(monitor, "start of the actor's engine"):
+        engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     source: TaskSource = tasks.train_stream(config, specs)
     replay = method.step.replay(source) if method.step.replay and method.distiller else None
@@ -155,12 +159,22 @@ async def _training_loop(
     if critic:
         runner = replace(runner, judge=critic.critic)
     evaluator, probe = _evaluation_parts(
-        config, specs, method, runner, engine, bank, critic.success_rates if critic else None
+        config,
+        specs,
+        method,
+        runner,
+        engine,
+        bank,
+        critic.success_rates if critic else None,
+        report=partial(monitor.progress, "evaluation"),
     )
     members = None
     if method.advice.between_attempts and experience:
         members = Attempts(experience, method.advice.count, in_order=config.run.deterministic)
-    collector = _collector(config, runner, source, method, checkpoint, members)
+    collector = _collector(
+        config, runner, source, method, checkpoint, members,
+        report=partial(monitor.progress, "rollouts"),
+    )  # fmt: skip
     episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
     stack.push_async_callback(episodes.aclose)
     models = _model_dirs(
@@ -207,6 +221,7 @@ def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) ->
 def _collector(
     config: RunConfig, runner: EpisodeRunner, source: TaskSource, method: Method,
     checkpoint: Path | None, members: Members | None = None,
+    report: Callable[[int, int], object] = no_report,
 ) -> Collector:  # fmt: skip
     rollout = config.rollout
     completed_steps = int(checkpoint.name) if checkpoint else 0
@@ -219,6 +234,7 @@ def _collector(
         group_size=rollout.group_size,
         steps=config.run.steps,
         members=members,
+        report=report,
     )
 
 
@@ -329,7 +345,8 @@ async def open_evaluator(
         if config.critic.enabled and rates_state:
             rates = _success_rates(config)
             rates.load_state(rates_state)
-        yield _evaluation_parts(config, specs, method, runner, engine, bank, rates)[0]
+        with evaluation_bar() as report:
+            yield _evaluation_parts(config, specs, method, runner, engine, bank, rates, report)[0]
         with noted(_print_lines):
             health.evaluation_finished()
 
@@ -436,13 +453,15 @@ def _critic_parts(
 def _evaluation_parts(
     config: RunConfig, specs: Mapping[str, EnvSpec], method: Method, runner: EpisodeRunner,
     engine: Engine, bank: RunBank | None, rates: SuccessRates | None,
+    report: Callable[[int, int], object],
 ) -> tuple[Evaluator, AdviceProbe]:  # fmt: skip
     """Return the evaluator and the advice probe.
 
     Both use a separate root of random draws: no eval episode shares a draw with a train episode. In
     a deterministic run, their completions do not depend on the episodes that run at the same time.
     `rates` are the success rates shown to the actor when it judges experience in evaluations. None:
-    the actor is not asked to judge. The probe's advice is never judged.
+    the actor is not asked to judge. The probe's advice is never judged. `report` is that of
+    `EpisodeScheduler`.
     """
     sets = tasks.eval_sets(config, specs)
     sampler = SequentialSampler(engine) if config.run.deterministic else DirectSampler(engine)
@@ -462,7 +481,9 @@ def _evaluation_parts(
         eval_runner,
         limits=episode_limits(config, max_questions=config.ask.questions, advice=method.advice),
     )
-    scheduler = EpisodeScheduler(_max_in_flight(config), in_order=config.run.deterministic)
+    scheduler = EpisodeScheduler(
+        _max_in_flight(config), in_order=config.run.deterministic, report=report
+    )
     online = None
     # A frozen bank learns nothing about unseen places.
     bank = bank if config.guides else None

@@ -30,6 +30,7 @@ from crl.manager.storage.store import Store
 from crl.modeling.memory import GpuAssignment
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
+from crl.monitor.stages import stage
 from crl.planning.context import bank_prompts
 from crl.planning.machine_checks import require_assigned
 from crl.planning.preflight import require_compatible_extractor
@@ -57,9 +58,8 @@ from crl.run.models import (
     open_role_engine,
     open_role_learner,
     open_untrained_engine,
-    print_to_stderr,
 )
-from crl.run.progress import embedding_progress
+from crl.run.progress import StderrMonitor, embedding_progress
 from crl.scratch import scratch_folder
 from crl.seeds import derive_seed
 
@@ -211,10 +211,11 @@ async def open_experience(
     if config.with_extractor:
         role = extractor_model(config, monitor.note)
         trained = method.extractor is not None
-        engine = await open_role_engine(config, gpus, role, stack, trained=trained)
-    factory = await bank_factory(
-        config, specs, gpus, embedding_progress(monitor.note, progress_bar=progress_bar), stack
-    )
+        with stage(monitor, "start of the extractor's engine"):
+            engine = await open_role_engine(config, gpus, role, stack, trained=trained)
+    with stage(monitor, "start of the embedder"):
+        progress = embedding_progress(monitor, progress_bar=progress_bar)
+        factory = await bank_factory(config, specs, gpus, progress, stack)
     advisors = {name: spec.curriculum.advisor for name, spec in specs.items()}
     diagnostics = Diagnostics({name: advisor for name, advisor in advisors.items() if advisor})
     run_name = (
@@ -233,7 +234,8 @@ async def open_experience(
     failures = BankFailures(manager, run_name) if replay else None
     trainer = None
     if method.extractor and role:
-        learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
+        with stage(monitor, "start of the extractor's learner"):
+            learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
         trainer = ExtractorTrainer(
             manager, method.extractor, learner, engine, monitor, diagnostics.answers, on_progress
         )
@@ -307,7 +309,8 @@ async def open_bank_copy(
 
     Raise `ConfigError` if another embedder made the vectors of a foreign bank.
     """
-    factory = await bank_factory(config, specs, gpus, embedding_progress(print_to_stderr), stack)
+    progress = embedding_progress(StderrMonitor())
+    factory = await bank_factory(config, specs, gpus, progress, stack)
     if source.path and source.foreign:
         require_vectors_of(source.path, factory.embedder.name, "bank")
     path = _temporary_bank(stack)

@@ -47,7 +47,7 @@ from crl.run.supervision.mismatch import MismatchDetector
 from crl.run.sync import restore_weights, sync_weights
 from crl.types import Minibatch, RewardBaseline, TokenTrace, TrainSample, Trajectory
 
-REPORTED_EXPERIENCES = 8
+REPORTED_EXPERIENCES = 200
 """Experiences that are passed to the monitor after every step."""
 
 

@@ -38,6 +38,7 @@ from crl.failures import TaskGroup
 from crl.manager import RolledBack
 from crl.manager.storage.database import finish_then_cancel
 from crl.monitor.run_dir import RunDir
+from crl.monitor.stages import stage
 from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, TaskSource
 from crl.records.position import position
 from crl.records.writer import EpisodeWriter
@@ -272,7 +273,8 @@ class TrainingLoop:
             for task in background:
                 task.cancel()
         if self.experience and not self.stop.is_set():
-            await self._unless_stopped(self.experience.finish())
+            with stage(self.outputs.monitor, "distillation of the last episodes"):
+                await self._unless_stopped(self.experience.finish())
         await self._evaluate_and_probe(self.completed_steps)
         await self.checkpoint(replace=True)
 
@@ -354,7 +356,8 @@ class TrainingLoop:
 
         await self.outputs.episodes.flush()
         work = asyncio.ensure_future(asyncio.to_thread(write_and_prune))
-        path, error = await finish_then_cancel(work)
+        with stage(self.outputs.monitor, "checkpoint"):
+            path, error = await finish_then_cancel(work)
         if error:
             self._warn(f"an old checkpoint cannot be deleted: {error}.")
         return path
@@ -418,7 +421,7 @@ class TrainingLoop:
                 await self.experience.observe(batch)
         stats, sent_bytes = StepStats(0, 0), 0
         if learner:
-            with stopwatch("train"):
+            with stopwatch("train"), stage(self.outputs.monitor, "training of the actor"):
                 stats = await learner.step(minibatches)
             with stopwatch("sync"):
                 sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
@@ -523,7 +526,7 @@ class TrainingLoop:
         if not self.critic or not self.critic.warmup.batches or self.warmed_up:
             return
         stopwatch = Stopwatch()
-        with stopwatch("warmup"):
+        with stopwatch("warmup"), stage(self.outputs.monitor, "warm-up of the critic"):
             trajectories = await self._unless_stopped(self.critic.warmup.play())
         if trajectories is None:
             return

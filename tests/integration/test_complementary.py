@@ -13,16 +13,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Annotated, Any, get_origin, get_type_hints
+from typing import IO, Any
 
 import pytest
 import torch
 
-from crl.cli.dashboard import TIME_PARTS
+from crl.cli.dashboard.follow import RunFollower
+from crl.cli.dashboard.frame import PAGES
+from crl.cli.dashboard.parts import TIME_PARTS
 from crl.config import load
 from crl.config.models import resolve_model
 from crl.engines.torch import TorchEngine
@@ -32,7 +34,7 @@ from crl.modeling.loading import checksum, load_model, load_tokenizer, named_wei
 from crl.modeling.tokens import ChatRenderer
 from crl.monitor.plain import DURATION_METRICS, PlainMonitor
 from crl.monitor.run_dir import RunDir
-from crl.monitor.snapshot import BankMetrics, Model, Rollout
+from crl.monitor.snapshot import Series, Snapshot
 from crl.protocols import SearchRequest
 from crl.rollout.episode import EpisodeKey, EpisodeRunner
 from crl.run.assemble import open_training_loop
@@ -256,25 +258,29 @@ async def test_online_banks_have_no_trials(tmp_path: Path) -> None:
         )
 
 
-def metric_names(record: type) -> Iterator[str]:
-    """Yield the names of the metrics in a record of the dashboard and in its parts."""
-    for hint in get_type_hints(record, include_extras=True).values():
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from metric_names(hint)
-        elif get_origin(hint) is Annotated:
-            yield hint.__metadata__[0]
-
-
 def test_metrics_of_the_dashboard_are_logged(done: Path) -> None:
     """Check that a run logs the metrics that the dashboard and the log lines look up by name."""
     logged = {kind: set().union(*metrics(done, kind)) for kind in ("train", "extractor", "bank")}
-    assert set(metric_names(Rollout)) <= logged["train"]
-    assert set(metric_names(BankMetrics)) <= logged["bank"]
-    for model, kind, absent in (
-        ("actor", "train", {"actor/reward"}),
-        ("extractor", "extractor", set()),
-    ):
-        assert {name.format(model) for name in metric_names(Model)} - absent <= logged[kind]
+    looked_up: set[tuple[str, str]] = set()
+
+    class Recorder(Snapshot):
+        def series(self, kind: str, name: str) -> Series:
+            looked_up.add((kind, name))
+            return super().series(kind, name)
+
+    follower = RunFollower(done)
+    follower.update()
+    snapshot = follower.snapshot()
+    for page in PAGES:
+        page.draw(Recorder(**vars(snapshot)), 160, 50)
+    missing = {(kind, name) for kind, name in looked_up if name not in logged.get(kind, ())}
+    assert {(kind, name) for kind, name in missing if kind != "eval"} == {
+        ("train", "rollout/room/success"),  # only with several tasks
+        ("train", "rollout/score"),  # only in tasks with a score
+    }
+    assert all(name.endswith("/score/free") for kind, name in missing if kind == "eval")
+    assert len(snapshot.experiences) > 0
+    assert len(snapshot.episodes.members) > 1
     parts = {name for name in logged["train"] if name.startswith("time/")}
     assert parts == set(DURATION_METRICS["train"]), "the parts cover the whole step"
     assert {name.removeprefix("time/") for name in parts} == TIME_PARTS.keys() - {"eval", "probe"}

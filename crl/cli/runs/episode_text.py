@@ -111,10 +111,8 @@ def _facts(t: Trajectory) -> Iterator[Text]:
         f"reward {t.reward:g}" + (f" ({channels})" if len(t.rewards) > 1 else "") + score
     )
     context = sum(trace.mask.count(0) for trace in t.traces)
-    yield Text(
-        f"tokens  {t.activity.sampled_tokens:,} sampled, {context:,} of context in "
-        f"{counted(len(t.traces), 'training sample')}"
-    )
+    samples = f", {context:,} of context in {counted(len(t.traces), 'training sample')}"
+    yield Text(f"tokens  {t.activity.sampled_tokens:,} sampled{samples if t.traces else ''}")
     uses = [*t.used, *t.guidance.rejected]
     for use in uses:
         yield Text(

@@ -48,7 +48,7 @@ async def build(
             specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
             role = extractor_model(config, monitor.note)
             engine = await open_role_engine(config, gpus, role, stack)
-            progress = embedding_progress(monitor.note)
+            progress = embedding_progress(monitor)
             factory = await bank_factory(config, specs, gpus, progress, stack)
             manager = await factory.open(run.bank, engine, stack)
             batches = (

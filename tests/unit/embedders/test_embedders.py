@@ -36,6 +36,7 @@ from crl.manager import ManagerSettings
 from crl.manager.storage.database import require_vectors_of
 from crl.planning.plan import plan
 from crl.planning.preflight import require
+from crl.protocols import Monitor
 from crl.run.progress import embedding_progress
 from support.bank_commands import bank, copy_of, finished_run, parsed
 from support.managers import WordEmbedder, add, answering, open_manager, request, search
@@ -769,18 +770,29 @@ async def test_a_new_embedder_embeds_the_bank_again_in_batches(
     await opened.drain()
     await opened.aclose()
     notes: list[str] = []
+    stages: list[tuple[str, int, int]] = []
+
+    class Notes(Monitor):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+        def progress(self, stage: str, done: int, total: int) -> None:
+            stages.append((stage, done, total))
+
     words = WordEmbedder()
     words.name = "other words"
     opened = await open_manager(
-        path, engine, settings, embedder=words, progress=embedding_progress(notes.append)
+        path, engine, settings, embedder=words, progress=embedding_progress(Notes())
     )
     await opened.aclose()
     assert words.calls == [texts[:2], texts[2:]]
     assert notes == ["embedding 3 experiences of the bank again (words → other words)"]
+    steps = [(0, 3), (2, 3), (3, 3), (3, 3)]
+    assert stages == [("embedding of the bank", *step) for step in steps]
     async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
         for _ in range(2):
             opened = await open_manager(
-                path, engine, settings, embedder=encoder, progress=embedding_progress(notes.append)
+                path, engine, settings, embedder=encoder, progress=embedding_progress(Notes())
             )
             (hit,) = await opened.search([search("Mind the trap.")])
             assert hit is not None
@@ -812,9 +824,10 @@ def read_terminal(screen: int) -> bytes:
 
 
 def test_in_a_terminal_progress_is_a_bar():
-    code = "with embedding_progress(print)(4, '') as advance:\n    advance(3)\n    advance(1)"
+    code = "with embedding_progress(Monitor())(4, '') as advance:\n    advance(3)\n    advance(1)"
+    imports = "from crl.protocols import Monitor\nfrom crl.run.progress import embedding_progress"
     screen, terminal = pty.openpty()
-    command = [sys.executable, "-c", f"from crl.run.progress import embedding_progress\n{code}"]
+    command = [sys.executable, "-c", f"{imports}\n{code}"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=terminal, env=environment

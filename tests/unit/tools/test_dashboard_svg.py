@@ -40,19 +40,20 @@ def drawing(run: Path, out: Path) -> str:
 
 def test_the_picture_has_metrics_and_experiences_of_the_run(tmp_path: Path):
     run, lessons = finished_run(tmp_path / "mine"), tmp_path / "lessons.jsonl"
-    lesson = {"task": "room", "goal": "Room: the small arch.", "text": "go <east>.", "retrieved": 7}
+    lesson = {"task": "room", "goal": "Room: the small arch.", "text": "go <east>."}
+    lesson |= {"retrieved": 7, "lift": {"groups": 2, "mean": 0.5, "m2": 0.0}}
     lines = [{"crl_bank": 3, "entries": 1}, lesson]
     lessons.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
     create_bank(run.bank, parse_export(lessons))
     svg = drawing(run.path, tmp_path / "images" / "dashboard.svg")
-    for text in ("mine", "3/3", "0.625", "room/seen", "go &lt;east&gt;."):
+    for text in ("mine", "3/3", "0.625", "0.250", "go &lt;east&gt;."):
         assert text in svg
     assert "font-face" not in svg
 
 
 def test_a_run_without_a_bank_can_be_drawn(tmp_path: Path):
     svg = drawing(finished_run(tmp_path / "mine").path, tmp_path / "dashboard.svg")
-    assert "experiences: uses" not in svg
+    assert "lift, task, text" not in svg
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from crl.cli.runs.episode_text import replay_lines
 from crl.cli.runs.episodes import _paged
 from crl.records.shards import write_shard
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
+from support.hostile_texts import FORBIDDEN, HOSTILE
+from support.snapshots import group
 from support.trajectories import build_trajectory
 
 GOAL = "find the \x1b[31mexit"
@@ -136,6 +139,22 @@ def test_an_episode_is_replayed_with_its_experience_and_rewards(run: Path):
         "",
     ]
     assert result.stderr == "showing 1 of 5; use --limit 0 for all\n"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_texts_are_escaped(tmp_path: Path, name: str):
+    text = HOSTILE[name][:100_000]
+    played = [
+        replace(t, task=replace(t.task, goal=text), outcome=replace(t.outcome, error=error))
+        for t, error in zip(group(0, text), (None, text), strict=True)
+    ]
+    write_shard(tmp_path / "episodes", 1, played)
+    for command in ("replay", "episodes"):
+        result = crl(command, tmp_path, "--limit", 0)
+        assert result.exit_code == 0
+        assert not FORBIDDEN & set(result.stdout)
+        assert "\x1b" not in result.stdout
+        assert result.stdout.encode("utf-8")
 
 
 def test_tokens_stand_with_their_answers():

@@ -1,0 +1,64 @@
+"""Page "system": where the time goes, speed, and work that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from crl.cli.dashboard.parts import Body, glyph, history_table, part_order, rule, time_bar
+from crl.cli.draw import DIM, duration, one_line
+from crl.monitor.snapshot import Series, Snapshot
+from crl.monitor.stages import Stage
+
+PREFIXES = ("perf/", "env/", "total/", "staleness/")
+"""Starts of the names of the metrics on this page."""
+
+
+def system(s: Snapshot, width: int, height: int) -> Body:
+    """Return the page."""
+    lines = list(time_bar(s, width))
+    if s.stages:
+        lines.append(rule("under way", width))
+        lines += [_stage(stage, width) for stage in s.stages]
+    times = sorted(
+        (name for name in s.metrics.get("train", {}) if name.startswith("time/")),
+        key=lambda name: part_order(name.removeprefix("time/")),
+    )
+    if times:
+        lines.append(rule("seconds of a step", width))
+        rows = [(name.removeprefix("time/"), s.series("train", name)) for name in times]
+        lines += _with_glyphs(list(history_table(rows, width - 2)), [name for name, _ in rows])
+    if rows := list(_rows(s)):
+        lines.append(rule("speed and totals", width))
+        lines += history_table(rows, width)
+    return Body(lines or [Text("No step is finished yet.", DIM)])
+
+
+def _with_glyphs(table: list[Text], parts: list[str]) -> Iterator[Text]:
+    """Yield the lines of a table with the glyphs of the bar before the parts of the time."""
+    yield Text.assemble("  ", table[0])
+    for line, part in zip(table[1:], parts, strict=True):
+        yield Text.assemble(glyph(part), " ", line)
+
+
+def _stage(stage: Stage, width: int) -> Text:
+    """Return a line about a stage."""
+    parts = f"{stage.done:,}/{stage.total:,}".rjust(14) if stage.total > 1 else " " * 14
+    return Text.assemble(
+        one_line(stage.name, 60).ljust(34),
+        parts,
+        ("  for ", DIM),
+        duration(stage.elapsed).ljust(8),
+        ("left ", DIM),
+        duration(stage.remaining),
+    )
+
+
+def _rows(s: Snapshot) -> Iterator[tuple[str, Series]]:
+    """Yield the names and histories of metrics about speed and totals."""
+    for kind in ("train", "extractor", "bank"):
+        for name, series in s.metrics.get(kind, {}).items():
+            if name.startswith(PREFIXES) or (kind != "train" and name.startswith("time/")):
+                shown = f"{kind} {name}" if kind != "train" else name
+                yield shown, series
