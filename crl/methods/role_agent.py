@@ -33,7 +33,10 @@ class RoleAgentSection(MethodSection):
     """Settings of the method `role_agent`."""
 
     prediction_weight: Weight = 1.0
-    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off."""
+    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off.
+
+    Negative rewards are not modulated (`PredictedStepAdvantage`).
+    """
     horizon: Share = 0.05
     """Number H of predicted states in a reply, as a share of the task's max_turns.
 
