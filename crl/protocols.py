@@ -278,8 +278,12 @@ class Failure:
 class FailureLibrary(Protocol):
     """Failures of the training episodes of a run."""
 
-    def take_new(self) -> Sequence[Failure]:
-        """Return the failures that were written since the last call."""
+    def new(self) -> Sequence[Failure]:
+        """Return the failures that were not passed to `mark_retrieved`, the oldest first."""
+        ...
+
+    def mark_retrieved(self, failures: Sequence[Failure]) -> None:
+        """Record that tasks were retrieved for these failures."""
         ...
 
     def failures(self) -> Iterable[Failure]:
@@ -300,12 +304,27 @@ class FailureLibrary(Protocol):
         """
         ...
 
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+
 
 class TaskReplay(TaskSource, Protocol):
-    """Task source that also draws earlier training tasks again, because of failures."""
+    """Task source that also draws earlier training tasks again, because of failures.
+
+    Its state in a checkpoint has two parts. `state` is that before the draws of the first step that
+    is not completed. `retrieval` is that of the checkpoint's own time, like the bank's snapshot.
+    """
 
     async def retrieve(self, library: FailureLibrary) -> None:
         """Choose the tasks that the next draws repeat. `draw` may be called meanwhile."""
+        ...
+
+    def retrieval(self) -> State:
+        """Return the result of the last retrieval."""
+        ...
+
+    def load_retrieval(self, state: State) -> None:
+        """Load a result of `retrieval`. `load_state` comes first."""
         ...
 
     def take_metrics(self, library: FailureLibrary) -> Metrics:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from crl.manager.failure_notes import read_note
 from crl.manager.manager import ExperienceManager
 from crl.manager.records import Distilled
-from crl.protocols import Failure
+from crl.protocols import Failure, State
 from crl.types import Experience, Segment
 
 
@@ -21,16 +21,21 @@ class BankFailures:
     def __init__(self, manager: ExperienceManager, run: str) -> None:
         self._manager, self._run = manager, run
         self._new: list[str] = []
+        """Uids of the failures for which no tasks were retrieved yet."""
 
     def add(self, distilled: Distilled) -> None:
         """Note the entries of an answer that was applied to the bank."""
         id = distilled.request.id
         self._new += [f"{id}#{write.op}" for write in distilled.writes if not write.targets]
 
-    def take_new(self) -> list[Failure]:
-        new, self._new = self._new, []
-        entries = [self._manager.entry(uid) for uid in new]
+    def new(self) -> list[Failure]:
+        entries = [self._manager.entry(uid) for uid in self._new]
         return [failure for entry in entries if entry and (failure := self._failure(entry))]
+
+    def mark_retrieved(self, failures: Sequence[Failure]) -> None:
+        done = {failure.uid for failure in failures}
+        active = self._manager.entry
+        self._new = [uid for uid in self._new if uid not in done and active(uid)]
 
     def failures(self) -> Iterator[Failure]:
         for entry in self._manager.entries():
@@ -48,6 +53,18 @@ class BankFailures:
 
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
         return await self._manager.ask(name, prompt)
+
+    def state(self) -> State:
+        """Return the state for a checkpoint, whose snapshot of the bank is taken before."""
+        return {"new": list(self._new)}
+
+    def load_state(self, state: State) -> None:
+        """Load a state. The bank is rolled back before.
+
+        An answer that was applied after the snapshot is unknown now. Its request will be answered
+        again.
+        """
+        self._new = [uid for uid in state["new"] if self._manager.entry(uid)]
 
     def _failure(self, entry: Experience) -> Failure | None:
         """Return the failure of an entry; None if no training episode of the run made it."""

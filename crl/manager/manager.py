@@ -767,8 +767,13 @@ class ExperienceManager:
 
         Retrievals since the last `flush` are not in the snapshot: they belong to episodes that a
         resumed run plays again.
+
+        Each answer in the snapshot was passed to `on_distilled` before this method returns.
         """
-        return await self._store.snapshot(self._stamp(), kept)
+        seq = await self._store.snapshot(self._stamp(), kept)
+        if self._changes:
+            await asyncio.wait(set(self._changes))
+        return seq
 
     async def rollback(self, seq: int) -> RolledBack:
         """Restore the bank and its clock to the snapshot `seq`.

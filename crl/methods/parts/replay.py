@@ -58,7 +58,9 @@ class FailureReplay:
         self._history: dict[tuple[int, int], Task] = {}
         """Drawn training tasks by step and group."""
         self._waiting: list[Task] = []
-        """Retrieved tasks, with repetitions."""
+        """Retrieved tasks that were not drawn again, with repetitions."""
+        self._retrieved, self._retrievals = list[Task](), 0
+        """Result of the last retrieval that found tasks, and number of such retrievals."""
         self._counts = Counter[str]()
         """Counts since the last `take_metrics`."""
 
@@ -87,14 +89,17 @@ class FailureReplay:
         self._source.observe(trajectories)
 
     async def retrieve(self, library: FailureLibrary) -> None:
-        patterns = {(f.address, read_note(f.text).mode): f for f in library.take_new()}
+        new = library.new()
+        patterns = {(f.address, read_note(f.text).mode): f for f in new}
         retrieved = [
             task for failure in patterns.values() for task in await self._similar(failure, library)
         ]
         self._counts["patterns"] += len(patterns)
         self._counts["retrieved"] += len(retrieved)
+        library.mark_retrieved(new)  # only now: a retrieval that is cancelled begins again
         if retrieved:
-            self._waiting = retrieved
+            self._waiting = self._retrieved = retrieved
+            self._retrievals += 1
 
     async def _similar(self, failure: Failure, library: FailureLibrary) -> list[Task]:
         """Return other tasks with failures like this one, the most similar first."""
@@ -156,6 +161,7 @@ class FailureReplay:
             "steps": self._steps,
             "history": [[*address, _fields(task)] for address, task in self._history.items()],
             "waiting": [_fields(task) for task in self._waiting],
+            "retrievals": self._retrievals,
         }
 
     def load_state(self, state: State) -> None:
@@ -163,6 +169,16 @@ class FailureReplay:
         self._steps = state["steps"]
         self._history = {(step, group): Task(**task) for step, group, task in state["history"]}
         self._waiting = [Task(**task) for task in state["waiting"]]
+        self._retrievals = state["retrievals"]
+
+    def retrieval(self) -> State:
+        return {"number": self._retrievals, "tasks": [_fields(task) for task in self._retrieved]}
+
+    def load_retrieval(self, state: State) -> None:
+        self._retrieved = [Task(**task) for task in state["tasks"]]
+        if state["number"] > self._retrievals:  # all draws after it are repeated
+            self._waiting = self._retrieved
+            self._retrievals = state["number"]
 
 
 def _described(failure: Failure) -> str:

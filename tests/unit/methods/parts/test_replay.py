@@ -142,7 +142,7 @@ async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
         replay = FailureReplay(Stream(), replace(SETTINGS, matches=2, ratio=1.0), seed=0)
         tasks = replay.draw(8)
         await play(manager, 0, tasks, lambda task: MODES[int(task.params["kind"])])
-        failures.take_new()
+        failures.mark_retrieved(failures.new())
         (task,) = replay.draw(1)
         await fail(manager, 1, 1, task, MODES[3])
         await replay.retrieve(failures)
@@ -208,11 +208,11 @@ async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
         saved = json.loads(json.dumps(replay.state()))
         expected = [replay.draw(4)]
         await play(manager, 2, expected[0], lambda task: MODES[1])
-        snapshot = failures.take_new()
+        new = failures.new()
         for resumed in (replay, FailureReplay(Stream(), SETTINGS, seed=3)):
             resumed.load_state(saved)
             drawn = [resumed.draw(4)]
-            await resumed.retrieve(_Library(failures, snapshot))
+            await resumed.retrieve(_Library(failures, new))
             drawn.append(resumed.draw(8))
             if len(expected) == 1:
                 expected = drawn
@@ -222,6 +222,29 @@ async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
         assert other.draw(4) != expected[0], "the draws depend on the seed"
 
 
+async def test_a_retrieval_after_the_saved_draw_is_not_lost(tmp_path: Path):
+    """Step 2 is drawn before the failures of step 0 are retrieved, as with max_staleness=1."""
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0), seed=0)
+        tasks = replay.draw(4)
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        source = json.loads(json.dumps(replay.state()))
+        assert {task.seed for task in replay.draw(4)} == {4, 5, 6, 7}
+        await replay.retrieve(failures)
+        replay.draw(3)  # of a later step, which the resumed run draws again
+        retrieval = json.loads(json.dumps(replay.retrieval()))
+
+        resumed = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0), seed=0)
+        resumed.load_state(source)
+        resumed.load_retrieval(retrieval)
+        assert {task.seed for task in resumed.draw(4)} == {0, 1, 2, 3}
+
+        source = json.loads(json.dumps(replay.state()))
+        resumed.load_state(source)
+        resumed.load_retrieval(retrieval)
+        assert len({task.seed for task in resumed.draw(4)} & {0, 1, 2, 3}) == 1, "three were drawn"
+
+
 class _Library:
     """`FailureLibrary` with given new failures."""
 
@@ -229,7 +252,10 @@ class _Library:
         self._failures, self._new = failures, new
         self.failures, self.similar, self.ask = failures.failures, failures.similar, failures.ask
 
-    def take_new(self) -> Sequence[Failure]:
+        self.mark_retrieved = failures.mark_retrieved
+        self.state, self.load_state = failures.state, failures.load_state
+
+    def new(self) -> Sequence[Failure]:
         return self._new
 
 
@@ -248,7 +274,7 @@ async def test_unusable_analyses_are_counted_and_dropped(tmp_path: Path):
         stats = await manager.stats()
         assert stats["dropped/no failure mode"] == 1
         assert stats["bank/size"] == 0
-        assert failures.take_new() == []
+        assert failures.new() == []
         assert manager.calls.take_metrics()["perf/distil_calls"] == 1
 
 
@@ -281,7 +307,7 @@ async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expec
         replay = FailureReplay(Stream(), by_model, seed=0)
         tasks = replay.draw(4)
         await play(manager, 0, tasks[:3], lambda task: MODES[0])
-        failures.take_new()
+        failures.mark_retrieved(failures.new())
         manager.calls.take_metrics()
         await fail(manager, 0, 3, tasks[3], MODES[0])
         await replay.retrieve(failures)
