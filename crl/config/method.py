@@ -67,6 +67,13 @@ class MethodSection(Section):
         """Return the names of the method's own prompts that language models read."""
         return frozenset()
 
+    def measured(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return what evaluations depend on, by dotted key, beside the settings of all methods.
+
+        These are values of settings that change the prompts of agents, and hashes of prompts.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class Notes:

@@ -11,8 +11,9 @@ a note.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -33,10 +34,7 @@ class RoleAgentSection(MethodSection):
     """Settings of the method `role_agent`."""
 
     prediction_weight: Weight = 1.0
-    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off.
-
-    Negative rewards are not modulated (`PredictedStepAdvantage`).
-    """
+    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off."""
     horizon: Share = 0.05
     """Number H of predicted states in a reply, as a share of the task's max_turns.
 
@@ -78,6 +76,12 @@ class RoleAgentSection(MethodSection):
         """Return the prompts of predictions and of retrieval, if they are used."""
         used = {"predict": self.prediction_weight, "retrieve": self.retrieval == "model"}
         return frozenset(name for name in used if used[name])
+
+    def measured(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return the request for predictions, which is part of the prompts of evaluations."""
+        from crl.methods.parts.predicting import measured_request
+
+        return measured_request(config, self.horizon if self.prediction_weight else None)
 
 
 def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -> Method:
