@@ -8,7 +8,7 @@ is a `RolloutPlanner` that makes every member free; it is not a special case in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -286,14 +286,16 @@ class FailureLibrary(Protocol):
         """Record that tasks were retrieved for these failures."""
         ...
 
-    def failures(self) -> Iterable[Failure]:
-        """Return all failures, in the order in which they were written."""
+    def modes(self) -> Mapping[str, int]:
+        """Return the number of failures in the library by mode."""
         ...
 
-    async def similar(self, failure: Failure) -> Sequence[tuple[Failure, float]]:
+    async def similar(
+        self, failure: Failure, groups: Container[tuple[int, int]]
+    ) -> Sequence[tuple[Failure, float]]:
         """Return other failures and the cosine of their notes with the failure's query.
 
-        The most similar is first.
+        Only failures with an address (step, group) in `groups` count. The most similar is first.
         """
         ...
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 
 OTHER = "other"
@@ -107,7 +106,6 @@ def read_answer(answer: str, modes: Sequence[str]) -> tuple[str, str]:
     return FailureNote(mode if mode in modes else OTHER, **others).text, ""
 
 
-@lru_cache(maxsize=8192)
 def read_note(text: str) -> FailureNote:
     """Return the note in the text of an entry.
 

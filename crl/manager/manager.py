@@ -270,13 +270,15 @@ class ExperienceManager:
         for hit in hits:
             self._bank.count(UnitKey(hit.use.uid, hit.use.version), self._step)
 
-    async def similar(self, task: str, goal: str, query: str) -> list[tuple[Experience, float]]:
+    async def similar(
+        self, task: str, goal: str, query: str, accept: Callable[[str], bool]
+    ) -> list[tuple[Experience, float]]:
         """Return the entries that may guide episodes of a task with `goal`, and their similarities.
 
         These are the `retrieval.candidates` entries whose keys are most similar to `query`, the
-        most similar first. No counter changes.
+        most similar first, among those whose uid `accept` accepts. No counter changes.
         """
-        found = await self._searcher.nearest(Task(task, 0, "train", goal), query)
+        found = await self._searcher.nearest(Task(task, 0, "train", goal), query, accept)
         return [(entry.experience, similarity) for entry, similarity in found]
 
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
@@ -839,6 +841,10 @@ class ExperienceManager:
     def entries(self) -> list[Experience]:
         """Return the active entries in the order in which they were last written."""
         return [entry.experience for entry in self._bank.entries.values()]
+
+    def uids(self) -> Collection[str]:
+        """Return the uids of the active entries in the order in which they were last written."""
+        return self._bank.entries.keys()
 
     def latest(self, n: int) -> list[Experience]:
         """Return at most `n` active entries, the most recently retrieved first.

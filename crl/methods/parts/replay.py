@@ -105,7 +105,7 @@ class FailureReplay:
         """Return other tasks with failures like this one, the most similar first."""
         own = self._history.get(failure.address)
         found: dict[Hashable, tuple[Task, Failure]] = {}
-        for other, similarity in await library.similar(failure):
+        for other, similarity in await library.similar(failure, self._history):
             task = self._task(other)
             if similarity >= self._settings.min_similarity and task and task != own:
                 found.setdefault(_key(task), (task, other))
@@ -145,7 +145,7 @@ class FailureReplay:
 
     def take_metrics(self, library: FailureLibrary) -> Metrics:
         counts, self._counts = self._counts, Counter[str]()
-        modes = Counter(read_note(failure.text).mode for failure in library.failures())
+        modes = library.modes()
         return {
             **({"replay/share": counts["replayed"] / n} if (n := counts["drawn"]) else {}),
             "replay/patterns": counts["patterns"],

@@ -186,4 +186,4 @@ def _replay(experience: ExperiencePipeline) -> Replay:
 
 def _empty() -> Any:
     """Return a library without failures."""
-    return type("Empty", (), {"failures": staticmethod(lambda: ())})()
+    return type("Empty", (), {"modes": staticmethod(dict)})()

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from crl.config.schema import ExtractorSection
+from crl.config import load
+from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
 from crl.errors import RolloutError
-from crl.manager import BankFailures, EpisodeId, ExperienceManager, ManagerSettings
-from crl.manager.failure_notes import failure_modes, read_answer
-from crl.methods.parts.replay import FailureReplay, ReplaySettings
+from crl.manager import BankFailures, EpisodeId, ExperienceManager, ManagerSettings, failure_library
+from crl.manager.failure_notes import FailureNote, failure_modes, read_answer, read_note
+from crl.manager.retrieval import searching
+from crl.methods.parts.replay import MAX_LISTED, FailureReplay, ReplaySettings
 from crl.prompts import prompt
 from crl.protocols import Failure, State
 from crl.types import Split, Task, Trajectory
@@ -196,7 +198,7 @@ async def test_tasks_of_evaluations_never_return(tmp_path: Path):
         assert all(task in trained for task in again)
         assert {task.seed for task in again} == {0, 3, 6, 9}
         assert replay.draw(1)[0].seed == 12, "all retrieved tasks were drawn"
-        assert not any(failure.uid.startswith("eval/") for failure in failures.failures())
+        assert failures.modes() == {MODES[0]: 12 + 3 * 12}, "without those of the other run"
 
 
 async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
@@ -250,7 +252,7 @@ class _Library:
 
     def __init__(self, failures: BankFailures, new: Sequence[Failure]) -> None:
         self._failures, self._new = failures, new
-        self.failures, self.similar, self.ask = failures.failures, failures.similar, failures.ask
+        self.modes, self.similar, self.ask = failures.modes, failures.similar, failures.ask
 
         self.mark_retrieved = failures.mark_retrieved
         self.state, self.load_state = failures.state, failures.load_state
@@ -266,6 +268,55 @@ async def test_only_the_last_drawn_tasks_are_remembered(tmp_path: Path):
         await play(manager, 0, replay.draw(8), lambda task: MODES[0])
         await replay.retrieve(failures)
         assert {replay.draw(1)[0].seed for _ in range(4)} == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("threads_from", [searching.THREADS_FROM, 0])
+async def test_notes_that_cannot_return_do_not_crowd_out_others(
+    tmp_path: Path, threads_from: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Notes of another run, and of tasks before the history, are as near to the query."""
+    monkeypatch.setattr(searching, "THREADS_FROM", threads_from)
+    found = RetrievalSection(candidates=2)
+    async with library(tmp_path, ManagerSettings(retrieval=found)) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0, history=4), seed=0)
+        tasks = replay.draw(8)
+        for group in range(4):
+            await fail(manager, 0, group, tasks[group], MODES[0])  # before the history
+            await fail(manager, 0, group, tasks[group], MODES[0], run="other")
+        await fail(manager, 0, 4, tasks[4], MODES[0])
+        await fail(manager, 0, 5, tasks[5], MODES[0])
+        failures.mark_retrieved(failures.new())
+        await fail(manager, 0, 6, tasks[6], MODES[0])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/retrieved"] == 2
+        assert {replay.draw(1)[0].seed for _ in range(2)} == {4, 5}
+
+
+async def test_the_metrics_parse_each_note_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parsed = list[str]()
+
+    def read(text: str) -> FailureNote:
+        parsed.append(text)
+        return read_note(text)
+
+    monkeypatch.setattr(failure_library, "read_note", read)
+    bounds = ManagerSettings(bank=BankSection(max_entries=4))
+    async with library(tmp_path, bounds) as (manager, failures):
+        for group in range(4):
+            await fail(manager, 0, group, drawn_task(group), MODES[group % 2])
+            failures.modes()
+        assert len(parsed) == 4
+        assert failures.modes() == {MODES[0]: 2, MODES[1]: 2}
+        await fail(manager, 0, 4, drawn_task(4), MODES[2])  # evicts the oldest
+        assert failures.modes() == {MODES[0]: 1, MODES[1]: 2, MODES[2]: 1}
+        assert len(parsed) == 5
+
+
+def test_the_library_has_a_bound():
+    config = load(["room"], options={"method": "role_agent"})
+    settings = config.method_settings
+    assert config.bank.max_entries == 8 * settings.history
+    assert config.retrieval.candidates >= 8 * MAX_LISTED
 
 
 async def test_unusable_analyses_are_counted_and_dropped(tmp_path: Path):
