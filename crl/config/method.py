@@ -187,6 +187,11 @@ def check_notes(config: RunConfig, settings: Any) -> None:
     if config.retrieval.per == "group":
         reason = "cannot be used: each member searches for several notes of its own"
         raise ConfigError("retrieval.per", "group", reason, "Use --set retrieval.per=rollout")
+    check_texts(config)
+
+
+def check_texts(config: RunConfig) -> None:
+    """Raise `ConfigError` for exchanges about experiences that notes do not have."""
     for switch in ("ask", "critic"):
         if getattr(config, switch).enabled:
             reason = f"cannot be used: {config.method} has no such exchange about notes"

@@ -20,6 +20,7 @@ from pydantic import Field
 from crl.config.method import MethodSection, MethodSpec, Notes, Part, parts_with_writer
 from crl.config.section import Count
 from crl.errors import ConfigError
+from crl.methods.parts.failure_settings import LIBRARY_DEFAULTS, check_library
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -122,16 +123,12 @@ def parts(settings: RoleAgentSection) -> frozenset[Part]:
 
 
 def check(config: RunConfig, settings: RoleAgentSection) -> None:
-    """Raise `ConfigError` for settings of the bank with which no task could be retrieved."""
-    if config.with_bank and config.bank.frozen:
-        reason = "cannot be used: no failure could be added to the bank"
-        raise ConfigError("bank.frozen", True, reason, "Leave it out")
-    if config.with_bank and config.bank.scope == "goal":
-        reason = "cannot be used: failures with other goals would not be found"
-        raise ConfigError("bank.scope", "goal", reason, "Use --set bank.scope=task")
+    """Raise `ConfigError` for settings with which no task could be retrieved."""
     if settings.retrieval == "model" and config.profile(config.writer) == "compact":
         reason = "needs a language model that analyses failures"
         raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")
+    if config.with_bank:
+        check_library(config)
 
 
 SPEC = MethodSpec(
@@ -140,19 +137,6 @@ SPEC = MethodSpec(
     RoleAgentSection,
     uses=parts,
     notes=Notes("failure"),
-    defaults={
-        # Failures are found by their notes and not by their goals. The limit is that of `history`
-        # for groups of 8; in the paper's run of 150 steps there are 3,931 failures (Figure 4).
-        "bank": {
-            "scope": "task",
-            "max_per_goal": None,
-            "max_entries": 16_000,
-            "evict": "fifo",
-            "key_text_weight": None,
-        },
-        # Enough for the 30 tasks of Figure 9, with 8 failures each.
-        "retrieval": {"candidates": 256, "min_similarity": 0.1},
-        "extractor": {"merge_every": 0, "temperature": 0.5},
-    },
+    defaults=LIBRARY_DEFAULTS,
     check=check,
 )
