@@ -299,6 +299,10 @@ class FailureLibrary(Protocol):
         """
         ...
 
+    async def tokens(self, prompt: Sequence[Segment]) -> int:
+        """Return the number of tokens of a prompt for the model that writes the bank."""
+        ...
+
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
         """Return an answer of the model that writes the bank. `name` seeds its sampling.
 

@@ -67,6 +67,9 @@ class BankFailures:
             (other, similarity) for entry, similarity in found if (other := self._failure(entry))
         ]
 
+    async def tokens(self, prompt: Sequence[Segment]) -> int:
+        return await self._manager.tokens(prompt)
+
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
         return await self._manager.ask(name, prompt)
 

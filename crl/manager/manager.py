@@ -281,6 +281,10 @@ class ExperienceManager:
         found = await self._searcher.nearest(Task(task, 0, "train", goal), query, accept)
         return [(entry.experience, similarity) for entry, similarity in found]
 
+    async def tokens(self, prompt: Sequence[Segment]) -> int:
+        """Return the number of tokens of a prompt for the model that writes the bank."""
+        return await self._extractor.run_blocking(partial(self._extractor.tokens, prompt))
+
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
         """Return the answer of the model that writes the bank, without its thinking.
 

@@ -103,6 +103,7 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
     replay = ReplaySettings(
         settings.replay_ratio, settings.matches, settings.history, config.retrieval.min_similarity,
         prompt("retrieve", files) if settings.retrieval == "model" else "",
+        getattr(config, config.writer).max_context_tokens - config.extractor.max_response_tokens,
     )  # fmt: skip
     return Method(
         planner=GuidedShare(0.0),

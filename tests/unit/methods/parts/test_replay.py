@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,7 +22,8 @@ from crl.manager.retrieval import searching
 from crl.methods.parts.replay import MAX_LISTED, FailureReplay, ReplaySettings
 from crl.prompts import prompt
 from crl.protocols import Failure, State
-from crl.types import Split, Task, Trajectory
+from crl.types import Completion, Sampling, Split, Task, Trajectory
+from support.doors import renderer
 from support.managers import PROMPTS, NoteEngine, open_manager, request
 from support.trajectories import build_trajectory
 
@@ -255,6 +257,7 @@ class _Library:
         self.modes, self.similar, self.ask = failures.modes, failures.similar, failures.ask
 
         self.mark_retrieved = failures.mark_retrieved
+        self.tokens = failures.tokens
         self.state, self.load_state = failures.state, failures.load_state
 
     def new(self) -> Sequence[Failure]:
@@ -370,6 +373,53 @@ async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expec
     assert "Goal 3." in asked.partition("Earlier tasks")[0]
     assert metrics["replay/retrieved"] == expected
     assert metrics["replay/unanswered"] == (not expected)
+
+
+class TogetherEngine(ChoosingEngine):
+    """Engine that answers requests to choose tasks only when `expected` of them are in progress."""
+
+    def __init__(self, expected: int) -> None:
+        super().__init__("INDEX: 1")
+        self.together = asyncio.Barrier(expected)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        if "You choose the tasks" in renderer().decode(ids):
+            await self.together.wait()
+        return await super().generate(ids, sampling, **options)
+
+
+async def test_the_model_chooses_for_all_patterns_at_the_same_time(tmp_path: Path):
+    async with asyncio.timeout(30), library(tmp_path, None, TogetherEngine(3)) as opened:
+        manager, failures = opened
+        replay = FailureReplay(Stream(), replace(SETTINGS, template=prompt("retrieve")), seed=0)
+        await play(manager, 0, replay.draw(3), lambda task: MODES[0])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/retrieved"] == 3
+
+
+@pytest.mark.parametrize(("spare", "listed"), [(10_000, 3), (0, 2), (-10_000, 0)])
+async def test_the_list_of_tasks_is_cut_to_the_context(tmp_path: Path, spare: int, listed: int):
+    """`spare`: tokens of the context beyond a list of two tasks."""
+    engine = ChoosingEngine("INDEX: 1")
+    async with library(tmp_path, None, engine) as (manager, failures):
+        template = replace(SETTINGS, template=prompt("retrieve"))
+        replay = FailureReplay(Stream(), template, seed=0)
+        tasks = replay.draw(4)
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        notes = failures.new()
+        two = [(tasks[0], notes[0]), (tasks[1], notes[1])]
+        limit = await failures.tokens(replay._prompt(notes[3], two)) + spare
+        failures.mark_retrieved(notes[:3])
+        cut = FailureReplay(Stream(), replace(template, max_tokens=limit), seed=0)
+        cut.load_state(replay.state())
+        await cut.retrieve(failures)
+        metrics = cut.take_metrics(failures)
+    assert [asked.count("Failure mode: ") - 1 for asked in engine.prompts] == [listed] * bool(
+        listed
+    )
+    assert (metrics["replay/retrieved"], metrics["replay/unanswered"]) == (
+        (1, 0) if listed else (0, 1)
+    )
 
 
 class RefusingEngine(ChoosingEngine):
