@@ -20,6 +20,7 @@ from crl.embedders.cached import CachedEmbedder
 from crl.evaluation.diagnostics import Diagnostics
 from crl.failures import TaskGroup
 from crl.manager import (
+    CallClock,
     DistilRequest,
     ExperienceManager,
     ExtractorSample,
@@ -216,10 +217,13 @@ class Replay:
 
     tasks: TaskReplay
     library: FailureLibrary
+    clock: CallClock
+    """Clock that times the retrieval, with its embeddings."""
 
     async def retrieve(self) -> None:
         """Choose the tasks for the next draws, from the failures since the last call."""
-        await self.tasks.retrieve(self.library)
+        with self.clock(counted=False):
+            await self.tasks.retrieve(self.library)
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last call."""

@@ -57,6 +57,8 @@ def test_training_tasks_with_similar_failures_return(tmp_path: Path) -> None:
     assert [line["replay/share"] for line in lines[:4]] == by_step
     failed = [t for t in episodes(run) if not t["success"]]
     assert sum(line["perf/distil_calls"] for line in lines) == len(failed), "one for each failure"
+    shares = [line["perf/distil_share"] for line in metrics(run, "train")]
+    assert all(0 < share < 1 for share in shares), shares
     assert lines[-1]["failures/other"] == lines[-1]["bank/size"] > 0
     assert all("guided" not in key for line in metrics(run, "eval") for key in line)
 
