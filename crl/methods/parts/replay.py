@@ -69,6 +69,8 @@ class FailureReplay:
         """Retrieved tasks that were not drawn again, with repetitions."""
         self._retrieved, self._retrievals = list[Task](), 0
         """Result of the last retrieval that found tasks, and number of such retrievals."""
+        self._patterns = set[tuple[tuple[int, int], str]]()
+        """Address and mode of the patterns of drawn tasks for which tasks were retrieved."""
         self._counts = Counter[str]()
         """Counts since the last `take_metrics`."""
 
@@ -98,7 +100,10 @@ class FailureReplay:
 
     async def retrieve(self, library: FailureLibrary) -> None:
         new = library.new()
-        patterns = {(f.address, read_note(f.text).mode): f for f in new}
+        modes = {failure.uid: read_note(failure.text).mode for failure in new}
+        patterns = {(f.address, modes[f.uid]): f for f in new}
+        for known in self._patterns & patterns.keys():  # other failures of them came before
+            del patterns[known]
         found = [(failure, await self._similar(failure, library)) for failure in patterns.values()]
         if self._settings.template:
             chosen = await asyncio.gather(
@@ -109,6 +114,8 @@ class FailureReplay:
         retrieved = [task for others in chosen for task, _ in others[: self._settings.matches]]
         self._counts["patterns"] += len(patterns)
         self._counts["retrieved"] += len(retrieved)
+        known = self._patterns | patterns.keys()
+        self._patterns = {pattern for pattern in known if pattern[0] in self._history}
         library.mark_retrieved(new)  # only now: a retrieval that is cancelled begins again
         if retrieved:
             self._waiting = self._retrieved = retrieved
@@ -194,10 +201,15 @@ class FailureReplay:
         self._retrievals = state["retrievals"]
 
     def retrieval(self) -> State:
-        return {"number": self._retrievals, "tasks": [_fields(task) for task in self._retrieved]}
+        return {
+            "number": self._retrievals,
+            "tasks": [_fields(task) for task in self._retrieved],
+            "patterns": [[*address, mode] for address, mode in sorted(self._patterns)],
+        }
 
     def load_retrieval(self, state: State) -> None:
         self._retrieved = [Task(**task) for task in state["tasks"]]
+        self._patterns = {((step, group), mode) for step, group, mode in state["patterns"]}
         if state["number"] > self._retrievals:  # all draws after it are repeated
             self._waiting = self._retrieved
             self._retrievals = state["number"]

@@ -108,22 +108,29 @@ async def play(manager: ExperienceManager, step: int, tasks: Sequence[Task], fai
 
 
 async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
-    """The agent fails at tasks of kind 1 for one reason, and at half of kind 2 for another."""
+    """The agent fails at tasks of kind 1 for one reason, and at half of kind 2 for another.
 
-    def fails(task: Task) -> str | None:
-        return MODES[1] if task.params["kind"] == 1 else None
-
-    counts = Counter[Any]()
+    From step 10 on it has learned kind 2. Replay of random failed tasks would still draw them.
+    """
+    early, late = Counter[Any](), Counter[Any]()
     async with library(tmp_path) as (manager, failures):
-        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        replay, drawn = FailureReplay(Stream(), SETTINGS, seed=0), set[int]()
         for step in range(20):
             tasks = replay.draw(8)
             assert step or [task.seed for task in tasks] == list(range(8)), "nothing is known"
-            counts.update(task.params["kind"] for task in tasks if step)
+            again = [task.params["kind"] for task in tasks if task.seed in drawn]
+            (early if step <= 10 else late).update(again)
+            drawn |= {task.seed for task in tasks}
+
+            def fails(task: Task, learned: bool = step >= 10) -> str | None:
+                second = task.seed % 8 == 2 and not learned
+                return {1: MODES[1], 2: MODES[2] if second else None}.get(int(task.params["kind"]))
+
             await play(manager, step, tasks, fails)
             await replay.retrieve(failures)
-    assert counts[1] / counts.total() > 0.45, "a quarter without replay"
-    assert min(counts.values()) > 10, "the other tasks are still drawn"
+    assert set(early) == {1, 2}, "tasks with both modes return"
+    assert set(late) == {1}, "only tasks with the current mode return"
+    assert late[1] > 9 * 8 / 4, "the other tasks are drawn at half the draws, or more"
 
 
 async def test_no_task_of_the_stream_is_lost(tmp_path: Path):
@@ -175,6 +182,24 @@ async def test_the_failures_of_a_group_with_one_mode_are_one_pattern(tmp_path: P
         metrics = replay.take_metrics(failures)
     assert metrics["replay/patterns"] == 2
     assert metrics["replay/retrieved"] == 0, "a task is not similar to itself"
+
+
+async def test_a_pattern_that_is_analysed_in_two_parts_counts_once(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        tasks = replay.draw(2)
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        await replay.retrieve(failures)
+        for member, mode in ((1, MODES[0]), (2, MODES[1])):
+            failed = request(0, 0, member, note=mode, of=tasks[0], success=False)
+            await manager.submit(failed)
+        await manager.drain()
+        resumed = FailureReplay(Stream(), SETTINGS, seed=0)
+        resumed.load_state(json.loads(json.dumps(replay.state())))
+        resumed.load_retrieval(json.loads(json.dumps(replay.retrieval())))
+        await resumed.retrieve(failures)
+        assert resumed.take_metrics(failures)["replay/patterns"] == 1, "that of the second mode"
+        assert failures.new() == []
 
 
 async def test_tasks_of_evaluations_never_return(tmp_path: Path):
