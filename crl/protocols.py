@@ -8,7 +8,7 @@ is a `RolloutPlanner` that makes every member free; it is not a special case in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -278,19 +278,29 @@ class Failure:
 class FailureLibrary(Protocol):
     """Failures of the training episodes of a run."""
 
-    def take_new(self) -> Sequence[Failure]:
-        """Return the failures that were written since the last call."""
+    def new(self) -> Sequence[Failure]:
+        """Return the failures that were not passed to `mark_retrieved`, the oldest first."""
         ...
 
-    def failures(self) -> Iterable[Failure]:
-        """Return all failures, in the order in which they were written."""
+    def mark_retrieved(self, failures: Sequence[Failure]) -> None:
+        """Record that tasks were retrieved for these failures."""
         ...
 
-    async def similar(self, failure: Failure) -> Sequence[tuple[Failure, float]]:
+    def modes(self) -> Mapping[str, int]:
+        """Return the number of failures in the library by mode."""
+        ...
+
+    async def similar(
+        self, failure: Failure, groups: Container[tuple[int, int]]
+    ) -> Sequence[tuple[Failure, float]]:
         """Return other failures and the cosine of their notes with the failure's query.
 
-        The most similar is first.
+        Only failures with an address (step, group) in `groups` count. The most similar is first.
         """
+        ...
+
+    async def tokens(self, prompt: Sequence[Segment]) -> int:
+        """Return the number of tokens of a prompt for the model that writes the bank."""
         ...
 
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
@@ -300,12 +310,27 @@ class FailureLibrary(Protocol):
         """
         ...
 
+    def state(self) -> State: ...
+    def load_state(self, state: State) -> None: ...
+
 
 class TaskReplay(TaskSource, Protocol):
-    """Task source that also draws earlier training tasks again, because of failures."""
+    """Task source that also draws earlier training tasks again, because of failures.
+
+    Its state in a checkpoint has two parts. `state` is that before the draws of the first step that
+    is not completed. `retrieval` is that of the checkpoint's own time, like the bank's snapshot.
+    """
 
     async def retrieve(self, library: FailureLibrary) -> None:
         """Choose the tasks that the next draws repeat. `draw` may be called meanwhile."""
+        ...
+
+    def retrieval(self) -> State:
+        """Return the result of the last retrieval."""
+        ...
+
+    def load_retrieval(self, state: State) -> None:
+        """Load a result of `retrieval`. `load_state` comes first."""
         ...
 
     def take_metrics(self, library: FailureLibrary) -> Metrics:

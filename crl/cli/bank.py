@@ -269,7 +269,8 @@ def failures(
 ) -> None:
     """List failure modes of a run with --method role_agent.
 
-    A failure is an active note on a failed episode.
+    A failure is an active note on a failed episode of the run. For a bank without a run, the notes
+    of all runs are listed.
     """
     from crl.cli.bank_text import failure_table, mode_table
     from crl.manager.failure_notes import ALL_MODES
@@ -279,8 +280,14 @@ def failures(
     if mode is not None and mode not in ALL_MODES:
         modes = ", ".join(ALL_MODES)
         raise ConfigError("--mode", mode, "is not a failure mode", f"Choose one of: {modes}")
-    with open_reader(_bank_file(run)) as bank:
-        views = failure_views(entry for entry in bank.entries() if task in (None, entry.task))
+    file = _bank_file(run)
+    own = _has_failures(file)
+    with open_reader(file) as bank:
+        views = failure_views(
+            entry
+            for entry in bank.entries()
+            if task in (None, entry.task) and (entry.step is not None or not own)
+        )
         short = short_uids(bank.uids())
     if mode is None:
         _print_rows(mode_views(views), limit, as_json, lambda v: mode_table(v, terminal_width()))
@@ -564,6 +571,23 @@ def _print_rows(
     elif rows:
         print_lines(table(rows))
     report_count(len(rows), len(found))
+
+
+def _has_failures(file: Path) -> bool:
+    """Return whether a bank is that of a run whose entries are failures; False without a run.
+
+    Raise `ConfigError` for a run of another method.
+    """
+    from crl.config.load import load_saved
+
+    if not (file.parent / "config.json").is_file():
+        return False
+    config = load_saved(file.parent).config
+    notes = config.spec.notes
+    if notes is None or notes.prompt != "failure":
+        reason = f"its method {config.method} writes no notes on failures"
+        raise ConfigError("run", str(file.parent), reason, "Name a run with --method role_agent")
+    return True
 
 
 def _embedder(file: Path, keys: KeyVectors) -> EmbedderSection:

@@ -67,6 +67,13 @@ class MethodSection(Section):
         """Return the names of the method's own prompts that language models read."""
         return frozenset()
 
+    def measured(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return what evaluations depend on, by dotted key, beside the settings of all methods.
+
+        These are values of settings that change the prompts of agents, and hashes of prompts.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class Notes:
@@ -180,6 +187,11 @@ def check_notes(config: RunConfig, settings: Any) -> None:
     if config.retrieval.per == "group":
         reason = "cannot be used: each member searches for several notes of its own"
         raise ConfigError("retrieval.per", "group", reason, "Use --set retrieval.per=rollout")
+    check_texts(config)
+
+
+def check_texts(config: RunConfig) -> None:
+    """Raise `ConfigError` for exchanges about experiences that notes do not have."""
     for switch in ("ask", "critic"):
         if getattr(config, switch).enabled:
             reason = f"cannot be used: {config.method} has no such exchange about notes"

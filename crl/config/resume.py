@@ -33,7 +33,7 @@ FIXED: Mapping[str, str] = {
 
 
 MEASURED = r"eval\.temperature|actor\.max_context_tokens|tasks\.[^.]+\.(?!stream\.).*"
-"""Settings that define what an evaluation measures, by a pattern of their keys."""
+"""Settings that define what an evaluation of any method measures, by a pattern of their keys."""
 
 
 class Change(NamedTuple):
@@ -115,4 +115,5 @@ def measured_settings(config: RunConfig) -> dict[str, Any]:
     Evaluations with different values cannot be compared.
     """
     settings = leaves(config.model_dump(mode="json"))
-    return {key: value for key, value in settings if re.fullmatch(MEASURED, key)}
+    measured = {key: value for key, value in settings if re.fullmatch(MEASURED, key)}
+    return measured | (config.method_settings.measured(config) if config.method_settings else {})

@@ -3,6 +3,7 @@
 The package imports neither torch nor transformers.
 """
 
+from crl.manager.calls import CallClock
 from crl.manager.credit import ExtractorSample
 from crl.manager.distillation.distil import PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter
@@ -23,6 +24,7 @@ from crl.manager.settings import ManagerSettings, Progress, Prompts, QueueSettin
 
 __all__ = [
     "BankFailures",
+    "CallClock",
     "DistilRequest",
     "Distilled",
     "EpisodeId",

@@ -17,13 +17,13 @@ class CallClock:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._open = self._calls = 0
-        self._busy, self._last, self._taken = 0.0, now(), now()
+        self._busy, self._last, self._taken = 0.0, now(), 0.0
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Count the block as one call."""
+    def __call__(self, *, counted: bool = True) -> Iterator[None]:
+        """Time the block, and count it as one call if `counted`."""
         self._advance()
-        self._calls += 1
+        self._calls += counted
         self._open += 1
         try:
             yield
@@ -31,16 +31,16 @@ class CallClock:
             self._advance()
             self._open -= 1
 
+    def seconds(self) -> float:
+        """Return the seconds so far in which at least one call was in progress."""
+        self._advance()
+        return self._busy
+
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call of this method."""
-        self._advance()
-        elapsed = self._last - self._taken
-        metrics = {
-            "perf/distil_calls": self._calls,
-            "perf/distil_s": self._busy,
-            "perf/distil_share": self._busy / elapsed if elapsed else 0.0,
-        }
-        self._calls, self._busy, self._taken = 0, 0.0, self._last
+        seconds = self.seconds()
+        metrics = {"perf/distil_calls": self._calls, "perf/distil_s": seconds - self._taken}
+        self._calls, self._taken = 0, seconds
         return metrics
 
     def _advance(self) -> None:

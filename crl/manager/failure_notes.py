@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 
 OTHER = "other"
@@ -54,7 +53,8 @@ ALL_MODES: tuple[str, ...] = (*dict.fromkeys((*_HOUSEHOLD, *_SHOP, *_SEARCH)), O
 """All failure modes."""
 
 _NAMES = "|".join(FIELDS)
-_START = re.compile(rf"^[^\w\n]*({_NAMES})[^\w\n]*?:", re.MULTILINE | re.IGNORECASE)
+_MARK = r"(?:[^\w\n]|_)"  # of lists, quotes and emphasis
+_START = re.compile(rf"^{_MARK}*(?:\d+{_MARK}+)?({_NAMES}){_MARK}*?:", re.MULTILINE | re.IGNORECASE)
 _EDGES = " \t\r\n\"'*`,[]"
 
 
@@ -91,8 +91,8 @@ class FailureNote:
 def read_answer(answer: str, modes: Sequence[str]) -> tuple[str, str]:
     """Return the text of the note in a model's answer, and the reason for refusal.
 
-    The reason is empty for a usable note. Mode, lesson and query are required. A mode that is not
-    in `modes` becomes "other".
+    The reason is empty for a usable note. Mode, lesson and query are required. The mode is the
+    first one of `modes` that the field names. If it names none, it is "other".
     """
     found = _fields(answer)
     for name, reason in (
@@ -102,12 +102,10 @@ def read_answer(answer: str, modes: Sequence[str]) -> tuple[str, str]:
     ):
         if not found.get(name):
             return "", reason
-    mode = re.sub(r"[\W_]+", "_", found.pop("DOMINANT_TYPE").lower()).strip("_")
     others = {field: found.get(name, "") for name, field in FIELDS.items() if field != "mode"}
-    return FailureNote(mode if mode in modes else OTHER, **others).text, ""
+    return FailureNote(_mode(found["DOMINANT_TYPE"], modes), **others).text, ""
 
 
-@lru_cache(maxsize=8192)
 def read_note(text: str) -> FailureNote:
     """Return the note in the text of an entry.
 
@@ -118,8 +116,15 @@ def read_note(text: str) -> FailureNote:
     if not found.get("DOMINANT_TYPE"):
         return FailureNote(OTHER, "", "", text, text)
     values = {field: found.get(name, "") for name, field in FIELDS.items()}
-    mode = values.pop("mode")
-    return FailureNote(mode if mode in ALL_MODES else OTHER, **values)
+    mode = _mode(values.pop("mode"), ALL_MODES)
+    return FailureNote(mode, **values)
+
+
+def _mode(value: str, modes: Sequence[str]) -> str:
+    """Return the first of `modes` in the value of a field, such as "navigation loop (it turns)"."""
+    words = re.sub(r"[\W_]+", "_", value.lower())
+    found = re.search(rf"(?:^|_)({'|'.join(modes)})(?=_|$)", words)
+    return found[1] if found else OTHER
 
 
 def _fields(text: str) -> dict[str, str]:

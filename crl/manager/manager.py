@@ -270,14 +270,20 @@ class ExperienceManager:
         for hit in hits:
             self._bank.count(UnitKey(hit.use.uid, hit.use.version), self._step)
 
-    async def similar(self, task: str, goal: str, query: str) -> list[tuple[Experience, float]]:
+    async def similar(
+        self, task: str, goal: str, query: str, accept: Callable[[str], bool]
+    ) -> list[tuple[Experience, float]]:
         """Return the entries that may guide episodes of a task with `goal`, and their similarities.
 
         These are the `retrieval.candidates` entries whose keys are most similar to `query`, the
-        most similar first. No counter changes.
+        most similar first, among those whose uid `accept` accepts. No counter changes.
         """
-        found = await self._searcher.nearest(Task(task, 0, "train", goal), query)
+        found = await self._searcher.nearest(Task(task, 0, "train", goal), query, accept)
         return [(entry.experience, similarity) for entry, similarity in found]
+
+    async def tokens(self, prompt: Sequence[Segment]) -> int:
+        """Return the number of tokens of a prompt for the model that writes the bank."""
+        return await self._extractor.run_blocking(partial(self._extractor.tokens, prompt))
 
     async def ask(self, name: str, prompt: Sequence[Segment]) -> str:
         """Return the answer of the model that writes the bank, without its thinking.
@@ -767,8 +773,13 @@ class ExperienceManager:
 
         Retrievals since the last `flush` are not in the snapshot: they belong to episodes that a
         resumed run plays again.
+
+        Each answer in the snapshot was passed to `on_distilled` before this method returns.
         """
-        return await self._store.snapshot(self._stamp(), kept)
+        seq = await self._store.snapshot(self._stamp(), kept)
+        if self._changes:
+            await asyncio.wait(set(self._changes))
+        return seq
 
     async def rollback(self, seq: int) -> RolledBack:
         """Restore the bank and its clock to the snapshot `seq`.
@@ -837,6 +848,10 @@ class ExperienceManager:
     def entries(self) -> list[Experience]:
         """Return the active entries in the order in which they were last written."""
         return [entry.experience for entry in self._bank.entries.values()]
+
+    def uids(self) -> Collection[str]:
+        """Return the uids of the active entries in the order in which they were last written."""
+        return self._bank.entries.keys()
 
     def latest(self, n: int) -> list[Experience]:
         """Return at most `n` active entries, the most recently retrieved first.

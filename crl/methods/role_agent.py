@@ -11,14 +11,16 @@ a note.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from crl.config.method import MethodSection, MethodSpec, Notes, Part, parts_with_writer
 from crl.config.section import Count
 from crl.errors import ConfigError
+from crl.methods.parts.failure_settings import LIBRARY_DEFAULTS, check_library
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -76,6 +78,12 @@ class RoleAgentSection(MethodSection):
         used = {"predict": self.prediction_weight, "retrieve": self.retrieval == "model"}
         return frozenset(name for name in used if used[name])
 
+    def measured(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return the request for predictions, which is part of the prompts of evaluations."""
+        from crl.methods.parts.predicting import measured_request
+
+        return measured_request(config, self.horizon if self.prediction_weight else None)
+
 
 def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -> Method:
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
@@ -95,6 +103,7 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
     replay = ReplaySettings(
         settings.replay_ratio, settings.matches, settings.history, config.retrieval.min_similarity,
         prompt("retrieve", files) if settings.retrieval == "model" else "",
+        getattr(config, config.writer).max_context_tokens - config.extractor.max_response_tokens,
     )  # fmt: skip
     return Method(
         planner=GuidedShare(0.0),
@@ -115,16 +124,12 @@ def parts(settings: RoleAgentSection) -> frozenset[Part]:
 
 
 def check(config: RunConfig, settings: RoleAgentSection) -> None:
-    """Raise `ConfigError` for settings of the bank with which no task could be retrieved."""
-    if config.with_bank and config.bank.frozen:
-        reason = "cannot be used: no failure could be added to the bank"
-        raise ConfigError("bank.frozen", True, reason, "Leave it out")
-    if config.with_bank and config.bank.scope == "goal":
-        reason = "cannot be used: failures with other goals would not be found"
-        raise ConfigError("bank.scope", "goal", reason, "Use --set bank.scope=task")
+    """Raise `ConfigError` for settings with which no task could be retrieved."""
     if settings.retrieval == "model" and config.profile(config.writer) == "compact":
         reason = "needs a language model that analyses failures"
         raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")
+    if config.with_bank:
+        check_library(config)
 
 
 SPEC = MethodSpec(
@@ -133,11 +138,6 @@ SPEC = MethodSpec(
     RoleAgentSection,
     uses=parts,
     notes=Notes("failure"),
-    defaults={
-        # All failures stay in the library, and are found by their notes and not by their goals.
-        "bank": {"scope": "task", "max_per_goal": None, "evict": "fifo", "key_text_weight": None},
-        "retrieval": {"candidates": 1000, "min_similarity": 0.1},
-        "extractor": {"merge_every": 0, "temperature": 0.5},
-    },
+    defaults=LIBRARY_DEFAULTS,
     check=check,
 )

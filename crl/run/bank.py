@@ -248,7 +248,7 @@ async def open_experience(
             merge_every=0 if config.bank.frozen else config.extractor.merge_every,
             baseline=config.extractor.baseline,
             perplexity=perplexity,
-            replay=Replay(replay, failures) if replay and failures else None,
+            replay=Replay(replay, failures, manager.calls) if replay and failures else None,
         ),
     )  # fmt: skip
     return experience, RunBank(manager, engine, factory, _untrained(config, gpus))

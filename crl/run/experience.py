@@ -20,6 +20,7 @@ from crl.embedders.cached import CachedEmbedder
 from crl.evaluation.diagnostics import Diagnostics
 from crl.failures import TaskGroup
 from crl.manager import (
+    CallClock,
     DistilRequest,
     ExperienceManager,
     ExtractorSample,
@@ -216,14 +217,26 @@ class Replay:
 
     tasks: TaskReplay
     library: FailureLibrary
+    clock: CallClock
+    """Clock that times the retrieval, with its embeddings."""
 
     async def retrieve(self) -> None:
         """Choose the tasks for the next draws, from the failures since the last call."""
-        await self.tasks.retrieve(self.library)
+        with self.clock(counted=False):
+            await self.tasks.retrieve(self.library)
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last call."""
         return self.tasks.take_metrics(self.library)
+
+    def state(self) -> State:
+        """Return the state for a checkpoint. The train stream's own state is not part of it."""
+        return {"library": self.library.state(), "retrieval": self.tasks.retrieval()}
+
+    def load_state(self, state: State) -> None:
+        """Load a state, after those of the bank and of the train stream."""
+        self.library.load_state(state["library"])
+        self.tasks.load_retrieval(state["retrieval"])
 
 
 @dataclass(frozen=True)
@@ -359,8 +372,13 @@ class ExperiencePipeline:
         return self._engine.details()
 
     async def finish(self) -> None:
-        """Distil and train everything that is left after the last step, and log the metrics."""
+        """Distil and train everything that is left after the last step, and log the metrics.
+
+        Tasks are retrieved for the last failures, too: the run may be continued later.
+        """
         await self.finish_pending()
+        if self._replay:
+            await self._replay.retrieve()
         await self._log_metrics(())
 
     async def _log_metrics(self, batch: Sequence[Trajectory]) -> None:
@@ -408,6 +426,8 @@ class ExperiencePipeline:
             "manager": self.manager.state(),
             "diagnostics": self.diagnostics.state(),
         }
+        if self._replay:
+            state["replay"] = self._replay.state()
         if trainer := self.trainer:
             state["extractor"] = {
                 "learner": trainer.learner.state(),
@@ -422,6 +442,8 @@ class ExperiencePipeline:
         rolled_back = await self.manager.rollback(state["bank"])
         self.manager.load_state(state["manager"])
         self.diagnostics.load_state(state["diagnostics"])
+        if self._replay:
+            self._replay.load_state(state["replay"])
         if trainer := self.trainer:
             saved = state["extractor"]
             await restore_weights(

@@ -397,6 +397,7 @@ class TrainingLoop:
         """
         learner, engine = self.actor.learner, self.actor.engine
         stopwatch, busy_before = Stopwatch(), engine.busy_s
+        started, distil_before = time.monotonic(), self._distil_seconds()
         with stopwatch("wait"):
             batch = await self._unless_stopped(self.rollouts.collector.batch(step))
         if batch is None:
@@ -411,8 +412,7 @@ class TrainingLoop:
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
-            if self.method.step.measure:
-                metrics |= await asyncio.to_thread(self.method.step.measure, batch)
+            metrics |= await self._measured(batch)
             if self.method.advice.between_attempts:
                 metrics |= self._attempts(batch)
         metrics |= signal
@@ -441,12 +441,35 @@ class TrainingLoop:
         metrics |= self.totals.metrics()
         metrics |= {f"actor/{name}": value for name, value in stats.metrics.items()}
         metrics |= self._step_metrics(stats, batch, stopwatch)
+        metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
         metrics["perf/sync_bytes"] = sent_bytes
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)
         return not self.stop.is_set()
+
+    def _distil_seconds(self) -> float:
+        """Return the seconds so far in which calls for the bank were in progress."""
+        return self.experience.manager.calls.seconds() if self.experience else 0.0
+
+    def _distil_share(self, started: float, distil_before: float) -> dict[str, float]:
+        """Add a step to the totals and return the share of calls for the bank in its time.
+
+        `started` is the time (`time.monotonic`) at which the step began, and `distil_before` the
+        value of `_distil_seconds` then.
+        """
+        distil_s, step_s = self._distil_seconds() - distil_before, time.monotonic() - started
+        self.totals.add_step(step_s, distil_s)
+        return {"perf/distil_share": distil_s / step_s} if self.experience else {}
+
+    async def _measured(self, batch: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the method's own metrics of a batch, and the seconds of their computation."""
+        if not self.method.step.measure:
+            return {}
+        started = time.monotonic()
+        metrics = await asyncio.to_thread(self.method.step.measure, batch)
+        return {**metrics, "perf/measure_s": time.monotonic() - started}
 
     def _attempts(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Count the attempts of a step. Return the share of groups that succeeded within each."""

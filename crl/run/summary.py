@@ -333,6 +333,7 @@ class Summary:
             ]
         lines += [
             self.totals.line(*tokens),
+            *filter(None, [self.totals.time_line() if self.experience else ""]),
             *filter(None, [self.totals.attempts_line()]),
             "",
             *self.success.lines(),

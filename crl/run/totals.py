@@ -27,6 +27,11 @@ class Totals:
     """Tokens of the sequences on which the actor was trained: prompts and answers."""
     errors: int = 0
     """Episodes that failed with an error."""
+    step_seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Wall time of the steps without evaluations and probes, and a part of it.
+
+    In this part the model that writes the bank was asked, or tasks were retrieved.
+    """
     attempted: int = 0
     """Groups whose members were attempts, one after the other."""
     solved: list[int] = field(default_factory=list)
@@ -48,6 +53,11 @@ class Totals:
         self.attempted += groups
         self.solved = [a + b for a, b in zip_longest(self.solved, solved, fillvalue=0)]
 
+    def add_step(self, seconds: float, distil_seconds: float) -> None:
+        """Add the wall time of a step, and the part of it that was used for the bank."""
+        self.step_seconds[0] += seconds
+        self.step_seconds[1] += distil_seconds
+
     def metrics(self) -> dict[str, float]:
         return {
             "total/env_turns": self.env_turns,
@@ -63,6 +73,16 @@ class Totals:
         shares = ", ".join(f"{n / self.attempted:.3f}" for n in self.solved)
         within = counted(len(self.solved), "attempt")
         return f"success within 1 to {within}, {counted(self.attempted, 'task')}: {shares}"
+
+    def time_line(self) -> str:
+        """Return the line of a run's summary on the time of the steps; empty without any."""
+        seconds, distil_seconds = self.step_seconds
+        if not seconds:
+            return ""
+        return (
+            f"time of the steps: {seconds:.0f} s; calls of the model that writes the "
+            f"bank were in progress in {distil_seconds / seconds:.1%} of it"
+        )
 
     def line(self, bank_tokens: int | None = None, writer: RoleName = "extractor") -> str:
         """Return the budget line of a run's summary.

@@ -57,6 +57,8 @@ def test_training_tasks_with_similar_failures_return(tmp_path: Path) -> None:
     assert [line["replay/share"] for line in lines[:4]] == by_step
     failed = [t for t in episodes(run) if not t["success"]]
     assert sum(line["perf/distil_calls"] for line in lines) == len(failed), "one for each failure"
+    shares = [line["perf/distil_share"] for line in metrics(run, "train")]
+    assert all(0 < share < 1 for share in shares), shares
     assert lines[-1]["failures/other"] == lines[-1]["bank/size"] > 0
     assert all("guided" not in key for line in metrics(run, "eval") for key in line)
 
@@ -167,6 +169,11 @@ def test_errors_of_settings_are_one_line(tmp_path: Path) -> None:
     for sets, message in (
         (("bank.frozen=true",), "no failure could be added to the bank"),
         (("bank.scope=goal",), "failures with other goals would not be found"),
+        (("bank.duplicate_similarity=0.9",), "like failures of other tasks, which are the aim"),
+        (("extractor.merge_every=5",), "a merged note belongs to no training task"),
+        (("ask.enabled=true",), "role_agent has no such exchange about notes"),
+        (("critic.enabled=true",), "role_agent has no such exchange about notes"),
+        (("bank.evict_votes=3",), "a note is a text, without votes"),
         (("role_agent.retrieval=model",), "needs a language model that analyses failures"),
     ):
         refused = crl(*arguments(tmp_path / "no", "room", sets, 1, 0, "role_agent"))

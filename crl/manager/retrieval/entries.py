@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from crl.config.schema import RetrievalSection, Scope
 from crl.manager.records import Entry, UnitKey
 from crl.manager.retrieval.choice import Candidate, choose_entries, is_trial
-from crl.manager.retrieval.index import Index, Neighbour
+from crl.manager.retrieval.index import Accept, Index, Neighbour
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
 from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, Task, UseKind
@@ -90,13 +90,14 @@ class Bank:
         if entry := self._current_entry(unit):
             entry.counters = replace(entry.counters, votes=entry.counters.votes + value)
 
-    def nearest(self, task: Task, query: Vector) -> list[Neighbour]:
+    def nearest(self, task: Task, query: Vector, accept: Accept | None = None) -> list[Neighbour]:
         """Return the entries that may guide `task`, the most similar first.
 
-        At most `retrieval.candidates` entries are returned.
+        At most `retrieval.candidates` entries are returned. Entries that `accept` refuses are left
+        out before this limit.
         """
         index = self._indexes.get(self._index_key(task.name, task.goal))
-        return index.nearest(query, self._settings.candidates) if index else []
+        return index.nearest(query, self._settings.candidates, accept) if index else []
 
     def size(self, task: Task) -> int:
         """Return the number of entries that may guide `task`."""

@@ -7,7 +7,9 @@ graph, a small one exactly. The tail is always searched exactly.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import hnswlib
@@ -15,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float32]
+Accept = Callable[[str], bool]
+"""Function that returns whether the entry with a uid may be found."""
 
 MIN_TAIL_ROWS = 256
 """Minimum number of rows that fit into the tail before it becomes part of a new snapshot."""
@@ -160,13 +164,14 @@ class Index:
         if row is not None:
             self._alive[row] = False
 
-    def nearest(self, query: Vector, k: int) -> list[Neighbour]:
+    def nearest(self, query: Vector, k: int, accept: Accept | None = None) -> list[Neighbour]:
         """Return at most `k` neighbours, the most similar first.
 
-        Equally similar entries are in the order in which they were put.
+        Equally similar entries are in the order in which they were put. Entries that `accept`
+        refuses do not count; the search is exact then.
         """
         n, used = len(self._snapshot), len(self._uids)
-        near = self._search_graph(query, k)
+        near = self._search_graph(query, k) if accept is None else None
         # One matrix-vector product per query: in a product over several queries, the last bits
         # would depend on the other queries.
         snapshot_scores = (
@@ -175,6 +180,8 @@ class Index:
         rows = np.arange(used) if near is None else np.concatenate([near, np.arange(n, used)])
         scores = np.concatenate([snapshot_scores, self._tail[: used - n] @ query])
         scores[~self._alive[rows]] = -np.inf
+        if accept:
+            return self._accepted(scores, k, accept)
         # Sort all rows that are as similar as the k-th best, so that ties at the cut are resolved
         # by age and not by chance.
         min_score = (
@@ -186,6 +193,12 @@ class Index:
             Neighbour(self._uids[row], score)
             for row, score in zip(rows[best].tolist(), scores[best].tolist(), strict=True)
         ]
+
+    def _accepted(self, scores: Vector, k: int, accept: Accept) -> list[Neighbour]:
+        """Return the first `k` accepted entries by the scores of all rows, −∞ for dead ones."""
+        order = np.argsort(-scores, kind="stable")[: len(self._rows)]
+        accepted = (row for row in order.tolist() if accept(self._uids[row]))
+        return [Neighbour(self._uids[row], float(scores[row])) for row in islice(accepted, k)]
 
     def _search_graph(self, query: Vector, k: int) -> NDArray[np.intp] | None:
         """Return the `k` nearest live rows of the snapshot, the oldest first.

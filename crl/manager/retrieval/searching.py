@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from threadpoolctl import threadpool_limits
 from crl.config.schema import RetrievalSection
 from crl.manager.records import Entry
 from crl.manager.retrieval.entries import Bank, Vector
-from crl.manager.retrieval.index import Build, Index, Neighbour
+from crl.manager.retrieval.index import Accept, Build, Index, Neighbour
 from crl.manager.retrieval.lock import ReadWriteLock
 from crl.protocols import Embedder, Hit, SearchRequest
 from crl.types import Task
@@ -101,14 +102,19 @@ class Searcher:
             )
         return await pending.hits
 
-    async def nearest(self, task: Task, query: str) -> list[tuple[Entry, float]]:
+    async def nearest(self, task: Task, query: str, accept: Accept) -> list[tuple[Entry, float]]:
         """Return the entries nearest to a query with their similarities, the nearest first.
 
-        They are those of `Bank.nearest`. Nothing is counted. Raise the embedder's error.
+        They are those of `Bank.nearest`. A worker thread compares the query with a large bank, and
+        calls `accept`. Nothing is counted. Raise the embedder's error.
         """
         (vector,) = await self._embedder.embed([query])
         async with self._lock.read():
-            found = self._bank.nearest(task, vector)
+            compare = partial(self._bank.nearest, task, vector, accept)
+            if self._bank.size(task) > THREADS_FROM:
+                found = await asyncio.get_running_loop().run_in_executor(self._workers, compare)
+            else:
+                found = compare()
             return [(self._bank.entries[uid], similarity) for uid, similarity in found]
 
     async def change(self, put: Iterable[tuple[Entry, Vector]], remove: Iterable[str] = ()) -> None:

@@ -16,8 +16,15 @@ from crl.types import Trajectory
 class PredictedStepAdvantage(StepAdvantage):
     """`AdvantageTerm`: step advantages of returns that predictions modulate (eq. 6, 8).
 
-    The return of turn t is R_t = R_task (1 + c · Σ_h γ^(h−1) · r̃(t, h)). R_task is the discounted
-    return. A missing prediction has r̃ = 0. In tasks without predictions, R_t is R_task.
+    The return of turn t is R_t = R_task + c · R_task⁺ · Σ_h γ^(h−1) · r̃(t, h). R_task is the
+    discounted return of the rewards r, R_task⁺ that of max(r, 0). A missing prediction has r̃ = 0.
+    In tasks without predictions, R_t is R_task.
+
+    With rewards r ≥ 0 this is eq. 6: R_task (1 + R_pre). The paper has no other rewards ("suc=1,
+    fail=0", Table 5). With a negative return, eq. 6 would punish accurate predictions. **Ours**:
+    negative rewards, such as the −1 with which each episode of ALFWorld begins, count without
+    modulation. Thus a prediction never lowers R_t. It raises R_t only if a positive reward follows:
+    "predictive reward cannot independently introduce extra credit" (§3.2).
     """
 
     horizons: Horizons
@@ -30,12 +37,19 @@ class PredictedStepAdvantage(StepAdvantage):
 
     def modulated_returns(self, trajectory: Trajectory) -> list[float]:
         """Return R_t of each turn."""
-        returns = discounted_returns(trajectory.turn_rewards, self.gamma).tolist()
+        returns = self._discounted(trajectory.turn_rewards)
         horizon = self.horizons.get(trajectory.task.name)
         if not horizon:
             return returns
+        positive = self._discounted([max(reward, 0.0) for reward in trajectory.turn_rewards])
         rewards = [
             sum(self.gamma**h * (reward or 0.0) for h, reward in enumerate(row))
             for row in prediction_rewards(trajectory, horizon)
         ]
-        return [r * (1 + self.coef * reward) for r, reward in zip(returns, rewards, strict=True)]
+        return [
+            task + self.coef * modulated * reward
+            for task, modulated, reward in zip(returns, positive, rewards, strict=True)
+        ]
+
+    def _discounted(self, rewards: Sequence[float]) -> list[float]:
+        return discounted_returns(rewards, self.gamma).tolist()

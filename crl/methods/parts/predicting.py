@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from crl.algo.states import similarity
-from crl.config.schema import TaskConfig
+from crl.config.schema import RunConfig, TaskConfig
 from crl.modeling.thinking import answer_start
-from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
+from crl.prompts import NO_OVERRIDES, Overrides, fill, hashes, prompt
 from crl.types import Trajectory
 
 Horizons = Mapping[str, int]
@@ -37,6 +38,21 @@ def requests(horizons: Horizons, overrides: Overrides = NO_OVERRIDES) -> dict[st
     """Return the text of the prompt that asks for predictions, by task name."""
     template = prompt("predict", overrides)
     return {name: fill(template, horizon=h) for name, h in horizons.items()}
+
+
+def measured_request(config: RunConfig, share: float | None) -> dict[str, Any]:
+    """Return the settings and the SHA-256 of the prompt by which evaluations differ.
+
+    `share` is that of `horizons`; None: agents do not predict.
+    """
+    predicted = {} if share is None else horizons(config.tasks, share)
+    if not predicted:
+        return {"role_agent.prediction_weight": 0}
+    return {
+        "role_agent.prediction_weight": "above 0",
+        "role_agent.horizon": predicted,
+        "prompts.predict": hashes(config.prompts.files)["predict"],
+    }
 
 
 def without_predictions(answer: str) -> str:

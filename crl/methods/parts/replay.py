@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,9 @@ from crl.types import Segment, Task, Trajectory
 
 MAX_LISTED = 30
 """Maximum number of failures among which the model chooses."""
+
+FailedTask = tuple[Task, Failure]
+"""Task that can be drawn again, and a failure at it."""
 
 _INDEX = re.compile(r"^\W*INDEX\W*?(\d+)", re.IGNORECASE | re.MULTILINE)
 
@@ -36,6 +42,8 @@ class ReplaySettings:
     """Minimum cosine similarity of a retrieved failure and the query."""
     template: str = ""
     """Text of the prompt `retrieve`, with which the model chooses. Empty: the nearest are taken."""
+    max_tokens: int = sys.maxsize
+    """Maximum number of tokens of this prompt: the model's context less its response limit."""
 
 
 class FailureReplay:
@@ -58,7 +66,11 @@ class FailureReplay:
         self._history: dict[tuple[int, int], Task] = {}
         """Drawn training tasks by step and group."""
         self._waiting: list[Task] = []
-        """Retrieved tasks, with repetitions."""
+        """Retrieved tasks that were not drawn again, with repetitions."""
+        self._retrieved, self._retrievals = list[Task](), 0
+        """Result of the last retrieval that found tasks, and number of such retrievals."""
+        self._patterns = set[tuple[tuple[int, int], str]]()
+        """Address and mode of the patterns of drawn tasks for which tasks were retrieved."""
         self._counts = Counter[str]()
         """Counts since the last `take_metrics`."""
 
@@ -87,27 +99,37 @@ class FailureReplay:
         self._source.observe(trajectories)
 
     async def retrieve(self, library: FailureLibrary) -> None:
-        patterns = {(f.address, read_note(f.text).mode): f for f in library.take_new()}
-        retrieved = [
-            task for failure in patterns.values() for task in await self._similar(failure, library)
-        ]
+        new = library.new()
+        modes = {failure.uid: read_note(failure.text).mode for failure in new}
+        patterns = {(f.address, modes[f.uid]): f for f in new}
+        for known in self._patterns & patterns.keys():  # other failures of them came before
+            del patterns[known]
+        found = [(failure, await self._similar(failure, library)) for failure in patterns.values()]
+        if self._settings.template:
+            chosen = await asyncio.gather(
+                *(self._chosen(failure, others, library) for failure, others in found if others)
+            )
+        else:
+            chosen = [others for _, others in found]
+        retrieved = [task for others in chosen for task, _ in others[: self._settings.matches]]
         self._counts["patterns"] += len(patterns)
         self._counts["retrieved"] += len(retrieved)
+        known = self._patterns | patterns.keys()
+        self._patterns = {pattern for pattern in known if pattern[0] in self._history}
+        library.mark_retrieved(new)  # only now: a retrieval that is cancelled begins again
         if retrieved:
-            self._waiting = retrieved
+            self._waiting = self._retrieved = retrieved
+            self._retrievals += 1
 
-    async def _similar(self, failure: Failure, library: FailureLibrary) -> list[Task]:
+    async def _similar(self, failure: Failure, library: FailureLibrary) -> list[FailedTask]:
         """Return other tasks with failures like this one, the most similar first."""
         own = self._history.get(failure.address)
-        found: dict[Hashable, tuple[Task, Failure]] = {}
-        for other, similarity in await library.similar(failure):
+        found: dict[Hashable, FailedTask] = {}
+        for other, similarity in await library.similar(failure, self._history):
             task = self._task(other)
             if similarity >= self._settings.min_similarity and task and task != own:
                 found.setdefault(_key(task), (task, other))
-        candidates = list(found.values())
-        if self._settings.template and candidates:
-            candidates = await self._chosen(failure, candidates[:MAX_LISTED], library)
-        return [task for task, _ in candidates[: self._settings.matches]]
+        return list(found.values())
 
     def _task(self, failure: Failure) -> Task | None:
         """Return the task of a failure; None if this stream did not draw it, or too long ago."""
@@ -116,9 +138,28 @@ class FailureReplay:
         return task if same else None
 
     async def _chosen(
-        self, failure: Failure, candidates: Sequence[tuple[Task, Failure]], library: FailureLibrary
-    ) -> list[tuple[Task, Failure]]:
-        """Return the candidates that the model chooses (Role-Agent, Figure 9)."""
+        self, failure: Failure, candidates: Sequence[FailedTask], library: FailureLibrary
+    ) -> list[FailedTask]:
+        """Return the candidates that the model chooses (Role-Agent, Figure 9).
+
+        At most `MAX_LISTED` are listed, and no more than fit into the context of the model.
+        """
+        candidates = candidates[:MAX_LISTED]
+        prompt = self._prompt(failure, candidates)
+        while candidates and (tokens := await library.tokens(prompt)) > self._settings.max_tokens:
+            fitting = len(candidates) * self._settings.max_tokens // tokens
+            candidates = candidates[: min(fitting, len(candidates) - 1)]
+            prompt = self._prompt(failure, candidates)
+        answer = ""
+        if candidates:
+            with suppress(RolloutError):
+                answer = await library.ask(f"retrieve/{failure.uid}", prompt)
+        numbers = dict.fromkeys(int(found[1]) for found in _INDEX.finditer(answer))
+        chosen = [candidates[n - 1] for n in numbers if 1 <= n <= len(candidates)]
+        self._counts["unanswered"] += not chosen
+        return chosen
+
+    def _prompt(self, failure: Failure, candidates: Sequence[FailedTask]) -> list[Segment]:
         listed = [
             f"[{number}]\n{_described(other)}"
             for number, (_, other) in enumerate(candidates, start=1)
@@ -129,18 +170,11 @@ class FailureReplay:
             candidates="\n".join(listed),
             matches=self._settings.matches,
         )
-        try:
-            answer = await library.ask(f"retrieve/{failure.uid}", [Segment("user", text, "task")])
-        except RolloutError:
-            answer = ""
-        numbers = dict.fromkeys(int(found[1]) for found in _INDEX.finditer(answer))
-        chosen = [candidates[n - 1] for n in numbers if 1 <= n <= len(candidates)]
-        self._counts["unanswered"] += not chosen
-        return chosen
+        return [Segment("user", text, "task")]
 
     def take_metrics(self, library: FailureLibrary) -> Metrics:
         counts, self._counts = self._counts, Counter[str]()
-        modes = Counter(read_note(failure.text).mode for failure in library.failures())
+        modes = library.modes()
         return {
             **({"replay/share": counts["replayed"] / n} if (n := counts["drawn"]) else {}),
             "replay/patterns": counts["patterns"],
@@ -156,6 +190,7 @@ class FailureReplay:
             "steps": self._steps,
             "history": [[*address, _fields(task)] for address, task in self._history.items()],
             "waiting": [_fields(task) for task in self._waiting],
+            "retrievals": self._retrievals,
         }
 
     def load_state(self, state: State) -> None:
@@ -163,6 +198,21 @@ class FailureReplay:
         self._steps = state["steps"]
         self._history = {(step, group): Task(**task) for step, group, task in state["history"]}
         self._waiting = [Task(**task) for task in state["waiting"]]
+        self._retrievals = state["retrievals"]
+
+    def retrieval(self) -> State:
+        return {
+            "number": self._retrievals,
+            "tasks": [_fields(task) for task in self._retrieved],
+            "patterns": [[*address, mode] for address, mode in sorted(self._patterns)],
+        }
+
+    def load_retrieval(self, state: State) -> None:
+        self._retrieved = [Task(**task) for task in state["tasks"]]
+        self._patterns = {((step, group), mode) for step, group, mode in state["patterns"]}
+        if state["number"] > self._retrievals:  # all draws after it are repeated
+            self._waiting = self._retrieved
+            self._retrievals = state["number"]
 
 
 def _described(failure: Failure) -> str:

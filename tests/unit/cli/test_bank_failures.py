@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from crl.config import load
+from crl.config.load import dump
+from crl.config.schema import RunConfig
+from crl.manager import ExperienceManager
 from crl.manager.failure_notes import failure_modes, read_answer
 from support.managers import PROMPTS, NoteEngine, open_manager, request, task
 from support.whole_runs import crl
@@ -79,6 +83,27 @@ def test_the_failures_of_a_mode_are_listed_the_newest_first(bank: Path) -> None:
         }
     ]  # fmt: skip
     assert crl("bank", "failures", bank, "--mode", "other").stderr == "no results\n"
+
+
+def test_a_run_lists_its_own_failures_only(bank: Path, tmp_path: Path) -> None:
+    """The run has started with a bank, and has written nothing yet."""
+    asyncio.run(ExperienceManager.start_from(bank, tmp_path / "bank.sqlite"))
+    assert len(json.loads(crl("bank", "failures", tmp_path, "--json").stdout)) == 2
+    save(load(["room"], options={"method": "role_agent"}), tmp_path)
+    assert crl("bank", "failures", tmp_path).stderr == "no results\n"
+
+
+def test_a_run_of_another_method_is_refused(bank: Path, tmp_path: Path) -> None:
+    asyncio.run(ExperienceManager.start_from(bank, tmp_path / "bank.sqlite"))
+    save(load(["room"], options={"method": "complementary"}), tmp_path)
+    refused = crl("bank", "failures", tmp_path)
+    assert refused.exit_code == 2
+    assert "its method complementary writes no notes on failures" in refused.stderr
+
+
+def save(config: RunConfig, run: Path) -> None:
+    """Write the config.json of a run."""
+    dump(config, run / "config.json")
 
 
 def test_an_unknown_mode_is_refused(bank: Path) -> None:

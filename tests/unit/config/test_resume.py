@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from crl.config import load
 from crl.config.resume import Change, measured_settings, resumed_config
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
+from crl.prompts import prompt
 
 
 def resumed(saved: RunConfig, *sets: str, moved: bool = False) -> tuple[RunConfig, list[Change]]:
@@ -58,3 +61,36 @@ def test_settings_after_which_evaluations_are_not_compared(setting: str, expecte
     saved = load(["room"])
     config, _ = resumed(saved, setting)
     assert (measured_settings(config) != measured_settings(saved)) == expected
+
+
+def measured_change(saved: RunConfig, *sets: str) -> set[str]:
+    """Return the keys by which evaluations differ after a resumption with other settings."""
+    before, after = measured_settings(saved), measured_settings(resumed(saved, *sets)[0])
+    return {key for key in {*before, *after} if before.get(key) != after.get(key)}
+
+
+def test_the_request_for_predictions_is_measured(tmp_path: Path) -> None:
+    """Role-Agent asks for predictions in evaluations, too."""
+    full = ["tasks.room.rendering=full", "tasks.room.max_turns=50"]
+    saved = load(["room"], options={"method": "role_agent"}, sets=full)
+    request = tmp_path / "predict.txt"
+    request.write_text("Predict {horizon} states.")
+    assert measured_change(saved, f"prompts.predict={request}") == {"prompts.predict"}
+    assert measured_change(saved, "role_agent.horizon=0.9") == {"role_agent.horizon"}
+    assert not measured_change(saved, "role_agent.horizon=0.045"), "still two states"
+    assert not measured_change(saved, "role_agent.prediction_weight=0.2"), "the same prompt"
+    assert "role_agent.prediction_weight" in measured_change(
+        saved, "role_agent.prediction_weight=0"
+    )
+    assert not measured_change(
+        saved, "role_agent.matches=5", f"prompts.failure={_failure(tmp_path)}"
+    )
+    tiny = load(["room"], options={"method": "role_agent"})
+    assert not measured_change(tiny, "role_agent.prediction_weight=0"), "tiny models do not predict"
+
+
+def _failure(folder: Path) -> Path:
+    """Return a file with another request to analyse a failure."""
+    path = folder / "failure.txt"
+    path.write_text(prompt("failure") + "\nBe brief.")
+    return path

@@ -24,6 +24,8 @@ CRITICAL_STEP: Step 3, it went to the toilet.
 CORE_LESSON: Make sure that objects are clean: first the sink, then the target.
 RETRIEVAL_QUERY: object state, clean before place"""
 
+REST = "CORE_LESSON: a\nRETRIEVAL_QUERY: b"
+
 
 def test_an_answer_becomes_a_note():
     assert read_answer(ANSWER, failure_modes("alfworld")) == (TEXT, "")
@@ -40,6 +42,40 @@ def test_a_mode_of_another_environment_becomes_other():
     assert not reason
     assert read_note(text).mode == "other"
     assert read_note("DOMINANT_TYPE: clumsiness\nCORE_LESSON: a").mode == "other"
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [
+        ("navigation_loop (the agent goes to and fro)", "navigation_loop"),
+        ("navigation_loop - it loops", "navigation_loop"),
+        ("navigation_loop, repeated_failed_action", "navigation_loop"),
+        ("repeated failed action and navigation_loop", "repeated_failed_action"),
+        ("failure mode: Navigation Loop.", "navigation_loop"),
+        ("**navigation_loop**", "navigation_loop"),
+        ("__navigation_loop__: it loops", "navigation_loop"),
+        ("other (a kind of loop)", "other"),
+        ("another_navigation_looper", "other"),
+        ("navigation_error", "other"),  # of WebShop
+    ],
+)
+def test_the_first_known_mode_counts(value: str, mode: str):
+    text, reason = read_answer(f"DOMINANT_TYPE: {value}\n{REST}", failure_modes("alfworld"))
+    assert not reason
+    assert read_note(text).mode == mode
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["1. {}: {}", "2) **{}**: {}", "- **{}:** {}", "__{}__: {}", "### 3. {}: {}", "* `{}`: {}"],
+)
+def test_fields_may_be_list_items_or_emphasised(form: str):
+    fields = {"DOMINANT_TYPE": "navigation_loop", "CORE_LESSON": "a", "RETRIEVAL_QUERY": "b 2"}
+    answer = "\n".join(form.format(*field) for field in fields.items())
+    text, reason = read_answer(answer, failure_modes("room"))
+    assert not reason
+    note = read_note(text)
+    assert (note.mode, note.lesson, note.query) == ("navigation_loop", "a", "b 2")
 
 
 def test_the_modes_of_the_paper():
@@ -83,13 +119,13 @@ def test_the_clock_counts_overlapping_calls_once():
             time = 3.0
         time = 5.0
     time = 10.0
-    assert clock.take_metrics() == {
-        "perf/distil_calls": 2, "perf/distil_s": 5.0, "perf/distil_share": 0.5,
-    }  # fmt: skip
+    assert clock.take_metrics() == {"perf/distil_calls": 2, "perf/distil_s": 5.0}
     with clock():
         time = 11.0
         assert clock.take_metrics()["perf/distil_s"] == 1.0
         time = 13.0
-    assert clock.take_metrics() == {
-        "perf/distil_calls": 0, "perf/distil_s": 2.0, "perf/distil_share": 1.0,
-    }  # fmt: skip
+    assert clock.take_metrics() == {"perf/distil_calls": 0, "perf/distil_s": 2.0}
+    with clock(counted=False):
+        time = 14.0
+        assert clock.seconds() == 5.0 + 1.0 + 2.0 + 1.0
+    assert clock.take_metrics() == {"perf/distil_calls": 0, "perf/distil_s": 1.0}

@@ -74,6 +74,37 @@ def test_modulated_returns_by_hand():
     assert advantage(1).modulated_returns(lost) == [0], "a failure earns nothing by predictions"
 
 
+def alfworld(predicted: str, turns: int, last_reward: float) -> Trajectory:
+    """Return an episode with the rewards of ALFWorld: −1 in the first turn, +2 for success."""
+    rewards = [-1.0, *[0.0] * (turns - 2), last_reward]
+    played = [(f"s{k}", reply(predicted or f"s{k + 1}"), r) for k, r in enumerate(rewards)]
+    return episode(0, f"s{turns}", *played)
+
+
+def test_negative_rewards_are_not_modulated():
+    # γ = 1/2, R_pre = 1. R_task is −1 + 2/4, 2/2, 2. The part of positive rewards is 2/4, 2/2, 2.
+    assert advantage(1).modulated_returns(alfworld("", 3, 2.0)) == [0.0, 2.0, 4.0]
+    assert advantage(1, 0.2).modulated_returns(alfworld("", 3, 2.0)) == pytest.approx(
+        [-0.4, 1.2, 2.4]
+    )
+    assert advantage(1).modulated_returns(alfworld("", 3, 0.0)) == [-1, 0, 0], "a failure"
+
+
+@pytest.mark.parametrize("turns", [2, 14, 20, 50])
+def test_accurate_predictions_raise_the_advantage_of_a_success_in_alfworld(turns: int):
+    """−1 + 2 γ^(T−1) < 0 from T = 15 on with γ = 0.95."""
+    term = PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {"doors": 1}, 1.0)
+    right, wrong = alfworld("", turns, 2.0), alfworld("nothing", turns, 2.0)
+    accurate, inaccurate = term([right, wrong]).values
+    # Two values have the advantages ±1/√2.
+    assert accurate == pytest.approx([2**-0.5] * turns, abs=1e-4)
+    assert inaccurate == pytest.approx([-(2**-0.5)] * turns, abs=1e-4)
+    (first, *_), _ = (term.modulated_returns(t) for t in (right, wrong))
+    assert first == pytest.approx(-1 + 2 * 2 * 0.95 ** (turns - 1))
+    lost = [alfworld("", turns, 0.0), alfworld("nothing", turns, 0.0)]
+    assert term(lost).values == [[0.0] * turns] * 2, "a failure earns nothing by predictions"
+
+
 def test_step_advantages_compare_modulated_returns():
     good = episode(0, "bbbb", ("aaaa", reply("bbbb"), 1.0))
     bad = episode(1, "bbbb", ("aaaa", reply(), 1.0))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from crl.embedders.cached import CachedEmbedder
 from crl.envs.seeded import SeedStream
@@ -50,10 +53,11 @@ async def pipeline(
     )  # fmt: skip
     library, monitor = BankFailures(manager, "run"), RecordingMonitor()
     tasks = FailureReplay(SeedStream("room", "Go.", 0), ReplaySettings(1.0, 3, 100, 0.0), 0)
+    replay = Replay(tasks, library, manager.calls)
     experience = ExperiencePipeline(
         manager, engine, FailedEpisodes(), None, Diagnostics({}),
         CachedEmbedder(WordEmbedder(), 8), monitor,
-        PipelineSettings("run", background=background, replay=Replay(tasks, library)),
+        PipelineSettings("run", background=background, replay=replay),
     )  # fmt: skip
     try:
         async with asyncio.timeout(60):
@@ -85,7 +89,6 @@ async def test_no_rollout_waits_for_the_analysis(tmp_path: Path) -> None:
         (line,) = monitor.of_kind("bank")
         assert line["perf/distil_calls"] == 2
         assert line["perf/distil_s"] > 0
-        assert 0 < line["perf/distil_share"] <= 1
         assert line["replay/patterns"] == 0
         engine.open.set()
         await manager.drain()
@@ -108,6 +111,79 @@ async def test_a_deterministic_run_retrieves_at_the_step_boundary(tmp_path: Path
         assert line["failures/navigation_loop"] == 2
 
 
+async def test_the_last_failures_of_a_run_are_retrieved(tmp_path: Path) -> None:
+    engine = BlockedEngine()
+    async with pipeline(tmp_path, engine, background=True) as (experience, tasks, _, monitor):
+        first = tasks.draw(2)
+        await experience.observe(batch(0, first))
+        await experience.complete(1, [])
+        engine.open.set()
+        await experience.finish()
+        assert monitor.of_kind("bank")[-1]["replay/patterns"] == 2
+        assert {task.seed for task in tasks.draw(2)} == {task.seed for task in first}
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["waiting", "in progress"])
+async def test_failures_that_are_not_retrieved_yet_survive_a_resumption(
+    tmp_path: Path, began: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = BlockedEngine()
+    engine.open.set()
+    async with pipeline(tmp_path, engine, background=True) as (experience, tasks, manager, _):
+        first = tasks.draw(2)
+        await experience.observe(batch(0, first))
+        await experience.complete(1, [])
+        await manager.drain()
+        retrieval = None
+        if began:
+            embeds = asyncio.Event()
+            monkeypatch.setattr(manager, "similar", lambda *args: embeds.wait())  # never ends
+            retrieval = asyncio.create_task(_replay(experience).retrieve())
+            await asyncio.sleep(0)
+        state = json.loads(json.dumps(await experience.state([]) | {"source": tasks.state()}))
+        if retrieval:
+            retrieval.cancel()
+    async with pipeline(tmp_path, engine, background=False) as (experience, tasks, _, monitor):
+        tasks.load_state(state["source"])
+        await experience.restore(tmp_path, state)
+        await experience.complete(2, [])
+        (line,) = monitor.of_kind("bank")
+        assert (line["replay/patterns"], line["failures/navigation_loop"]) == (2, 2)
+        assert {task.seed for task in tasks.draw(2)} == {task.seed for task in first}
+
+
+async def test_a_snapshot_holds_only_known_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure in the snapshot is new or retrieved, even if it was written at the same time."""
+    engine = BlockedEngine()
+    engine.open.set()
+    async with pipeline(tmp_path, engine, background=True) as (experience, tasks, manager, _):
+        await experience.observe(batch(0, tasks.draw(1)))
+        change, stored, free = manager._searcher.change, asyncio.Event(), asyncio.Event()
+
+        async def slow_change(*args: Any) -> None:
+            stored.set()
+            await free.wait()
+            await change(*args)
+
+        monkeypatch.setattr(manager._searcher, "change", slow_change)
+        draining = asyncio.create_task(manager.drain())
+        await stored.wait()
+        saving = asyncio.create_task(experience.state([]))
+        await asyncio.sleep(0.1)
+        free.set()
+        state = await saving
+        await draining
+        assert state["replay"]["library"]["new"] == ["run/0/0/0#0"]
+
+
+def _replay(experience: ExperiencePipeline) -> Replay:
+    replay = experience._settings.replay
+    assert replay
+    return replay
+
+
 def _empty() -> Any:
     """Return a library without failures."""
-    return type("Empty", (), {"failures": staticmethod(lambda: ())})()
+    return type("Empty", (), {"modes": staticmethod(dict)})()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,14 +13,17 @@ from typing import Any
 
 import pytest
 
-from crl.config.schema import ExtractorSection
+from crl.config import load
+from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
 from crl.errors import RolloutError
-from crl.manager import BankFailures, EpisodeId, ExperienceManager, ManagerSettings
-from crl.manager.failure_notes import failure_modes, read_answer
-from crl.methods.parts.replay import FailureReplay, ReplaySettings
+from crl.manager import BankFailures, EpisodeId, ExperienceManager, ManagerSettings, failure_library
+from crl.manager.failure_notes import FailureNote, failure_modes, read_answer, read_note
+from crl.manager.retrieval import searching
+from crl.methods.parts.replay import MAX_LISTED, FailureReplay, ReplaySettings
 from crl.prompts import prompt
 from crl.protocols import Failure, State
-from crl.types import Split, Task, Trajectory
+from crl.types import Completion, Sampling, Split, Task, Trajectory
+from support.doors import renderer
 from support.managers import PROMPTS, NoteEngine, open_manager, request
 from support.trajectories import build_trajectory
 
@@ -104,22 +108,29 @@ async def play(manager: ExperienceManager, step: int, tasks: Sequence[Task], fai
 
 
 async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
-    """The agent fails at tasks of kind 1 for one reason, and at half of kind 2 for another."""
+    """The agent fails at tasks of kind 1 for one reason, and at half of kind 2 for another.
 
-    def fails(task: Task) -> str | None:
-        return MODES[1] if task.params["kind"] == 1 else None
-
-    counts = Counter[Any]()
+    From step 10 on it has learned kind 2. Replay of random failed tasks would still draw them.
+    """
+    early, late = Counter[Any](), Counter[Any]()
     async with library(tmp_path) as (manager, failures):
-        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        replay, drawn = FailureReplay(Stream(), SETTINGS, seed=0), set[int]()
         for step in range(20):
             tasks = replay.draw(8)
             assert step or [task.seed for task in tasks] == list(range(8)), "nothing is known"
-            counts.update(task.params["kind"] for task in tasks if step)
+            again = [task.params["kind"] for task in tasks if task.seed in drawn]
+            (early if step <= 10 else late).update(again)
+            drawn |= {task.seed for task in tasks}
+
+            def fails(task: Task, learned: bool = step >= 10) -> str | None:
+                second = task.seed % 8 == 2 and not learned
+                return {1: MODES[1], 2: MODES[2] if second else None}.get(int(task.params["kind"]))
+
             await play(manager, step, tasks, fails)
             await replay.retrieve(failures)
-    assert counts[1] / counts.total() > 0.45, "a quarter without replay"
-    assert min(counts.values()) > 10, "the other tasks are still drawn"
+    assert set(early) == {1, 2}, "tasks with both modes return"
+    assert set(late) == {1}, "only tasks with the current mode return"
+    assert late[1] > 9 * 8 / 4, "the other tasks are drawn at half the draws, or more"
 
 
 async def test_no_task_of_the_stream_is_lost(tmp_path: Path):
@@ -142,7 +153,7 @@ async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
         replay = FailureReplay(Stream(), replace(SETTINGS, matches=2, ratio=1.0), seed=0)
         tasks = replay.draw(8)
         await play(manager, 0, tasks, lambda task: MODES[int(task.params["kind"])])
-        failures.take_new()
+        failures.mark_retrieved(failures.new())
         (task,) = replay.draw(1)
         await fail(manager, 1, 1, task, MODES[3])
         await replay.retrieve(failures)
@@ -173,6 +184,24 @@ async def test_the_failures_of_a_group_with_one_mode_are_one_pattern(tmp_path: P
     assert metrics["replay/retrieved"] == 0, "a task is not similar to itself"
 
 
+async def test_a_pattern_that_is_analysed_in_two_parts_counts_once(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), SETTINGS, seed=0)
+        tasks = replay.draw(2)
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        await replay.retrieve(failures)
+        for member, mode in ((1, MODES[0]), (2, MODES[1])):
+            failed = request(0, 0, member, note=mode, of=tasks[0], success=False)
+            await manager.submit(failed)
+        await manager.drain()
+        resumed = FailureReplay(Stream(), SETTINGS, seed=0)
+        resumed.load_state(json.loads(json.dumps(replay.state())))
+        resumed.load_retrieval(json.loads(json.dumps(replay.retrieval())))
+        await resumed.retrieve(failures)
+        assert resumed.take_metrics(failures)["replay/patterns"] == 1, "that of the second mode"
+        assert failures.new() == []
+
+
 async def test_tasks_of_evaluations_never_return(tmp_path: Path):
     """Failures on them are forced into the bank under all addresses that the bank may hold."""
     async with library(tmp_path) as (manager, failures):
@@ -196,7 +225,7 @@ async def test_tasks_of_evaluations_never_return(tmp_path: Path):
         assert all(task in trained for task in again)
         assert {task.seed for task in again} == {0, 3, 6, 9}
         assert replay.draw(1)[0].seed == 12, "all retrieved tasks were drawn"
-        assert not any(failure.uid.startswith("eval/") for failure in failures.failures())
+        assert failures.modes() == {MODES[0]: 12 + 3 * 12}, "without those of the other run"
 
 
 async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
@@ -208,11 +237,11 @@ async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
         saved = json.loads(json.dumps(replay.state()))
         expected = [replay.draw(4)]
         await play(manager, 2, expected[0], lambda task: MODES[1])
-        snapshot = failures.take_new()
+        new = failures.new()
         for resumed in (replay, FailureReplay(Stream(), SETTINGS, seed=3)):
             resumed.load_state(saved)
             drawn = [resumed.draw(4)]
-            await resumed.retrieve(_Library(failures, snapshot))
+            await resumed.retrieve(_Library(failures, new))
             drawn.append(resumed.draw(8))
             if len(expected) == 1:
                 expected = drawn
@@ -222,14 +251,41 @@ async def test_a_resumed_stream_draws_the_same_tasks(tmp_path: Path):
         assert other.draw(4) != expected[0], "the draws depend on the seed"
 
 
+async def test_a_retrieval_after_the_saved_draw_is_not_lost(tmp_path: Path):
+    """Step 2 is drawn before the failures of step 0 are retrieved, as with max_staleness=1."""
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0), seed=0)
+        tasks = replay.draw(4)
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        source = json.loads(json.dumps(replay.state()))
+        assert {task.seed for task in replay.draw(4)} == {4, 5, 6, 7}
+        await replay.retrieve(failures)
+        replay.draw(3)  # of a later step, which the resumed run draws again
+        retrieval = json.loads(json.dumps(replay.retrieval()))
+
+        resumed = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0), seed=0)
+        resumed.load_state(source)
+        resumed.load_retrieval(retrieval)
+        assert {task.seed for task in resumed.draw(4)} == {0, 1, 2, 3}
+
+        source = json.loads(json.dumps(replay.state()))
+        resumed.load_state(source)
+        resumed.load_retrieval(retrieval)
+        assert len({task.seed for task in resumed.draw(4)} & {0, 1, 2, 3}) == 1, "three were drawn"
+
+
 class _Library:
     """`FailureLibrary` with given new failures."""
 
     def __init__(self, failures: BankFailures, new: Sequence[Failure]) -> None:
         self._failures, self._new = failures, new
-        self.failures, self.similar, self.ask = failures.failures, failures.similar, failures.ask
+        self.modes, self.similar, self.ask = failures.modes, failures.similar, failures.ask
 
-    def take_new(self) -> Sequence[Failure]:
+        self.mark_retrieved = failures.mark_retrieved
+        self.tokens = failures.tokens
+        self.state, self.load_state = failures.state, failures.load_state
+
+    def new(self) -> Sequence[Failure]:
         return self._new
 
 
@@ -242,13 +298,62 @@ async def test_only_the_last_drawn_tasks_are_remembered(tmp_path: Path):
         assert {replay.draw(1)[0].seed for _ in range(4)} == {4, 5, 6, 7}
 
 
+@pytest.mark.parametrize("threads_from", [searching.THREADS_FROM, 0])
+async def test_notes_that_cannot_return_do_not_crowd_out_others(
+    tmp_path: Path, threads_from: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Notes of another run, and of tasks before the history, are as near to the query."""
+    monkeypatch.setattr(searching, "THREADS_FROM", threads_from)
+    found = RetrievalSection(candidates=2)
+    async with library(tmp_path, ManagerSettings(retrieval=found)) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0, history=4), seed=0)
+        tasks = replay.draw(8)
+        for group in range(4):
+            await fail(manager, 0, group, tasks[group], MODES[0])  # before the history
+            await fail(manager, 0, group, tasks[group], MODES[0], run="other")
+        await fail(manager, 0, 4, tasks[4], MODES[0])
+        await fail(manager, 0, 5, tasks[5], MODES[0])
+        failures.mark_retrieved(failures.new())
+        await fail(manager, 0, 6, tasks[6], MODES[0])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/retrieved"] == 2
+        assert {replay.draw(1)[0].seed for _ in range(2)} == {4, 5}
+
+
+async def test_the_metrics_parse_each_note_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parsed = list[str]()
+
+    def read(text: str) -> FailureNote:
+        parsed.append(text)
+        return read_note(text)
+
+    monkeypatch.setattr(failure_library, "read_note", read)
+    bounds = ManagerSettings(bank=BankSection(max_entries=4))
+    async with library(tmp_path, bounds) as (manager, failures):
+        for group in range(4):
+            await fail(manager, 0, group, drawn_task(group), MODES[group % 2])
+            failures.modes()
+        assert len(parsed) == 4
+        assert failures.modes() == {MODES[0]: 2, MODES[1]: 2}
+        await fail(manager, 0, 4, drawn_task(4), MODES[2])  # evicts the oldest
+        assert failures.modes() == {MODES[0]: 1, MODES[1]: 2, MODES[2]: 1}
+        assert len(parsed) == 5
+
+
+def test_the_library_has_a_bound():
+    config = load(["room"], options={"method": "role_agent"})
+    settings = config.method_settings
+    assert config.bank.max_entries == 8 * settings.history
+    assert config.retrieval.candidates >= 8 * MAX_LISTED
+
+
 async def test_unusable_analyses_are_counted_and_dropped(tmp_path: Path):
     async with library(tmp_path) as (manager, failures):
         await fail(manager, 0, 0, drawn_task(0), "nothing")
         stats = await manager.stats()
         assert stats["dropped/no failure mode"] == 1
         assert stats["bank/size"] == 0
-        assert failures.take_new() == []
+        assert failures.new() == []
         assert manager.calls.take_metrics()["perf/distil_calls"] == 1
 
 
@@ -281,7 +386,7 @@ async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expec
         replay = FailureReplay(Stream(), by_model, seed=0)
         tasks = replay.draw(4)
         await play(manager, 0, tasks[:3], lambda task: MODES[0])
-        failures.take_new()
+        failures.mark_retrieved(failures.new())
         manager.calls.take_metrics()
         await fail(manager, 0, 3, tasks[3], MODES[0])
         await replay.retrieve(failures)
@@ -293,6 +398,53 @@ async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expec
     assert "Goal 3." in asked.partition("Earlier tasks")[0]
     assert metrics["replay/retrieved"] == expected
     assert metrics["replay/unanswered"] == (not expected)
+
+
+class TogetherEngine(ChoosingEngine):
+    """Engine that answers requests to choose tasks only when `expected` of them are in progress."""
+
+    def __init__(self, expected: int) -> None:
+        super().__init__("INDEX: 1")
+        self.together = asyncio.Barrier(expected)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        if "You choose the tasks" in renderer().decode(ids):
+            await self.together.wait()
+        return await super().generate(ids, sampling, **options)
+
+
+async def test_the_model_chooses_for_all_patterns_at_the_same_time(tmp_path: Path):
+    async with asyncio.timeout(30), library(tmp_path, None, TogetherEngine(3)) as opened:
+        manager, failures = opened
+        replay = FailureReplay(Stream(), replace(SETTINGS, template=prompt("retrieve")), seed=0)
+        await play(manager, 0, replay.draw(3), lambda task: MODES[0])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/retrieved"] == 3
+
+
+@pytest.mark.parametrize(("spare", "listed"), [(10_000, 3), (0, 2), (-10_000, 0)])
+async def test_the_list_of_tasks_is_cut_to_the_context(tmp_path: Path, spare: int, listed: int):
+    """`spare`: tokens of the context beyond a list of two tasks."""
+    engine = ChoosingEngine("INDEX: 1")
+    async with library(tmp_path, None, engine) as (manager, failures):
+        template = replace(SETTINGS, template=prompt("retrieve"))
+        replay = FailureReplay(Stream(), template, seed=0)
+        tasks = replay.draw(4)
+        await play(manager, 0, tasks, lambda task: MODES[0])
+        notes = failures.new()
+        two = [(tasks[0], notes[0]), (tasks[1], notes[1])]
+        limit = await failures.tokens(replay._prompt(notes[3], two)) + spare
+        failures.mark_retrieved(notes[:3])
+        cut = FailureReplay(Stream(), replace(template, max_tokens=limit), seed=0)
+        cut.load_state(replay.state())
+        await cut.retrieve(failures)
+        metrics = cut.take_metrics(failures)
+    assert [asked.count("Failure mode: ") - 1 for asked in engine.prompts] == [listed] * bool(
+        listed
+    )
+    assert (metrics["replay/retrieved"], metrics["replay/unanswered"]) == (
+        (1, 0) if listed else (0, 1)
+    )
 
 
 class RefusingEngine(ChoosingEngine):

@@ -1,0 +1,56 @@
+"""Settings of the bank as a library of failures (Role-Agent §3.3): defaults and contradictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from crl.config.method import check_texts
+from crl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+
+LIBRARY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "bank": {
+            "scope": "task",
+            "max_per_goal": None,
+            # All failures of `role_agent.history` tasks, played by groups of 8.
+            "max_entries": 16_000,
+            "evict": "fifo",
+            # Failures are found by their notes and not by their goals.
+            "key_text_weight": None,
+        },
+        # Enough for the 30 tasks among which the model chooses, with 8 failures each.
+        "retrieval": {"candidates": 256, "min_similarity": 0.1},
+        "extractor": {"merge_every": 0, "temperature": 0.5},
+    }
+)
+"""Settings that a method with such a library has instead of those of the preset."""
+
+
+def check_library(config: RunConfig) -> None:
+    """Raise `ConfigError` for settings with which failures would be lost or not be found."""
+    bank, merge_every = config.bank, config.extractor.merge_every
+    by_goal, duplicates = bank.scope == "goal", bank.duplicate_similarity
+    for key, value, refused, reason in (
+        ("bank.frozen", True, bank.frozen, "no failure could be added to the bank"),
+        ("bank.scope", "goal", by_goal, "failures with other goals would not be found"),
+        (
+            "bank.duplicate_similarity",
+            duplicates,
+            duplicates is not None,
+            "like failures of other tasks, which are the aim of the retrieval, would be dropped",
+        ),
+        (
+            "extractor.merge_every",
+            merge_every,
+            merge_every > 0,
+            "a merged note belongs to no training task that could return",
+        ),
+    ):
+        if refused:
+            raise ConfigError(key, value, f"cannot be used: {reason}", "Leave it out")
+    check_texts(config)
