@@ -374,7 +374,7 @@ def diff(
 def export_entries(run: Run) -> None:
     """Print active experiences as JSON lines."""
     from crl.manager.inspection.reading import open_reader
-    from crl.manager.inspection.upkeep import export_lines
+    from crl.manager.exchange.jsonl import export_lines
 
     with open_reader(_bank_file(run)) as bank:
         entries = bank.entries()
@@ -393,7 +393,8 @@ def import_entries(
 
     A run can start from it with bank.init.
     """
-    from crl.manager.inspection.upkeep import create_bank, parse_export
+    from crl.manager.exchange.jsonl import parse_export
+    from crl.manager.inspection.upkeep import create_bank
 
     entries = parse_export(file)
     create_bank(bank, entries)

@@ -22,7 +22,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.errors import ConfigError
 from crl.manager import ExperienceManager
 from crl.manager.inspection.reading import EntryView
-from crl.manager.inspection.upkeep import export_lines, parse_export
+from crl.manager.exchange.jsonl import export_lines, parse_export
 from crl.manager.records import Entry
 from crl.manager.storage.store import Store
 from crl.types import Counters, Lift, Provenance
