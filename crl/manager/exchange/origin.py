@@ -44,10 +44,15 @@ class Origin:
     crl: str = ""
     """Version of crl that made the run."""
 
+    @property
+    def kind(self) -> str:
+        """Kind of the origin."""
+        return "run" if self.method else "bank"
+
     def fields(self, experiences: int) -> dict[str, str]:
         """Return the origin as front matter. `experiences`: number of exported experiences."""
         known = {
-            "run": self.bank,
+            self.kind: self.bank,
             "step": "" if self.step is None else str(self.step),
             "method": self.method,
             "actor": self.actor,
@@ -72,8 +77,9 @@ class Origin:
         details = ", ".join(
             [*([f"method {markdown(self.method)}"] if self.method else []), *models]
         )
+        name = markdown(visible_line(self.bank))
         yield (
-            f"{counted(experiences, 'experience')} of the run **{markdown(visible_line(self.bank))}**"
+            f"{counted(experiences, 'experience')} of the {self.kind} **{name}**"
             f"{step}{f' ({details})' if details else ''}; {tried:,} of them guided an episode."
         )
         yield from ("", MEASUREMENT, "", CAUTION)

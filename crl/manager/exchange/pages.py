@@ -175,9 +175,10 @@ def read_page(path: Path, lines: list[str]) -> Page:
 def _lessons(front: FrontMatter, lines: list[str], tokens: list[Token]) -> Iterator[WrittenLesson]:
     """Yield the items of lists below a goal."""
     task, goal, level = front.text("task"), front.text("goal"), 0
-    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
-        if token.type == "heading_open" and token.level == 0 and following:
-            depth, found = int(token.tag[1:]), _HEADING.fullmatch(following.content)
+    for number, token in enumerate(tokens):
+        if token.type == "heading_open" and token.level == 0:
+            # The content of a heading is the next token.
+            depth, found = int(token.tag[1:]), _HEADING.fullmatch(tokens[number + 1].content)
             value = plain(found[2].strip()) if found else ""
             if found and found[1] == "Goal":
                 goal, level = value, depth
