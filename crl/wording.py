@@ -31,6 +31,8 @@ def printable(line: str) -> str:
 
     A terminal would interpret or hide these characters.
     """
+    if line.isprintable():
+        return line
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 

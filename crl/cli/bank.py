@@ -22,6 +22,7 @@ from crl.cli.command import Command, chosen, command, metavar
 from crl.cli.output import (
     AsJson,
     Limit,
+    json_text,
     print_json,
     print_lines,
     report_count,
@@ -83,6 +84,12 @@ class Status(StrEnum):
     """Filters of `ls` by status."""
 
     active, evicted, merged, all = "active", "evicted", "merged", "all"
+
+
+class Format(StrEnum):
+    """Formats of `export`."""
+
+    jsonl, markdown, skills = "jsonl", "markdown", "skills"
 
 
 SORT_KEYS: dict[Sort, Callable[[Counters], Any]] = {
@@ -401,36 +408,94 @@ def diff(
 
 @app.command("export", cls=Command)
 @command
-def export_entries(run: Run) -> None:
-    """Print active experiences as JSON lines."""
+def export_entries(
+    run: Run,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar=metavar(Format),
+            help=(
+                "JSON lines, one Markdown file for readers, or a directory of Agent Skills "
+                "(SKILL.md) for coding agents."
+            ),
+        ),
+    ] = Format.jsonl,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="File or directory to write (default: print; not for skills)."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier export at PATH.")
+    ] = False,
+) -> None:
+    """Export active experiences as JSON lines, Markdown or Agent Skills."""
+    from crl.manager.exchange.files import write_file, write_skills_folder
+    from crl.manager.exchange.jsonl import export_lines
+    from crl.manager.exchange.markdown import write_markdown
+    from crl.manager.exchange.origin import origin_of
+    from crl.manager.exchange.skills import write_skills
     from crl.manager.inspection.reading import open_reader
-    from crl.manager.inspection.upkeep import export_lines
 
-    with open_reader(_bank_file(run)) as bank:
-        entries = bank.entries()
-    for line in export_lines(entries):
-        _print_json(line)
+    chosen_format = chosen(Format, "--format", form)
+    if out is None and (overwrite or chosen_format is Format.skills):
+        reason = "is required for skills and for --overwrite"
+        raise ConfigError("--out", None, reason, "Give the path to write with --out")
+    file = _bank_file(run)
+    with open_reader(file) as bank:
+        entries, step = bank.entries(), bank.step()
+    if chosen_format is Format.skills and out:
+        files = write_skills(entries, origin_of(file, step))
+        write_skills_folder(out, files, overwrite=overwrite)
+        skills = counted(len({Path(name).parts[0] for name in files}), "skill")
+        print_lines([f"exported {counted(len(entries), 'experience')} as {skills} to {out}"])
+        return
+    lines = (
+        write_markdown(entries, origin_of(file, step))
+        if chosen_format is Format.markdown
+        else map(json_text, export_lines(entries))
+    )
+    if out is None:
+        for line in lines:
+            typer.echo(line)
+    else:
+        write_file(out, "".join(f"{line}\n" for line in lines), overwrite=overwrite)
+        print_lines([f"exported {counted(len(entries), 'experience')} to {out}"])
 
 
 @app.command("import", cls=Command)
 @command
 def import_entries(
     bank: Annotated[Path, typer.Argument(metavar="BANK", help="Path of the new bank.sqlite.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File with the output of export.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Output of export: JSON lines, a Markdown file (.md), or a directory of skills.",
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Create a new bank from exported lines.
+    """Create a new bank from exported or hand-written experiences.
 
     A run can start from it with bank.init.
     """
-    from crl.manager.inspection.upkeep import create_bank, parse_export
+    from crl.manager.exchange.formats import read_export
+    from crl.manager.inspection.upkeep import create_bank
 
-    entries = parse_export(file)
-    create_bank(bank, entries)
+    found = read_export(file)
+    create_bank(bank, found.entries)
     if as_json:
-        _print_json({"imported": len(entries), "bank": str(bank)})
-    else:
-        print_lines([f"imported {counted(len(entries), 'experience')} into {bank}"])
+        counts = {"imported": len(found.entries), "new": found.new, "left_out": found.left_out}
+        print_json(counts | {"bank": str(bank)})
+        return
+    print_lines([f"imported {counted(len(found.entries), 'experience')} into {bank}"])
+    if found.new:
+        print_lines([f"without counters: {found.new:,} that were written by hand or edited"])
+    if found.left_out:
+        print_lines([f"left out: {found.left_out:,} whose text was edited or removed"])
 
 
 @app.command(cls=Command)

@@ -84,8 +84,13 @@ def report_count(shown: int, total: int) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON. Characters that are not printable are escaped."""
+    typer.echo(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Return a value as one line of JSON. Characters that are not printable are escaped."""
     text = json.dumps(value, ensure_ascii=False)
-    typer.echo(
+    return (
         text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
     )
 

@@ -41,7 +41,7 @@ from crl.planning.plan import overview
 from crl.planning.tasks import data_notes, specs
 from crl.prompts import hashes
 from crl.protocols import Monitor
-from crl.run import export, resume
+from crl.run import resume
 from crl.run.assemble import open_evaluator, open_training_loop
 from crl.run.bank import run_bank_source
 from crl.run.checkpoint import (
@@ -51,6 +51,7 @@ from crl.run.checkpoint import (
     repair,
     trained_model,
 )
+from crl.run.exporting import export
 from crl.run.loop import TrainingLoop
 from crl.run.models import model_of, print_to_stderr
 from crl.run.resume import Resumption

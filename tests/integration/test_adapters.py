@@ -108,6 +108,7 @@ def test_exports(run: Path, tmp_path: Path) -> None:
     assert_equal(adapter, merged)
     assert not (merged / "adapter_config.json").exists()
     assert "This adapter (LoRA) was trained from" in (adapter / "README.md").read_text("utf-8")
+    assert "\nlibrary_name: peft\n" in (adapter / "README.md").read_text("utf-8")
     assert "This model was trained from" in (merged / "README.md").read_text("utf-8")
     assert "does not apply to --bank" in one_line(crl("export", run, whole, "--bank", "--merge"))
     plain = tmp_path / "run"

@@ -636,7 +636,7 @@ def test_an_exported_model_is_the_model_of_the_checkpoint_with_a_card(
         AutoTokenizer.from_pretrained(folder)
         AutoModelForCausalLM.from_pretrained(folder)
         card = (folder / "README.md").read_text()
-        assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: transformers\n")
+        assert card.startswith("---\nlibrary_name: transformers\nlicense: apache-2.0\n")
         assert "- method: complementary\n- tasks: room\n- steps: 4, of 4 groups of 4 episo" in card
         assert "- command: `crl train --tasks room" in card
         evaluation = metrics(straight, "eval")[0]

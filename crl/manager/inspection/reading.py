@@ -529,6 +529,14 @@ class BankReader:
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────
 
+    def step(self) -> int | None:
+        """Return the completed actor steps at the last operation.
+
+        None if no run made the operation, or if another run made it.
+        """
+        rows = self._rows(f"SELECT {STEP_SQL} FROM log ORDER BY seq DESC LIMIT 1")
+        return rows[0][0] if rows else None
+
     def stats(self) -> dict[str, Any]:
         """Return the metrics of the whole bank.
 
@@ -556,9 +564,6 @@ class BankReader:
         active = [entry for entry in entries if entry.status == "active"]
         ((generations,),) = self._rows("SELECT COUNT(*) FROM generations")
         ((ready,),) = self._rows("SELECT COUNT(*) FROM units WHERE ready IS NOT NULL")
-        ((step,),) = self._rows(f"SELECT {STEP_SQL} FROM log ORDER BY seq DESC LIMIT 1") or [
-            (None,)
-        ]
         ops = self._counts(
             f"SELECT kind, COUNT(*) FROM log WHERE seq > {RESET_SEQ} GROUP BY kind ORDER BY kind"
         )
@@ -568,7 +573,7 @@ class BankReader:
             "bytes": self.path.stat().st_size + wal_bytes(self.path),
             "keys": self.keys().name,
             "log": sum(ops.values()),
-            "step": step,
+            "step": self.step(),
             "earlier": earlier,
             "entries": {
                 task: _entry_counts([entry for entry in entries if entry.task == task])

@@ -211,6 +211,9 @@ def test_commands_of_banks(command: str, folder: Path) -> None:
     shutil.copytree("runs/mine", "runs/first")
     exported = run("crl bank export RUN").output
     Path("lessons.jsonl").write_text(exported, "utf-8")
+    if " import " in command:
+        assert run("crl bank export RUN --format markdown --out lessons.md").exit_code == 0
+        assert run("crl bank export RUN --format skills --out skills").exit_code == 0
     if " import " not in command:
         assert run("crl bank import new.sqlite lessons.jsonl").exit_code == 0
     result = run(command)

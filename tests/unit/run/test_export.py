@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
 from crl.config.load import dump, load
 from crl.config.models import resolve_model
 from crl.config.resume import changed_config
-from crl.run import export
+from crl.evaluation.evaluate import Evaluation, SuccessRate
+from crl.evaluation.records import evaluation_record
+from crl.run.exporting import export
 
 
 @pytest.fixture
@@ -110,12 +113,34 @@ def test_a_base_model_is_named_only_if_it_is_on_hugging_face(
         (model / "README.md").write_text("---\nlicense: mit\n---\n")
         dump(load(["room"], options={"method": "grpo", "actor.model": str(model)}), config)
         text = card(checkpoint, tmp_path / "cards" / (base or name))
-        assert text.startswith("---\nlicense: mit\n")
-        assert (f"\nbase_model: {base}\n" in text) is ("\nbase_model:" in text) is bool(base)
+        metadata = ModelCard(text).data.to_dict()
+        relation = {"base_model": base, "base_model_relation": "finetune"} if base else {}
+        assert metadata == relation | {
+            "license": "mit",
+            "library_name": "transformers",
+            "pipeline_tag": "text-generation",
+            "tags": ["reinforcement-learning", "llm-agent", "crl", "actor"],
+        }
     shutil.rmtree(model)
     text = card(checkpoint, tmp_path / "deleted")
     assert "Licence of the base model: unknown" in text
     assert "\nlicense:" not in text
+
+
+def test_a_card_has_results_with_intervals_use_and_limits(checkpoint: Path, tmp_path: Path) -> None:
+    key, rate = ("room", "unseen", "free"), SuccessRate(3, 4)
+    evaluation = Evaluation({key: rate}, turns={key: 2.0}, errors=0)
+    state = json.loads((checkpoint / "manifest.json").read_text())
+    record = evaluation_record(evaluation)
+    state["state"]["measurements"]["evaluations"] = [[2, record]]
+    (checkpoint / "manifest.json").write_text(json.dumps(state))
+    text = card(checkpoint, tmp_path / "model")
+    assert f"| room | unseen | free | 4 | {rate} |" in text
+    assert "Success after 2 steps, with its 95 % interval." in text
+    assert "## Intended use and limits" in text
+    assert "acts as an agent in the tasks of the run (room)" in text
+    assert "rewarded for the success of its episodes" in text
+    assert 'AutoModelForCausalLM.from_pretrained("DIR")' in text
 
 
 @pytest.mark.parametrize("role", ["actor", "extractor"])

@@ -9,7 +9,8 @@ import pytest
 import typer
 
 from crl.config.load import dump, load
-from crl.manager.inspection.upkeep import create_bank, parse_export
+from crl.manager.exchange.jsonl import parse_export
+from crl.manager.inspection.upkeep import create_bank
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
 from support.paths import ROOT

@@ -21,8 +21,8 @@ from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import ConfigError
 from crl.manager import ExperienceManager
+from crl.manager.exchange.jsonl import export_lines, parse_export
 from crl.manager.inspection.reading import EntryView
-from crl.manager.inspection.upkeep import export_lines, parse_export
 from crl.manager.records import Entry
 from crl.manager.storage.store import Store
 from crl.types import Counters, Lift, Provenance
@@ -552,7 +552,12 @@ def test_changes_can_be_printed_as_json(copy: Path, tmp_path: Path):
     assert parsed("prune", copy, "--max-entries", "2", "--yes") == {"evicted": 0, "active": 2}
     (tmp_path / "lessons.jsonl").write_text(bank("export", copy).stdout, "utf-8")
     new = tmp_path / "new.sqlite"
-    assert parsed("import", new, tmp_path / "lessons.jsonl") == {"imported": 2, "bank": str(new)}
+    assert parsed("import", new, tmp_path / "lessons.jsonl") == {
+        "imported": 2,
+        "new": 0,
+        "left_out": 0,
+        "bank": str(new),
+    }
 
 
 def test_an_unknown_order_is_refused(copy: Path):
