@@ -17,7 +17,8 @@ from crl.cli.dashboard.follow import GrowingFile, RunFollower
 from crl.cli.watch import watch
 from crl.config.load import dump, load
 from crl.errors import ConfigError
-from crl.manager.inspection.upkeep import create_bank, parse_export
+from crl.manager.exchange.jsonl import parse_export
+from crl.manager.inspection.upkeep import create_bank
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import write_shard
