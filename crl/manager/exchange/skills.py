@@ -169,9 +169,8 @@ def _by_similarity(goals: Sequence[str]) -> list[str]:
     from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
 
     counts = HashingVectorizer(
-        token_pattern=r"\w+", n_features=2**12, alternate_sign=False,
-        norm=None,  # pyright: ignore[reportArgumentType]
-    ).transform(goal[:1000] for goal in goals)  # fmt: skip
+        token_pattern=r"\w+", n_features=2**12, alternate_sign=False
+    ).transform(goal[:1000] for goal in goals)
     vectors = TfidfTransformer().fit_transform(counts).toarray()
     leaves = [[goal] for goal in goals]
     for first, second in AgglomerativeClustering().fit(vectors).children_:
