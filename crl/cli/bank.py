@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -276,8 +276,8 @@ def failures(
 ) -> None:
     """List failure modes of a run with --method role_agent.
 
-    A failure is an active note on a failed episode of the run. For a bank without a run, the notes
-    of all runs are listed.
+    A failure is an active note on a failed episode of the run. For a bank without a run, all notes
+    are listed. A run of another method has none.
     """
     from crl.cli.bank_text import failure_table, mode_table
     from crl.manager.failure_notes import ALL_MODES
@@ -288,19 +288,15 @@ def failures(
         modes = ", ".join(ALL_MODES)
         raise ConfigError("--mode", mode, "is not a failure mode", f"Choose one of: {modes}")
     file = _bank_file(run)
-    own = _has_failures(file)
     with open_reader(file) as bank:
-        views = failure_views(
-            entry
-            for entry in bank.entries()
-            if task in (None, entry.task) and (entry.step is not None or not own)
-        )
+        found = _failures(file, bank.entries())
+        views = failure_views(entry for entry in found if task in (None, entry.task))
         short = short_uids(bank.uids())
     if mode is None:
         _print_rows(mode_views(views), limit, as_json, lambda v: mode_table(v, terminal_width()))
         return
-    found = [view for view in reversed(views) if view.note.mode == mode]
-    _print_rows(found, limit, as_json, lambda v: failure_table(v, short, terminal_width()))
+    of_mode = [view for view in reversed(views) if view.note.mode == mode]
+    _print_rows(of_mode, limit, as_json, lambda v: failure_table(v, short, terminal_width()))
 
 
 @app.command(cls=Command)
@@ -638,21 +634,19 @@ def _print_rows(
     report_count(len(rows), len(found))
 
 
-def _has_failures(file: Path) -> bool:
-    """Return whether a bank is that of a run whose entries are failures; False without a run.
+def _failures(file: Path, entries: Iterable[EntryView]) -> list[EntryView]:
+    """Return the entries that are notes on failed episodes of the run of a bank.
 
-    Raise `ConfigError` for a run of another method.
+    These are all entries if there is no config.json beside the bank.
     """
     from crl.config.load import load_saved
 
     if not (file.parent / "config.json").is_file():
-        return False
-    config = load_saved(file.parent).config
-    notes = config.spec.notes
+        return list(entries)
+    notes = load_saved(file.parent).config.spec.notes
     if notes is None or notes.prompt != "failure":
-        reason = f"its method {config.method} writes no notes on failures"
-        raise ConfigError("run", str(file.parent), reason, "Name a run with --method role_agent")
-    return True
+        return []
+    return [entry for entry in entries if entry.step is not None]
 
 
 def _embedder(file: Path, keys: KeyVectors) -> EmbedderSection:

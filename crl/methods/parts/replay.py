@@ -25,7 +25,7 @@ MAX_LISTED = 30
 FailedTask = tuple[Task, Failure]
 """Task that can be drawn again, and a failure at it."""
 
-_INDEX = re.compile(r"^\W*INDEX\W*?(\d+)", re.IGNORECASE | re.MULTILINE)
+_INDEX = re.compile(r"^\W*INDEX\W*?(\d{1,9})(?!\d)", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -376,11 +376,12 @@ class ChoosingEngine(NoteEngine):
     [
         ("INDEX: 2\nREASON: a\nINDEX: [1]\nREASON: b\nINDEX: 2\nINDEX: 9", 2),
         ("none of them", 0),
+        ("INDEX: " + 5000 * "1", 0),
     ],
 )
 async def test_the_model_may_choose_the_tasks(tmp_path: Path, choice: str, expected: int):
     engine = ChoosingEngine(choice)
-    settings = ManagerSettings(extractor=ExtractorSection(max_response_tokens=200))
+    settings = ManagerSettings(extractor=ExtractorSection(max_response_tokens=6000))
     async with library(tmp_path, settings, engine) as (manager, failures):
         by_model = replace(SETTINGS, ratio=1.0, template=prompt("retrieve"))
         replay = FailureReplay(Stream(), by_model, seed=0)
