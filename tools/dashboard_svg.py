@@ -30,7 +30,8 @@ def final_snapshot(run: Path) -> Snapshot:
     """Return the contents of the dashboard after the last line of the run's metrics."""
     follower = RunFollower(run)
     follower.update()
-    return replace(follower.snapshot(), notes=(), status="")
+    s = follower.snapshot()
+    return replace(s, notes=(), progress=replace(s.progress, status=""))
 
 
 def picture(snapshot: Snapshot, page: int) -> str:

@@ -151,6 +151,10 @@ class Progress:
     """Estimated seconds until the end. None before there is an estimate."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of the last step, in order."""
+    stages: tuple[Stage, ...] = ()
+    """Stages under way."""
+    status: str = ""
+    """State of a run that is not under way. Empty = under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,14 +212,10 @@ class Snapshot:
     """Last group of training episodes."""
     metrics: Mapping[str, Mapping[str, Series]] = field(default_factory=dict)
     """Histories of all metrics by the kind of their line and their name."""
-    stages: tuple[Stage, ...] = ()
-    """Stages under way."""
     notes: tuple[str, ...] = ()
     """Lines of notes, the oldest first."""
     warnings: tuple[str, ...] = ()
     """Different warnings, the one that was repeated last at the end."""
-    status: str = ""
-    """State of a run that is not under way. Empty = under way."""
 
     def series(self, kind: str, name: str) -> Series:
         """Return the history of a metric in lines of a kind. It is empty for an unknown metric."""
@@ -236,8 +236,8 @@ class Snapshot:
             remaining = max((stage.remaining or 0.0 for stage in stages), default=0.0)
         elif remaining is not None:
             remaining += self.last("eval", "time/eval") or 0.0
-        progress = replace(self.progress, elapsed=elapsed, remaining=remaining)
-        return replace(self, progress=progress, stages=stages)
+        progress = replace(self.progress, elapsed=elapsed, remaining=remaining, stages=stages)
+        return replace(self, progress=progress)
 
 
 # ── folding ─────────────────────────────────────────────────────────────────────────────────────

@@ -152,7 +152,8 @@ class RunFollower:
                 remaining = None if remaining is None else max(0.0, remaining - age)
         stages = read_stages(self._run.progress) if running else ()
         s = s.with_times(elapsed, None if self._time is None else remaining, stages)
-        return replace(s, episodes=self._episodes, status="" if running else self.status)
+        progress = replace(s.progress, status="" if running else self.status)
+        return replace(s, episodes=self._episodes, progress=progress)
 
     @property
     def running(self) -> bool:

@@ -134,7 +134,12 @@ def draw(
 
     Also return the view, whose scroll position is within the page.
     """
-    head = [_title(s, width), _progress(s, width), _stages(s.stages, width), _tabs(view, width)]
+    head = [
+        _title(s, width),
+        _progress(s, width),
+        _stages(s.progress.stages, width),
+        _tabs(view, width),
+    ]
     foot = [*_warning(s, width), _keys(view, keys, width)]
     # In a very small window, the page is more important than the frame.
     head = head[: max(1, height - len(foot) - 8)]
@@ -180,9 +185,9 @@ def _title(s: Snapshot, width: int) -> Text:
     title = Text.assemble(
         ("crl ", DIM), (name, GOOD), "  ", one_line(s.run.method, width), (" on ", DIM), task_names
     )
-    if not s.status:
+    if not s.progress.status:
         return title
-    status = Text(f"  {one_line(s.status, width)}", "bold yellow")
+    status = Text(f"  {one_line(s.progress.status, width)}", "bold yellow")
     title.truncate(max(0, width - status.cell_len), overflow="ellipsis")
     return title + status
 
@@ -193,7 +198,7 @@ def _progress(s: Snapshot, width: int) -> Text:
     share = min(1.0, p.step / steps) if steps else 1.0
     before = Text.assemble(("step ", DIM), (f"{p.step:,}/{steps:,}", GOOD), f" {share:4.0%} ")
     after = Text.assemble(" ", cell("elapsed", duration(p.elapsed)))
-    if not s.status:
+    if not s.progress.status:
         after.append_text(Text.assemble("  ", cell("left", duration(p.remaining))))
     return _with_bar(before, share, after, width)
 

@@ -18,9 +18,9 @@ PREFIXES = ("perf/", "env/", "total/", "staleness/")
 def system(s: Snapshot, width: int, height: int) -> Body:
     """Return the page."""
     lines = list(time_bar(s, width))
-    if s.stages:
+    if s.progress.stages:
         lines.append(rule("under way", width))
-        lines += [_stage(stage, width) for stage in s.stages]
+        lines += [_stage(stage, width) for stage in s.progress.stages]
     times = sorted(
         (name for name in s.metrics.get("train", {}) if name.startswith("time/")),
         key=lambda name: part_order(name.removeprefix("time/")),

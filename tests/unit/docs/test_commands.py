@@ -73,6 +73,7 @@ NOT_RUN = {
     "crl make-models --out models": "takes an hour",
     "crl --install-completion": "changes the configuration of a shell; see test_completion.py",
     "crl --show-completion": "depends on the shell; see test_completion.py",
+    "crl bank failures RUN": "see tests/integration/test_role_agent.py",
     "crl bank failures runs/mine": "see tests/integration/test_role_agent.py",
     "crl bank failures runs/mine --mode premature_give_up": (
         "needs a run of role_agent; see tests/integration/test_role_agent.py"

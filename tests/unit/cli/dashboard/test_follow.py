@@ -55,7 +55,7 @@ def test_a_run_that_is_under_way_is_followed(run: RunDir):
         follower = RunFollower(run.path)
         follower.update()
         s = follower.snapshot()
-        assert (s.run.name, s.run.steps, s.progress.step, s.status) == ("mine", 3, 2, "")
+        assert (s.run.name, s.run.steps, s.progress.step, s.progress.status) == ("mine", 3, 2, "")
         assert s.progress.elapsed is not None
         assert s.notes == (f"run {run.path}", "actor tiny-actor")
         monitor.progress("evaluation", 1, 4)
@@ -70,16 +70,16 @@ def test_a_run_that_is_under_way_is_followed(run: RunDir):
         assert s.evaluations.sets["room/seen"].rates["free"].first == 0.25
         assert s.warnings == ("something",)
         assert [t.condition for t in s.episodes.members] == ["guided", "free"]
-    assert follower.snapshot().status == "finished"
+    assert follower.snapshot().progress.status == "finished"
 
 
 def test_stages_of_the_process_are_shown_while_it_is_alive(run: RunDir):
     with training(run) as monitor:
         monitor.progress("evaluation", 1, 4)
-        (stage,) = RunFollower(run.path).snapshot().stages
+        (stage,) = RunFollower(run.path).snapshot().progress.stages
         assert (stage.name, stage.done, stage.total) == ("evaluation", 1, 4)
     assert run.progress.exists(), "the process was killed"
-    assert RunFollower(run.path).snapshot().stages == ()
+    assert RunFollower(run.path).snapshot().progress.stages == ()
 
 
 @pytest.mark.parametrize(
@@ -99,27 +99,27 @@ def test_the_end_of_a_run_is_named(run: RunDir, note: str, raw: str, status: str
         run.append_to_log(raw)
     follower = RunFollower(run.path)
     follower.update()
-    assert follower.snapshot().status == status
+    assert follower.snapshot().progress.status == status
     with run.lock():  # the run is resumed
         resumed = FileMonitor(run)
         resumed.note(f"run {run.path}")
         follower.update()
-        assert follower.snapshot().status == ""
+        assert follower.snapshot().progress.status == ""
         finish(resumed)
     follower.update()
-    assert follower.snapshot().status == "finished"
+    assert follower.snapshot().progress.status == "finished"
 
 
 def test_other_directories_of_runs_have_a_state(run: RunDir):
     follower = RunFollower(run.path)
     follower.update()
-    assert follower.snapshot().status == "not started"  # for example a fork
+    assert follower.snapshot().progress.status == "not started"  # for example a fork
     with run.lock():  # for example crl rollout, which makes no evaluation
         monitor = FileMonitor(run)
         monitor.log(1, "train", {"rollout/success": 0.5})
         monitor.close()
     follower.update()
-    assert follower.snapshot().status == "ended"
+    assert follower.snapshot().progress.status == "ended"
 
 
 def test_a_resumed_run_is_read_anew(run: RunDir):

@@ -87,5 +87,5 @@ def test_no_text_breaks_the_window(text, task, width, number):
     monitor.note(text)
     monitor.progress(text, 1, 2)
     snapshot = monitor.snapshot()
-    assert snapshot.stages == (Stage(text, 1, 2, 0.0, 0.0),)
+    assert snapshot.progress.stages == (Stage(text, 1, 2, 0.0, 0.0),)
     assert fits(picture(snapshot, width, 20, view=View(page=number)), width, 20)
