@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from crl.cli import completion
 from crl.cli.command import command
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ POLL_S = 0.5
 
 @command
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Directory of a run.", autocompletion=completion.runs),
+    ],
     plain: Annotated[
         bool, typer.Option("--plain", help="Print log lines instead of a dashboard.")
     ] = False,
