@@ -192,9 +192,9 @@ def success_rates(line: Mapping[str, Any]) -> dict[EvalKey, Estimate]:
     rates: dict[EvalKey, Estimate] = {}
     for metric, value in line.items():
         match metric.split("/"):
-            case ["eval", task, split, "success", condition] if value is not None:
+            case ["eval", task, split, "success", condition] if isinstance(value, int | float):
                 ends = [line.get(f"{metric}/{end}") for end in ("low", "high")]
-                low, high = (math.nan if end is None else end for end in ends)
+                low, high = (end if isinstance(end, int | float) else math.nan for end in ends)
                 rates[task, split, condition] = Estimate(value, low, high)
     return rates
 

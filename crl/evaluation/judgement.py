@@ -20,33 +20,50 @@ def judgements(
     before: Mapping[EvalKey, Rate],
     after: Mapping[EvalKey, Rate],
     gains: Sequence[tuple[float, float]],
+    *,
+    trained: bool,
 ) -> list[str]:
-    """Return sentences on training and on experience.
+    """Return sentences on training and on experience, for one run.
 
     An effect is stated if the 95 % interval of the difference excludes 0. Otherwise it is "not
-    shown", which does not mean that there is none.
+    shown", which does not mean that there is none. Nothing is said where an interval is unknown.
+    The intervals do not contain the spread between seeds. Both rates of a difference are of the
+    same games, but are treated as independent, which makes intervals wider if they are positively
+    correlated.
 
     * `before`, `after`: rates of the first and the last evaluation. Those of `OVERALL` are used if
-      there are any, else those of the single task.
+      there are any, else those of the single task. Several tasks without them give no sentence.
     * `gains`: by task, the gain from a bank built online in unseen places: (value, half width).
+    * `trained`: whether the actor is trained.
     """
-    trained = {
+    changes = {
         PLACES[split]: interval
         for split in PLACES
-        if (interval := _difference(before, after, (split, "free"), (split, "free")))
+        if trained and (interval := _difference(before, after, (split, "free"), (split, "free")))
     }
-    helped: dict[str, Interval] = {}
-    if interval := _difference(after, after, ("seen", "free"), ("seen", "guided")):
-        helped[PLACES["seen"]] = interval
-    if gains:
-        value = sum(gain for gain, _ in gains) / len(gains)
-        half = math.hypot(*(half for _, half in gains)) / len(gains)
-        helped[PLACES["unseen"]] = (value, value - half, value + half)
+    interval = _difference(after, after, ("seen", "free"), ("seen", "guided"))
+    gain = _mean_gain(gains)
     sentences = [
-        _sentence("Training", "success without experience", trained),
-        _sentence("The bank", "success", helped),
+        _sentence("Training", "success without experience", changes),
+        _sentence("The bank", "success", {PLACES["seen"]: interval} if interval else {}),
+        _sentence("A bank built online", "success", {PLACES["unseen"]: gain} if gain else {}),
     ]
     return [sentence for sentence in sentences if sentence]
+
+
+def _mean_gain(gains: Sequence[tuple[float, float]]) -> Interval | None:
+    """Return the mean over tasks with its interval; None if that of a task is unknown."""
+    if not gains:
+        return None
+    value = sum(gain for gain, _ in gains) / len(gains)
+    half = math.hypot(*(half for _, half in gains)) / len(gains)
+    return _known((value, value - half, value + half))
+
+
+def _known(interval: Interval) -> Interval | None:
+    """Return an interval, or None if its ends are unknown or equal."""
+    _, low, high = interval
+    return interval if math.isfinite(low) and math.isfinite(high) and high > low else None
 
 
 def _difference(
@@ -61,7 +78,7 @@ def _difference(
     first, second = before.get((task, *old)), after.get((task, *new))
     if first is None or second is None:
         return None
-    return (second.value - first.value, *difference_interval(first, second))
+    return _known((second.value - first.value, *difference_interval(first, second)))
 
 
 def _sentence(subject: str, measured: str, effects: Mapping[str, Interval]) -> str:

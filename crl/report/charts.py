@@ -9,6 +9,9 @@ from statistics import fmean
 
 from crl.intervals import Mean
 
+ROUNDING = 1e-9
+"""Half width at or below which an interval is 0 except for rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -96,18 +99,24 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
     ]
 
 
-def over_seeds(runs: Sequence[Sequence[Point]]) -> list[Point]:
-    """Return the mean over runs at every x that all runs have, with Student's interval over them.
+def over_seeds(
+    runs: Sequence[Sequence[Point]], low: float = -math.inf, high: float = math.inf
+) -> list[Point]:
+    """Return the mean over runs at every x, with Student's interval over the runs that have it.
 
-    One run keeps its own intervals.
+    The interval is cut to [`low`, `high`]. It is unknown for equal values, as in `crl compare`. One
+    run keeps its own intervals.
     """
     if len(runs) == 1:
         return list(runs[0])
-    at = [{point.x: point.y for point in run} for run in runs]
-    shared = sorted(set.intersection(*(set(values) for values in at)))
+    at: dict[float, list[float]] = {}
+    for run in runs:
+        for point in run:
+            at.setdefault(point.x, []).append(point.y)
     points = []
-    for x in shared:
-        mean = Mean.of([values[x] for values in at])
-        half = mean.half_width
-        points.append(Point(x, mean.value, mean.value - half, mean.value + half))
+    for x, values in sorted(at.items()):
+        mean = Mean.of(values)
+        half = mean.half_width if mean.half_width > ROUNDING else math.nan
+        ends = max(mean.value - half, low), min(mean.value + half, high)
+        points.append(Point(x, mean.value, *(ends if math.isfinite(half) else ())))
     return points

@@ -10,11 +10,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -32,7 +33,7 @@ from crl.report.lessons import Lessons, lift_text, read_lessons
 from crl.report.run_record import RunRecord
 from crl.wording import counted, printable_lines
 
-MOST_CHARACTERS = 2000
+MOST_CHARACTERS = 1000
 """Maximum number of characters of a text of a model, a game or a bank in a report."""
 
 LOG_LINES = 60
@@ -40,6 +41,8 @@ LOG_LINES = 60
 
 MOST_LOG_BYTES = 200_000
 """Bytes at the end of the log from which these lines are taken."""
+
+T = TypeVar("T")
 
 SECTIONS: Mapping[str, str] = {
     "success": "Success",
@@ -58,19 +61,40 @@ class Part:
     run: RunRecord
     lessons: Lessons | None
     pairs: Sequence[Pair]
+    changes: Sequence[tuple[str, Any, Any]]
+    """Settings that differ from the preset, as `RunRecord.changes`."""
+    faults: Mapping[str, str]
+    """Reason why a part of the run cannot be read, by its name."""
+
+    @classmethod
+    def read(cls, run: RunRecord) -> Part:
+        """Read a run. A part that cannot be read does not keep the others from the report."""
+        faults: dict[str, str] = {}
+
+        def read(name: str, reader: Callable[[], T], default: T) -> T:
+            try:
+                return reader()
+            except Exception as error:  # damaged files raise errors of many types
+                faults[name] = f"{type(error).__name__}: {error}"
+                return default
+
+        return cls(
+            run,
+            read("bank", lambda: read_lessons(run.dir.bank), None),
+            read("episodes", lambda: sampled_pairs(run.dir.episodes, run.tasks), []),
+            read("preset", lambda: run.changes, []),
+            faults,
+        )
 
     @property
     def judgements(self) -> list[str]:
         return run_judgements(self.run)
 
     @cached_property
-    def settings(self) -> list[tuple[str, str, str]]:
-        """All settings: (key, value, value of the preset if it differs)."""
-        changed = {key: default for key, default, _ in self.run.changes}
+    def settings(self) -> list[tuple[str, str]]:
+        """All settings: (key, value)."""
         own = leaves(self.run.saved.config.model_dump(mode="json"))
-        return [
-            (key, _json(value), _json(changed[key]) if key in changed else "") for key, value in own
-        ]
+        return [(key, _json(value)) for key, value in own]
 
     @property
     def log(self) -> str:
@@ -96,8 +120,9 @@ def run_judgements(run: RunRecord) -> list[str]:
         for task in run.tasks
         if line.get(f"eval/{task}/unseen/lift") is not None
     ]
-    known = [(value, half) for value, half in gains if half is not None]
-    return judgements(evaluations[first], evaluations[last], known)
+    known = [(value, math.nan if half is None else half) for value, half in gains]
+    trained = run.saved.config.actor.train
+    return judgements(evaluations[first], evaluations[last], known, trained=trained)
 
 
 def report(runs: Sequence[RunRecord]) -> str:
@@ -105,13 +130,15 @@ def report(runs: Sequence[RunRecord]) -> str:
     arms = arms_of([run.result for run in runs])
     of_arms = arms_of_runs(runs)
     charts = {name: FIGURES[name](of_arms) for name in SECTIONS}
-    parts = [Part(run, read_lessons(run.dir.bank), sampled_pairs(run.dir.episodes)) for run in runs]
+    parts = [Part.read(run) for run in runs]
+    differences, left_out = _differences(arms)
     style, script = _source("style.css"), _source("tables.js")
     return environment().get_template("report.html").render(
         runs=runs,
         arms=of_arms,
-        differing=differing_settings(arms),
-        differences=_differences(arms),
+        differing=_differing(arms),
+        differences=differences,
+        left_out=[run.name for run in runs if run.dir.path in left_out],
         parts=parts,
         charts={title: charts[name] for name, title in SECTIONS.items() if charts[name]},
         style=Markup(style),
@@ -121,18 +148,39 @@ def report(runs: Sequence[RunRecord]) -> str:
     )  # fmt: skip
 
 
-def _differences(arms: Sequence[Arm]) -> list[tuple[str, str, str, str]]:
-    """Return (what, arms, difference, origin of the interval) of finished arms."""
-    if len(arms) < 2 or not all(run.rates for arm in arms for run in arm.runs):
-        return []
-    comparison = compare([run for arm in arms for run in arm.runs])
-    return [
+def _differing(arms: Sequence[Arm]) -> dict[str, Sequence[Any]]:
+    """Return the settings that differ. Of different tasks, only the names are listed."""
+    differing = differing_settings(arms)
+    tasks = [
+        sorted({key.split(".")[1] for key in arm.runs[0].settings if key.startswith("tasks.")})
+        for arm in arms
+    ]
+    if all(names == tasks[0] for names in tasks):
+        return dict(differing)
+    others = {key: values for key, values in differing.items() if not key.startswith("tasks.")}
+    return {"tasks": [", ".join(names) for names in tasks], **others}
+
+
+def _differences(
+    arms: Sequence[Arm],
+) -> tuple[list[tuple[str, str, float, str, str]], frozenset[Path]]:
+    """Return the differences of arms after the last step, and the runs that are not finished.
+
+    Each difference is (what, arms, value, text, origin of the interval). There are none if an arm
+    has no finished run.
+    """
+    left_out = frozenset(run.path for arm in arms for run in arm.runs if not run.rates)
+    if len(arms) < 2 or not all(any(run.rates for run in arm.runs) for arm in arms):
+        return [], left_out
+    comparison = compare([run for arm in arms for run in arm.runs if run.rates])
+    rows = [
         (
             f"{d.key[0]}, {d.key[1]}, {CONDITION_LABELS.get(d.key[2], d.key[2])}",
-            d.arms, str(d), d.method,
+            d.arms, d.value, str(d), d.method,
         )
         for d in comparison.differences
     ]  # fmt: skip
+    return rows, left_out
 
 
 def environment() -> Environment:

@@ -15,7 +15,10 @@ from crl.wording import SEGMENT_TITLES
 PAIRS_PER_TASK = 2
 """Maximum number of pairs of each task."""
 
-MOST_SEGMENTS = 80
+MOST_STEPS = 10
+"""Maximum number of recorded steps in which pairs are looked for."""
+
+MOST_SEGMENTS = 60
 """Maximum number of texts of an episode that are shown."""
 
 
@@ -55,15 +58,16 @@ class Pair:
     free: Episode
 
 
-def sampled_pairs(folder: Path) -> list[Pair]:
+def sampled_pairs(folder: Path, tasks: Sequence[str]) -> list[Pair]:
     """Return pairs of the last recorded steps, at most `PAIRS_PER_TASK` of each task.
 
-    Pairs in which the guided member won and the free one lost come first.
+    Pairs in which the guided member won and the free one lost come first. At most `MOST_STEPS`
+    steps are read.
     """
-    pairs: dict[str, list[Pair]] = defaultdict(list)
-    for path in reversed(shards(folder).values()):
+    pairs: dict[str, list[Pair]] = {task: [] for task in tasks}
+    for path in list(reversed(shards(folder).values()))[:MOST_STEPS]:
         for pair in _pairs(read_records(path)):
-            pairs[pair.task].append(pair)
+            pairs.setdefault(pair.task, []).append(pair)
         if all(len(found) >= PAIRS_PER_TASK for found in pairs.values()):
             break
     ordered = [sorted(found, key=_order)[:PAIRS_PER_TASK] for found in pairs.values()]
@@ -95,7 +99,8 @@ def episode(record: Record) -> Episode:
     for segment in record["segments"]:
         origin, reward = segment["origin"], None
         if origin == "policy":
-            reward = record["turn_rewards"][turn] if turn < record["turns"] else None
+            rewards = record["turn_rewards"]
+            reward = rewards[turn] if turn < min(record["turns"], len(rewards)) else None
             turn += 1
         kind = (
             "guidance" if origin in GUIDANCE_ORIGINS

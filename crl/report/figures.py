@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def time_spent(arms: Arms) -> list[Chart]:
         seconds: dict[str, float] = defaultdict(float)
         for run in arm.runs:
             for line in run.lines:
-                if line["kind"] not in ("train", "eval", "probe", "warmup"):
+                if line["kind"] not in ("train", "extractor", "eval", "probe", "warmup"):
                     continue
                 for name, value in line.items():
                     if name.startswith("time/") and isinstance(value, int | float):
@@ -79,7 +80,7 @@ def time_spent(arms: Arms) -> list[Chart]:
 
 TIME_NOTE = (
     "wait: for the episodes of a step. train: the actor's update. sync: new weights to the engine. "
-    "bank: step of the bank. eval and probe: measurements."
+    "bank: step of the bank. eval and probe: measurements. The extractor trains beside the steps."
 )
 
 
@@ -191,7 +192,8 @@ def _evaluated(arms: Arms) -> Iterator[Chart]:
     )  # fmt: skip
     if len(arms) > 1:
         for task, split, condition in keys:
-            lines = _arm_lines(arms, lambda run, key=(task, split, condition): _rates(run, key))
+            key = (task, split, condition)
+            lines = _arm_lines(arms, lambda run, key=key: _rates(run, key), UNIT)
             yield LineChart(
                 f"{_task(task)}, {split} places, {CONDITION_LABELS.get(condition, condition)}",
                 "success", lines, 0.0, 1.0, _band(arms),
@@ -201,26 +203,29 @@ def _evaluated(arms: Arms) -> Iterator[Chart]:
         lines = []
         for number, (condition, label) in enumerate(CONDITION_LABELS.items()):
             key = (task, split, condition)
-            if points := _mean(arms[0], lambda run, key=key: _rates(run, key)):
+            if points := _mean(arms[0], lambda run, key=key: _rates(run, key), UNIT):
                 lines.append(Line(label, points, number))
         yield LineChart(f"{_task(task)}, {split} places", "success", lines, 0.0, 1.0, _band(arms))
 
 
 def _trained(arms: Arms) -> Iterator[Chart]:
     tasks = dict.fromkeys(task for arm in arms for run in arm.runs for task in run.tasks)
-    note = f"Mean of the last {WINDOW} steps."
+    note = f"Mean of the last {WINDOW} steps.{_uneven(arms)}"
     for task in tasks:
-        if len(arms) > 1:
-            lines = _arm_lines(arms, lambda run, task=task: _rollouts(run, task, ""))
-        else:
-            lines = []
-            for number, which in enumerate(("free", "guided")):
-                if points := _mean(
-                    arms[0], lambda run, name=f"/{which}", task=task: _rollouts(run, task, name)
-                ):
-                    lines.append(Line(f"{which} members", points, number))
-        if lines:
-            yield LineChart(f"{task}, training episodes", "success", lines, 0.0, 1.0, note)
+        single = []
+        for number, which in enumerate(("free", "guided")):
+
+            def points(run: RunRecord, task: str = task, which: str = which) -> list[Point]:
+                return _rollouts(run, task, which)
+
+            if len(arms) == 1:
+                if curve := _mean(arms[0], points, UNIT):
+                    single.append(Line(f"{which} members", curve, number))
+            elif lines := _arm_lines(arms, points, UNIT):
+                title = f"{task}, training episodes, {which} members"
+                yield LineChart(title, "success", lines, 0.0, 1.0, note)
+        if single:
+            yield LineChart(f"{task}, training episodes", "success", single, 0.0, 1.0, note)
 
 
 def _rates(run: RunRecord, key: EvalKey) -> list[Point]:
@@ -232,8 +237,10 @@ def _rates(run: RunRecord, key: EvalKey) -> list[Point]:
 
 
 def _rollouts(run: RunRecord, task: str, condition: str) -> list[Point]:
+    if task not in run.tasks:
+        return []
     prefix = f"rollout/{task}" if len(run.tasks) > 1 else "rollout"
-    return averaged(metric(run, "train", f"{prefix}/success{condition}"), WINDOW)
+    return averaged(metric(run, "train", f"{prefix}/success/{condition}"), WINDOW)
 
 
 def _task(task: str) -> str:
@@ -242,7 +249,15 @@ def _task(task: str) -> str:
 
 def _band(arms: Arms) -> str:
     single = all(len(arm.runs) == 1 for arm in arms)
-    return f"95 % intervals {'over episodes or places' if single else 'of the mean over seeds'}."
+    unit = "over episodes or places" if single else "of the mean over seeds"
+    return f"95 % intervals {unit}.{_uneven(arms)}"
+
+
+def _uneven(arms: Arms) -> str:
+    """Return a note if the runs of an arm have different numbers of steps."""
+    if all(len({run.steps for run in arm.runs}) == 1 for arm in arms):
+        return ""
+    return " Not all runs have all steps: a mean is over the runs that have the step."
 
 
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
@@ -256,17 +271,26 @@ def metric(run: RunRecord, kind: str, name: str) -> list[Point]:
     return [Point(step, value) for step, value in values.items()]
 
 
-def _mean(arm: ArmRuns, points: Callable[[RunRecord], Sequence[Point]]) -> list[Point]:
+ANY = (-math.inf, math.inf)
+UNIT = (0.0, 1.0)
+"""Range of a rate, to which intervals are cut."""
+
+
+def _mean(
+    arm: ArmRuns, points: Callable[[RunRecord], Sequence[Point]], ends: tuple[float, float] = ANY
+) -> list[Point]:
     """Return the mean over the runs of an arm that have points."""
     curves = [curve for run in arm.runs if (curve := points(run))]
-    return thinned(over_seeds(curves), MOST_POINTS) if curves else []
+    return thinned(over_seeds(curves, *ends), MOST_POINTS) if curves else []
 
 
-def _arm_lines(arms: Arms, points: Callable[[RunRecord], Sequence[Point]]) -> list[Line]:
+def _arm_lines(
+    arms: Arms, points: Callable[[RunRecord], Sequence[Point]], ends: tuple[float, float] = ANY
+) -> list[Line]:
     return [
         Line(arm.name, curve, number)
         for number, arm in enumerate(arms)
-        if (curve := _mean(arm, points))
+        if (curve := _mean(arm, points, ends))
     ]
 
 

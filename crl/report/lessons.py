@@ -19,6 +19,9 @@ MOST_ROWS = 100
 MOST_STORIES = 10
 """Maximum number of the best lessons with a story; half as many of the worst have one."""
 
+MOST_VERSIONS = 10
+"""Maximum number of versions in a story."""
+
 MOST_USES = 12
 """Maximum number of episodes that a story lists."""
 
@@ -57,6 +60,11 @@ class Lessons:
     active: int
     best: Sequence[Story]
     worst: Sequence[Story]
+
+    @property
+    def any_harm(self) -> bool:
+        """True if the whole interval of a lift is below 0."""
+        return any(s.entry.counters.lift and s.entry.counters.lift.sign < 0 for s in self.worst)
 
     @property
     def charts(self) -> list[BarChart]:
@@ -113,7 +121,7 @@ def _story(bank: BankReader, entry: EntryView) -> Story:
     eviction = bank.eviction(entry.uid)
     return Story(
         entry,
-        bank.lineage(entry.unit)[::-1],
+        bank.lineage(entry.unit)[::-1][:MOST_VERSIONS],
         uses[-MOST_USES:],
         len(uses),
         [wins / (i + 1) for i, wins in enumerate(won)],

@@ -33,7 +33,7 @@ def draw(charts: Sequence[Chart], file: Path, lines: Sequence[str] = ()) -> None
     `lines` are written above the charts. Raise `ConfigError` without matplotlib, for another
     format, or if the file cannot be written.
     """
-    if file.suffix not in SUFFIXES:
+    if file.suffix.lower() not in SUFFIXES:
         reason = "is not the name of a picture"
         raise ConfigError(
             "--out", str(file), reason, f"Use one that ends with {' or '.join(SUFFIXES)}"

@@ -25,24 +25,14 @@ Line = Mapping[str, Any]
 class RunRecord:
     """A run as its directory shows it."""
 
+    name: str
+    """Name for readers; see `unique_names`."""
     dir: RunDir
     saved: SavedRun
     lines: Sequence[Line] = field(repr=False)
     """Lines of metrics.jsonl that are complete."""
     active: bool
     """True if a process trains the run."""
-
-    @classmethod
-    def read(cls, path: Path) -> RunRecord:
-        """Read the run at `path`. Raise `ConfigError` if it is not a run of this version."""
-        run = RunDir(path)
-        return cls(run, load_saved(path), read_metrics(run.metrics), run.is_locked())
-
-    @property
-    def name(self) -> str:
-        """Name of the directory, with its parent's if it is a number, such as a seed."""
-        path = self.dir.path.resolve()
-        return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
 
     @property
     def seed(self) -> int:
@@ -83,8 +73,8 @@ class RunRecord:
 
     @property
     def result(self) -> RunResult:
-        """The run with its last evaluation, for comparisons. It may have none."""
-        last = self.evaluations[max(self.evaluations)] if self.evaluations else {}
+        """The run with the evaluation after its last planned step, if it has one."""
+        last = self.evaluations.get(self.saved.config.run.steps, {})
         settings, seed = run_settings(self.saved.config)
         return RunResult(self.dir.path, seed, settings, last)
 
@@ -92,14 +82,11 @@ class RunRecord:
     def changes(self) -> list[tuple[str, Any, Any]]:
         """Settings that differ from the run's preset with the same tasks and method.
 
-        Each is (key, value of the preset or None, value of the run). The method itself is listed
-        too. Empty if the preset is no longer available.
+        Each is (key, value of the preset or None, value of the run). Raise `ConfigError` if the
+        preset or a task cannot be read any more.
         """
         config = self.saved.config
-        try:
-            preset = load(list(config.tasks), preset=config.preset)
-        except ConfigError:  # a file of the user that has been moved, or tasks of their own
-            return []
+        preset = load(list(config.tasks), preset=config.preset, options={"method": config.method})
         default = dict(leaves(preset.model_dump(mode="json")))
         own = dict(leaves(config.model_dump(mode="json")))
         return [
@@ -107,6 +94,30 @@ class RunRecord:
             for key, value in own.items()
             if default.get(key) != value and key != "run.seed"
         ]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Read runs. Raise `ConfigError` if one is given twice, or is not a run of this version."""
+    resolved = [path.resolve() for path in paths]
+    for path, place in zip(paths, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise ConfigError("run", str(path), "is given twice", "Give each run once")
+    return [
+        RunRecord(name, run, load_saved(run.path), read_metrics(run.metrics), run.is_locked())
+        for name, run in zip(unique_names(resolved), map(RunDir, paths), strict=True)
+    ]
+
+
+def unique_names(paths: Sequence[Path]) -> list[str]:
+    """Return a name of each path: its last parts, as many as make the names differ.
+
+    A number, such as a seed, is no name.
+    """
+    for parts in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names) and not any(name.isdigit() for name in names):
+            return names
+    return [str(path) for path in paths]
 
 
 def read_metrics(path: Path) -> list[Line]:

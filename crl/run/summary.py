@@ -352,8 +352,9 @@ class Summary:
                 f"  {counted(self.skipped_updates, 'update')} {verb} skipped because the loss "
                 "or its gradient was not finite"
             )
-        judgements = self._judgements()
-        lines += ["", *judgements] if judgements else []
+        if judgements := self._judgements():
+            lines += ["", "effects in this run [95 % interval, without the spread between seeds]:"]
+            lines += [f"  {sentence}" for sentence in judgements]
         lines += ["", *self.warnings] if self.warnings else []
         lines += ["", *self.next_steps.lines()]
         return "\n".join(lines)
@@ -367,5 +368,6 @@ class Summary:
         return judgements(
             {**before.rates, **before.overall},
             {**after.rates, **after.overall},
-            [(value, half) for value, half in gains if not math.isnan(half)],
+            gains,
+            trained=self.next_steps.actor_trained,
         )

@@ -45,12 +45,12 @@ def plot(
     """
     from crl.cli.output import print_lines
     from crl.report.figures import FIGURES, arms_of_runs
-    from crl.report.run_record import RunRecord
+    from crl.report.run_record import read_runs
 
     if what not in FIGURES:
         remedy = f"Choose {', '.join(list(FIGURES)[:-1])} or {list(FIGURES)[-1]}"
         raise ConfigError("--what", what, "is not a plot", remedy)
-    arms = arms_of_runs([RunRecord.read(run) for run in runs])
+    arms = arms_of_runs(read_runs(runs))
     charts, names = FIGURES[what](arms), [str(arm) for arm in arms] if len(arms) > 1 else []
     if not charts:
         reason = f"has no values for a plot of {what} yet"

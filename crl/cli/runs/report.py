@@ -33,12 +33,10 @@ def report(
     Runs may be under way. Those whose settings agree but for the seed are averaged.
     """
     from crl.report.document import report as render
-    from crl.report.run_record import RunRecord
+    from crl.report.run_record import read_runs
 
-    if len({run.resolve() for run in runs}) < len(runs):
-        raise ConfigError("run", str(runs[0]), "is given twice", "Give each run once")
     file = out or runs[0] / "report.html"
-    text = render([RunRecord.read(run) for run in runs])
+    text = render(read_runs(runs))
     try:
         file.write_text(text, "utf-8", errors="backslashreplace")
     except OSError as error:

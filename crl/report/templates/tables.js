@@ -1,5 +1,8 @@
 "use strict";
-// Sort tables by a click on a heading, and filter their rows by a text.
+// Sort tables by a click on a heading, and filter their rows by a text. Print everything.
+window.addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("details")) details.open = true;
+});
 for (const table of document.querySelectorAll("table.data")) {
   const body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells];

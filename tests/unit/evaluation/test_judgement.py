@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from crl.evaluation.judgement import judgements
 from crl.evaluation.report import Estimate
 
@@ -16,29 +18,42 @@ def test_effects_of_one_task():
         ("room", "unseen", "free"): LOW,
         ("room", "seen", "guided"): LOW,
     }
-    assert judgements(before, after, [(0.2, 0.1)]) == [
+    assert judgements(before, after, [(0.2, 0.1)], trained=True) == [
         "Training raised success without experience in places seen before (+0.300 [+0.236, +0.364])"
         " and has no shown effect on success without experience in new places"
         " (+0.000 [-0.071, +0.071]).",
-        "The bank lowered success in places seen before (-0.300 [-0.364, -0.236])"
-        " and raised success in new places (+0.200 [+0.100, +0.300]).",
+        "The bank lowered success in places seen before (-0.300 [-0.364, -0.236]).",
+        "A bank built online raised success in new places (+0.200 [+0.100, +0.300]).",
     ]
 
 
 def test_overall_rates_of_several_tasks():
     before = {("room", "seen", "free"): HIGH, ("overall", "seen", "free"): LOW}
     after = {("room", "seen", "free"): LOW, ("overall", "seen", "free"): HIGH}
-    (sentence,) = judgements(before, after, [])
+    (sentence,) = judgements(before, after, [], trained=True)
     assert "raised success without experience in places seen before" in sentence
 
 
 def test_mean_gain_of_several_tasks():
     """(0.2 + 0.4) / 2 ± √(0.1² + 0.1²) / 2."""
-    assert judgements({}, {}, [(0.2, 0.1), (0.4, 0.1)]) == [
-        "The bank raised success in new places (+0.300 [+0.229, +0.371])."
+    assert judgements({}, {}, [(0.2, 0.1), (0.4, 0.1)], trained=True) == [
+        "A bank built online raised success in new places (+0.300 [+0.229, +0.371])."
     ]
 
 
 def test_nothing_is_said_without_rates():
     several = {("room", "seen", "free"): LOW, ("maze", "seen", "free"): LOW}
-    assert judgements(several, several, []) == []
+    assert judgements(several, several, [], trained=True) == []
+
+
+def test_nothing_is_said_where_an_interval_is_unknown():
+    unknown = Estimate(0.5, math.nan, math.nan)
+    rates = {("room", "seen", "free"): LOW, ("room", "seen", "guided"): unknown}
+    assert judgements(rates, {("room", "seen", "free"): unknown}, [], trained=True) == []
+    assert judgements(rates, rates, [(0.5, 0.0), (0.5, 0.0)], trained=False) == []
+    assert judgements({}, {}, [(0.5, 0.1), (0.5, math.nan)], trained=True) == []
+
+
+def test_nothing_is_said_about_training_without_it():
+    rates = {("room", "seen", "free"): LOW}
+    assert judgements(rates, {("room", "seen", "free"): HIGH}, [], trained=False) == []

@@ -35,12 +35,19 @@ def test_thinned_points_are_means_of_equal_groups():
     assert thinned(points(1, 3), 2) == points(1, 3)
 
 
-def test_mean_over_seeds_at_shared_steps():
-    """Student's interval of 0.2 and 0.6: 0.4 ± 12.706 · 0.2."""
-    (point,) = over_seeds([[Point(0, 1), Point(5, 0.2)], [Point(5, 0.6), Point(6, 1)]])
-    assert (point.x, point.y) == (5, pytest.approx(0.4))
-    assert point.high - point.y == pytest.approx(12.706 * 0.2, rel=1e-3)
-    assert point.y - point.low == pytest.approx(point.high - point.y)
+def test_mean_over_the_seeds_that_have_a_step():
+    """Student's interval of 0.2 and 0.6: 0.4 ± 12.706 · 0.2. That of one or equal values: none."""
+    runs = [
+        [Point(0, 1), Point(5, 0.2), Point(7, 0.5)],
+        [Point(5, 0.6), Point(6, 1), Point(7, 0.5)],
+    ]
+    points = over_seeds(runs)
+    assert [(p.x, p.y) for p in points] == [(0, 1), (5, pytest.approx(0.4)), (6, 1), (7, 0.5)]
+    assert [math.isfinite(p.low) for p in points] == [False, True, False, False]
+    assert points[1].high - points[1].y == pytest.approx(12.706 * 0.2, rel=1e-3)
+    assert points[1].y - points[1].low == pytest.approx(points[1].high - points[1].y)
+    cut = over_seeds(runs, 0.0, 1.0)[1]
+    assert (cut.low, cut.high) == (0.0, 1.0)
 
 
 def test_one_run_keeps_its_intervals():

@@ -13,7 +13,7 @@ import pytest
 
 from crl.monitor.run_dir import RunDir
 from crl.report.document import report
-from crl.report.run_record import RunRecord
+from crl.report.run_record import read_runs, unique_names
 from support.report_runs import train_for_report
 from support.whole_runs import crl
 
@@ -142,8 +142,8 @@ def test_a_run_without_any_step(run: Path):
 
 def test_a_run_under_way(run: Path):
     with RunDir(run).lock():
-        assert RunRecord.read(run).state == "under way"
-    assert RunRecord.read(run).state == "finished"
+        assert read_runs([run])[0].state == "under way"
+    assert read_runs([run])[0].state == "finished"
 
 
 def test_hostile_texts_are_escaped(run: Path):
@@ -204,9 +204,68 @@ def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path
     saved = json.loads((other / "config.json").read_text())
     saved["config"]["run"]["seed"] = 1
     (other / "config.json").write_text(json.dumps(saved))
-    html = report([RunRecord.read(path) for path in (run, other)])
+    html = report(read_runs([run, other]))
     assert "95 % intervals of the mean over seeds." in html
     assert "Differences of success" not in html
+
+
+def test_runs_that_are_not_finished_are_no_result(run: Path, trained: Path, tmp_path: Path):
+    """The second arm has a finished run and one whose last evaluation is that before training."""
+    runs = [run]
+    for seed in (1, 2):
+        other = Path(shutil.copytree(trained, tmp_path / f"seed{seed}"))
+        saved = json.loads((other / "config.json").read_text())
+        saved["config"]["run"]["seed"] = seed
+        saved["config"]["actor"]["optimizer"]["learning_rate"] = 0.125
+        (other / "config.json").write_text(json.dumps(saved))
+        runs.append(other)
+    lines = (runs[2] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (runs[2] / "metrics.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["step"] < 2)
+    )
+    html = report(read_runs(runs))
+    assert "Without runs that are not finished: seed2." in html
+    assert "over episodes: without the spread between seeds" in html, "one run against one"
+    assert "Not all runs have all steps" in html
+
+
+def test_training_curves_are_those_of_the_task(run: Path, trained: Path, tmp_path: Path):
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    text = (other / "config.json").read_text()
+    (other / "config.json").write_text(text.replace('"room"', '"maze"'))
+    page = Page(report(read_runs([run, other])))
+    for task in ("room", "maze"):
+        (label,) = [
+            attributes["aria-label"] or ""
+            for tag, attributes in page.tags
+            if tag == "svg"
+            and (attributes.get("aria-label") or "").startswith(f"{task}, training episodes, free")
+        ]
+        assert label.count("step 3") == 1, "one run has this task"
+
+
+def test_names_differ_and_are_no_numbers():
+    paths = [Path("/runs/a/20"), Path("/runs/b/20")]
+    assert unique_names(paths) == ["a/20", "b/20"]
+    assert unique_names([Path("/x/a/20"), Path("/y/a/20")]) == ["x/a/20", "y/a/20"]
+    assert unique_names([Path("/runs/first")]) == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("bank.sqlite", b"no bank", "The bank cannot be read"),
+        ("bank.sqlite", b"", "The bank cannot be read"),
+        ("episodes/000003.jsonl.gz", b"\x1f\x8b", "The episodes cannot be read"),
+    ],
+)
+def test_a_damaged_file_leaves_the_rest_of_the_report(
+    run: Path, name: str, content: bytes, text: str
+):
+    (run / name).write_bytes(content)
+    page = Page(written(run))
+    assert text in page.text
+    assert "3 of 3 steps" in page.text
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over 
   room unseen without experience         256 episodes   0.000 [0.000, 0.015] → \
 0.551 [0.490, 0.611]   +0.551
 
-Training raised success without experience in places seen before (+0.500 [+0.420, +0.569]) and \
+effects in this run [95 % interval, without the spread between seeds]:
+  Training raised success without experience in places seen before (+0.500 [+0.420, +0.569]) and \
 raised success without experience in new places (+0.551 [+0.488, +0.611]).
 
 the trained models, in Hugging Face format: runs/one/checkpoints/80
