@@ -424,8 +424,8 @@ async def test_a_completed_step_is_logged(tmp_path: Path, actor: Path) -> None:
         )
         assert "perf/search_p50_ms" not in metrics, "there was no search"
         assert [one.uid for one in parts.monitor.newest[0]] == [
-            f"run/0/{group}/0#0" for group in range(9, 1, -1)
-        ], "the newest eight"
+            f"run/0/{group}/0#0" for group in range(9, -1, -1)
+        ], "the newest first"
         assert parts.bank.step == 1
         await parts.experience.retriever.search([search(), search("x", name="attic")])
         await parts.experience.complete(2, [])
