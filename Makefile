@@ -45,8 +45,8 @@ DEMO_STEPS := 40
 demo: setup $(DEMO)/checkpoints/$(DEMO_STEPS)
 	@echo; echo "demo: the best experiences (crl bank ls $(DEMO))"
 	@$(BIN)/crl bank ls $(DEMO) --limit 5
-	@echo; echo "demo: an episode that an experience guided (crl replay $(DEMO) --guided --won)"
-	@$(BIN)/crl replay $(DEMO) --guided --won | cat
+	@echo; echo "demo: success over the steps (crl plot $(DEMO))"
+	@$(BIN)/crl plot $(DEMO)
 	@echo; echo "demo: curves, lessons and episodes as one page (crl report $(DEMO))"
 	@$(BIN)/crl report $(DEMO)
 
