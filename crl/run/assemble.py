@@ -25,6 +25,7 @@ from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler, no_report
 from crl.failures import reported
+from crl.modeling.memory import GpuAssignment
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
 from crl.planning import tasks
@@ -36,6 +37,7 @@ from crl.protocols import (
     Advice,
     Engine,
     EnvironmentPool,
+    Learner,
     Method,
     Monitor,
     Retriever,
@@ -132,12 +134,7 @@ async def _training_loop(
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
     if retriever_override:
         method = replace(method, distiller=None, extractor=None)
-    learner = None
-    if config.actor.train:
-        with stage(monitor, "start of the actor's learner"):
-            learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    with stage(monitor, "start of the actor's engine"):
-        engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
+    learner, engine = await _open_actor(config, gpus, actor, method, monitor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     source: TaskSource = tasks.train_stream(config, specs)
     replay = method.step.replay(source) if method.step.replay and method.distiller else None
@@ -159,15 +156,9 @@ async def _training_loop(
     if critic:
         runner = replace(runner, judge=critic.critic)
     evaluator, probe = _evaluation_parts(
-        config,
-        specs,
-        method,
-        runner,
-        engine,
-        bank,
-        critic.success_rates if critic else None,
+        config, specs, method, runner, engine, bank, critic.success_rates if critic else None,
         report=partial(monitor.progress, "evaluation"),
-    )
+    )  # fmt: skip
     members = None
     if method.advice.between_attempts and experience:
         members = Attempts(experience, method.advice.count, in_order=config.run.deterministic)
@@ -175,15 +166,8 @@ async def _training_loop(
         config, runner, source, method, checkpoint, members,
         report=partial(monitor.progress, "rollouts"),
     )  # fmt: skip
-    episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
-    stack.push_async_callback(episodes.aclose)
-    models = _model_dirs(
-        config, actor, with_extractor=experience is not None and config.with_extractor
-    )
-    profiles: dict[str, Profile] = {
-        role: config.profile(role) for role in ("actor", "extractor") if role in models
-    }
-    adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
+    with_extractor = experience is not None and config.with_extractor
+    models = _model_dirs(config, actor, with_extractor=with_extractor)
     return TrainingLoop(
         method,
         _schedule(config),
@@ -192,8 +176,36 @@ async def _training_loop(
         experience,
         critic,
         Measurements(evaluator, probe, _measured_settings(config)),
-        Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor),
+        _outputs(config, run, monitor, stack, models, started, supervisor),
     )
+
+
+async def _open_actor(
+    config: RunConfig, gpus: Mapping[str, GpuAssignment], actor: ModelRole, method: Method,
+    monitor: Monitor, stack: AsyncExitStack,
+) -> tuple[Learner | None, Engine]:  # fmt: skip
+    """Start the actor's learner, if it is trained, and its engine."""
+    learner = None
+    if config.actor.train:
+        with stage(monitor, "start of the actor's learner"):
+            learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
+    with stage(monitor, "start of the actor's engine"):
+        engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
+    return learner, engine
+
+
+def _outputs(
+    config: RunConfig, run: RunDir, monitor: Monitor, stack: AsyncExitStack,
+    models: Mapping[str, Path], started: float, supervisor: Supervisor,
+) -> Outputs:  # fmt: skip
+    """Return the outputs of a run. `models`: directory of the initial model of each role."""
+    episodes = EpisodeWriter(run.episodes, config.run.keep_episodes)
+    stack.push_async_callback(episodes.aclose)
+    profiles: dict[str, Profile] = {
+        role: config.profile(role) for role in ("actor", "extractor") if role in models
+    }
+    adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
+    return Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor)
 
 
 def _perplexity_reward(

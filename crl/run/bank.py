@@ -216,11 +216,10 @@ async def open_experience(
     with stage(monitor, "start of the embedder"):
         progress = embedding_progress(monitor, progress_bar=progress_bar)
         factory = await bank_factory(config, specs, gpus, progress, stack)
-    advisors = {name: spec.curriculum.advisor for name, spec in specs.items()}
-    diagnostics = Diagnostics({name: advisor for name, advisor in advisors.items() if advisor})
-    run_name = (
-        read_state(checkpoint)["mark"] if checkpoint else await _start_bank(config.bank.init, run)
-    )
+    advisors = ((name, spec.curriculum.advisor) for name, spec in specs.items())
+    diagnostics = Diagnostics({name: advisor for name, advisor in advisors if advisor})
+    mark = read_state(checkpoint)["mark"] if checkpoint else None
+    run_name = mark or await _start_bank(config.bank.init, run)
     background = not config.run.deterministic
     failures: BankFailures | None = None
 
