@@ -27,6 +27,7 @@ from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate, mean_estimate
 from crl.evaluation.saved import read, saved_files
 from crl.intervals import Mean, interval_text, t_975
+from crl.monitor.files import read_metrics
 from crl.monitor.run_dir import RunDir
 from crl.wording import counted
 
@@ -172,12 +173,9 @@ def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> di
 
 def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
     """Return the success rates of the run's evaluation after its last step."""
-    evaluations = []
-    if run.metrics.is_file():
-        lines = run.metrics.read_text("utf-8").splitlines()
-        evaluations = [
-            line for line in map(_metrics, lines) if line.get("kind") == "eval" and line["step"] > 0
-        ]
+    evaluations = [
+        line for line in read_metrics(run.metrics) if line["kind"] == "eval" and line["step"] > 0
+    ]
     final = [line for line in evaluations if line["step"] == steps]
     if not final:
         reason = f"it has no evaluation after its last step, {steps}: it is not finished"
@@ -197,14 +195,6 @@ def success_rates(line: Mapping[str, Any]) -> dict[EvalKey, Estimate]:
                 low, high = (end if isinstance(end, int | float) else math.nan for end in ends)
                 rates[task, split, condition] = Estimate(value, low, high)
     return rates
-
-
-def _metrics(line: str) -> dict[str, Any]:
-    """Return a line of metrics.jsonl; empty if it is incomplete, as after a crash."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return {}
 
 
 def compare(runs: Sequence[RunResult]) -> Comparison:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from crl.monitor.run_dir import RunDir
@@ -82,6 +83,21 @@ def to_json_value(value: Any) -> MetricValue:
         return value
     converted = float(value)
     return converted if math.isfinite(converted) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of metrics. The last line of a killed run may be cut."""
+    lines: list[dict[str, Any]] = []
+    if not path.is_file():
+        return lines
+    for text in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+            lines.append(line)
+    return lines
 
 
 def series(kind: str, metrics: Metrics) -> dict[str, MetricValue]:

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from crl.evaluation.comparison import ROUNDING
 from crl.intervals import Mean
-
-ROUNDING = 1e-9
-"""Half width at or below which an interval is 0 except for rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from crl.errors import ConfigError
 from crl.evaluation.comparison import RunResult, run_settings, success_rates
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate
+from crl.monitor.files import read_metrics
 from crl.monitor.run_dir import RunDir
 
 Line = Mapping[str, Any]
@@ -118,18 +118,3 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names) and not any(name.isdigit() for name in names):
             return names
     return [str(path) for path in paths]
-
-
-def read_metrics(path: Path) -> list[Line]:
-    """Return the complete lines of a file of metrics. The last line of a killed run may be cut."""
-    lines: list[Line] = []
-    if not path.is_file():
-        return lines
-    for text in path.read_text("utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
-            lines.append(line)
-    return lines

@@ -220,8 +220,7 @@ async def open_experience(
     diagnostics = Diagnostics({name: advisor for name, advisor in advisors if advisor})
     mark = read_state(checkpoint)["mark"] if checkpoint else None
     run_name = mark or await _start_bank(config.bank.init, run)
-    background = not config.run.deterministic
-    failures: BankFailures | None = None
+    background, failures = not config.run.deterministic, None
 
     def record(distilled: Distilled) -> None:
         diagnostics.record_distilled(distilled)
