@@ -215,6 +215,8 @@ METRICS: Mapping[str, Metric] = {
     "unseen, bank": online,
     "unseen, alone": evaluated("eval/{}/unseen/success/alone"),
     "unseen score": evaluated("eval/{}/unseen/score/free"),
+    "right lessons": evaluated("eval/{}/lessons/correct"),
+    "right lessons, untrained": evaluated("eval/{}/lessons/correct/untrained"),
     "sampled tokens": Cost(SAMPLED),
     "trained tokens": Cost(TRAINED),
     "tokens": Cost((*SAMPLED, *TRAINED)),
@@ -230,6 +232,8 @@ METRICS: Mapping[str, Metric] = {
   the evaluation (the online set). A run without a bank plays the online set without one.
 * unseen, alone: success on the online set without experience.
 * unseen score: mean score × 100 of `unseen`, in tasks that are graded.
+* right lessons: share of right lessons among the extractor's last answers. Untrained: that of the
+  untrained extractor on the same episodes.
 * tokens, turns, minutes: cost of the training, that of the extractor included. Trained tokens are
   prompts and answers. The minutes exclude evaluations.
 """
@@ -343,6 +347,13 @@ FIGURES: Mapping[str, Figure] = {
         _better("shared bank", "unseen, bank", "co-evolved"),
         ("three",), ("shared bank", "co-evolved"), THREE,
         ("training", "seen, bank", "unseen, bank"),
+    ),
+    "lessons": Figure(
+        "Not in the paper: training of the extractor makes more of its lessons right.",
+        _better("co-evolved", "right lessons", "static"),
+        ("three",), ("co-evolved", "static", "experience only"), FIVE,
+        ("right lessons", "right lessons, untrained"),
+        note="This comparison was added when the runs, those of Table 1, were finished.",
     ),
     "placebos": Figure(
         "Not in the paper: the content of the lessons helps, not their presence.",
