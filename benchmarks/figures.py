@@ -82,7 +82,8 @@ ARMS: Mapping[str, Arm] = {
 }
 """Arms by name.
 
-* 25 groups, 160 steps, 240 steps: `none` with more rollouts. The preset has 16 groups and 100 steps.
+* 25 groups, 160 steps, 240 steps: `none` with more rollouts. The preset has 16 groups and 100
+  steps.
 * offline: a fixed bank. A trained extractor made it from episodes of the untrained actor, in the
   places of the same training stream.
 * large extractor: made by `benchmarks/large_extractor.py`.
