@@ -18,6 +18,7 @@ from crl.config import RunConfig
 from crl.config.models import Profile
 from crl.config.resume import measured_settings
 from crl.config.schema import RATE_WINDOW
+from crl.engines.background import BackgroundEngine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluator
@@ -139,9 +140,10 @@ async def _training_loop(
     source: TaskSource = tasks.train_stream(config, specs)
     replay = method.step.replay(source) if method.step.replay and method.distiller else None
     source = replay or source
+    background = BackgroundEngine(engine) if _writes_in_background(config, method) else None
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
-        actor_engine=engine,
+        actor_engine=background or engine,
         checkpoint=checkpoint, progress_bar=progress_bar,
         on_progress=supervisor.watchdog.progress,
         perplexity=_perplexity_reward(config, method, engine, actor),
@@ -172,12 +174,18 @@ async def _training_loop(
         method,
         _schedule(config),
         Rollouts(source, collector, pool),
-        Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits)),
+        Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits), background),
         experience,
         critic,
         Measurements(evaluator, probe, _measured_settings(config)),
         _outputs(config, run, monitor, stack, models, started, supervisor),
     )
+
+
+def _writes_in_background(config: RunConfig, method: Method) -> bool:
+    """Return whether the trained actor writes the bank, and no episode waits for its answers."""
+    writes = method.distiller is not None and config.writer == "actor"
+    return writes and config.actor.train and not method.advice.between_attempts
 
 
 async def _open_actor(

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from crl.algo.training_batch import training_batch
 from crl.config.models import Profile
+from crl.engines.background import BackgroundEngine
 from crl.envs.hosting.threads import Hosts
 from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
@@ -113,6 +114,8 @@ class Actor:
     """None if the actor is not trained."""
     engine: Engine
     rerender: Rerender
+    background: BackgroundEngine | None = None
+    """Access of the bank's writer to `engine`, if its requests yield to new weights."""
 
 
 @dataclass(frozen=True)
@@ -419,12 +422,12 @@ class TrainingLoop:
         if self.experience:
             with stopwatch("submit"):
                 await self.experience.observe(batch)
-        stats, sent_bytes = StepStats(0, 0), 0
+        stats, exchange = StepStats(0, 0), {"perf/sync_bytes": 0.0}
         if learner:
             with stopwatch("train"), stage(self.outputs.monitor, "training of the actor"):
                 stats = await learner.step(minibatches)
             with stopwatch("sync"):
-                sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
+                exchange = await self._sync(learner, stats)
         if self.experience:
             with stopwatch("bank"):
                 # Without training, steps are faster than distillation: the bank would stay empty.
@@ -443,11 +446,21 @@ class TrainingLoop:
         metrics |= self._step_metrics(stats, batch, stopwatch)
         metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
-        metrics["perf/sync_bytes"] = sent_bytes
+        metrics |= exchange
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)
         return not self.stop.is_set()
+
+    async def _sync(self, learner: Learner, stats: StepStats) -> dict[str, float]:
+        """Send the weights of a step with an update to the engine. Return the metrics of this."""
+        background = self.actor.background
+        before = background.interrupted if background else 0
+        engine = background or self.actor.engine
+        metrics = {"perf/sync_bytes": await sync_weights(learner, engine) if stats.updates else 0.0}
+        if background:
+            metrics["perf/sync_interrupted"] = background.interrupted - before
+        return metrics
 
     def _distil_seconds(self) -> float:
         """Return the seconds so far in which calls for the bank were in progress."""
