@@ -30,7 +30,7 @@ from crl.modeling.memory import GpuAssignment
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
 from crl.planning import tasks
-from crl.planning.context import critic_prompt
+from crl.planning.context import agent_prompts, critic_prompt
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
 from crl.prompts import hashes
@@ -177,7 +177,7 @@ async def _training_loop(
         Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits), background),
         experience,
         critic,
-        Measurements(evaluator, probe, _measured_settings(config)),
+        Measurements(evaluator, probe, _measured_settings(config, specs)),
         _outputs(config, run, monitor, stack, models, started, supervisor),
     )
 
@@ -226,10 +226,11 @@ def _perplexity_reward(
     return PerplexityReward(engine, actor.renderer, settings)
 
 
-def _measured_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings and the SHA-256 of the prompt that define what an evaluation measures."""
-    actor_prompt = hashes(config.prompts.files)["actor"]
-    return measured_settings(config) | {"prompts.actor": actor_prompt}
+def _measured_settings(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Any]:
+    """Return what evaluations depend on: settings, and the SHA-256 of the prompts of agents."""
+    texts = hashes(config.prompts.files)
+    prompts = {f"prompts.{name}": texts[name] for name in sorted(agent_prompts(config, specs))}
+    return measured_settings(config) | prompts
 
 
 def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) -> dict[str, Path]:

@@ -145,13 +145,14 @@ class Measurements:
     def load_state(self, state: State) -> list[str]:
         """Load results. Return the keys of settings that differ from those of the results.
 
-        Results with other settings are not loaded.
+        Results with other settings are not loaded. Older checkpoints have fewer prompts.
         """
-        before = state.get("settings", self.settings)
+        before, now = state.get("settings", self.settings), self.settings
         if changed := [
             key
-            for key in dict.fromkeys((*before, *self.settings))
-            if before.get(key) != self.settings.get(key)
+            for key in dict.fromkeys((*before, *now))
+            if before.get(key) != now.get(key)
+            and not (key.startswith("prompts.") and (key not in before or key not in now))
         ]:
             return changed
         for step, record in state["evaluations"]:
