@@ -26,6 +26,7 @@ from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler, no_report
 from crl.failures import reported
+from crl.manager.calls import CallClock
 from crl.modeling.memory import GpuAssignment
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
@@ -173,7 +174,7 @@ async def _training_loop(
     return TrainingLoop(
         method,
         _schedule(config),
-        Rollouts(source, collector, pool),
+        Rollouts(source, collector, pool, runner.decoding.clock),
         Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits), background),
         experience,
         critic,
@@ -493,6 +494,7 @@ def _evaluation_parts(
         seed=derive_seed(config.run.seed, "eval"),
         top_p=1.0,
         top_k=0,
+        clock=CallClock(),
     )
     eval_runner = replace(runner, decoding=decoding, retriever=NullRetriever(), judge=AcceptAll())
     probe_runner = replace(eval_runner, limits=episode_limits(config))

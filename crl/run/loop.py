@@ -37,6 +37,7 @@ from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.records import evaluation_record, read_evaluation
 from crl.failures import TaskGroup
 from crl.manager import RolledBack
+from crl.manager.calls import CallClock
 from crl.manager.storage.database import finish_then_cancel
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
@@ -104,6 +105,8 @@ class Rollouts:
     source: TaskSource
     collector: Collector
     environments: Hosts
+    sampling: CallClock
+    """Clock of the replies of training episodes."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,8 @@ class TrainingLoop:
         In this phase weights and counters are inconsistent: no checkpoint may be written.
         """
         self._mismatch = MismatchDetector("actor", outputs.monitor)
+        self._sampled_s = 0.0
+        """Seconds of the sampling of replies at the last step, for the time of predictions."""
         self._checkpoint_time = time.monotonic()
         self._tasks = TaskGroup()
         self._snapshots: dict[int, int] = {}
@@ -416,7 +421,7 @@ class TrainingLoop:
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
-            metrics |= await self._measured(batch)
+            metrics |= await self._measured(batch) | await self._predictions(batch)
             if self.method.advice.between_attempts:
                 metrics |= self._attempts(batch)
         metrics |= signal
@@ -484,6 +489,17 @@ class TrainingLoop:
         started = time.monotonic()
         metrics = await asyncio.to_thread(self.method.step.measure, batch)
         return {**metrics, "perf/measure_s": time.monotonic() - started}
+
+    async def _predictions(self, batch: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the time since the last call in which agents sampled predictions, if they do.
+
+        It is estimated as the time of the replies, times the share of predictions in their text.
+        """
+        if not self.method.step.predicted:
+            return {}
+        share = await asyncio.to_thread(self.method.step.predicted, batch)
+        before, self._sampled_s = self._sampled_s, self.rollouts.sampling.seconds()
+        return {"time/predictions": share * (self._sampled_s - before)}
 
     def _attempts(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Count the attempts of a step. Return the share of groups that succeeded within each."""

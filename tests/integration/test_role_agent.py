@@ -147,6 +147,7 @@ def test_language_models_predict_and_analyse_failures(
     steps = metrics(run, "train")
     assert all(0 < line["rollout/prediction/similarity"] < 1 for line in steps)
     assert all(line["rollout/prediction/missing"] == 0 for line in steps)
+    assert all(0 < line["time/predictions"] < 60 for line in steps)
     assert all(line["env/failures"] == 0 and line["rollout/invalid_actions"] < 1 for line in steps)
     calls = sum(line["perf/distil_calls"] for line in lines)
     assert calls > failed if retrieval == "model" else calls == failed
