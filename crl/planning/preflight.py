@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ from crl.planning import machine_checks, model_checks, tasks
 from crl.planning.context import agent_prompts
 from crl.planning.methods import require_method
 from crl.prompts import hashes
+from crl.types import RoleName
 
 Subject = Literal["settings", "models", "machine"]
 """Subject of a check.
@@ -278,6 +280,13 @@ CHECKS: tuple[Check, ...] = (
 
 RESUME_CHECKS = tuple(check for check in CHECKS if check.name not in ("bank", "adapter ranks"))
 """Checks of a resumed run, which has a bank already, and adapters whose rank cannot change."""
+
+
+def fine_tuning_checks(role: RoleName) -> tuple[Check, ...]:
+    """Return the checks of supervised fine-tuning, in which only `role` uses GPUs."""
+    gpus = partial(machine_checks.require_gpus, only=role)
+    return tuple(replace(c, require=gpus) if c.name == "GPU plan" else c for c in CHECKS)
+
 
 EVALUATION_CHECKS: tuple[Check, ...] = (
     *(
