@@ -268,8 +268,11 @@ def _with_warmup(
     warmup = settings.warmup
     if warmup is None:
         warmup = round(WARMUP_SHARE * updates)
-    monitor.note(f"at most {counted(updates, 'update')}; warm-up of {warmup}")
     section = getattr(config, settings.role)
+    monitor.note(
+        f"at most {counted(updates, 'update')}; warm-up of {warmup}; "
+        f"learning rate {section.optimizer.learning_rate:g}"
+    )
     optimizer = section.optimizer.model_copy(update={"warmup_steps": warmup})
     return config.model_copy(
         update={settings.role: section.model_copy(update={"optimizer": optimizer})}
