@@ -169,7 +169,7 @@ def sft(
     sets: Sets = None,
 ) -> int:
     """Train a model to imitate demonstrations, as a start for reinforcement learning."""
-    given = {
+    used = {
         "--tasks": tasks,
         "--preset": preset,
         "--steps": steps,
@@ -177,7 +177,7 @@ def sft(
         "--lost": lost or None,
     }
     kind = _kind(source)
-    _refuse_unused(kind, given)
+    _refuse_unused(kind, used)
     if role == "extractor" and kind in (SCRIPTED, "recorded"):
         reason = f"cannot learn from {source}, where only the actor answers"
         raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
