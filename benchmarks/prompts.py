@@ -37,17 +37,16 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, redirect_stdout
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common import write_results
+from prompt_episodes import Episode, bank, conversation_before, record
 
 from crl.config import RunConfig, load
 from crl.embedders import open_embedder
@@ -61,28 +60,21 @@ from crl.manager.distillation.refine import Refiner
 from crl.manager.keys import KeyEmbedder
 from crl.manager.records import Distilled, Entry, Merged, Refined
 from crl.methods.parts.rollouts import ChatContext
-from crl.modeling.thinking import opened_thinking
 from crl.modeling.tokens import ChatRenderer, Conversation
 from crl.planning import tasks
 from crl.planning.context import bank_prompts, critic_prompt
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
-from crl.protocols import EnvironmentPool, Hit, Question
-from crl.records.reader import read_episodes
-from crl.rollout.critic import parse_critique
+from crl.protocols import EnvironmentPool, Question
+from crl.rollout.critic import read_critique
 from crl.rollout.decoding import Decoding
 from crl.rollout.waves import DirectSampler
-from crl.run.halves.commands import play_episodes
 from crl.run.models import actor_model, extractor_model, open_role_engine
 from crl.seeds import generator
 from crl.types import (
     Completion,
-    ExperienceUse,
     Observation,
-    Provenance,
-    Segment,
     Task,
-    Trajectory,
 )
 
 GROUP = 4
@@ -117,95 +109,6 @@ class Reply:
     content: tuple[str, ...]
     """Names of the actions, operations, verdicts and defects of the reply."""
     text: str
-
-
-# ── episodes ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Episode:
-    """Recorded episode with advice for it."""
-
-    number: int
-    """Number among the episodes of the task, from 0."""
-    trajectory: Trajectory
-    advice: Hit | None
-    """Advice for the episode, right if the number is even. None without an advisor."""
-
-    @property
-    def task(self) -> Task:
-        return self.trajectory.task
-
-    @property
-    def advice_kind(self) -> str:
-        return "wrong" if self.number % 2 else "right"
-
-    @cached_property
-    def answers(self) -> list[str]:
-        """Replies of the agent in the episode."""
-        return [s.text for s in self.trajectory.segments if s.origin == "policy"]
-
-    @property
-    def later_turn(self) -> int:
-        """Number of replies before the later turn."""
-        return len(self.answers) // 2
-
-    def before(self, turn: int) -> tuple[Segment, ...]:
-        """Return the segments before the reply number `turn`, counted from 0."""
-        segments = self.trajectory.segments
-        replies = [i for i, segment in enumerate(segments) if segment.origin == "policy"]
-        return segments[: replies[turn]]
-
-
-def record(config: RunConfig, specs: Mapping[str, EnvSpec], number: int) -> list[list[Episode]]:
-    """Let the scripted players play `number` episodes of each task. Return them by task."""
-    with TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        with redirect_stdout(sys.stderr):
-            play_episodes(config, run, scripted=True)
-        played = [t for t in read_episodes(run) if t.error is None]
-    found = []
-    for name, spec in specs.items():
-        of_task = [t for t in played if t.task.name == name][:number]
-        found.append([Episode(i, t, advice(spec, t.task, i)) for i, t in enumerate(of_task)])
-    return found
-
-
-def advice(spec: EnvSpec, task: Task, number: int) -> Hit | None:
-    """Return the advice for the episode `number`: right for even numbers, wrong for odd ones."""
-    advisor = spec.curriculum.advisor
-    if advisor is None:
-        return None
-    draws = generator(0, "prompts/advice", number)
-    text = advisor.wrong(task, draws) if number % 2 else advisor.right(task)
-    return Hit(text, ExperienceUse(f"{task.name}-{number}", 1, "advisor", "start"), task.goal)
-
-
-def bank(episodes: Sequence[Episode]) -> list[Entry]:
-    """Return the advice of all episodes as entries, without repetitions."""
-    hits = {(hit.goal, hit.text): hit for hit in (episode.advice for episode in episodes) if hit}
-    source = Provenance("advisor", (0, 1))
-    task = episodes[0].task.name
-    return [
-        Entry(hit.use.uid, hit.use.version, hit.text, task, hit.goal, source)
-        for hit in hits.values()
-    ]
-
-
-def conversation_before(
-    episode: Episode, turn: int, renderer: ChatRenderer, window: int | None
-) -> Conversation:
-    """Return the conversation of a recorded episode before the reply number `turn`."""
-    conversation = Conversation(renderer, window)
-    for segment in episode.before(turn):
-        if segment.origin == "policy":
-            conversation.prompt()
-            ids = renderer.answer_ids(segment.text)
-            unused = (0,) * len(ids)
-            conversation.add_completion(Completion(ids, unused, unused, "stop"))
-        else:
-            conversation.add([segment])
-    return conversation
 
 
 # ── replies ───────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +180,7 @@ class Asker:
         return self._extractor_reply("merge", episode.task, merged, ops(merged))
 
     async def criticise(self, episode: Episode) -> Reply:
-        """Return the actor's verdict, which is parsed as by `crl.rollout.critic.Critic`."""
+        """Return the actor's verdict, which is read as by `crl.rollout.critic.Critic`."""
         assert episode.advice
         config, renderer = self.config, self.decoding.renderer
         write = critic_prompt(config.profile("actor"), config.prompts.files)
@@ -286,11 +189,9 @@ class Asker:
         limit = limit or config.tasks[episode.task.name].max_response_tokens
         prompt = renderer.encode(rendered)
         completion = await self._complete(prompt, limit, "critic", episode)
-        cut_off = completion.finish == "length"
-        text = renderer.decode(completion.ids if cut_off else completion.ids[:-1])
-        critique = parse_critique(text, thinking=bool(opened_thinking(rendered)))
-        malformed = critique.malformed or (cut_off and critique.verdict == "refine")
-        found = None if malformed else f"{critique.verdict} {episode.advice_kind}"
+        critique = read_critique(completion, renderer, rendered)
+        found = None if critique.malformed else f"{critique.verdict} {episode.advice_kind}"
+        text = answer_text(renderer, completion)
         return self._actor_reply("critic", episode, prompt, completion, text, found)
 
     async def _complete(
@@ -346,11 +247,17 @@ class Asker:
         generation: Generation = answer.generation
         completion = generation.completion
         cut_off = completion.finish == "length"
-        text = self.extractor_renderer.decode(completion.ids if cut_off else completion.ids[:-1])
+        text = answer_text(self.extractor_renderer, completion)
         return Reply(
             task.name, kind, len(generation.prompt), len(completion.ids), cut_off,
             not answer.malformed, tuple(content), text,
         )  # fmt: skip
+
+
+def answer_text(renderer: ChatRenderer, completion: Completion) -> str:
+    """Return the text of a completion, without its stop token."""
+    cut_off = completion.finish == "length"
+    return renderer.decode(completion.ids if cut_off else completion.ids[:-1])
 
 
 def ops(answer: Distilled | Refined | Merged) -> list[str]:

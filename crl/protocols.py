@@ -601,6 +601,11 @@ class StepParts:
     """Intrinsic reward of training episodes, for a method with a bank, whose embedder it uses."""
     measure: Callable[[Sequence[Trajectory]], Mapping[str, float]] | None = None
     """Function that returns further metrics of the batch; None for none."""
+    predicted: Callable[[Sequence[Trajectory]], float] | None = None
+    """Function that returns the share of predictions in the replies of the batch.
+
+    It is for the metric of their time. None for agents that predict nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True)

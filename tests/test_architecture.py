@@ -49,7 +49,7 @@ each other. A new package must be added here.
 """
 
 SHARED = {
-    "crl.engines": frozenset({"backends", "vllm_replica"}),
+    "crl.engines": frozenset({"backends", "background", "vllm_replica"}),
     "crl.learners": frozenset({"backends", "optimizer_file", "step"}),
     "crl.methods": frozenset[str](),
     "crl.embedders": frozenset({"blocking", "cached"}),

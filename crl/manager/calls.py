@@ -1,4 +1,4 @@
-"""Clock of the calls to the model that writes the bank."""
+"""Clock of calls to a model: of the model that writes the bank, or of the agents' model."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class Generation:
     id: str
     """Id of the request, of the merge or of the question."""
     extractor: int
-    """Policy version of the extractor when the generation began."""
+    """Policy version of the extractor that sampled the first token."""
     prompt: tuple[int, ...]
     """Token ids of the prompt."""
     completion: Completion

@@ -99,6 +99,7 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
     scale, files = config.actor.advantage_scale, config.prompts.files
     coef = settings.prediction_weight
     predicted = horizons(config.tasks, settings.horizon) if coef else {}
+    metrics = PredictionMetrics(predicted)
     step = PredictedStepAdvantage(1.0, settings.gamma, settings.similarity, scale, predicted, coef)
     replay = ReplaySettings(
         settings.replay_ratio, settings.matches, settings.history, config.retrieval.min_similarity,
@@ -113,7 +114,8 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
         distiller=FailedEpisodes() if config.with_bank else None,
         step=StepParts(
             replay=partial(FailureReplay, settings=replay, seed=config.run.seed),
-            measure=PredictionMetrics(predicted),
+            measure=metrics,
+            predicted=metrics.share if predicted else None,
         ),
     )
 

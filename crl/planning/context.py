@@ -57,6 +57,22 @@ def chat_context(
     )
 
 
+def agent_prompts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> frozenset[str]:
+    """Return the names of the prompts that agents read, without those of the method's own.
+
+    Tiny models read no prompt files.
+    """
+    full = [name for name, task in config.tasks.items() if task.rendering == "full"]
+    read = {_instructions_name(specs[name]) for name in full}
+    if full and config.guides:
+        read.add("experience")
+    if full and config.ask.enabled and config.with_extractor:
+        read.add("ask")
+    if config.critic.enabled and config.profile("actor") == "full":
+        read.add("critic")
+    return frozenset(read)
+
+
 def merge_prompt(profile: Profile, overrides: Overrides = NO_OVERRIDES) -> MergePromptWriter:
     """Return the writer of the extractor's merge prompts, for an extractor of this profile."""
     if profile == "compact":
@@ -111,6 +127,11 @@ def _read_failure(specs: Mapping[str, EnvSpec]) -> NoteReader:
     return lambda request, answer: read_answer(answer, failure_modes(specs[request.task.name].name))
 
 
+def _instructions_name(spec: EnvSpec) -> str:
+    """Return the name of the prompt with the instructions of an environment's agents."""
+    return "actor_tags" if spec.actions.tagged else "actor"
+
+
 def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
     """Return the system prompt.
 
@@ -120,7 +141,7 @@ def _instructions(task: TaskConfig, spec: EnvSpec, overrides: Overrides) -> str:
         return ""
     choices = spec.actions.choices
     return fill(
-        prompt("actor_tags" if spec.actions.tagged else "actor", overrides),
+        prompt(_instructions_name(spec), overrides),
         turns=task.max_turns,
         actions=spec.actions.description or ", ".join(choices),
         example=spec.actions.example or next(iter(choices), "your action"),

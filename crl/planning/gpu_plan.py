@@ -47,6 +47,7 @@ from crl.modeling.memory import (
 )
 from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_size import planned_shape
+from crl.types import RoleName
 from crl.wording import counted
 
 USABLE_SHARE = 0.95
@@ -132,13 +133,15 @@ def gpu_plan(
     visible: Sequence[Gpu] | None = None,
     *,
     learners: bool = True,
+    only: RoleName | None = None,
     shapes: Mapping[str, ModelShape] | None = None,
 ) -> GpuPlan | None:
     """Return the GPU plan of a run; None for a run without GPUs.
 
     `visible` holds this machine's GPUs; None: ask nvidia-smi. `learners` is False if nothing is
-    trained, as in an evaluation. `shapes` are sizes by model (see `model_shapes`) that replace
-    those of the run's models. Raise `ConfigError` if the size of a model is unknown, or if a model
+    trained, as in an evaluation. `only` is the model whose engine and learner are all that runs, as
+    in supervised fine-tuning. `shapes` are sizes by model (see `model_shapes`) that replace those
+    of the run's models. Raise `ConfigError` if the size of a model is unknown, or if a model
     cannot be served with these settings.
 
     A run with all parts in this process and without the setting `gpus` is not checked: its plan has
@@ -156,30 +159,34 @@ def gpu_plan(
         and config.embedder.kind == "local"
     )
     try:
-        shapes = shapes or model_shapes(config)
+        shapes = shapes or model_shapes(config, only)
     except ConfigError:
         if unchecked:
             return None
         raise
     _require_served(config, shapes, learners=learners)
     sizes, source = _sizes(config, count, visible)
-    requests = _requests(config, shapes, learners=learners)
+    requests = _requests(config, shapes, learners=learners, only=only)
     placements, problems = _place(config, requests, count, sizes)
     if unchecked:
         problems = []
     alternatives = (
-        tuple(_alternatives(config, shapes, count, sizes, learners=learners)) if problems else ()
+        tuple(_alternatives(config, shapes, count, sizes, learners=learners, only=only))
+        if problems
+        else ()
     )
     return GpuPlan(
         count, _requested(requests), sizes, source, tuple(placements), tuple(problems), alternatives
     )
 
 
-def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuAssignment]:
+def assigned_gpus(
+    config: RunConfig, *, learners: bool = True, only: RoleName | None = None
+) -> dict[str, GpuAssignment]:
     """Return the assigned GPUs by role, for the roles that are on a GPU.
 
-    `learners` is as in `gpu_plan`. Without learners, a machine may have fewer GPUs than the setting
-    `gpus`. Raise `ConfigError` if the run does not fit on this machine's GPUs.
+    `learners` and `only` are as in `gpu_plan`. Without learners, a machine may have fewer GPUs than
+    the setting `gpus`. Raise `ConfigError` if the run does not fit on this machine's GPUs.
     """
     visible = visible_gpus()
     if config.gpus is not None and config.gpus > len(visible):
@@ -194,7 +201,7 @@ def assigned_gpus(config: RunConfig, *, learners: bool = True) -> dict[str, GpuA
                 remedy,
             )
         config = config.model_copy(update={"gpus": len(visible)})
-    plan = gpu_plan(config, visible, learners=learners)
+    plan = gpu_plan(config, visible, learners=learners, only=only)
     if plan is None:
         return {}
     plan.require_fit()
@@ -229,11 +236,13 @@ def _sizes(
     return (config.gpu_memory * GIB,) * count, f"size from gpu_memory; {visible_text}"
 
 
-def model_shapes(config: RunConfig) -> dict[str, ModelShape]:
-    """Return the sizes of actor and, with experience, extractor and embedder.
+def model_shapes(config: RunConfig, only: RoleName | None = None) -> dict[str, ModelShape]:
+    """Return the sizes of actor and, with experience, extractor and embedder; or of `only`.
 
     Raise `ConfigError` if the size of a model is unknown.
     """
+    if only:
+        return {only: planned_shape(_section(config, only).model, f"{only}.model")}
     shapes = {"actor": planned_shape(config.actor.model)}
     if config.with_extractor:
         shapes["extractor"] = planned_shape(config.extractor.model, "extractor.model")
@@ -263,17 +272,21 @@ def _require_served(config: RunConfig, shapes: Mapping[str, ModelShape], *, lear
 
 
 def _requests(
-    config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool
-) -> list[GpuRequest]:
+    config: RunConfig, shapes: Mapping[str, ModelShape], *, learners: bool,
+    only: RoleName | None = None,
+) -> list[GpuRequest]:  # fmt: skip
     trained = {role: learners and config.trains(role) for role in ("actor", "extractor")}
     uses_gpu = ENGINES[config.engine.kind].uses_gpu(config.engine)
     requests = []
-    for model in ("actor", "extractor") if config.with_extractor else ("actor",):
+    roles = ("actor", "extractor") if config.with_extractor else ("actor",)
+    for model in (only,) if only else roles:
         if uses_gpu:
             adapter = config.trained_adapter(model) if trained[model] else None
             requests.append(_engine(config, model, shapes[model], adapter))
         if trained[model] and config.learner.device != "cpu":
             requests.append(_learner(config, model, shapes[model]))
+    if only:
+        return requests
     if _compares_lessons(config) and uses_gpu:
         requests.append(
             _untrained_extractor(config, _engine(config, "extractor", shapes["extractor"]))
@@ -518,21 +531,25 @@ def _transfer_problems(
 
 def _alternatives(
     config: RunConfig, shapes: Mapping[str, ModelShape], count: int,
-    sizes: tuple[float, ...] | None, *, learners: bool,
+    sizes: tuple[float, ...] | None, *, learners: bool, only: RoleName | None,
 ) -> Iterator[str]:  # fmt: skip
     """Yield command-line options with which the plan would fit.
 
     First the smallest larger number of GPUs. Then at most two smallest sets of changed settings
     that keep the method, the cheapest set first. Last the method `ACTOR_ALONE`, if it takes fewer
-    changes than those.
+    changes than those. A model that is trained alone (`only`) stays trained.
     """
     size = min(sizes) if sizes else None
-    fits = partial(_fits, learners=learners)
+    fits = partial(_fits, learners=learners, only=only)
     for more in range(count + 1, MAX_GPUS + 1):
         if fits(config, shapes, more, (size,) * more if size else None):
             yield f"--set gpus={more}"
             break
-    settings = list(_memory_settings(config, count))
+    settings = [
+        setting
+        for setting in _memory_settings(config, count)
+        if not (only and setting[0] == f"{only}.train")
+    ]
 
     def smallest_sets(
         required: tuple[tuple[str, Any], ...], most: int
@@ -548,7 +565,7 @@ def _alternatives(
 
     found = list(itertools.islice(smallest_sets((), len(settings)), 2))
     found = [changes for changes in found if len(changes) == len(found[0])]
-    if config.with_extractor:
+    if config.with_extractor and not only:
         most = len(found[0]) - 1 if found else len(settings) + 1
         found += itertools.islice(smallest_sets((("method", ACTOR_ALONE),), most), 1)
     yield from (" ".join(_option(key, value) for key, value in changes) for changes in found)
@@ -580,12 +597,12 @@ def _changed(config: RunConfig, changes: Sequence[tuple[str, Any]]) -> RunConfig
 
 def _fits(
     config: RunConfig | None, shapes: Mapping[str, ModelShape], count: int,
-    sizes: tuple[float, ...] | None, *, learners: bool,
+    sizes: tuple[float, ...] | None, *, learners: bool, only: RoleName | None,
 ) -> bool:  # fmt: skip
-    return (
-        config is not None
-        and not _place(config, _requests(config, shapes, learners=learners), count, sizes)[1]
-    )
+    if config is None:
+        return False
+    requests = _requests(config, shapes, learners=learners, only=only)
+    return not _place(config, requests, count, sizes)[1]
 
 
 def _option(key: str, value: Any) -> str:

@@ -18,6 +18,7 @@ from crl.monitor.sinks import require_sinks
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.gpus import visible_gpus
 from crl.planning.model_checks import model_sections
+from crl.types import RoleName
 
 
 def require_learner(config: RunConfig) -> None:
@@ -37,9 +38,12 @@ def require_monitors(config: RunConfig) -> None:
     require_sinks(config.monitor)
 
 
-def require_gpus(config: RunConfig) -> None:
-    """Raise `ConfigError` if the run does not fit on this machine's GPUs."""
-    assigned_gpus(config)
+def require_gpus(config: RunConfig, only: RoleName | None = None) -> None:
+    """Raise `ConfigError` if the run does not fit on this machine's GPUs.
+
+    `only` is the model whose engine and learner are all that runs, or None.
+    """
+    assigned_gpus(config, only=only)
 
 
 def require_gpus_to_evaluate(config: RunConfig) -> None:

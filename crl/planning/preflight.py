@@ -12,8 +12,9 @@ logits that are changed after the output head, and packed sequences. So do answe
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +26,10 @@ from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.manager.storage.database import active_tasks, check_bank
 from crl.planning import machine_checks, model_checks, tasks
+from crl.planning.context import agent_prompts
 from crl.planning.methods import require_method
 from crl.prompts import hashes
+from crl.types import RoleName
 
 Subject = Literal["settings", "models", "machine"]
 """Subject of a check.
@@ -85,12 +88,7 @@ def require_prompts_used(config: RunConfig) -> None:
     """
     if not config.prompts.files:
         return
-    used_prompts: set[str] = set()
-    if any(task.rendering == "full" for task in config.tasks.values()):
-        used_prompts |= {"actor", "experience"} if config.with_bank else {"actor"}
-        used_prompts |= {"ask"} if config.ask.enabled and config.with_extractor else set()
-    if config.critic.enabled and config.profile("actor") == "full":
-        used_prompts |= {"critic"}
+    used_prompts = set(agent_prompts(config, tasks.specs(config)))
     if config.with_bank and config.profile(config.writer) == "full":
         used_prompts |= (
             {config.spec.notes.prompt if config.spec.notes else "distil"}
@@ -102,23 +100,29 @@ def require_prompts_used(config: RunConfig) -> None:
         used_prompts |= config.method_settings.prompts() if config.method_settings else set()
     for name, path in config.prompts.files.items():
         if name not in used_prompts:
-            remedy = f"Remove it, or {_prompt_remedy(config, name)}"
+            remedy = f"Remove it, or {_prompt_remedy(config, name, used_prompts)}"
             raise ConfigError(
                 f"prompts.{name}", str(path), "is not used by any model of this run", remedy
             )
 
 
-def _prompt_remedy(config: RunConfig, prompt: str) -> str:
-    """Return advice on how a run could use `prompt`.
+def _prompt_remedy(config: RunConfig, prompt: str, used: Collection[str]) -> str:
+    """Return advice on how a run that uses the prompts `used` could use `prompt`.
 
-    The advice is another method, else the switch that is off, else language models.
+    The advice is the prompt that its agents read instead, else another method, else the switch that
+    is off, else language models.
     """
+    instructions = {"actor": "actor_tags", "actor_tags": "actor"}
+    if (other := instructions.get(prompt)) in used:
+        return f"set prompts.{other}, which the agents of these tasks read instead"
     of_method = {"reflection": "reflexion", "tip": "empo2"}
     of_method |= dict.fromkeys(("failure", "predict", "retrieve"), "role_agent")
     if prompt in of_method and config.spec.name != of_method[prompt]:
         return f"choose --method {of_method[prompt]}"
-    if prompt != "actor" and not config.with_bank:
+    if prompt not in instructions and not config.with_bank:
         return f"choose another method than {config.spec.name}, which has no experience"
+    if prompt == "experience" and not config.guides:
+        return f"choose another method than {config.spec.name}, whose agents read no experience"
     ask, critic = (
         (config.ask.enabled, "ask.enabled=true"),
         (config.critic.enabled, "critic.enabled=true"),
@@ -276,6 +280,13 @@ CHECKS: tuple[Check, ...] = (
 
 RESUME_CHECKS = tuple(check for check in CHECKS if check.name not in ("bank", "adapter ranks"))
 """Checks of a resumed run, which has a bank already, and adapters whose rank cannot change."""
+
+
+def fine_tuning_checks(role: RoleName) -> tuple[Check, ...]:
+    """Return the checks of supervised fine-tuning, in which only `role` uses GPUs."""
+    gpus = partial(machine_checks.require_gpus, only=role)
+    return tuple(replace(c, require=gpus) if c.name == "GPU plan" else c for c in CHECKS)
+
 
 EVALUATION_CHECKS: tuple[Check, ...] = (
     *(

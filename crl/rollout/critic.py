@@ -21,12 +21,13 @@ from crl.envs.actions import tagged_answers
 from crl.errors import RolloutError
 from crl.manager import OpLimits
 from crl.modeling.thinking import answer_start, opened_thinking
+from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
 from crl.rollout.decoding import Decoding
 from crl.rollout.episode import EpisodeKey
 from crl.rollout.rates import SuccessRates
 from crl.rollout.waves import Sampler
-from crl.types import Segment, Task, Verdict
+from crl.types import Completion, Segment, Task, Verdict
 
 CriticPromptWriter = Callable[[Task, Hit, float | None], Sequence[Segment]]
 """Function that writes the actor's prompt.
@@ -88,6 +89,17 @@ def parse_critique(completion: str, *, thinking: bool = False) -> Critique:
         else [*answer.strip().splitlines()[-1:], answer]
     )
     return next((critique for critique in map(_parse_text, parts) if critique), MALFORMED)
+
+
+def read_critique(completion: Completion, renderer: ChatRenderer, prompt: str) -> Critique:
+    """Return the critique in a completion of the prompt with the text `prompt`.
+
+    A refinement that the token limit cut off is malformed.
+    """
+    truncated = completion.finish == "length"
+    answer = renderer.decode(completion.ids if truncated else completion.ids[:-1])
+    critique = parse_critique(answer, thinking=bool(opened_thinking(prompt)))
+    return MALFORMED if truncated and critique.verdict == "refine" else critique
 
 
 def _parse_text(text: str) -> Critique | None:
@@ -258,7 +270,4 @@ class Critic:
         if completion is None:
             return MALFORMED
         self._counts["sampled_tokens"] += len(completion.ids)
-        truncated = completion.finish == "length"
-        answer = renderer.decode(completion.ids if truncated else completion.ids[:-1])
-        critique = parse_critique(answer, thinking=bool(opened_thinking(text)))
-        return MALFORMED if truncated and critique.verdict == "refine" else critique
+        return read_critique(completion, renderer, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from crl.manager.calls import CallClock
 from crl.modeling.tokens import ChatRenderer
 from crl.rollout.turnstile import Turnstile
 from crl.rollout.waves import Sampler
@@ -32,6 +33,8 @@ class Decoding:
     """Number of tokens that are kept, as in `Sampling`."""
     turnstile: Turnstile = field(default_factory=Turnstile)
     """Turnstile that episodes pass after the reset and after every completion."""
+    clock: CallClock = field(default_factory=CallClock)
+    """Clock of the completions."""
 
     async def complete(
         self, prompt: Sequence[int], max_tokens: int, *, session: str,
@@ -52,4 +55,5 @@ class Decoding:
             self.top_k,
         )
         seed = derive_seed(self.seed, *draw)
-        return await self.sampler.generate(prompt, sampling, session=session, rng=seed)
+        with self.clock():
+            return await self.sampler.generate(prompt, sampling, session=session, rng=seed)

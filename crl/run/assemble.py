@@ -18,6 +18,7 @@ from crl.config import RunConfig
 from crl.config.models import Profile
 from crl.config.resume import measured_settings
 from crl.config.schema import RATE_WINDOW
+from crl.engines.background import BackgroundEngine
 from crl.envs.base import EnvSpec
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluator
@@ -25,11 +26,12 @@ from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler, no_report
 from crl.failures import reported
+from crl.manager.calls import CallClock
 from crl.modeling.memory import GpuAssignment
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
 from crl.planning import tasks
-from crl.planning.context import critic_prompt
+from crl.planning.context import agent_prompts, critic_prompt
 from crl.planning.gpu_plan import assigned_gpus
 from crl.planning.methods import build_method
 from crl.prompts import hashes
@@ -139,9 +141,10 @@ async def _training_loop(
     source: TaskSource = tasks.train_stream(config, specs)
     replay = method.step.replay(source) if method.step.replay and method.distiller else None
     source = replay or source
+    background = BackgroundEngine(engine) if _writes_in_background(config, method) else None
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,
-        actor_engine=engine,
+        actor_engine=background or engine,
         checkpoint=checkpoint, progress_bar=progress_bar,
         on_progress=supervisor.watchdog.progress,
         perplexity=_perplexity_reward(config, method, engine, actor),
@@ -171,13 +174,19 @@ async def _training_loop(
     return TrainingLoop(
         method,
         _schedule(config),
-        Rollouts(source, collector, pool),
-        Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits)),
+        Rollouts(source, collector, pool, runner.decoding.clock),
+        Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits), background),
         experience,
         critic,
-        Measurements(evaluator, probe, _measured_settings(config)),
+        Measurements(evaluator, probe, _measured_settings(config, specs)),
         _outputs(config, run, monitor, stack, models, started, supervisor),
     )
+
+
+def _writes_in_background(config: RunConfig, method: Method) -> bool:
+    """Return whether the trained actor writes the bank, and no episode waits for its answers."""
+    writes = method.distiller is not None and config.writer == "actor"
+    return writes and config.actor.train and not method.advice.between_attempts
 
 
 async def _open_actor(
@@ -218,10 +227,11 @@ def _perplexity_reward(
     return PerplexityReward(engine, actor.renderer, settings)
 
 
-def _measured_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings and the SHA-256 of the prompt that define what an evaluation measures."""
-    actor_prompt = hashes(config.prompts.files)["actor"]
-    return measured_settings(config) | {"prompts.actor": actor_prompt}
+def _measured_settings(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Any]:
+    """Return what evaluations depend on: settings, and the SHA-256 of the prompts of agents."""
+    texts = hashes(config.prompts.files)
+    prompts = {f"prompts.{name}": texts[name] for name in sorted(agent_prompts(config, specs))}
+    return measured_settings(config) | prompts
 
 
 def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) -> dict[str, Path]:
@@ -484,6 +494,7 @@ def _evaluation_parts(
         seed=derive_seed(config.run.seed, "eval"),
         top_p=1.0,
         top_k=0,
+        clock=CallClock(),
     )
     eval_runner = replace(runner, decoding=decoding, retriever=NullRetriever(), judge=AcceptAll())
     probe_runner = replace(eval_runner, limits=episode_limits(config))

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from crl.algo.training_batch import training_batch
 from crl.config.models import Profile
+from crl.engines.background import BackgroundEngine
 from crl.envs.hosting.threads import Hosts
 from crl.errors import CheckpointError
 from crl.evaluation.evaluate import Evaluation, Evaluator
@@ -36,6 +37,7 @@ from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.records import evaluation_record, read_evaluation
 from crl.failures import TaskGroup
 from crl.manager import RolledBack
+from crl.manager.calls import CallClock
 from crl.manager.storage.database import finish_then_cancel
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
@@ -103,6 +105,8 @@ class Rollouts:
     source: TaskSource
     collector: Collector
     environments: Hosts
+    sampling: CallClock
+    """Clock of the replies of training episodes."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class Actor:
     """None if the actor is not trained."""
     engine: Engine
     rerender: Rerender
+    background: BackgroundEngine | None = None
+    """Access of the bank's writer to `engine`, if its requests yield to new weights."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +148,14 @@ class Measurements:
     def load_state(self, state: State) -> list[str]:
         """Load results. Return the keys of settings that differ from those of the results.
 
-        Results with other settings are not loaded.
+        Results with other settings are not loaded. Older checkpoints have fewer prompts.
         """
-        before = state.get("settings", self.settings)
+        before, now = state.get("settings", self.settings), self.settings
         if changed := [
             key
-            for key in dict.fromkeys((*before, *self.settings))
-            if before.get(key) != self.settings.get(key)
+            for key in dict.fromkeys((*before, *now))
+            if before.get(key) != now.get(key)
+            and not (key.startswith("prompts.") and (key not in before or key not in now))
         ]:
             return changed
         for step, record in state["evaluations"]:
@@ -215,6 +222,8 @@ class TrainingLoop:
         In this phase weights and counters are inconsistent: no checkpoint may be written.
         """
         self._mismatch = MismatchDetector("actor", outputs.monitor)
+        self._sampled_s = 0.0
+        """Seconds of the sampling of replies at the last step, for the time of predictions."""
         self._checkpoint_time = time.monotonic()
         self._tasks = TaskGroup()
         self._snapshots: dict[int, int] = {}
@@ -412,19 +421,19 @@ class TrainingLoop:
             self.supervisor.batch_finished(batch)
             metrics = await asyncio.to_thread(rollout_metrics, batch, engine.version)
             minibatches, signal = await self._training_batch(step, batch) if learner else ((), {})
-            metrics |= await self._measured(batch)
+            metrics |= await self._measured(batch) | await self._predictions(batch)
             if self.method.advice.between_attempts:
                 metrics |= self._attempts(batch)
         metrics |= signal
         if self.experience:
             with stopwatch("submit"):
                 await self.experience.observe(batch)
-        stats, sent_bytes = StepStats(0, 0), 0
+        stats, exchange = StepStats(0, 0), {"perf/sync_bytes": 0.0}
         if learner:
             with stopwatch("train"), stage(self.outputs.monitor, "training of the actor"):
                 stats = await learner.step(minibatches)
             with stopwatch("sync"):
-                sent_bytes = await sync_weights(learner, engine) if stats.updates else 0
+                exchange = await self._sync(learner, stats)
         if self.experience:
             with stopwatch("bank"):
                 # Without training, steps are faster than distillation: the bank would stay empty.
@@ -443,11 +452,21 @@ class TrainingLoop:
         metrics |= self._step_metrics(stats, batch, stopwatch)
         metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
-        metrics["perf/sync_bytes"] = sent_bytes
+        metrics |= exchange
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)
         return not self.stop.is_set()
+
+    async def _sync(self, learner: Learner, stats: StepStats) -> dict[str, float]:
+        """Send the weights of a step with an update to the engine. Return the metrics of this."""
+        background = self.actor.background
+        before = background.interrupted if background else 0
+        engine = background or self.actor.engine
+        metrics = {"perf/sync_bytes": await sync_weights(learner, engine) if stats.updates else 0.0}
+        if background:
+            metrics["perf/sync_interrupted"] = background.interrupted - before
+        return metrics
 
     def _distil_seconds(self) -> float:
         """Return the seconds so far in which calls for the bank were in progress."""
@@ -470,6 +489,17 @@ class TrainingLoop:
         started = time.monotonic()
         metrics = await asyncio.to_thread(self.method.step.measure, batch)
         return {**metrics, "perf/measure_s": time.monotonic() - started}
+
+    async def _predictions(self, batch: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the time since the last call in which agents sampled predictions, if they do.
+
+        It is estimated as the time of the replies, times the share of predictions in their text.
+        """
+        if not self.method.step.predicted:
+            return {}
+        share = await asyncio.to_thread(self.method.step.predicted, batch)
+        before, self._sampled_s = self._sampled_s, self.rollouts.sampling.seconds()
+        return {"time/predictions": share * (self._sampled_s - before)}
 
     def _attempts(self, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Count the attempts of a step. Return the share of groups that succeeded within each."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -109,7 +111,8 @@ class Scripted(TorchEngine):
         prompt = renderer.decode(ids)
         if "You play a text game" in prompt:
             assert "predict what you will be shown next" in prompt, "in evaluations too"
-            text = "<prediction>A wall.</prediction><answer>north</answer>"
+            move = ("north", "east", "south", "west")[(rng or 0) % 4]
+            text = f"<prediction>A wall.</prediction><answer>{move}</answer>"
         elif "=== Earlier tasks ===" in prompt:
             text = "INDEX: 1\nREASON: It has a wall."
         else:
@@ -144,6 +147,7 @@ def test_language_models_predict_and_analyse_failures(
     steps = metrics(run, "train")
     assert all(0 < line["rollout/prediction/similarity"] < 1 for line in steps)
     assert all(line["rollout/prediction/missing"] == 0 for line in steps)
+    assert all(0 < line["time/predictions"] < 60 for line in steps)
     assert all(line["env/failures"] == 0 and line["rollout/invalid_actions"] < 1 for line in steps)
     calls = sum(line["perf/distil_calls"] for line in lines)
     assert calls > failed if retrieval == "model" else calls == failed
@@ -163,6 +167,39 @@ def test_a_language_model_with_random_weights(tmp_path: Path, random_qwen3: Path
     assert [line["rollout/prediction/missing"] for line in steps] == [1, 1, 1]
     assert [line["rollout/prediction/similarity"] for line in steps] == [0, 0, 0]
     assert steps[-1]["rollout/errors"] == 0
+
+
+class Slow(Scripted):
+    """Engine whose analyses take 3 seconds, unless they were cancelled before."""
+
+    cancelled: ClassVar[Counter[int | None]] = Counter()
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:  # fmt: skip
+        if session is None and not self.cancelled[rng]:
+            try:
+                await asyncio.sleep(3)
+            except asyncio.CancelledError:
+                self.cancelled[rng] += 1
+                raise
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+def test_an_exchange_of_weights_interrupts_analyses(
+    tmp_path: Path, random_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An analysis that is interrupted is repeated, so no failure is left out."""
+    monkeypatch.setattr(torch_engine, "TorchEngine", Slow)
+    monkeypatch.setattr(Slow, "cancelled", Counter())
+    run = tmp_path / "run"
+    lines = train(run, *language_model(random_qwen3), "tasks.room.max_turns=4", steps=4)
+    steps = metrics(run, "train")
+    assert steps[-1]["actor/version"] > 0, "weights were exchanged"
+    assert 0 < sum(line["perf/sync_interrupted"] for line in steps) <= Slow.cancelled.total()
+    failed = sum(not t["success"] for t in episodes(run))
+    assert lines[-1]["bank/size"] + lines[-1]["dropped/no failure mode"] == failed
 
 
 def test_errors_of_settings_are_one_line(tmp_path: Path) -> None:

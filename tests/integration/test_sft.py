@@ -104,6 +104,35 @@ def test_a_tenth_of_the_updates_is_the_warm_up(
     assert rates[1:] == pytest.approx([1e-3] * 3)
 
 
+def test_the_optimizer_of_a_preset_file_is_used(tmp_path: Path) -> None:
+    """Bundled presets have the optimizers of reinforcement learning: their rates do not count."""
+    file = tmp_path / "talks.jsonl"
+    file.write_text(f"{TALK}\n" * 4, "utf-8")
+    own, compact = tmp_path / "own.toml", tmp_path / "compact.toml"
+    own.write_text('base = "cpu"\n[actor.optimizer]\nlearning_rate = 3e-4\nwarmup_steps = 2\n')
+    compact.write_text('base = "cpu"\n[compact.actor.optimizer]\nlearning_rate = 5e-4\n')
+    for n, (options, rate, warmup) in enumerate(
+        (
+            ((), 1e-4, 0),
+            (("--preset", own), 3e-4, 2),
+            (("--preset", compact), 5e-4, 0),
+            (("--preset", own, "--learning-rate", 1e-3), 1e-3, 2),
+            (("--preset", own, "--set", "actor.optimizer.learning_rate=2e-3"), 2e-3, 2),
+            (("--set", "actor.optimizer.learning_rate=2e-3"), 2e-3, 0),
+        )
+    ):
+        run = tmp_path / str(n)
+        result = crl(
+            "sft", "--from", file, "--tasks", "room", "--held-out", 0, "--epochs", 1,
+            "--batch-tokens", 1, "--run-dir", run, *options,
+        )  # fmt: skip
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        assert f"4 updates; warm-up of {warmup}; learning rate {rate:g}\n" in result.stdout
+        (line,) = metrics(run, "sft")
+        steps = [min(1.0, (update + 1) / warmup) if warmup else 1.0 for update in range(4)]
+        assert line["sft/learning_rate"] == pytest.approx(rate * sum(steps) / 4)
+
+
 def test_scripted_demonstrations_are_played_first(tmp_path: Path) -> None:
     run, preset = tmp_path / "run", tmp_path / "mine.toml"
     preset.write_text('[actor]\nmodel = "tiny-actor"\nmax_context_tokens = 1024\n')

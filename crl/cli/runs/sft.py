@@ -52,8 +52,8 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 }
 """Reasons why an option has no effect, by kind of source."""
 
-WARMUP = "optimizer.warmup_steps"
-"""Setting of a role that replaces the default warm-up, which depends on the number of updates."""
+LEARNING_RATE = 1e-4
+"""Default of --learning-rate."""
 
 OBJECTIVE: Mapping[str, float] = {"temperature": 1.0, "kl_coef": 0.0}
 """Settings of a role that the loss of supervised fine-tuning fixes."""
@@ -129,7 +129,13 @@ Epochs = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of
 BatchTokens = Annotated[
     int, typer.Option(metavar="N", min=1, help="Maximum number of tokens in one update.")
 ]
-LearningRate = Annotated[float, typer.Option(metavar="X", help="Learning rate.")]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help=f"Learning rate (default: that of your preset file, or {LEARNING_RATE:g}).",
+    ),
+]
 HeldOut = Annotated[
     float,
     typer.Option(metavar="SHARE", min=0, help="Share of the places that are held out; 0 = none."),
@@ -154,7 +160,7 @@ def sft(
     demonstrations: Demonstrations = None,
     epochs: Epochs = 3,
     batch_tokens: BatchTokens = 4096,
-    learning_rate: LearningRate = 1e-4,
+    learning_rate: LearningRate = None,
     held_out: HeldOut = 0.1,
     patience: Patience = 1,
     lost: Lost = False,
@@ -163,7 +169,7 @@ def sft(
     sets: Sets = None,
 ) -> int:
     """Train a model to imitate demonstrations, as a start for reinforcement learning."""
-    given = {
+    used = {
         "--tasks": tasks,
         "--preset": preset,
         "--steps": steps,
@@ -171,7 +177,7 @@ def sft(
         "--lost": lost or None,
     }
     kind = _kind(source)
-    _refuse_unused(kind, given)
+    _refuse_unused(kind, used)
     if role == "extractor" and kind in (SCRIPTED, "recorded"):
         reason = f"cannot learn from {source}, where only the actor answers"
         raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
@@ -179,12 +185,20 @@ def sft(
         raise ConfigError(
             "--held-out", held_out, "leaves nothing to train on", "Use a share below 1"
         )
-    options = {"run.steps": steps or STEPS} | _role_settings(role, model, learning_rate)
+    options = {"run.steps": steps or STEPS} | _role_settings(role, model)
     options |= {} if seed is None else {"run.seed": seed}
+    optimizer = f"{role}.optimizer"
+    rate = {f"{optimizer}.learning_rate": LEARNING_RATE if learning_rate is None else learning_rate}
     if kind == "recorded":
-        config = _config_of_run(Path(source), options, sets)
+        config = _config_of_run(Path(source), options | rate, sets)
+        given = _settings(sets)
     else:
-        config = _config_of_tasks(source, tasks, preset or "cpu", options, sets)
+        preset = preset or "cpu"
+        given = _given_settings(source, tasks, preset, options, sets)
+        if learning_rate is not None or f"{optimizer}.learning_rate" not in given:
+            options |= rate
+        config = _config_of_tasks(source, tasks, preset, options, sets)[0]
+    warmup = getattr(config, role).optimizer.warmup_steps
     _require_objective(config, role)
     from crl.run.halves import sft as halves
     from crl.run.halves.commands import fine_tune_on
@@ -199,7 +213,12 @@ def sft(
         ),
         run_dir or new_folder("sft"),
         halves.SftSettings(
-            role, epochs, batch_tokens, held_out, patience, _warmup(config, role, sets or ())
+            role,
+            epochs,
+            batch_tokens,
+            held_out,
+            patience,
+            warmup if f"{optimizer}.warmup_steps" in given else None,
         ),
     )
 
@@ -228,12 +247,9 @@ def _refuse_unused(kind: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(name, given[name], reason, "Leave it out")
 
 
-def _role_settings(role: RoleName, model: str | None, learning_rate: float) -> dict[str, Any]:
+def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
     """Return settings with which `role` is trained. `model` is None for that of the config."""
-    settings: dict[str, Any] = {
-        f"{role}.optimizer.learning_rate": learning_rate,
-        **{f"{role}.{name}": value for name, value in OBJECTIVE.items()},
-    }
+    settings: dict[str, Any] = {f"{role}.{name}": value for name, value in OBJECTIVE.items()}
     if model is not None:
         settings[f"{role}.model"] = model
     # With the method grpo, no other model is needed.
@@ -250,13 +266,25 @@ def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
     return path if kind == "conversations" else None
 
 
-def _warmup(config: RunConfig, role: RoleName, sets: Sequence[str]) -> int | None:
-    """Return the warm-up that `--set` gives, or None."""
+def _settings(sets: Sequence[str] | None) -> set[str]:
+    """Return the dotted keys that `--set` gives."""
     from crl.config.layers import leaves, parse_set
 
-    given = {key for text in sets for key, _ in leaves(parse_set(text).data)}
-    section = getattr(config, role)
-    return section.optimizer.warmup_steps if f"{role}.{WARMUP}" in given else None
+    return {key for text in sets or () for key, _ in leaves(parse_set(text).data)}
+
+
+def _given_settings(
+    source: str, tasks: str | None, preset: str, options: Mapping[str, Any], sets: list[str] | None
+) -> set[str]:
+    """Return the dotted keys that `--set` or a preset file of the user gives.
+
+    Bundled presets have the optimizers of reinforcement learning, whose values do not count.
+    """
+    from crl.config.catalog import preset_file, presets
+
+    origins = _config_of_tasks(source, tasks, preset, options, sets)[1]
+    own = None if preset in presets() else str(preset_file(preset))
+    return _settings(sets) | {key for key, origin in origins.items() if origin == own}
 
 
 def _require_objective(config: RunConfig, role: RoleName) -> None:
@@ -285,10 +313,13 @@ def _config_of_run(path: Path, options: Mapping[str, Any], sets: list[str] | Non
 def _config_of_tasks(
     source: str, tasks: str | None, preset: str, options: Mapping[str, Any],
     sets: list[str] | None,
-) -> RunConfig:  # fmt: skip
-    """Return the config of scripted players, of drills or of a file of conversations."""
-    from crl.config.load import load
+) -> tuple[RunConfig, dict[str, str]]:  # fmt: skip
+    """Return the config of scripted players, of drills or of a file of conversations.
+
+    The second result is the origin of each dotted key that is set.
+    """
+    from crl.config.load import resolve
 
     if tasks is None:
         raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")
-    return load(tasks.split(","), preset=preset, options=options, sets=sets or ())
+    return resolve(tasks.split(","), preset=preset, options=options, sets=sets or ())

@@ -100,7 +100,6 @@ class Extractor:
         `RolloutError` if the engine cannot serve the request, and `EngineError` if it has failed.
         """
         text, prompt = await self.run_blocking(partial(self._render, segments))
-        version = self.engine.version
         sampling = (
             replace(self._sampling, json_schema=json.dumps(schema))
             if self._structured
@@ -114,7 +113,7 @@ class Extractor:
             partial(self._parse, completion, parse, thinking)
         )
         return Answer(
-            Generation(name, version, prompt, completion, head_tokens),
+            Generation(name, completion.versions[0], prompt, completion, head_tokens),
             parsed.ops,
             spans,
             parsed.dropped,

@@ -310,9 +310,9 @@ def require_vectors_of(path: Path, embedder: str, key: str) -> None:
     if row and row[0].partition(": goal + ")[0] != embedder:
         made_by = row[0].partition(": goal + ")[0]
         reason = f"its vectors were made by the embedder {made_by}, not by {embedder}"
-        raise ConfigError(
-            key, str(path), reason, "Add --set embedder.model=… with the embedder of the bank"
-        )
+        kind = made_by.partition("-")[0]
+        model = kind if kind in ("hash", "wordllama") else f"MODEL with the embedder {made_by}"
+        raise ConfigError(key, str(path), reason, f"Add --set embedder.model={model}")
 
 
 def _file_problem(path: Path) -> str:

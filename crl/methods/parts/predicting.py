@@ -7,7 +7,7 @@ state that followed. The module needs no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,14 @@ def without_predictions(answer: str) -> str:
 
 def predictions(reply: str) -> list[str]:
     """Return the predictions in a reply, in order. Those in its thinking do not count."""
+    return [found[1].strip() for found in _matches(reply)]
+
+
+def _matches(reply: str) -> Iterator[re.Match[str]]:
+    """Yield the predictions in a reply with their tags."""
     start = answer_start(reply)
-    return [] if start is None else [text.strip() for text in _PREDICTION.findall(reply[start:])]
+    if start is not None:
+        yield from _PREDICTION.finditer(reply, start)
 
 
 def prediction_rewards(trajectory: Trajectory, horizon: int) -> list[list[float | None]]:
@@ -117,3 +123,13 @@ class PredictionMetrics:
             "rollout/prediction/similarity": sum(r or 0.0 for r in rewards) / len(rewards),
             "rollout/prediction/missing": sum(r is None for r in rewards) / len(rewards),
         }
+
+    def share(self, batch: Sequence[Trajectory]) -> float:
+        """Return the share of predictions, tags included, in the characters of all replies."""
+        predicted = total = 0
+        for t in batch:
+            for reply in (s.text for s in t.segments if s.origin == "policy"):
+                total += len(reply)
+                if t.task.name in self.horizons:
+                    predicted += sum(len(found[0]) for found in _matches(reply))
+        return predicted / total if total else 0.0

@@ -32,9 +32,13 @@ REFUSED: Mapping[str, str] = {
     r"run\.(?!seed|deterministic|max_error_rate).*": "an evaluation trains nothing",
     r"(actor|extractor)\.model": "the checkpoint has the models",
     r"bank\.init": "--bank FILE names the bank of an evaluation",
-    r"embedder\..*": "the vectors in the bank were made by the embedder of the run",
 }
 """Reasons why `--set` cannot change a setting of a run for its evaluation."""
+
+REFUSED_OF_OWN_BANK: Mapping[str, str] = {
+    r"embedder\..*": "the vectors in the bank were made by the embedder of the run",
+}
+"""Further reasons, unless `--bank` names another bank."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +190,14 @@ def _of_run(path: Path, options: Options, source: Source, samples: int, note: An
     if options.tasks is not None:
         tree["tasks"] = _tasks_of_run(tree["tasks"], options.tasks, checkpoint, saved)
     overrides, bases = _without_moved_bases(_overrides(options), checkpoint)
-    _refuse_training_settings(overrides, tree["tasks"])
+    refused = REFUSED if options.bank else {**REFUSED, **REFUSED_OF_OWN_BANK}
+    _refuse_settings(overrides, tree["tasks"], refused)
     for role in ("actor", "extractor"):
         if (checkpoint / role).is_dir():
             initial = bases.get(role) or getattr(saved, role).model
             put(tree, f"{role}.model", str(trained_model(checkpoint, role, initial)))
+    if any(key == "embedder.model" for layer in overrides for key, _ in leaves(layer.data)):
+        tree["embedder"] = {}  # the other settings are those of the run's own embedder
     config = _with_overrides(tree, overrides)
     bank = _bank_of_run(config, run, checkpoint, options, source)
     return Request(path, config, source, samples, bank, checkpoint, options)
@@ -297,7 +304,10 @@ def _tasks_of_run(
     return chosen
 
 
-def _refuse_training_settings(overrides: Sequence[Layer], own: Mapping[str, Any]) -> None:
+def _refuse_settings(
+    overrides: Sequence[Layer], own: Mapping[str, Any], refused: Mapping[str, str]
+) -> None:
+    """Raise `ConfigError` for a setting without effect on a run, and for a task not in `own`."""
     for key, value in (leaf for layer in overrides for leaf in leaves(layer.data)):
         if key.startswith("tasks.") and (name := key.split(".")[1]) not in own:
             raise ConfigError(
@@ -307,7 +317,7 @@ def _refuse_training_settings(overrides: Sequence[Layer], own: Mapping[str, Any]
         if not layer.origin.startswith("--set"):
             continue
         for key, value in leaves(layer.data):
-            for pattern, reason in REFUSED.items():
+            for pattern, reason in refused.items():
                 if re.fullmatch(pattern, key):
                     raise ConfigError(key, value, f"has no effect: {reason}", "Leave it out")
 

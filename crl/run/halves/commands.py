@@ -92,7 +92,7 @@ def fine_tune_on(
     Without files and drills, scripted players first play `run.steps` steps, which are recorded in
     `folder`. Raise `CrlError` if this cannot start or fails.
     """
-    preflight.require(config)
+    preflight.require(config, checks=preflight.fine_tuning_checks(settings.role))
     scripted = source.files is None and not source.drills
     if scripted:
         scripted_players(specs(config))

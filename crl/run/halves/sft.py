@@ -234,7 +234,8 @@ async def _fine_tune(
         list(_minibatches(samples, settings.batch_tokens, draws)) for _ in range(settings.epochs)
     ]
     config = _with_warmup(config, settings, sum(map(len, epochs)), monitor)
-    role, gpus = replace(role, section=getattr(config, role.name)), assigned_gpus(config)
+    role = replace(role, section=getattr(config, role.name))
+    gpus = assigned_gpus(config, only=settings.role)
     learner = await open_role_learner(config, gpus, role, NextTokenLoss(), stack)
     engine = await open_role_engine(config, gpus, role, stack, trained=True) if held_out else None
     start = best = await _held_out_loss(engine, held_out)
@@ -267,8 +268,11 @@ def _with_warmup(
     warmup = settings.warmup
     if warmup is None:
         warmup = round(WARMUP_SHARE * updates)
-    monitor.note(f"at most {counted(updates, 'update')}; warm-up of {warmup}")
     section = getattr(config, settings.role)
+    monitor.note(
+        f"at most {counted(updates, 'update')}; warm-up of {warmup}; "
+        f"learning rate {section.optimizer.learning_rate:g}"
+    )
     optimizer = section.optimizer.model_copy(update={"warmup_steps": warmup})
     return config.model_copy(
         update={settings.role: section.model_copy(update={"optimizer": optimizer})}

@@ -128,6 +128,19 @@ def test_metrics_of_predictions():
     assert PredictionMetrics({})([EPISODE]) == {}
 
 
+def test_the_share_of_predictions_in_the_replies():
+    """The share counts characters, tags included, of all replies. Thoughts are no predictions."""
+    tag = "<prediction>ab</prediction>"  # 27 characters
+    plain = "x" * 27
+    both = episode(0, "s", ("s", plain + tag, 0.0), ("s", plain, 0.0))
+    thinks = episode(1, "s", ("s", f"<think>{tag}</think>{tag}", 0.0))
+    metrics = PredictionMetrics({"doors": 1})
+    assert metrics.share([both]) == pytest.approx(1 / 3)
+    assert metrics.share([thinks]) == pytest.approx(27 / (2 * 27 + 15))
+    assert metrics.share([both, thinks]) == pytest.approx(2 * 27 / (5 * 27 + 15))
+    assert metrics.share([]) == PredictionMetrics({}).share([both]) == 0
+
+
 def test_the_horizon_is_a_share_of_the_turns():
     config = load(["alfworld", "webshop", "room"], sets=["tasks.alfworld.rendering=full",
                   "tasks.webshop.rendering=full", "tasks.alfworld.max_turns=50",

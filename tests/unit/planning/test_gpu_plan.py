@@ -25,6 +25,7 @@ from crl.planning.gpu_plan import (
     gpu_plan,
 )
 from crl.planning.gpus import Gpu
+from crl.planning.preflight import fine_tuning_checks
 from support.paths import ROOT
 
 
@@ -385,6 +386,29 @@ def test_an_evaluation_requests_no_gpus_for_learners(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "visible_gpus", list)
     with pytest.raises(ConfigError, match="this machine has 0 visible GPUs"):
         assigned_gpus(config("gpus=8"), learners=False)
+
+
+def test_fine_tuning_requests_gpus_for_the_trained_model_alone(monkeypatch: pytest.MonkeyPatch):
+    """The learner of the larger model does not fit, but it does not run."""
+    sets = ("gpus=4", "tasks.room.eval.online_places=4", "learner.offload=false")
+    monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i) for i in range(4)])
+    with pytest.raises(ConfigError, match=r"are usable \(actor learner"):
+        assigned_gpus(config(*sets))
+    assigned = assigned_gpus(config(*sets), only="extractor")
+    assert {role: place.gpus for role, place in assigned.items()} == {
+        "extractor engine": ("GPU-0aa", "GPU-1aa"),
+        "extractor learner": ("GPU-2aa", "GPU-3aa"),
+    }
+    assert assigned_gpus(config("gpus=4"), only="actor").keys() == {"actor engine", "actor learner"}
+    (check,) = [c for c in fine_tuning_checks("extractor") if c.name == "GPU plan"]
+    check.require(config(*sets))
+    monkeypatch.setattr(module, "visible_gpus", lambda: [gpu(i, gib=30) for i in range(4)])
+    with pytest.raises(ConfigError) as refused:
+        check.require(config(*sets))
+    assert "Settings that fit: --set learner.offload=true --set extractor.max_context" in str(
+        refused.value
+    )
+    assert not re.search(r"method|extractor\.train|\bactor learner", str(refused.value))
 
 
 def test_the_untrained_extractor_shares_a_gpu_with_a_learner():

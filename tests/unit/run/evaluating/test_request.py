@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from crl.config.load import dump, load
 from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.evaluation.samples import Source
+from crl.manager.storage.database import require_vectors_of
 from crl.manager.storage.tables import set_fact
 from crl.run.checkpoint import MANIFEST
 from crl.run.evaluating import request as requests
@@ -162,8 +165,6 @@ def test_a_bank_of_another_embedder_or_of_other_tasks(
     options = {"tasks": "room", "experience": Source.bank}
     with pytest.raises(ConfigError, match="its experiences are of other tasks"):
         request_of(tiny_actor, **options | {"tasks": "webshop"}, bank=banked)
-    import sqlite3
-
     other = tmp_path / "bank.sqlite"
     shutil.copy(banked, other)
     with sqlite3.connect(other) as db:
@@ -171,6 +172,43 @@ def test_a_bank_of_another_embedder_or_of_other_tasks(
     db.close()
     with pytest.raises(ConfigError, match="made by the embedder bge-small, not by hash"):
         request_of(tiny_actor, **options, bank=other)
+
+
+def test_a_run_with_a_bank_of_another_embedder_takes_the_advice_of_the_message(
+    run: Path, banked: Path, tmp_path: Path
+) -> None:
+    """The setting of the embedder is refused only for the bank of the run itself."""
+    saved = load(["room"], sets=["embedder.model=http://localhost:9", "embedder.name=m"])
+    dump(saved, run / "config.json")
+    foreign = {"experience": Source.bank, "bank": banked}
+    assert request_of(run, **foreign).config.embedder.model == "http://localhost:9"
+    with pytest.raises(ConfigError) as refused:
+        require_vectors_of(banked, "m", "bank")
+    assert refused.value.remedy == "Add --set embedder.model=hash"
+    sets = ["embedder.model=hash"]
+    assert request_of(run, **foreign, sets=sets).config.embedder.model == "hash"
+    with pytest.raises(ConfigError, match=r"embedder.model = 'hash': has no effect: the vectors"):
+        request_of(run, experience=Source.bank, sets=sets)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("hash-char_wb-2-4-384", "Add --set embedder.model=hash"),
+        ("wordllama-256: goal + 0.1 text", "Add --set embedder.model=wordllama"),
+        ("bert-0a1b2c3d-384", "Add --set embedder.model=MODEL with the embedder bert-0a1b2c3d-384"),
+    ],
+)
+def test_the_remedy_names_the_embedder_of_the_bank(
+    banked: Path, tmp_path: Path, name: str, remedy: str
+) -> None:
+    other = tmp_path / "bank.sqlite"
+    shutil.copy(banked, other)
+    with closing(sqlite3.connect(other)) as db, db:
+        set_fact(db, "embedder", name)
+    with pytest.raises(ConfigError) as refused:
+        require_vectors_of(other, "m", "bank")
+    assert refused.value.remedy == remedy
 
 
 def test_official_splits_are_played_in_full(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
