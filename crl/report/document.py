@@ -30,6 +30,7 @@ from crl.report.charts import LineChart
 from crl.report.episodes import Pair, sampled_pairs
 from crl.report.figures import FIGURES, arms_of_runs
 from crl.report.lessons import Lessons, lift_text, read_lessons
+from crl.report.results import Results, next_commands, read_results
 from crl.report.run_record import RunRecord
 from crl.wording import counted, printable_lines
 
@@ -59,6 +60,8 @@ class Part:
     """A run with what a report shows of it alone."""
 
     run: RunRecord
+    results: Results | None
+    """Numbers of the run's end; None before it."""
     lessons: Lessons | None
     pairs: Sequence[Pair]
     changes: Sequence[tuple[str, Any, Any]]
@@ -80,6 +83,7 @@ class Part:
 
         return cls(
             run,
+            read("summary", lambda: read_results(run), None),
             read("bank", lambda: read_lessons(run.dir.bank), None),
             read("episodes", lambda: sampled_pairs(run.dir.episodes, run.tasks), []),
             read("preset", lambda: run.changes, []),
@@ -87,8 +91,12 @@ class Part:
         )
 
     @property
-    def judgements(self) -> list[str]:
-        return run_judgements(self.run)
+    def judgements(self) -> Sequence[str]:
+        return self.results.judgements if self.results else run_judgements(self.run)
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        return next_commands(self.run)
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:

@@ -86,6 +86,30 @@ def test_report_of_a_run(run: Path):
     assert all(entry["text"] in page.texts for entry in measured)
 
 
+def test_results_are_those_of_the_summary(run: Path):
+    record = json.loads((run / "summary.json").read_text())
+    page = Page(written(run))
+    rate = next(r for r in record["success"] if (r["split"], r["condition"]) == ("seen", "guided"))
+    assert {"free", "guided", "online", "alone"} == {r["condition"] for r in record["success"]}
+    for name, spec in (("first", ".3f"), ("last", ".3f"), ("change", "+.3f")):
+        value, low, high = (format(rate[name][end], spec) for end in ("value", "low", "high"))
+        assert f"{value} [{low}, {high}]" in page.texts
+    gap = record["experience"]["gap"]
+    half = gap["high"] - gap["value"]
+    assert f"{gap['value']:+.3f} ± {half:.3f} over {gap['n']} groups in" in page.text
+    bank = record["experience"]["bank"]
+    assert f"{bank['queue/done']} episodes distilled: {bank['ops/add']} added, " in page.text
+    assert f"{record['totals']['total/env_turns']:,} environment turns" in page.text
+    assert all(sentence in page.text for sentence in record["judgements"])
+    assert f"crl resume {run} --steps 6" in page.texts
+
+
+def test_a_run_that_was_killed_has_no_results(run: Path):
+    (run / "summary.json").unlink()
+    page = Page(written(run))
+    assert "The run has no summary.json: it has not ended, or was killed." in page.texts
+
+
 def test_rates_in_the_report_are_those_of_the_run(run: Path):
     html = written(run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
