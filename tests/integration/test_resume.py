@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from huggingface_hub import DatasetCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crl.config.models import resolve_model
@@ -662,4 +663,6 @@ def test_an_exported_bank_is_the_bank_at_the_checkpoint(straight: Path, tmp_path
     active = rows(folder / "bank.sqlite", "SELECT uid FROM entries WHERE status = 'active'")
     assert len(active) == size
     assert f"has {size} active experiences" in (folder / "README.md").read_text()
+    metadata = DatasetCard.load(folder / "README.md").data
+    assert (metadata.size_categories, metadata.license) == (["n<1K"], None)
     assert rows(folder / "bank.sqlite", "SELECT * FROM requests") == []
