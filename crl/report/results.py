@@ -70,7 +70,7 @@ def next_commands(run: RunRecord) -> list[tuple[str, str]]:
         ("train further", f"crl resume {path} --steps {longer}"),
         ("repeat the evaluation", f"crl eval {path}"),
     ]
-    if config.actor.train:
+    if config.updates("actor"):
         commands.append(("model in Hugging Face format", f"crl export {path} DIR"))
     return [(purpose, text) for purpose, text in commands if text]
 

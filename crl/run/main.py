@@ -396,7 +396,7 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             config.run.steps,
             interrupted=loop.interrupted,
             actor_updated=loop.actor.engine.version > 0,
-            actor_trained=config.actor.train,
+            actor_trained=config.updates("actor"),
         ),
         experience=await experience_report(loop, config.writer),
         deterministic=config.run.deterministic,

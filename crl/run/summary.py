@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from crl.config.schema import OVERALL
 from crl.evaluation.evaluate import (
     CONDITION_LABELS,
+    MAIN_CONDITIONS,
     EvalKey,
     Evaluation,
     MeanSuccessRate,
@@ -39,14 +40,6 @@ NO_RATE = f"{'–':<20}"
 
 WIDTH, HEIGHT = 80, 24
 """Columns and lines of the terminal that the text fits. Its last line is for the next command."""
-
-SHOWN: Sequence[tuple[str, str]] = (
-    ("seen", "free"),
-    ("seen", "guided"),
-    ("unseen", "free"),
-    ("unseen", "online"),
-)
-"""Splits and conditions with a line in the text."""
 
 BANK_METRICS = (
     "bank/size",
@@ -109,7 +102,7 @@ class SuccessReport:
         return sum(e.errors for e in (self.before, self.after) if e)
 
     def short_lines(self) -> list[str]:
-        """Return a heading and at most `len(SHOWN)` lines: of the only task, or of all tasks."""
+        """Return a heading, and the rates of the only task, or the means of all tasks."""
         if self.before is None or self.last is None:
             return ["stopped before the first evaluation"]
         first, last = _all_rates(self.before), _all_rates(self.last)
@@ -117,7 +110,7 @@ class SuccessReport:
         task = OVERALL if len(tasks) > 1 else next(iter(tasks), "")
         width = max(map(len, CONDITION_LABELS.values())) + len("unseen, ")
         rows = []
-        for split, condition in SHOWN:
+        for split, condition in MAIN_CONDITIONS:
             key = (task, split, condition)
             if key not in last:
                 continue
