@@ -247,6 +247,7 @@ def test_metrics_are_flat(done: Path) -> None:
         assert list(line)[:3] == ["step", "kind", "time"]
         assert all(value is None or isinstance(value, int | float | str) for value in line.values())
     train_line, eval_line = log[1], log[0]
+    assert not {"perf/process_memory_gib", "perf/cpu_load"} & train_line.keys(), "deterministic"
     for name in (
         "rollout/success",
         "rollout/errors",
@@ -807,6 +808,9 @@ def test_ctrl_c_after_the_run_is_ignored(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(FileMonitor, "close", interrupted)
     assert "trained models: " in train(tmp_path / "run").stdout
+    (line,) = metrics(tmp_path / "run", "train")
+    assert line["perf/process_memory_gib"] > 0
+    assert 0 < line["perf/machine_memory"] < 1
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
