@@ -26,14 +26,25 @@ def device_text(device: str) -> str:
     return "cuda if available, else cpu" if device == "auto" else device
 
 
+class _Escapes(dict[int, str]):
+    """Table for `str.translate`: the escape of a character, or itself if it is printable."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        escaped = character.encode("unicode_escape").decode()
+        self[code] = character if character.isprintable() else escaped
+        return self[code]
+
+
+_ESCAPES = _Escapes()
+
+
 def printable(line: str) -> str:
     """Return the line with an escape for every character that is not printable.
 
     A terminal would interpret or hide these characters.
     """
-    if line.isprintable():
-        return line
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if line.isprintable() else line.translate(_ESCAPES)
 
 
 def printable_lines(text: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from crl.config.load import dump, load
 from support.paths import ROOT
 
 RANKS = {
@@ -320,6 +321,31 @@ HEAVY = ("torch", "transformers", "vllm", "deepspeed")
     ],
 )
 def test_it_imports_without_torch(statement):
+    _assert_without_torch(statement)
+
+
+@pytest.mark.parametrize("run", ["train", "resume"])
+def test_the_screen_opens_before_torch_is_imported(run: str, tmp_path: Path):
+    """The import of torch takes seconds, in which the screen shows the stage."""
+    (tmp_path / "run").mkdir()
+    dump(load(["room"]), tmp_path / "run" / "config.json")
+    options = {
+        "train": ["train", "--tasks", "room", "--run-dir", str(tmp_path / "new")],
+        "resume": ["resume", str(tmp_path / "run"), "--steps", "200"],
+    }
+    statement = (
+        "from crl.cli import main\n"
+        "class Opened(BaseException): pass\n"
+        "def screen(*_): raise Opened\n"
+        "main._screen = screen\n"
+        f"try: main.app({options[run]!r}, standalone_mode=False)\n"
+        "except Opened: pass\n"
+        "else: raise AssertionError('no screen')"
+    )
+    _assert_without_torch(statement)
+
+
+def _assert_without_torch(statement: str):
     report = f"import sys\n{statement}\nprint(*sorted(set(sys.modules) & {set(HEAVY)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", report],

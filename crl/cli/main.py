@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime
 from enum import StrEnum
@@ -191,18 +192,18 @@ def resume(
     """Continue a run from its last checkpoint, however it ended."""
     from crl.config.load import load_saved
     from crl.config.resume import resumed_config
-    from crl.monitor.run_dir import RunDir
-    from crl.run.resume import has_moved
+    from crl.monitor.stages import stage
 
     config, changes = resumed_config(
         load_saved(run).config,
         options={} if steps is None else {"run.steps": steps},
         sets=sets or (),
-        has_moved=has_moved(RunDir(run)),
+        has_moved=_has_moved(run),
     )
-    from crl.run.main import resume_run
-
-    return resume_run(config, changes, run, step=checkpoint, screen=_screen(config, run, plain))
+    with closing(_screen(config, run, plain)) as screen:
+        with stage(screen, "import of the libraries"):
+            from crl.run.main import resume_run
+        return resume_run(config, changes, run, step=checkpoint, screen=screen)
 
 
 @app.command(cls=Command)
@@ -216,11 +217,9 @@ def fork(
     """Copy a run as it was at a checkpoint, to continue it with other settings."""
     from crl.config.load import load_saved
     from crl.config.resume import resumed_config
-    from crl.monitor.run_dir import RunDir
-    from crl.run.resume import has_moved
 
     config, changes = resumed_config(
-        load_saved(run).config, options={}, sets=sets or (), has_moved=has_moved(RunDir(run))
+        load_saved(run).config, options={}, sets=sets or (), has_moved=_has_moved(run)
     )
     from crl.run.main import fork_run
 
@@ -275,6 +274,18 @@ def export(
     checkpoint = export_run(run, folder, role=name, step=step, merge=merge)
     what = "bank" if bank else chosen_role
     typer.echo(f"exported the {what} of {checkpoint} to {folder}")
+
+
+def _has_moved(run: Path) -> Callable[[str, str, str], bool]:
+    """Return `crl.run.resume.has_moved` of a run. It is imported at its first call."""
+
+    def moved(role: str, old: str, new: str) -> bool:
+        from crl.monitor.run_dir import RunDir
+        from crl.run.resume import has_moved
+
+        return has_moved(RunDir(run))(role, old, new)
+
+    return moved
 
 
 def _screen(config: RunConfig, run_dir: Path, plain: bool) -> Monitor:

@@ -1209,6 +1209,11 @@ class RunConfig(Section):
         trainable = self.with_extractor and not self.spec.notes
         return self.distils and trainable and self.extractor.train
 
+    def updates(self, role: str) -> bool:
+        """Return whether training changes the weights of a role: not with a learning rate of 0."""
+        section = self.actor if role == "actor" else self.extractor
+        return self.trains(role) and section.optimizer.learning_rate > 0
+
     @property
     def compares_lessons(self) -> bool:
         """True if the lessons of the extractor are compared with those of the untrained one."""

@@ -128,6 +128,14 @@ CONDITION_LABELS: Mapping[str, str] = {
 }
 """Labels of the conditions (see `EvalKey`)."""
 
+MAIN_CONDITIONS: Sequence[tuple[str, str]] = (
+    ("seen", "free"),
+    ("seen", "guided"),
+    ("unseen", "free"),
+    ("unseen", "online"),
+)
+"""Splits and conditions that short texts about a run name."""
+
 
 @dataclass(frozen=True)
 class Evaluation:

@@ -23,7 +23,7 @@ def judgements(
     *,
     trained: bool,
 ) -> list[str]:
-    """Return sentences on training and on experience, for one run.
+    """Return at most two sentences, on training and on experience, for one run.
 
     An effect is stated if the 95 % interval of the difference excludes 0. Otherwise it is "not
     shown", which does not mean that there is none. Nothing is said where an interval is unknown.
@@ -43,12 +43,14 @@ def judgements(
     }
     interval = _difference(after, after, ("seen", "free"), ("seen", "guided"))
     gain = _mean_gain(gains)
-    sentences = [
-        _sentence("Training", "success without experience", changes),
-        _sentence("The bank", "success", {PLACES["seen"]: interval} if interval else {}),
-        _sentence("A bank built online", "success", {PLACES["unseen"]: gain} if gain else {}),
-    ]
-    return [sentence for sentence in sentences if sentence]
+    clauses = _clauses("success without experience", changes)
+    training = f"training {' and '.join(clauses)}" if clauses else ""
+    used = _clauses("success", {PLACES["seen"]: interval} if interval else {})
+    built = _clauses("success", {PLACES["unseen"]: gain} if gain else {})
+    subjects = [f"the bank {clause}" for clause in used]
+    subjects += [f"{'one' if used else 'a bank'} built online {clause}" for clause in built]
+    experience = "; ".join(subjects)
+    return [f"{text[0].upper()}{text[1:]}." for text in (training, experience) if text]
 
 
 def _mean_gain(gains: Sequence[tuple[float, float]]) -> Interval | None:
@@ -81,10 +83,10 @@ def _difference(
     return _known((second.value - first.value, *difference_interval(first, second)))
 
 
-def _sentence(subject: str, measured: str, effects: Mapping[str, Interval]) -> str:
-    """Return what `subject` did to the measured success, by the places; empty without effects."""
+def _clauses(measured: str, effects: Mapping[str, Interval]) -> list[str]:
+    """Return the effects on the measured success in words, by the places."""
     clauses = []
     for places, (value, low, high) in effects.items():
         effect = "raised" if low > 0 else "lowered" if high < 0 else "has no shown effect on"
         clauses.append(f"{effect} {measured} {places} ({interval_text(value, low, high, '+.3f')})")
-    return f"{subject} {' and '.join(clauses)}." if clauses else ""
+    return clauses

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import fsum
 from typing import Any, TypeVar
 
 from crl.failures import TaskGroup
@@ -32,6 +33,8 @@ class EpisodeScheduler:
     forward pass belong to one task and have similar lengths.
 
     `report`: called with the number of finished episodes and of all episodes that are expected.
+    Episodes that are being played count by the share of their turns that is played, because those
+    that start together end together.
     """
 
     def __init__(
@@ -42,7 +45,8 @@ class EpisodeScheduler:
         report: Callable[[int, int], object] = no_report,
     ) -> None:
         self._limit, self._in_order, self._report = limit, in_order, report
-        self._expecting = self._done = self._total = 0
+        self._expecting = self._done = self._total = self._reported = 0
+        self._shares: dict[EpisodeKey, float] = {}  # of the episodes that are being played
         self._free_slots = limit
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap
         self._arrival_numbers = itertools.count()
@@ -68,7 +72,22 @@ class EpisodeScheduler:
         """Report that `episodes` more episodes are finished."""
         if self._expecting:
             self._done += episodes
-            self._report(min(self._done, self._total), self._total)
+            self._report_progress()
+
+    def _turned(self, key: EpisodeKey, share: float) -> None:
+        """Record that this share of an episode is played."""
+        self._shares[key] = share
+        if self._expecting and self._progress != self._reported:
+            self._report_progress()
+
+    @property
+    def _progress(self) -> int:
+        """Finished episodes, and the sum of the played shares of others."""
+        return min(self._done + int(fsum(self._shares.values())), self._total)
+
+    def _report_progress(self) -> None:
+        self._reported = self._progress
+        self._report(self._reported, self._total)
 
     async def gather(self, parts: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
         """Run `parts` and return their results in order. The first error cancels the others."""
@@ -88,10 +107,14 @@ class EpisodeScheduler:
         waits for the result.
         """
         plan = RolloutPlan(condition)
+        observed = replace(runner, on_turn=self._turned)
 
         async def play(i: int) -> Trajectory:
             async with self._slot(urgent=urgent):
-                trajectory = await runner.play(keys[i], tasks[i], plan)
+                try:
+                    trajectory = await observed.play(keys[i], tasks[i], plan)
+                finally:
+                    self._shares.pop(keys[i], None)
             self._finished(1)
             return trajectory
 

@@ -101,6 +101,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
     def episodes(self) -> Path:
         return self.path / "episodes"
 

@@ -13,8 +13,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,16 +23,25 @@ from markupsafe import Markup
 
 from crl import __version__
 from crl.config.layers import leaves
+from crl.config.schema import OVERALL, RunConfig
 from crl.evaluation.comparison import Arm, arms_of, compare, differing_settings
-from crl.evaluation.evaluate import CONDITION_LABELS
+from crl.evaluation.evaluate import CONDITION_LABELS, MAIN_CONDITIONS
 from crl.evaluation.judgement import judgements
+from crl.intervals import interval_text
 from crl.report import svg
-from crl.report.charts import LineChart
+from crl.report.charts import LineChart, Point, over_seeds
 from crl.report.episodes import Pair, sampled_pairs
-from crl.report.figures import FIGURES, arms_of_runs
+from crl.report.figures import FIGURES, ArmRuns, arms_of_runs
 from crl.report.lessons import Lessons, lift_text, read_lessons
+from crl.report.results import Results, next_commands, read_results
 from crl.report.run_record import RunRecord
 from crl.wording import counted, printable_lines
+
+MOST_BYTES = 5_000_000
+"""Maximum size of a report whose texts are long."""
+
+SCALES = (1.0, 0.5, 0.25, 0.1, 0.04, 0.01)
+"""Factors on the maximum lengths of texts. The first is used with which the report is small."""
 
 MOST_CHARACTERS = 1000
 """Maximum number of characters of a text of a model, a game or a bank in a report."""
@@ -59,6 +69,8 @@ class Part:
     """A run with what a report shows of it alone."""
 
     run: RunRecord
+    results: Results | None
+    """Numbers of the run's end; None before it."""
     lessons: Lessons | None
     pairs: Sequence[Pair]
     changes: Sequence[tuple[str, Any, Any]]
@@ -80,6 +92,7 @@ class Part:
 
         return cls(
             run,
+            read("summary", lambda: read_results(run), None),
             read("bank", lambda: read_lessons(run.dir.bank), None),
             read("episodes", lambda: sampled_pairs(run.dir.episodes, run.tasks), []),
             read("preset", lambda: run.changes, []),
@@ -87,8 +100,12 @@ class Part:
         )
 
     @property
-    def judgements(self) -> list[str]:
-        return run_judgements(self.run)
+    def judgements(self) -> Sequence[str]:
+        return self.results.judgements if self.results else run_judgements(self.run)
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        return next_commands(self.run)
 
     @cached_property
     def settings(self) -> list[tuple[str, str]]:
@@ -121,21 +138,25 @@ def run_judgements(run: RunRecord) -> list[str]:
         if line.get(f"eval/{task}/unseen/lift") is not None
     ]
     known = [(value, math.nan if half is None else half) for value, half in gains]
-    trained = run.saved.config.actor.train
+    trained = run.saved.config.updates("actor")
     return judgements(evaluations[first], evaluations[last], known, trained=trained)
 
 
 def report(runs: Sequence[RunRecord]) -> str:
-    """Return the report on runs as HTML. Runs whose settings agree but for the seed are one arm."""
+    """Return the report on runs as HTML. Runs whose settings agree but for the seed are one arm.
+
+    Texts of all runs are cut more if the report would have more than `MOST_BYTES`.
+    """
     arms = arms_of([run.result for run in runs])
     of_arms = arms_of_runs(runs)
     charts = {name: FIGURES[name](of_arms) for name in SECTIONS}
     parts = [Part.read(run) for run in runs]
     differences, left_out = _differences(arms)
     style, script = _source("style.css"), _source("tables.js")
-    return environment().get_template("report.html").render(
+    content = dict(
         runs=runs,
         arms=of_arms,
+        arm_texts=[arm_text(arm, parts) for arm in of_arms] if len(of_arms) > 1 else [],
         differing=_differing(arms),
         differences=differences,
         left_out=[run.name for run in runs if run.dir.path in left_out],
@@ -145,7 +166,56 @@ def report(runs: Sequence[RunRecord]) -> str:
         script=Markup(script),
         policy=content_policy(style, script),
         crl_version=__version__,
-    )  # fmt: skip
+    )
+    text = ""
+    for scale in SCALES:
+        text = environment(scale).get_template("report.html").render(content, scale=scale)
+        if len(text.encode("utf-8", errors="backslashreplace")) <= MOST_BYTES:
+            break
+    return text
+
+
+def trained_models(config: RunConfig) -> str:
+    """Return the models whose weights a run changes, in words."""
+    actor, extractor = (config.updates(role) for role in ("actor", "extractor"))
+    if actor and extractor:
+        return "both models"
+    return "the actor" if actor else "the extractor" if extractor else "no model"
+
+
+def arm_text(arm: ArmRuns, parts: Sequence[Part]) -> str:
+    """Return a paragraph on the runs of an arm: what they trained, and their last success.
+
+    Rates are means over the runs that are finished, with Student's interval over the seeds.
+    """
+    members = [part for part in parts if part.run in arm.runs]
+    run, config = arm.runs[0], arm.runs[0].saved.config
+    seeds = ", ".join(str(one.seed) for one in arm.runs)
+    finished = [one for one in arm.runs if one.state == "finished"]
+    of_steps = "" if len(finished) == len(arm.runs) else f", {len(finished)} of them finished"
+    text = (
+        f"{arm.name}: {counted(len(arm.runs), 'run')} with seed {seeds}{of_steps}, method "
+        f"{config.method}, {counted(config.run.steps, 'step')}. Trained "
+        f"{trained_models(config)} on {', '.join(run.tasks)}."
+    )
+    task = run.tasks[0] if len(run.tasks) == 1 else OVERALL
+    rates = []
+    for split, condition in MAIN_CONDITIONS:
+        last = [
+            [Point(0, rate.value, rate.low, rate.high)]
+            for one in finished
+            if (rate := one.result.rates.get((task, split, condition)))
+        ]
+        if last:
+            (mean,) = over_seeds(last, 0.0, 1.0)
+            interval = interval_text(mean.y, mean.low, mean.high)
+            rates.append(f"{split} {CONDITION_LABELS[condition]} {interval}")
+    if rates:
+        text += f" Success after the last step: {'; '.join(rates)}."
+    if banks := [part.lessons.active for part in members if part.lessons]:
+        noun = "The bank has" if len(banks) == 1 else "The banks have on average"
+        text += f" {noun} {counted(round(fmean(banks)), 'experience')}."
+    return text
 
 
 def _differing(arms: Sequence[Arm]) -> dict[str, Sequence[Any]]:
@@ -183,8 +253,10 @@ def _differences(
     return rows, left_out
 
 
-def environment() -> Environment:
+def environment(scale: float = 1.0) -> Environment:
     """Return the environment of the templates.
+
+    `scale`: factor on the maximum lengths of texts.
 
     Every text that a template prints is escaped twice: characters that are not printable, then
     those with a meaning in HTML.
@@ -193,11 +265,12 @@ def environment() -> Environment:
         loader=PackageLoader("crl.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, finalize=_printed,
     )  # fmt: skip
-    env.filters |= {"cut": cut, "counted": counted, "json": _json, "value": svg.value_text}
+    shortened = partial(cut, scale=scale)
+    env.filters |= {"cut": shortened, "counted": counted, "json": _json, "value": svg.value_text}
     env.globals |= {
-        "svg": svg, "lift_text": lift_text, "cut": cut, "counted": counted,
+        "svg": svg, "lift_text": lift_text, "cut": shortened, "counted": counted,
         "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
-        "is_lines": lambda chart: isinstance(chart, LineChart),
+        "trained_models": trained_models, "is_lines": lambda chart: isinstance(chart, LineChart),
     }  # fmt: skip
     return env
 
@@ -208,8 +281,12 @@ def _printed(value: object) -> object:
     return printable_lines(value)
 
 
-def cut(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the start of a long text, and say how much is left out."""
+def cut(text: str, most: int = MOST_CHARACTERS, *, scale: float = 1.0) -> str:
+    """Return the start of a long text, and say how much is left out.
+
+    `scale`: factor on the maximum number of characters.
+    """
+    most = math.ceil(most * scale)
     left_out = len(text) - most
     return text if left_out <= 0 else f"{text[:most]} … ({left_out:,} more characters)"
 

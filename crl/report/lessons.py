@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from crl.intervals import plus_minus
-from crl.manager.inspection.reading import BankReader, EntryView, UseView, VersionView, open_reader
-from crl.report.charts import BarChart
-from crl.types import lift_order
+from crl.manager.inspection.reading import (
+    BankReader,
+    EntryView,
+    LiftView,
+    UseView,
+    VersionView,
+    open_reader,
+)
+from crl.report.charts import BarChart, Point
+from crl.types import Lift, lift_order
 
 MOST_ROWS = 100
 """Maximum number of the best lessons, and of the worst, in the table."""
@@ -44,6 +51,11 @@ class Story:
     total_uses: int
     rates: Sequence[float]
     """Share of won episodes after each use."""
+    lifts: Sequence[Point]
+    """Lift over all groups so far, after each step in which one was measured; x is the step.
+
+    Steps of earlier runs count as step 0.
+    """
     evicted: str
     """Time and reason of the eviction; empty for an active entry."""
 
@@ -125,8 +137,20 @@ def _story(bank: BankReader, entry: EntryView) -> Story:
         uses[-MOST_USES:],
         len(uses),
         [wins / (i + 1) for i, wins in enumerate(won)],
+        lift_curve(bank.lifts(entry.uid)),
         f"after step {eviction.step} ({eviction.why})" if eviction else "",
     )
+
+
+def lift_curve(views: Sequence[LiftView]) -> list[Point]:
+    """Return the lift over all groups so far after each step, with its interval."""
+    at: dict[int, Lift] = {}
+    for view, lift in zip(views, accumulate(view.lift for view in views), strict=True):
+        at[view.step or 0] = lift
+    return [
+        Point(step, lift.mean, lift.low, min(1.0, lift.mean + lift.half_width))
+        for step, lift in at.items()
+    ]
 
 
 def lift_text(entry: EntryView) -> str:

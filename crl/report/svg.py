@@ -102,13 +102,21 @@ def bars(chart: BarChart) -> list[Bar]:
     ]
 
 
-def sparkline(values: Sequence[float], width: int = 120, height: int = 24) -> str:
-    """Return the points of a small curve of values in [0, 1]."""
+def sparkline(
+    values: Sequence[float], width: int = 120, height: int = 24, *, low: float = 0.0,
+    high: float = 1.0, xs: Sequence[float] | None = None,
+) -> str:  # fmt: skip
+    """Return the points of a small curve of values in [`low`, `high`]; empty with less than two.
+
+    `xs`: increasing positions of the values; None: equal distances.
+    """
     if len(values) < 2:
         return ""
+    xs = range(len(values)) if xs is None else xs
     return " ".join(
-        f"{i * width / (len(values) - 1):.1f},{height - 2 - value * (height - 4):.1f}"
-        for i, value in enumerate(values)
+        f"{(x - xs[0]) / (xs[-1] - xs[0]) * width:.1f},"
+        f"{height - 2 - (value - low) / (high - low) * (height - 4):.1f}"
+        for x, value in zip(xs, values, strict=True)
     )
 
 

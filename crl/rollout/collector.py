@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import fsum
 
 from crl.failures import TaskGroup
 from crl.protocols import RolloutPlanner, State, TaskSource
@@ -42,11 +44,16 @@ class Collector:
         * `group_size`: K, members of a group that play one identical task.
         * `members`: the way in which they are played; None: at the same time.
         * `report`: called with the number of finished groups and of all groups of the step for
-          which `batch` waits.
+          which `batch` waits. Groups that are being played count by the share of their turns that
+          is played, because groups that start together end together.
         """
         self._report = report
         self._members = members or Together()
-        self._runner, self._source, self._planner, self._gate = runner, source, planner, gate
+        self._runner = replace(runner, on_turn=self._turned)
+        self._source, self._planner, self._gate = source, planner, gate
+        self._shares: dict[int, dict[EpisodeKey, float]] = {}  # by group that is being played
+        self._awaited = -1  # step for which `batch` waits
+        self._reported = 0
         self._group_size, self._steps = group_size, steps
         self._changed = asyncio.Condition()
         self._groups: dict[int, list[Trajectory]] = {}
@@ -80,6 +87,7 @@ class Collector:
         trajectories = await self._members.play(self._runner, keys, task, plans)
         async with self._changed:
             self._groups[group] = trajectories
+            self._shares.pop(group, None)
             self._gate.finish(group)
             self._changed.notify_all()
 
@@ -89,12 +97,32 @@ class Collector:
         groups = range(step * size, (step + 1) * size)
         async with self._changed:
             try:
+                self._awaited = step
                 while not self._gate.ready(step):
-                    self._report(sum(group in self._groups for group in groups), size)
+                    self._reported = self._progress(groups)
+                    self._report(self._reported, size)
                     await self._changed.wait()
             finally:
+                self._awaited = -1
                 self._report(size, size)
         return [t for group in groups for t in self._groups.pop(group)]
+
+    def _turned(self, key: EpisodeKey, share: float) -> None:
+        """Record that this share of an episode is played."""
+        self._shares.setdefault(key.group, {})[key] = share
+        if key.step != self._awaited:
+            return
+        size = self._gate.groups_per_step
+        progress = self._progress(range(key.step * size, (key.step + 1) * size))
+        if progress != self._reported:
+            self._reported = progress
+            self._report(progress, size)
+
+    def _progress(self, groups: range) -> int:
+        """Return the number of finished groups, and the sum of the played shares of others."""
+        finished = sum(group in self._groups for group in groups)
+        played = fsum(share for group in groups for share in self._shares.get(group, {}).values())
+        return finished + int(played / self._group_size)
 
     async def complete(self, step: int) -> None:
         """Record that the trainer has processed `step`, with or without an update."""

@@ -154,6 +154,10 @@ class AcceptAll:
         return hit
 
 
+def _no_turn(key: EpisodeKey, share: float) -> None:
+    """Ignore a turn."""
+
+
 @dataclass(frozen=True)
 class EpisodeRunner:
     """Player of episodes."""
@@ -176,6 +180,12 @@ class EpisodeRunner:
     """Function that is called with the task's name at the start of every episode.
 
     The context lasts until the end of the episode.
+    """
+    on_turn: Callable[[EpisodeKey, float], object] = _no_turn
+    """Function that is called at the start of an episode and after each of its turns.
+
+    Its second argument is the share of the episode that is played, below 1: the start and each turn
+    up to the limit count equally.
     """
 
     def join(self, key: EpisodeKey) -> None:
@@ -247,6 +257,7 @@ class EpisodeRunner:
         record: EpisodeRecord,
     ) -> None:
         observation, hits = await self._start(key, task, plan, environment, record)
+        self.on_turn(key, record.share)
         await self.decoding.turnstile.pass_through()
         limits = (
             self.limits[task.name]
@@ -362,6 +373,7 @@ class EpisodeRunner:
                 continue
             result = await environment.step(response.action)
             record.results.append(result)
+            self.on_turn(key, record.share)
             conversation.add(self.context.feedback(result))
 
     async def _ask(
@@ -415,6 +427,11 @@ class EpisodeRecord:
     """True if the episode reached its turn limit, a generation limit or the context limit."""
     error: RolloutError | None = None
     """Error of a failed episode."""
+
+    @property
+    def share(self) -> float:
+        """Share of a started episode that is played, below 1: its start, and its turns."""
+        return (1 + min(len(self.results), self.max_turns)) / (self.max_turns + 2)
 
     def shown(self, window: int | None) -> tuple[str, ...]:
         """Return the uids of experiences that a prompt with a window of turns still contains."""

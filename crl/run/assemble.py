@@ -28,6 +28,7 @@ from crl.evaluation.scheduling import EpisodeScheduler, no_report
 from crl.failures import reported
 from crl.manager.calls import CallClock
 from crl.modeling.memory import GpuAssignment
+from crl.monitor.resources import no_resources, resource_metrics
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
 from crl.planning import tasks
@@ -214,7 +215,10 @@ def _outputs(
         role: config.profile(role) for role in ("actor", "extractor") if role in models
     }
     adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
-    return Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor)
+    resources = no_resources if config.run.deterministic else resource_metrics
+    return Outputs(
+        monitor, run, models, profiles, adapters, episodes, started, supervisor, resources
+    )
 
 
 def _perplexity_reward(

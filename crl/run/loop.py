@@ -39,6 +39,7 @@ from crl.failures import TaskGroup
 from crl.manager import RolledBack
 from crl.manager.calls import CallClock
 from crl.manager.storage.database import finish_then_cancel
+from crl.monitor.resources import no_resources
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import stage
 from crl.protocols import Engine, Learner, Method, Monitor, Rerender, State, TaskSource
@@ -183,6 +184,8 @@ class Outputs:
     """Time (`time.monotonic`) at which the run began; earlier for a resumed run."""
     supervisor: Supervisor
     """Source of warnings."""
+    resources: Callable[[], Mapping[str, float]] = no_resources
+    """Source of the metrics of the machine, which is asked after every step."""
 
 
 class TrainingLoop:
@@ -452,7 +455,7 @@ class TrainingLoop:
         metrics |= self._step_metrics(stats, batch, stopwatch)
         metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
-        metrics |= exchange
+        metrics |= exchange | self.outputs.resources()
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from crl.config.command import repeated
 from crl.config.load import dump, load_saved
 from crl.config.resume import Change
 from crl.config.schema import RunConfig
@@ -55,7 +54,7 @@ from crl.run.exporting import export
 from crl.run.loop import TrainingLoop
 from crl.run.models import model_of, print_to_stderr
 from crl.run.resume import Resumption
-from crl.run.summary import NextSteps, SuccessReport, Summary, experience_report
+from crl.run.summary import Outcome, SuccessReport, Summary, experience_report
 from crl.run.supervision.ending import Ending, first_cause, log_traceback, logged_failure
 from crl.run.supervision.interruptible import run_evaluation
 from crl.run.supervision.signals import INTERRUPTED, Interrupts, do_nothing
@@ -321,7 +320,9 @@ async def _train(
         _stop_after_step(process.interrupts, loop)
         with frozen_heap(), short_thread_turns():
             await _run_loop(loop)
-        monitor.note((await _summary(config, run, loop, started)).text())
+        summary = await _summary(config, run, loop, started)
+        summary.write(run.summary)
+        monitor.note(summary.text())
         return INTERRUPTED if loop.interrupted else 0
 
 
@@ -389,17 +390,16 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             if (experience := loop.experience) and experience.trainer
             else 0
         ),
-        next_steps=NextSteps(
+        outcome=Outcome(
             run.path,
             run.checkpoint(loop.completed_steps),
-            repeated(load_saved(run.path).command, config),
-            config.run.seed,
             config.run.steps,
             interrupted=loop.interrupted,
             actor_updated=loop.actor.engine.version > 0,
-            actor_trained=config.actor.train,
+            actor_trained=config.updates("actor"),
         ),
-        experience=await experience_report(loop, run.bank, config.writer),
+        experience=await experience_report(loop, config.writer),
+        deterministic=config.run.deterministic,
     )
 
 

@@ -86,6 +86,8 @@ def choose(run: RunDir, step: int | None, note: Callable[[str], object]) -> Resu
 def discard(run: RunDir, resumption: Resumption) -> str:
     """Take back metrics, episodes, checkpoints and their evaluations after the checkpoint.
 
+    The summary is deleted: the run writes another one at its end.
+
     Return a line of text that says what was taken back.
     """
     target = resumption.discarded
@@ -101,6 +103,7 @@ def discard(run: RunDir, resumption: Resumption) -> str:
     records = read_state(resumption.checkpoint)["records"]
     warning = position.missing_metrics(run, records)
     position.discard(run, records, resumption.step, target)
+    run.summary.unlink(missing_ok=True)
     text = "\n".join([*filter(None, [warning]), f"resuming at step {resumption.step}"])
     if not target.exists():
         return text

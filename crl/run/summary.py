@@ -1,25 +1,30 @@
-"""Summary at the end of a run: results, cost, output paths and commands for the next steps."""
+"""Summary at the end of a run: a text that fits one screen, and all numbers as RUN/summary.json."""
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from crl.config.schema import OVERALL
 from crl.evaluation.evaluate import (
     CONDITION_LABELS,
+    MAIN_CONDITIONS,
     EvalKey,
     Evaluation,
     MeanSuccessRate,
+    Rate,
     SuccessRate,
     difference_interval,
 )
 from crl.evaluation.judgement import judgements
 from crl.evaluation.metrics import GroupGap, mean_gap
-from crl.intervals import number_text, plus_minus
+from crl.intervals import Mean, interval_text, number_text
 from crl.run.totals import Totals
 from crl.types import Experience, RoleName
 from crl.wording import counted
@@ -32,6 +37,22 @@ BEST_EXPERIENCES = 5
 
 NO_RATE = f"{'–':<20}"
 """Placeholder for a rate with its interval."""
+
+WIDTH, HEIGHT = 80, 24
+"""Columns and lines of the terminal that the text fits. Its last line is for the next command."""
+
+BANK_METRICS = (
+    "bank/size",
+    "queue/done",
+    "queue/dead",
+    "ops/add",
+    "ops/update",
+    "ops/return",
+    "ops/drop",
+    "ops/merge",
+    "ops/evict",
+)
+"""Metrics of the bank in summary.json."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,91 @@ class SuccessReport:
             verb = "counts as a failure" if errors == 1 else "count as failures"
             lines.append(f"  {counted(errors, 'eval episode')} ended with an error and {verb}")
         return lines
+
+    @property
+    def last(self) -> Evaluation | None:
+        """Last evaluation; None if the run was stopped earlier."""
+        return self.after or self.before
+
+    @property
+    def errors(self) -> int:
+        """Eval episodes that ended with an error."""
+        return sum(e.errors for e in (self.before, self.after) if e)
+
+    def short_lines(self) -> list[str]:
+        """Return a heading, and the rates of the only task, or the means of all tasks."""
+        if self.before is None or self.last is None:
+            return ["stopped before the first evaluation"]
+        first, last = _all_rates(self.before), _all_rates(self.last)
+        tasks = {task for task, _, _ in self.last.rates}
+        task = OVERALL if len(tasks) > 1 else next(iter(tasks), "")
+        width = max(map(len, CONDITION_LABELS.values())) + len("unseen, ")
+        rows = []
+        for split, condition in MAIN_CONDITIONS:
+            key = (task, split, condition)
+            if key not in last:
+                continue
+            label = f"  {f'{split}, {CONDITION_LABELS[condition]}':<{width}} "
+            before = number_text(first[key].value, ".3f") if key in first else "–"
+            if self.after is None:
+                rows.append(f"{label} {interval_text(last[key].value, *last[key].interval)}")
+                continue
+            change = f"   {_change(first[key], last[key])}" if key in first else ""
+            rows.append(f"{label} {before:<5} → {number_text(last[key].value, '.3f')}{change}")
+        what = f"success, mean of {counted(len(tasks), 'task')}" if len(tasks) > 1 else "success"
+        return [f"{what} [95 % interval]:", *rows]
+
+    def record(self) -> list[dict[str, Any]]:
+        """Return the rates of both evaluations as JSON, in the order of `lines`."""
+        if self.before is None or self.last is None:
+            return []
+        first, last = _all_rates(self.before), _all_rates(self.last)
+        tasks = list(dict.fromkeys(task for task, _, _ in last))
+        changes = {
+            key: _difference(first[key], last[key]) for key in last if self.after and key in first
+        }
+        return [
+            {
+                "task": key[0],
+                "split": key[1],
+                "condition": key[2],
+                "episodes": last[key].episodes,
+                "first": _estimate(first[key]) if key in first else None,
+                "last": _estimate(last[key]) if self.after else None,
+                "change": changes.get(key),
+            }
+            for key in sorted(last, key=lambda key: tasks.index(key[0]))
+        ]
+
+
+def _all_rates(evaluation: Evaluation) -> Mapping[EvalKey, SuccessRate | MeanSuccessRate]:
+    return {**evaluation.rates, **evaluation.overall}
+
+
+def _change(first: Rate, last: Rate) -> str:
+    value = last.value - first.value
+    return interval_text(value, *difference_interval(first, last), "+.3f")
+
+
+def _difference(first: Rate, last: Rate) -> dict[str, float | None]:
+    return _interval(last.value - first.value, *difference_interval(first, last))
+
+
+def _estimate(rate: Rate) -> dict[str, float | None]:
+    return _interval(rate.value, *rate.interval)
+
+
+def _interval(value: float, low: float, high: float) -> dict[str, float | None]:
+    ends = {"value": value, "low": low, "high": high}
+    return {name: None if math.isnan(end) else end for name, end in ends.items()}
+
+
+def _around(value: float, half_width: float) -> dict[str, float | None]:
+    return _interval(value, value - half_width, value + half_width)
+
+
+def _mean(mean: Mean) -> dict[str, float | None]:
+    return {**_around(mean.value, mean.half_width), "n": mean.n, "places": mean.clusters}
 
 
 Rates = Mapping[EvalKey, SuccessRate] | Mapping[EvalKey, MeanSuccessRate]
@@ -113,8 +219,6 @@ def _row(key: EvalKey, before: Rates, after: Rates | None, width: int) -> str:
 class ExperienceReport:
     """Results of the experience pipeline of a run."""
 
-    bank: Path
-    """File of the bank."""
     stats: Mapping[str, int]
     """Statistics of the bank, see `ExperienceManager.stats`."""
     best: Sequence[Experience]
@@ -130,75 +234,57 @@ class ExperienceReport:
     writer: RoleName = "extractor"
     """Model that writes the bank."""
 
-    def lines(self) -> list[str]:
-        lines = ["", "experience [± half a 95 % interval, by Student's t over places]:"]
-        if self.gaps:
-            gap = mean_gap(self.gaps)
-            sample = f"{counted(gap.n, 'group')} in {counted(gap.clusters, 'place')}"
-            lines.append(
-                "  guided − free success in the same groups, second half of the run: "
-                f"{gap} over {sample}"
-            )
-        for task, ((start, start_half), (end, end_half)) in self.probe_gains.items():
-            change = f"{plus_minus(start, start_half)} → {plus_minus(end, end_half)}"
-            lines.append(f"  {task}: gain from right advice on the probe: {change}")
-        if self.evaluation:
-            lines += _online_bank_lines(self.evaluation, self.writer)
-        writer = "extractor: not trained"
-        if self.writer == "actor":
-            writer = "actor, which writes the bank"
-        elif self.trained is not None:
-            writer = f"extractor: {counted(self.trained, 'update')}"
-        stats = self.stats
-        distilled = counted(stats.get("queue/done", 0), "episode")
-        lines.append(
-            f"  {writer}; {distilled} distilled: "
-            f"{stats.get('ops/add', 0):,} added, {stats.get('ops/update', 0):,} updated, "
-            f"{stats.get('ops/return', 0):,} returned, {stats.get('ops/drop', 0):,} refused; "
-            f"{counted(stats.get('queue/dead', 0), 'episode')} failed"
-        )
-        lines.append(f"  bank: {counted(stats['bank/size'], 'experience')} in {self.bank}")
-        if self.best:
-            explanation = "guided − free success in the same groups ± half a 95 % credible interval"
-            lines.append(f"  best experiences by the lower end of lift ({explanation}):")
-        lines += [f"    {_lift(e):<34}   won {_wins(e)}   {e.goal}  {e.text}" for e in self.best]
-        return lines
+    @property
+    def gap(self) -> Mean | None:
+        """Mean gap in the second half of the run; None without a group that has one."""
+        return mean_gap(self.gaps) if self.gaps else None
+
+    def line(self) -> str:
+        """Return the line of the text."""
+        size = counted(self.stats["bank/size"], "experience")
+        line = f"bank: {size} of {counted(self.stats.get('queue/done', 0), 'episode')}"
+        return f"{line}; guided − free {self.gap}" if self.gap else line
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        evaluation = self.evaluation or Evaluation({}, {}, 0)
+        lessons = {
+            task: {
+                "answers": rate.episodes,
+                "correct": _estimate(rate),
+                "untrained_answers": untrained.episodes if untrained else None,
+                "untrained_correct": _estimate(untrained) if untrained else None,
+            }
+            for task, rate in evaluation.lessons.items()
+            for untrained in [evaluation.untrained_lessons.get(task)]
+        }
+        return {
+            "writer": self.writer,
+            "extractor_updates": self.trained,
+            "bank": {name: self.stats.get(name, 0) for name in BANK_METRICS},
+            "gap": _mean(self.gap) if self.gap else None,
+            "probe_gains": {
+                task: {"first": _around(*first), "last": _around(*last)}
+                for task, (first, last) in self.probe_gains.items()
+            },
+            "online_gains": {task: _mean(lift) for task, lift in evaluation.lift.items()},
+            "lessons": lessons,
+            "best": [_experience(experience) for experience in self.best],
+        }
 
 
-def _online_bank_lines(evaluation: Evaluation, writer: RoleName) -> list[str]:
-    """Return lines about the online evaluation: the banks' lift and the lessons of their writer."""
-    lines = [
-        f"  {task}: gain from a bank built online in unseen places: {lift} "
-        f"over {counted(lift.n, 'place')}"
-        for task, lift in evaluation.lift.items()
-    ]
-    for task, rate in evaluation.lessons.items():
-        untrained = evaluation.untrained_lessons.get(task)
-        comparison = ""
-        if untrained:
-            comparison = (
-                f"; untrained extractor, {counted(untrained.episodes, 'answer')} on the same "
-                f"episodes: {untrained}"
-            )
-        lines.append(
-            f"  {task}: right lessons in {counted(rate.episodes, 'answer')} of the {writer}: "
-            f"{rate}{comparison}"
-        )
-    return lines
-
-
-def _lift(experience: Experience) -> str:
-    lift = experience.counters.lift
-    return (
-        f"lift {plus_minus(lift.mean, lift.half_width)} over {counted(lift.groups, 'group')}"
-        if lift
-        else "lift unknown"
-    )
-
-
-def _wins(experience: Experience) -> str:
-    counters = experience.counters
-    return f"{counters.won:>3} of {counted(counters.credited, 'episode'):>12}"
+def _experience(experience: Experience) -> dict[str, Any]:
+    lift, counters = experience.counters.lift, experience.counters
+    return {
+        "uid": experience.uid,
+        "task": experience.task,
+        "goal": experience.goal,
+        "text": experience.text,
+        "lift": _around(lift.mean, lift.half_width) if lift else None,
+        "groups": lift.groups if lift else 0,
+        "won": counters.won,
+        "episodes": counters.credited,
+    }
 
 
 def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
@@ -214,9 +300,7 @@ def best_of_each_task(best: Sequence[Experience]) -> list[Experience]:
     ]
 
 
-async def experience_report(
-    loop: TrainingLoop, bank: Path, writer: RoleName
-) -> ExperienceReport | None:
+async def experience_report(loop: TrainingLoop, writer: RoleName) -> ExperienceReport | None:
     """Return the report on the experience pipeline of a run; None for a run without experience."""
     experience = loop.experience
     if experience is None:
@@ -231,7 +315,6 @@ async def experience_report(
             )
     stats = await experience.manager.stats()
     return ExperienceReport(
-        bank=bank,
         stats=stats,
         best=best_of_each_task(experience.manager.best(stats["bank/size"])),
         gaps=[
@@ -245,16 +328,13 @@ async def experience_report(
 
 
 @dataclass(frozen=True)
-class NextSteps:
-    """Commands that continue or repeat a run."""
+class Outcome:
+    """What a run leaves behind, and the way in which it ended."""
 
     run: Path
     """Directory of the run."""
     checkpoint: Path
     """Directory of the last checkpoint."""
-    command: str
-    """Command line that repeats the run with its last settings, without --seed and --run-dir."""
-    seed: int
     planned_steps: int
     """Steps of the run, if it is not interrupted."""
     interrupted: bool = False
@@ -264,40 +344,23 @@ class NextSteps:
     actor_trained: bool = True
     """False if the actor is not trained."""
 
-    def lines(self) -> list[str]:
-        """Return lines with the commands. An interrupted run can only be continued."""
-        actor, run = self.checkpoint / "actor", shlex.quote(str(self.run))
-        files = f"{self.run / 'metrics.jsonl'}, {self.run / 'episodes'}"
+    def notes(self) -> list[str]:
+        """Return sentences on models that were not trained."""
         if self.interrupted:
-            return [
-                f"the last checkpoint: {self.checkpoint}",
-                f"  continue the run:  crl resume {run}",
-                f"  metrics, episodes: {files}",
-            ]
-        outcome = [f"the trained models, in Hugging Face format: {self.checkpoint}"]
+            return []
         if not self.actor_trained:
-            outcome = [
-                "the actor was not trained",
-                f"the last checkpoint: {self.checkpoint}",
-            ]
-        elif not self.actor_updated:
-            outcome = [
-                "no update of the actor was made: its weights are unchanged",
-                f"the models, in Hugging Face format: {self.checkpoint}",
-            ]
-        return [
-            *outcome,
-            f"  look further:      crl report {run}",
-            f"  repeat the eval:   crl eval {run}",
-            f"  train further:     crl resume {run} --steps {max(1, 2 * self.planned_steps)}",
-            f"  another seed:      {self.command} --seed {self.seed + 1}",
-            *(
-                [f"  in Python:         AutoModelForCausalLM.from_pretrained({str(actor)!r})"]
-                if self.actor_trained
-                else []
-            ),
-            f"  metrics, episodes: {files}",
-        ]
+            return ["the actor was not trained"]
+        if not self.actor_updated:
+            return ["no update of the actor was made: its weights are unchanged"]
+        return []
+
+    def lines(self) -> list[str]:
+        """Return the place of the models, and the next command."""
+        run = shlex.quote(str(self.run))
+        if self.interrupted:
+            return [f"last checkpoint: {self.checkpoint}", f"continue: crl resume {run}"]
+        models = "trained models" if self.actor_trained and self.actor_updated else "checkpoint"
+        return [f"{models}: {self.checkpoint}", f"look further: crl report {run}"]
 
 
 @dataclass(frozen=True)
@@ -312,62 +375,113 @@ class Summary:
     success: SuccessReport
     skipped_updates: int
     """Skipped updates of actor and extractor."""
-    next_steps: NextSteps
+    outcome: Outcome
     experience: ExperienceReport | None = None
     """Report on the experience; None for a run without experience."""
     warnings: Sequence[str] = ()
     """Lines about signs that the run learned nothing."""
+    deterministic: bool = False
+    """True for a deterministic run, whose summary.json has no wall times."""
 
     def text(self) -> str:
-        tokens = None, "extractor"
-        if self.experience:
-            tokens = self.experience.stats["total/sampled_tokens/extractor"], self.experience.writer
-        lines = ["", f"{counted(self.steps, 'step')} in {self.seconds:.0f} s"]
-        if self.next_steps.interrupted:
-            planned = self.next_steps.planned_steps
-            lines = [
-                "",
-                f"interrupted after {self.steps} of {counted(planned, 'step')}, "
-                f"{self.seconds:.0f} s: the final evaluation was skipped, and the numbers below "
-                "are not the result of the run",
-            ]
-        lines += [
-            self.totals.line(*tokens),
-            *filter(None, [self.totals.time_line() if self.experience else ""]),
-            *filter(None, [self.totals.attempts_line()]),
-            "",
-            *self.success.lines(),
-        ]
-        if self.experience:
-            lines += self.experience.lines()
+        """Return at most `HEIGHT` − 1 lines. Only paths may be wider than `WIDTH` columns.
+
+        Notes that do not fit are counted.
+        """
+        head, end = self._numbers(), ["", *self.outcome.lines()]
+        effects = [line for text in self.judgements for line in _wrapped(text)]
+        middle = ["", *effects] if effects else []
+        notes = [line for text in self._notes() for line in _wrapped(text)]
+        room = HEIGHT - 1 - len(head) - len(middle) - len(end) - 1
+        if len(notes) > room:
+            more = counted(len(notes) - room + 1, "more line")
+            notes = [*notes[: room - 1], f"… {more} of notes: the report has them"]
+        return "\n".join([*head, *middle, *(["", *notes] if notes else []), *end])
+
+    def _numbers(self) -> list[str]:
+        """Return the lines of numbers, after an empty line."""
+        totals, outcome = self.totals, self.outcome
+        tokens = totals.actor_tokens + self._writer_tokens
+        cost = (
+            f"{self.seconds:.0f} s, {counted(totals.env_turns, 'environment turn')}, "
+            f"{counted(tokens, 'sampled token')}"
+        )
+        lines = [f"{counted(self.steps, 'step')}: {cost}"]
+        if outcome.interrupted:
+            after = f"interrupted after {self.steps} of {counted(outcome.planned_steps, 'step')}"
+            lines.insert(0, f"{after}: the final evaluation was skipped")
+        lines += self.success.short_lines()
+        return ["", *lines, *([self.experience.line()] if self.experience else [])]
+
+    @property
+    def _writer_tokens(self) -> int:
+        """Tokens that the writer of the bank sampled, beside those of the episodes."""
+        return self.experience.stats["total/sampled_tokens/extractor"] if self.experience else 0
+
+    def _notes(self) -> list[str]:
+        """Return sentences on what may spoil the results."""
+        notes = [f"{task} is {note}" for task, note in self.success.data_notes.items()]
+        if errors := self.success.errors:
+            verb = "counts as a failure" if errors == 1 else "count as failures"
+            notes.append(f"{counted(errors, 'eval episode')} ended with an error and {verb}")
         if errors := self.totals.errors:
             verb = "was" if errors == 1 else "were"
-            lines.append(
-                f"  {counted(errors, 'training episode')} failed with an error and {verb} not "
-                "trained on"
-            )
+            episodes = counted(errors, "training episode")
+            notes.append(f"{episodes} failed with an error and {verb} not trained on")
         if self.skipped_updates:
             verb = "was" if self.skipped_updates == 1 else "were"
-            lines.append(
-                f"  {counted(self.skipped_updates, 'update')} {verb} skipped because the loss "
-                "or its gradient was not finite"
+            updates = counted(self.skipped_updates, "update")
+            notes.append(
+                f"{updates} {verb} skipped because the loss or its gradient was not finite"
             )
-        if judgements := self._judgements():
-            lines += ["", "effects in this run [95 % interval, without the spread between seeds]:"]
-            lines += [f"  {sentence}" for sentence in judgements]
-        lines += ["", *self.warnings] if self.warnings else []
-        lines += ["", *self.next_steps.lines()]
-        return "\n".join(lines)
+        return [*self.warnings, *self.outcome.notes(), *notes]
 
-    def _judgements(self) -> list[str]:
-        """Return sentences on the effect of training and of experience."""
+    @property
+    def judgements(self) -> list[str]:
+        """Sentences on the effect of training and of experience; empty before two evaluations."""
         before, after = self.success.before, self.success.after
         if before is None or after is None:
             return []
         gains = [(gain.value, gain.half_width) for gain in after.lift.values()]
-        return judgements(
-            {**before.rates, **before.overall},
-            {**after.rates, **after.overall},
-            gains,
-            trained=self.next_steps.actor_trained,
-        )
+        trained = self.outcome.actor_trained
+        return judgements(_all_rates(before), _all_rates(after), gains, trained=trained)
+
+    def record(self) -> dict[str, Any]:
+        """Return the content of summary.json. Unknown numbers are None."""
+        totals = self.totals
+        seconds = None if self.deterministic else [round(s, 3) for s in totals.step_seconds]
+        attempts = [n / totals.attempted for n in totals.solved] if totals.attempted else []
+        return {
+            "steps": self.steps,
+            "planned_steps": self.outcome.planned_steps,
+            "interrupted": self.outcome.interrupted,
+            "seconds": None if self.deterministic else round(self.seconds, 3),
+            "step_seconds": seconds[0] if seconds else None,
+            "bank_seconds": seconds[1] if seconds and self.experience else None,
+            "totals": {
+                **totals.metrics(),
+                "total/sampled_tokens/extractor": self._writer_tokens,
+            },
+            "temperature": self.success.temperature,
+            "success": self.success.record(),
+            "judgements": self.judgements,
+            "experience": self.experience.record() if self.experience else None,
+            "attempts": {"tasks": totals.attempted, "success_within": attempts},
+            "errors": {
+                "training_episodes": totals.errors,
+                "eval_episodes": self.success.errors,
+                "skipped_updates": self.skipped_updates,
+            },
+            "notes": self._notes(),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write summary.json completely or not at all."""
+        partial = path.with_name(f".{path.name}.part")
+        text = json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False)
+        partial.write_text(text + "\n", "utf-8", errors="backslashreplace")
+        partial.replace(path)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from crl.types import Minibatch, RoleName, Trajectory
-from crl.wording import counted
+from crl.types import Minibatch, Trajectory
 
 
 @dataclass
@@ -65,33 +64,3 @@ class Totals:
             "total/sampled_tokens/actor": self.actor_tokens,
             "total/trained_tokens/actor": self.actor_trained_tokens,
         }
-
-    def attempts_line(self) -> str:
-        """Return the line of a run's summary on attempts; empty without any."""
-        if not self.attempted:
-            return ""
-        shares = ", ".join(f"{n / self.attempted:.3f}" for n in self.solved)
-        within = counted(len(self.solved), "attempt")
-        return f"success within 1 to {within}, {counted(self.attempted, 'task')}: {shares}"
-
-    def time_line(self) -> str:
-        """Return the line of a run's summary on the time of the steps; empty without any."""
-        seconds, distil_seconds = self.step_seconds
-        if not seconds:
-            return ""
-        return (
-            f"time of the steps: {seconds:.0f} s; calls of the model that writes the "
-            f"bank were in progress in {distil_seconds / seconds:.1%} of it"
-        )
-
-    def line(self, bank_tokens: int | None = None, writer: RoleName = "extractor") -> str:
-        """Return the budget line of a run's summary.
-
-        `bank_tokens`: tokens that the writer of the bank sampled; None without a bank.
-        """
-        name = "extractor" if writer == "extractor" else "actor for the bank"
-        extractor = "" if bank_tokens is None else f", {name} {bank_tokens:,}"
-        return (
-            f"environment turns: {self.env_turns:,} ({self.overtime_turns:,} in overtime); "
-            f"sampled tokens: actor {self.actor_tokens:,}{extractor}"
-        )

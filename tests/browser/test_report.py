@@ -81,6 +81,14 @@ def test_the_story_of_a_lesson_opens(page: Any) -> None:
     assert "won" in story.inner_text()
 
 
+def test_all_details_are_open_when_printing(page: Any) -> None:
+    closed = page.locator("details:not([open])")
+    assert closed.count() > 1
+    page.pdf()
+    assert closed.count() == 0
+    assert page.locator("#lessons details ol").first.is_visible()
+
+
 def test_a_guided_and_a_free_episode_are_side_by_side(page: Any) -> None:
     pair = page.locator("#episodes .pair").first
     guided, free = pair.locator(".episode").all()

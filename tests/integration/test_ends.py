@@ -83,7 +83,7 @@ class End:
 
 RUNNING, RESUME = r"train +2/1000", r"crl resume \S+/run"
 ENDS = {
-    "finished": End(0, "the trained models", steps=1),
+    "finished": End(0, "trained models: ", steps=1),
     "ctrl-c": End(
         130, rf"interrupted after \d+ of 1,000 steps(.|\n)*{RESUME}", ((RUNNING, signal.SIGINT),)
     ),
@@ -95,7 +95,7 @@ ENDS = {
     ),
     "ctrl-c-while-starting": End(130, "run ", (("environments", signal.SIGINT),)),
     "ctrl-c-after-the-last-evaluation": End(
-        0, "interrupted: writing(.|\n)*the trained models", ((r"eval +1/1", signal.SIGINT),),
+        0, "interrupted: writing(.|\n)*trained models: ", ((r"eval +1/1", signal.SIGINT),),
         LATE_CHECKPOINT, steps=1,
     ),
     "sigterm": End(130, "interrupted after", ((RUNNING, signal.SIGTERM),)),

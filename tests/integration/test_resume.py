@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from huggingface_hub import DatasetCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crl.config.models import resolve_model
@@ -23,6 +23,8 @@ from crl.monitor import files
 from crl.monitor.run_dir import RunDir
 from crl.protocols import State
 from crl.records import position
+from crl.report.results import next_commands
+from crl.report.run_record import read_runs
 from crl.run import checkpoint
 from crl.run.checkpoint import MANIFEST
 from crl.run.loop import TrainingLoop
@@ -151,6 +153,8 @@ def assert_same_run(resumed: Path, straight: Path, steps: int) -> None:
         map(untimed, lines(straight / "metrics.jsonl"))
     )
     assert episode_files(resumed) == episode_files(straight)
+    summary = (straight / "summary.json").read_bytes()
+    assert (resumed / "summary.json").read_bytes() == summary
     assert bank_rows(resumed) == bank_rows(straight)
     first, second = manifest(resumed, steps), manifest(straight, steps)
     assert first["files"] == second["files"], "weights and optimizers, by their SHA-256"
@@ -232,7 +236,7 @@ def test_an_interrupted_run_continues_where_it_stopped(straight: Path, tmp_path:
     step = trained(run)
     assert f"interrupted after {step} of 6 steps" in output
     assert "the final evaluation was skipped" in output
-    assert f"continue the run:  crl resume {run}" in output
+    assert f"continue: crl resume {run}" in output
     assert f"resuming at step {step}\n" in resume(run)
     assert not (run / "discarded").exists()
     # The checkpoint of the interruption is one more row in the bank's log.
@@ -299,9 +303,8 @@ def test_a_finished_run_can_be_extended(straight: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["step"] for line in metrics(run, "eval")] == [0, 6, 7]
     assert checkpoints(run) == {"6", "7"}
-    command = re.search(r"another seed: +(crl train .*)", output)
-    assert command
-    assert " --steps 7 " in command[1], "the steps of the extended run"
+    commands = dict(next_commands(read_runs([run])[0]))
+    assert " --steps 7 " in commands["another seed"], "the steps of the extended run"
     assert crl("export", run, tmp_path / "actor").exit_code == 0
     card = (tmp_path / "actor" / "README.md").read_text()
     assert "- steps: 7, of" in card
@@ -364,7 +367,7 @@ def test_evaluations_of_other_sets_are_not_compared(straight: Path, tmp_path: Pa
     shutil.copytree(straight, run)
     output = resume(run, "--steps", 7, "--set", "tasks.room.eval.seen=4")
     assert "the summary is not compared with evaluations before this point" in output
-    (row,) = [line for line in output.splitlines() if line.startswith("  room seen   without")]
+    (row,) = [line for line in output.splitlines() if line.startswith("  seen, without")]
     assert len(row.split("[")) == 2, "there is one rate with its interval"
     assert [line["step"] for line in metrics(run, "eval")] == [0, 6, 7]
 
@@ -387,7 +390,7 @@ def test_evaluations_with_other_settings_are_not_compared_in_forks_and_after_a_k
         output = resume(run, "--steps", 3)
         note = "tasks.room.max_turns changed after the last evaluation: the summary is not compared"
         assert note in output
-        (row,) = [line for line in output.splitlines() if line.startswith("  room seen   without")]
+        (row,) = [line for line in output.splitlines() if line.startswith("  seen, without")]
         assert len(row.split("[")) == 2, "there is one rate with its interval"
 
 
@@ -660,4 +663,6 @@ def test_an_exported_bank_is_the_bank_at_the_checkpoint(straight: Path, tmp_path
     active = rows(folder / "bank.sqlite", "SELECT uid FROM entries WHERE status = 'active'")
     assert len(active) == size
     assert f"has {size} active experiences" in (folder / "README.md").read_text()
+    metadata = DatasetCard.load(folder / "README.md").data
+    assert (metadata.size_categories, metadata.license) == (["n<1K"], None)
     assert rows(folder / "bank.sqlite", "SELECT * FROM requests") == []

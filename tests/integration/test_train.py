@@ -231,7 +231,7 @@ def test_files_of_a_run(done: Path) -> None:
         ["actor"],
         12,
     )
-    assert "the trained models, in Hugging Face format" in (done / "log.txt").read_text()
+    assert "trained models: " in (done / "log.txt").read_text()
 
 
 def test_metrics_are_flat(done: Path) -> None:
@@ -247,6 +247,7 @@ def test_metrics_are_flat(done: Path) -> None:
         assert list(line)[:3] == ["step", "kind", "time"]
         assert all(value is None or isinstance(value, int | float | str) for value in line.values())
     train_line, eval_line = log[1], log[0]
+    assert not {"perf/process_memory_gib", "perf/cpu_load"} & train_line.keys(), "deterministic"
     for name in (
         "rollout/success",
         "rollout/errors",
@@ -566,7 +567,7 @@ def test_a_small_run_in_which_no_episode_of_a_task_works_fails(others: str, tmp_
         "error: task broken: no episode has worked so far, and all 8 of this step failed. "
         "The last error: env: broken: step: OSError: the game is broken (traceback: "
     )
-    assert "the trained models" not in result.stdout
+    assert "trained models" not in result.stdout
     for text in (result.stdout, (run / "log.txt").read_text()):
         assert 'raise OSError("the game\\nis broken")' in text
     assert len(episodes(run)) == (16 if others else 8), "the failed episodes can be read"
@@ -806,7 +807,10 @@ def test_ctrl_c_after_the_run_is_ignored(tmp_path: Path, monkeypatch: pytest.Mon
         close(monitor)
 
     monkeypatch.setattr(FileMonitor, "close", interrupted)
-    assert "the trained models" in train(tmp_path / "run").stdout
+    assert "trained models: " in train(tmp_path / "run").stdout
+    (line,) = metrics(tmp_path / "run", "train")
+    assert line["perf/process_memory_gib"] > 0
+    assert 0 < line["perf/machine_memory"] < 1
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(

@@ -17,6 +17,7 @@ PLACEHOLDERS = {
     "split": ("seen", "unseen"),
     "condition": ("free", "guided", "online", "alone"),
     "visit": tuple("12345"),
+    "device": tuple(map(str, range(16))),
 }
 """Values of the placeholders with few values."""
 

@@ -11,6 +11,9 @@ from crl.cli.draw import DIM, duration, one_line
 from crl.monitor.snapshot import Series, Snapshot
 from crl.monitor.stages import Stage
 
+MACHINE = ("perf/process_memory_gib", "perf/machine_memory", "perf/cpu_load", "perf/gpu/")
+"""Starts of the names of the metrics of the machine."""
+
 PREFIXES = ("perf/", "env/", "total/", "staleness/")
 """Starts of the names of the metrics on this page."""
 
@@ -29,10 +32,19 @@ def system(s: Snapshot, width: int, height: int) -> Body:
         lines.append(rule("seconds of a step", width))
         rows = [(name.removeprefix("time/"), s.series("train", name)) for name in times]
         lines += _with_glyphs(list(history_table(rows, width - 2)), [name for name, _ in rows])
-    if rows := list(_rows(s)):
+    rows = list(_rows(s))
+    machine = [(name.removeprefix("perf/"), series) for name, series in rows if _of_machine(name)]
+    if machine:
+        lines.append(rule("machine", width))
+        lines += history_table(machine, width)
+    if others := [(name, series) for name, series in rows if not _of_machine(name)]:
         lines.append(rule("speed and totals", width))
-        lines += history_table(rows, width)
+        lines += history_table(others, width)
     return Body(lines or [Text("No step is finished yet.", DIM)])
+
+
+def _of_machine(name: str) -> bool:
+    return name.startswith(MACHINE)
 
 
 def _with_glyphs(table: list[Text], parts: list[str]) -> Iterator[Text]:

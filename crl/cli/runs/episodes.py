@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +32,12 @@ from crl.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from crl.types import Trajectory
+
+LINES_AT_ONCE = 1000
+"""Number of lines of an episode that are printed at once."""
 
 Run = Annotated[
     Path,
@@ -141,9 +145,25 @@ def replay(
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     with _paged(console):
         for trajectory in _complete(run, records):
-            for line in replay_lines(trajectory, console.width, decode):
-                console.print(line)
+            _print_lines(console, replay_lines(trajectory, console.width, decode))
     report_count(len(records), total)
+
+
+def _print_lines(console: Console, lines: Iterable[Text]) -> None:
+    """Print lines that have one style each.
+
+    They are printed in batches and without rich's layout, which takes minutes for millions of
+    lines.
+    """
+    from rich.segment import Segment, Segments
+
+    remaining, end = iter(lines), Segment.line()
+    while batch := list(islice(remaining, LINES_AT_ONCE)):
+        segments = []
+        for line in batch:
+            style = console.get_style(line.style) if line.style else None
+            segments += [Segment(line.plain, style), end] if line.plain else [end]
+        console.print(Segments(segments))
 
 
 def _complete(run: Path, records: Sequence[dict[str, Any]]) -> Iterator[Trajectory]:

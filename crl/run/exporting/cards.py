@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import DatasetCardData, ModelCardData
 
 from crl.config.command import changes_since
 from crl.config.load import SavedRun
@@ -82,6 +82,7 @@ def _precision(model: Path) -> str:
 def bank_card(saved: SavedRun, checkpoint: Path, entries: int) -> str:
     """Return the card of an exported bank with this number of active entries."""
     lines = [
+        *_dataset_front_matter(saved, entries),
         "# Experience bank of a run of crl",
         "",
         f"`bank.sqlite` has {counted(entries, 'active experience')}, distilled from episodes by "
@@ -122,6 +123,26 @@ def _front_matter(role: str, base: str, *, adapter: bool) -> Iterator[str]:
     if not metadata.base_model:
         metadata.pop("base_model_relation")
     yield from ("---", metadata.to_yaml(), "---", "")
+
+
+def _dataset_front_matter(saved: SavedRun, entries: int) -> Iterator[str]:
+    """Yield the metadata that Hugging Face reads from a dataset card.
+
+    Licence and language are left out: the experiences are texts of a model about games, and nothing
+    says which they have.
+    """
+    metadata = DatasetCardData(
+        tags=["reinforcement-learning", "llm-agent", "crl", "experience-bank", "sqlite"],
+        size_categories=[_size_category(entries)],
+        pretty_name=f"Experience bank of {', '.join(saved.config.tasks)}",
+    )
+    yield from ("---", metadata.to_yaml(), "---", "")
+
+
+def _size_category(entries: int) -> str:
+    """Return Hugging Face's category of a number of entries."""
+    below = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+    return next((name for limit, name in below.items() if entries < limit), "1M<n<10M")
 
 
 def _training_lines(saved: SavedRun, checkpoint: Path) -> Sequence[str]:

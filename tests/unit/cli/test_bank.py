@@ -29,11 +29,9 @@ from crl.types import Segment
 from support.bank_commands import (
     HALL,
     bank,
-    copy_of,
     diverge,
     error_line,
     export_and_import,
-    finished_run,
     lines,
     open_bank,
     parsed,
@@ -160,33 +158,24 @@ Follow the left wall.
               –      –             –      –  Find the exit of the azure cellar.  Go west."""
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run. Tests do not change it."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
-
-
-@pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    return copy_of(run, tmp_path)
-
-
 # ── ls ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ls_prints_whole_rows_where_there_is_no_terminal(run: Path):
-    assert lines("ls", run) == LS.splitlines()
+def test_ls_prints_whole_rows_where_there_is_no_terminal(bank_run: Path):
+    assert lines("ls", bank_run) == LS.splitlines()
 
 
-def test_ls_filters_sorts_and_limits(run: Path):
+def test_ls_filters_sorts_and_limits(bank_run: Path):
     newest = ["run/2/0/0#1", "run/2/0/0#0", "run/1/0/1#0", "run/0/0/0#0", "run/0/1/0#0"]
-    assert uids(run, "--sort", "age") == newest
-    assert uids(run, "--sort", "age", "--reverse") == newest[::-1]
-    assert uids(run, "--sort", "retrieved", "--limit", "1") == ["run/0/0/0#0"]
-    assert uids(run, "--task", "maze") == uids(run, "--goal", "LONG hall") == ["run/0/1/0#0"]
-    assert uids(run, "--status", "evicted") == ["run/0/0/0#1"]
-    assert len(uids(run, "--status", "all", "--limit", "0")) == 6
-    assert uids(run, "--task", "none") == []
+    assert uids(bank_run, "--sort", "age") == newest
+    assert uids(bank_run, "--sort", "age", "--reverse") == newest[::-1]
+    assert uids(bank_run, "--sort", "retrieved", "--limit", "1") == ["run/0/0/0#0"]
+    assert (
+        uids(bank_run, "--task", "maze") == uids(bank_run, "--goal", "LONG hall") == ["run/0/1/0#0"]
+    )
+    assert uids(bank_run, "--status", "evicted") == ["run/0/0/0#1"]
+    assert len(uids(bank_run, "--status", "all", "--limit", "0")) == 6
+    assert uids(bank_run, "--task", "none") == []
 
 
 GROUPS = {
@@ -217,7 +206,7 @@ def with_lifts(path: Path) -> Path:
     return path
 
 
-def test_ls_sorts_by_the_lower_end_of_lift(copy: Path):
+def test_ls_sorts_by_the_lower_end_of_lift(bank_copy: Path):
     """Check the order of `--sort lift`.
 
     Half widths are t_975(n) · √(1 + m2) / n. The ends of intervals are clipped to [−1, 1].
@@ -230,24 +219,30 @@ def test_ls_sorts_by_the_lower_end_of_lift(copy: Path):
     An experience without a group comes last in both orders.
     """
     best = ["run/1/0/1#0", "run/2/0/0#0", "run/2/0/0#1", "run/0/0/0#0"]
-    assert [row[:27] for row in lines("ls", with_lifts(copy), "--task", "room")] == [
+    assert [row[:27] for row in lines("ls", with_lifts(bank_copy), "--task", "room")] == [
         "uid              lift  won ",
         "1/0/1#0  +0.42 ± 0.20    – ",
         "2/0/0#0  +0.00 ± 0.18    – ",
         "2/0/0#1  -0.58 ± 0.20    – ",
         "0/0/0#0  +0.50 ± 2.15  1/1 ",
     ]
-    assert uids(copy, "--task", "room") == uids(copy, "--task", "room", "--sort", "lift") == best
+    assert (
+        uids(bank_copy, "--task", "room")
+        == uids(bank_copy, "--task", "room", "--sort", "lift")
+        == best
+    )
     worst = ["run/2/0/0#1", "run/2/0/0#0", "run/1/0/1#0", "run/0/0/0#0"]
-    assert uids(copy, "--task", "room", "--reverse") == worst
-    assert uids(copy, "--sort", "lift")[-1] == uids(copy, "--reverse")[-1] == "run/0/1/0#0"
-    assert uids(copy, "--sort", "credit")[0] == "run/0/0/0#0"
-    found = parsed("stats", copy)["lift"]
+    assert uids(bank_copy, "--task", "room", "--reverse") == worst
+    assert (
+        uids(bank_copy, "--sort", "lift")[-1] == uids(bank_copy, "--reverse")[-1] == "run/0/1/0#0"
+    )
+    assert uids(bank_copy, "--sort", "credit")[0] == "run/0/0/0#0"
+    found = parsed("stats", bank_copy)["lift"]
     assert found == {"above": 1, "below": 1, "around": 2, "unknown": 1}
 
 
-def test_a_lift_as_json_has_its_half_width(copy: Path):
-    lifts = {entry["uid"]: entry["lift"] for entry in parsed("ls", with_lifts(copy))}
+def test_a_lift_as_json_has_its_half_width(bank_copy: Path):
+    lifts = {entry["uid"]: entry["lift"] for entry in parsed("ls", with_lifts(bank_copy))}
     assert lifts["run/0/0/0#0"] == {
         "groups": 2,
         "mean": 0.5,
@@ -261,13 +256,13 @@ def test_a_lift_as_json_has_its_half_width(copy: Path):
         "half_width": pytest.approx(0.196116, abs=1e-6),
     }
     assert lifts["run/0/1/0#0"] is None
-    groups = parsed("show", copy, "0/0/0#0")["lifts"]
+    groups = parsed("show", bank_copy, "0/0/0#0")["lifts"]
     assert [(one["version"], one["guided"], one["free"]) for one in groups] == [
         (1, 0.5, 0.25),
         (2, 1.0, 0.5),
         (2, 1.0, 0.5),
     ]
-    assert lines("show", copy, "2/0/0#1")[7:9] == [
+    assert lines("show", bank_copy, "2/0/0#1")[7:9] == [
         "never credited",
         (
             "lift -0.58 ± 0.20 over 12 groups: success rate of guided minus free members (of "
@@ -276,9 +271,9 @@ def test_a_lift_as_json_has_its_half_width(copy: Path):
     ]
 
 
-def test_credit_without_a_free_member_is_no_lift(copy: Path):
-    asyncio.run(diverge(copy))
-    shown = lines("show", copy, "0/1/0#0")
+def test_credit_without_a_free_member_is_no_lift(bank_copy: Path):
+    asyncio.run(diverge(bank_copy))
+    shown = lines("show", bank_copy, "0/1/0#0")
     assert "won 0 of 1 credited episode (of this version)" in shown
     assert (
         "lift unknown: no group that it guided has free members to compare with (of this version)"
@@ -286,8 +281,8 @@ def test_credit_without_a_free_member_is_no_lift(copy: Path):
     )
 
 
-def test_rows_that_are_left_out_are_reported_on_stderr(run: Path):
-    result = bank("ls", run, "--limit", "2", "--task", "room")
+def test_rows_that_are_left_out_are_reported_on_stderr(bank_run: Path):
+    result = bank("ls", bank_run, "--limit", "2", "--task", "room")
     assert (
         result.stdout.splitlines()[0]
         == "uid               lift  won  retrieved  step  goal                                text"
@@ -295,16 +290,16 @@ def test_rows_that_are_left_out_are_reported_on_stderr(run: Path):
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == "showing 2 of 4; use --limit 0 for all\n"
     assert (
-        bank("ls", run, "--limit", "2", "--task", "room", "--json").stderr
+        bank("ls", bank_run, "--limit", "2", "--task", "room", "--json").stderr
         == "showing 2 of 4; use --limit 0 for all\n"
     )
-    for command in (["ls", run], ["search", run, "west"]):
+    for command in (["ls", bank_run], ["search", bank_run, "west"]):
         nothing = bank(*command, "--task", "none")
         assert (nothing.stdout, nothing.stderr) == ("", "no results\n")
 
 
-def test_a_bank_file_can_be_given_instead_of_its_run(run: Path):
-    assert lines("ls", run / "bank.sqlite") == lines("ls", run)
+def test_a_bank_file_can_be_given_instead_of_its_run(bank_run: Path):
+    assert lines("ls", bank_run / "bank.sqlite") == lines("ls", bank_run)
 
 
 def test_on_a_terminal_texts_are_cut_to_the_width():
@@ -331,13 +326,13 @@ def test_on_a_terminal_texts_are_cut_to_the_width():
 # ── show ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_show_prints_everything_about_an_experience(run: Path):
-    assert lines("show", run, "0/0/0#0") == SHOW.splitlines()
+def test_show_prints_everything_about_an_experience(bank_run: Path):
+    assert lines("show", bank_run, "0/0/0#0") == SHOW.splitlines()
 
 
-def test_show_as_json(run: Path):
-    report = parsed("show", run, "run/1/0/1#0@1")
-    assert report["entry"] == parsed("ls", run)[3]
+def test_show_as_json(bank_run: Path):
+    report = parsed("show", bank_run, "run/1/0/1#0@1")
+    assert report["entry"] == parsed("ls", bank_run)[3]
     assert [(v["uid"], v["version"], v["text"]) for v in report["lineage"]] == [
         ("run/1/0/1#0", 1, "Go southeast."), ("run/0/0/0#0", 1, "Go west."),
     ]  # fmt: skip
@@ -346,24 +341,24 @@ def test_show_as_json(run: Path):
     assert (report["uses"], report["eviction"], report["unreadable"]) == ([], None, None)
 
 
-def test_show_prints_the_reason_of_an_eviction(run: Path):
+def test_show_prints_the_reason_of_an_eviction(bank_run: Path):
     assert (
-        lines("show", run, "run/0/0/0#1")[0]
+        lines("show", bank_run, "run/0/0/0#1")[0]
         == "run/0/0/0#1, version 1, evicted at step 2 to free space for run/2/0/0"
     )
 
 
-def test_a_uid_may_be_shortened_at_both_ends(run: Path):
-    whole = lines("show", run, "run/0/1/0#0")
+def test_a_uid_may_be_shortened_at_both_ends(bank_run: Path):
+    whole = lines("show", bank_run, "run/0/1/0#0")
     for name in ("0/1/0#0", "0/1", "run/0/1", "run/0/1/0#0@1"):
-        assert lines("show", run, name) == whole
+        assert lines("show", bank_run, name) == whole
     assert "the uids of 2 experiences start with it: '2/0/0#0, 2/0/0#1'." in error_line(
-        "show", run, "2/0"
+        "show", bank_run, "2/0"
     )
     assert "uid = 'nope': no experience of this bank has this uid" in error_line(
-        "show", run, "nope"
+        "show", bank_run, "nope"
     )
-    assert "no experience of this bank" in error_line("show", run, "")
+    assert "no experience of this bank" in error_line("show", bank_run, "")
 
 
 def test_uids_are_not_shortened_if_two_differ_only_in_their_run():
@@ -526,9 +521,9 @@ def test_only_the_last_questions_are_listed(tmp_path: Path):
     assert len(parsed("show", tmp_path, "0/0/0#0")["refinements"]) == 11
 
 
-def test_show_works_without_the_extractors_tokenizer(run: Path, copy: Path):
-    shown = lines("show", copy, "0/0/0#0")
-    assert shown[:-1] == lines("show", run, "0/0/0#0")[: len(shown) - 1]
+def test_show_works_without_the_extractors_tokenizer(bank_run: Path, bank_copy: Path):
+    shown = lines("show", bank_copy, "0/0/0#0")
+    assert shown[:-1] == lines("show", bank_run, "0/0/0#0")[: len(shown) - 1]
     assert shown[-1].startswith("The answer cannot be decoded: run = ")
     assert "contains no config.json" in shown[-1]
 
@@ -565,16 +560,16 @@ def test_a_long_history_is_divided_into_few_periods():
 # ── search ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
+def test_search_finds_what_retrieval_finds(bank_run: Path, bank_copy: Path):
     async def nearest(query: str, name: str) -> str:
-        manager = await open_bank(copy)
+        manager = await open_bank(bank_copy)
         (found,) = await manager.search([search(query, name=name)], counted=False)
         await manager.aclose()
         assert found is not None
         return found.use.uid
 
     for query, name in ((GOAL + " Go southwest.", "room"), ("left wall", "maze")):
-        rows = parsed("search", run, query, "--task", name)
+        rows = parsed("search", bank_run, query, "--task", name)
         assert rows[0]["uid"] == asyncio.run(nearest(query, name))
         assert [row["similarity"] for row in rows] == sorted(
             (row["similarity"] for row in rows), reverse=True
@@ -584,7 +579,7 @@ def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
     cosine = (1 + 0.1 * s) / math.sqrt(
         1 + 0.2 * s + 0.01
     )  # cosine of g and g + w·t, with w = 0.1 and s = g·t
-    assert lines("search", run, HALL.goal, "--limit", "1") == [
+    assert lines("search", bank_run, HALL.goal, "--limit", "1") == [
         "cosine  uid      lift  won  retrieved  step  goal                  text",
         (
             f" {cosine:.3f}  0/1/0#0     –    –          0     0  "
@@ -593,25 +588,25 @@ def test_search_finds_what_retrieval_finds(run: Path, copy: Path):
     ]
 
 
-def test_search_compares_texts_if_the_bank_has_no_vectors(run: Path, tmp_path: Path):
-    new = export_and_import(run, tmp_path)
+def test_search_compares_texts_if_the_bank_has_no_vectors(bank_run: Path, tmp_path: Path):
+    new = export_and_import(bank_run, tmp_path)
     (row,) = parsed("search", new, "Follow the left wall.", "--limit", "1")
     assert row["uid"] == "run/0/1/0#0"
     assert row["similarity"] == pytest.approx(1.0)
 
 
-def test_search_refuses_vectors_of_another_embedder(copy: Path):
-    with closing(sqlite3.connect(copy)) as db, db:
+def test_search_refuses_vectors_of_another_embedder(bank_copy: Path):
+    with closing(sqlite3.connect(bank_copy)) as db, db:
         db.execute("UPDATE facts SET value = 'qwen: goal + 0.1 text'")
-    assert "embedder = 'qwen: goal + 0.1 text'" in error_line("search", copy, "west")
+    assert "embedder = 'qwen: goal + 0.1 text'" in error_line("search", bank_copy, "west")
 
 
 # ── stats, queue, dead ────────────────────────────────────────────────────────────────────────────
 
 
-def test_stats(run: Path):
-    assert lines("stats", run)[1:] == STATS.splitlines()
-    metrics = parsed("stats", run)
+def test_stats(bank_run: Path):
+    assert lines("stats", bank_run)[1:] == STATS.splitlines()
+    metrics = parsed("stats", bank_run)
     assert metrics["entries"] == {
         "maze": {"active": 1, "evicted": 0, "merged": 0, "goals": 1},
         "room": {"active": 4, "evicted": 1, "merged": 0, "goals": 1},
@@ -621,7 +616,7 @@ def test_stats(run: Path):
         [0, 0, 0, 0, 1],
         {"active": 5, "retrieved": 1, "credited": 1, "voted": 0},
     )
-    assert metrics["bytes"] == (run / "bank.sqlite").stat().st_size
+    assert metrics["bytes"] == (bank_run / "bank.sqlite").stat().st_size
 
 
 async def test_the_size_of_an_open_bank_includes_its_log(tmp_path: Path):
@@ -633,10 +628,10 @@ async def test_the_size_of_an_open_bank_includes_its_log(tmp_path: Path):
 
 
 @pytest.mark.parametrize("version", ["0", "3", "9" * 5000])
-def test_a_version_that_was_never_written_is_an_error(run: Path, version: str):
-    assert lines("show", run, "0/0/0#0@1") == lines("show", run, "0/0/0#0@2")
+def test_a_version_that_was_never_written_is_an_error(bank_run: Path, version: str):
+    assert lines("show", bank_run, "0/0/0#0@1") == lines("show", bank_run, "0/0/0#0@2")
     assert "the newest version of this experience is 2. Omit the version." in error_line(
-        "show", run, f"0/0/0#0@{version}"
+        "show", bank_run, f"0/0/0#0@{version}"
     )
 
 
@@ -688,60 +683,60 @@ def test_entries_created_and_discarded_by_a_merge(tmp_path: Path):
     assert uids(new) == [uid]
 
 
-def test_queue_and_dead(run: Path):
-    assert lines("queue", run) == [
+def test_queue_and_dead(bank_run: Path):
+    assert lines("queue", bank_run) == [
         "episode    state    outcome  guided by  task  goal",
         "run/2/1/0  pending  lost     0/1/0#0    maze  Leave the long hall.",
     ]
-    assert lines("dead", run) == [
+    assert lines("dead", bank_run) == [
         "episode    outcome  task  goal                                reason",
         (
             "run/0/0/3  won      room  Find the exit of the azure cellar.  "
             "engine: the prompt is too long"
         ),
     ]
-    (waiting,) = parsed("queue", run)
+    (waiting,) = parsed("queue", bank_run)
     assert (waiting["id"], waiting["guided"], waiting["reason"]) == (
         "run/2/1/0",
         ["run/0/1/0#0"],
         None,
     )
-    assert parsed("dead", run)[0]["reason"] == "engine: the prompt is too long"
+    assert parsed("dead", bank_run)[0]["reason"] == "engine: the prompt is too long"
 
 
 # ── diff ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_diff(run: Path, copy: Path):
-    asyncio.run(diverge(copy))
-    assert lines("diff", run, copy) == DIFF.format(a=run, b=copy).splitlines()
-    found = parsed("diff", copy, run)
+def test_diff(bank_run: Path, bank_copy: Path):
+    asyncio.run(diverge(bank_copy))
+    assert lines("diff", bank_run, bank_copy) == DIFF.format(a=bank_run, b=bank_copy).splitlines()
+    found = parsed("diff", bank_copy, bank_run)
     assert [lesson["text"] for lesson in found["only_a"]] == ["Go back."]
     assert [lesson["won"] for lesson in found["both"][0]] == [1, 1]
-    same = lines("diff", run, run)
+    same = lines("diff", bank_run, bank_run)
     assert same[2] == "only in A 0, only in B 0, in both 5"
 
 
 # ── a bank that started with entries of another run ───────────────────────────────────────────────
 
 
-def test_a_diff_as_json_has_the_same_limit(run: Path, copy: Path):
-    asyncio.run(diverge(copy))
-    result = bank("diff", run, copy, "--limit", "1", "--json")
+def test_a_diff_as_json_has_the_same_limit(bank_run: Path, bank_copy: Path):
+    asyncio.run(diverge(bank_copy))
+    result = bank("diff", bank_run, bank_copy, "--limit", "1", "--json")
     assert {name: len(part) for name, part in json.loads(result.stdout).items()} == {
         "only_a": 1,
         "only_b": 1,
         "both": 1,
     }
     assert result.stderr == "showing 3 of 6; use --limit 0 for all\n"
-    assert len(parsed("diff", run, copy, "--limit", "0")["both"]) == 4
+    assert len(parsed("diff", bank_run, bank_copy, "--limit", "0")["both"]) == 4
 
 
-def test_steps_of_earlier_runs_are_not_shown_as_steps_of_this_run(run: Path, tmp_path: Path):
+def test_steps_of_earlier_runs_are_not_shown_as_steps_of_this_run(bank_run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    asyncio.run(play_second_run(run / "bank.sqlite", path))
+    asyncio.run(play_second_run(bank_run / "bank.sqlite", path))
     assert {entry["uid"]: entry["step"] for entry in parsed("ls", path)} == dict.fromkeys(
-        uids(run)
+        uids(bank_run)
     ) | {"again/1/0/0#0": 1}
     assert lines("ls", path, "--task", "maze") == [
         "uid      lift  won  retrieved  step  goal                  text",
@@ -766,16 +761,16 @@ def test_steps_of_earlier_runs_are_not_shown_as_steps_of_this_run(run: Path, tmp
     )
 
 
-def test_an_entry_that_was_only_retrieved_in_an_earlier_run(run: Path, tmp_path: Path):
+def test_an_entry_that_was_only_retrieved_in_an_earlier_run(bank_run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    asyncio.run(ExperienceManager.start_from(run / "bank.sqlite", path))
+    asyncio.run(ExperienceManager.start_from(bank_run / "bank.sqlite", path))
     assert "retrieved once, last in an earlier run" in lines("show", path, "0/0/0#0")
 
 
-def test_operations_of_earlier_runs_are_counted_separately(run: Path, tmp_path: Path):
+def test_operations_of_earlier_runs_are_counted_separately(bank_run: Path, tmp_path: Path):
     path = tmp_path / "bank.sqlite"
-    asyncio.run(play_second_run(run / "bank.sqlite", path))
-    earlier, now = parsed("stats", run), parsed("stats", path)
+    asyncio.run(play_second_run(bank_run / "bank.sqlite", path))
+    earlier, now = parsed("stats", bank_run), parsed("stats", path)
     assert (now["ops"], now["dropped"]) == ({"add": 1, "credit": 1, "retrieve": 1, "submit": 1}, {})
     assert (now["log"], now["step"], now["earlier"]) == (4, 1, earlier["log"])
     assert (earlier["step"], earlier["earlier"]) == (2, 0)
@@ -849,13 +844,13 @@ async def test_a_reader_sees_one_state(tmp_path: Path):
 
 
 async def test_a_reader_keeps_its_state_while_writers_open_and_close_the_bank(
-    copy: Path, tmp_path: Path
+    bank_copy: Path, tmp_path: Path
 ):
-    with open_reader(copy) as view:
+    with open_reader(bank_copy) as view:
         entries, requests = view.entries(None), view.queue()
-    with open_reader(copy) as view:
+    with open_reader(bank_copy) as view:
         assert view.queue() == requests
-        manager = await open_bank(copy)
+        manager = await open_bank(bank_copy)
         for step in range(40):
             await manager.submit(request(9, step, note="west"))
         await manager.drain()
@@ -864,22 +859,22 @@ async def test_a_reader_keeps_its_state_while_writers_open_and_close_the_bank(
         assert [view.lineage(entry.unit)[0].text for entry in entries] == [
             entry.text for entry in entries
         ]
-    with open_reader(copy) as view:
+    with open_reader(bank_copy) as view:
         assert view.queue()["done"] == requests["done"] + requests["pending"] + 40
     assert not list(await asyncio.to_thread(tmp_path.glob, "*-*")), "no log"
 
 
-def test_reading_changes_no_files(run: Path):
-    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+def test_reading_changes_no_files(bank_run: Path):
+    before = {path.name: path.stat().st_mtime_ns for path in bank_run.iterdir()}
     for command in (
-        ["ls", run],
-        ["show", run, "0/0/0#0"],
-        ["stats", run],
-        ["export", run],
-        ["search", run, "west"],
+        ["ls", bank_run],
+        ["show", bank_run, "0/0/0#0"],
+        ["stats", bank_run],
+        ["export", bank_run],
+        ["search", bank_run, "west"],
     ):
         lines(*command)
-    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in bank_run.iterdir()} == before
 
 
 def test_a_bank_of_version_1_can_be_read_and_is_upgraded_by_a_change(tmp_path: Path):
@@ -963,7 +958,7 @@ def test_control_characters_of_texts_are_escaped(tmp_path: Path):
 # ── files that are not banks ──────────────────────────────────────────────────────────────────────
 
 
-def test_each_error_is_one_line(copy: Path, tmp_path: Path):
+def test_each_error_is_one_line(bank_copy: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("Once upon a time. " * 99)
     for name, reason in (
@@ -980,33 +975,33 @@ def test_each_error_is_one_line(copy: Path, tmp_path: Path):
         ):
             assert reason in error_line(command[0], tmp_path / name, *command[1:])
     assert not (tmp_path / "none").exists()
-    with closing(sqlite3.connect(copy)) as db:
+    with closing(sqlite3.connect(bank_copy)) as db:
         db.execute("PRAGMA user_version = 99")
-    assert "its schema version 99 is newer than this crl's" in error_line("ls", copy)
+    assert "its schema version 99 is newer than this crl's" in error_line("ls", bank_copy)
 
 
-def test_arguments_that_are_not_unicode(run: Path, tmp_path: Path):
+def test_arguments_that_are_not_unicode(bank_run: Path, tmp_path: Path):
     assert r"uid = 'a\udcff': is not valid Unicode. Give it in UTF-8." in error_line(
-        "show", run, "a\udcff"
+        "show", bank_run, "a\udcff"
     )
     assert r"text = '\udcff': is not valid Unicode. Give it in UTF-8." in error_line(
-        "search", run, "\udcff"
+        "search", bank_run, "\udcff"
     )
     path = tmp_path / "x\udcff.sqlite"
-    path.write_bytes((run / "bank.sqlite").read_bytes())
+    path.write_bytes((bank_run / "bank.sqlite").read_bytes())
     assert parsed("stats", path)["bank"] == str(path)
 
 
-def test_a_damaged_page_is_reported_on_one_line(copy: Path):
-    whole = copy.read_bytes()
-    copy.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
-    assert "The file is damaged: restore a copy" in error_line("ls", copy, code=1)
+def test_a_damaged_page_is_reported_on_one_line(bank_copy: Path):
+    whole = bank_copy.read_bytes()
+    bank_copy.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    assert "The file is damaged: restore a copy" in error_line("ls", bank_copy, code=1)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9])
-def test_a_truncated_bank_is_damaged(copy: Path, share: float):
-    whole = copy.read_bytes()
-    copy.write_bytes(whole[: int(share * len(whole))])
+def test_a_truncated_bank_is_damaged(bank_copy: Path, share: float):
+    whole = bank_copy.read_bytes()
+    bank_copy.write_bytes(whole[: int(share * len(whole))])
     whole_copy = (
         "Restore a copy (first delete the -wal and -shm files next to it; they are not part "
         "of the copy)"
@@ -1014,16 +1009,16 @@ def test_a_truncated_bank_is_damaged(copy: Path, share: float):
     assert (
         f"the file is damaged (database disk image is malformed). {whole_copy}, "
         "or give a run directory"
-    ) in error_line("ls", copy)
+    ) in error_line("ls", bank_copy)
 
 
-def test_without_torch(run: Path):
+def test_without_torch(bank_run: Path):
     code = (
         "import sys\nfrom crl.cli.main import main\ntry: main()\n"
         "finally: print(sorted({'torch', 'transformers', 'nle'} & set(sys.modules)), "
         "file=sys.stderr)"
     )
-    for command in (["show", run, "0/0/0#0"], ["search", run, "west"], ["ls", run]):
+    for command in (["show", bank_run, "0/0/0#0"], ["search", bank_run, "west"], ["ls", bank_run]):
         result = subprocess.run(
             [sys.executable, "-c", code, "bank", *map(str, command)], capture_output=True, text=True
         )

@@ -22,8 +22,8 @@ def test_effects_of_one_task():
         "Training raised success without experience in places seen before (+0.300 [+0.236, +0.364])"
         " and has no shown effect on success without experience in new places"
         " (+0.000 [-0.071, +0.071]).",
-        "The bank lowered success in places seen before (-0.300 [-0.364, -0.236]).",
-        "A bank built online raised success in new places (+0.200 [+0.100, +0.300]).",
+        "The bank lowered success in places seen before (-0.300 [-0.364, -0.236]); "
+        "one built online raised success in new places (+0.200 [+0.100, +0.300]).",
     ]
 
 

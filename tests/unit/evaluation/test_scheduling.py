@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -137,6 +137,62 @@ async def test_a_slot_granted_during_cancellation_is_passed_on() -> None:
         await asyncio.wait([waiting])
         async with scheduler._slot(urgent=False):
             pass
+
+
+# ── progress ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class TurnEngine(ScriptedEngine):
+    """Engine whose episodes wait in every turn, until all of them have asked for it."""
+
+    def __init__(self, episodes: int, on_turn: Callable[[], object]) -> None:
+        super().__init__(renderer(), lambda messages: "wait")
+        self._barrier, self._on_turn = asyncio.Barrier(episodes), on_turn
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:  # fmt: skip
+        await self._barrier.wait()
+        self._on_turn()
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
+async def test_progress_of_episodes_that_all_end_together() -> None:
+    """Ten episodes of three turns: each start and each turn is a fifth of an episode."""
+    reports: list[tuple[int, int]] = []
+    at_turns: list[int] = []
+    scheduler = EpisodeScheduler(10, report=lambda *progress: reports.append(progress))
+    async with open_host() as hosted, asyncio.timeout(30):
+        engine = TurnEngine(10, lambda: at_turns.append(reports[-1][0]))
+        player = runner(engine, hosted.host)
+        for _ in range(2):
+            with scheduler.expecting(10):
+                played = await scheduler.play(player, "free", *episodes("set", 10))
+            assert {t.turns for t in played} == {3}
+            done = [done for done, _ in reports]
+            assert (at_turns[0], at_turns[10], at_turns[20]) == (2, 4, 6), "none has finished"
+            assert (done == sorted(done), done[-1]) == (True, 10)
+            assert {total for _, total in reports} == {10}
+            reports.clear()
+            at_turns.clear()
+
+
+async def test_progress_after_a_failed_evaluation_starts_at_zero() -> None:
+    reports: list[int] = []
+    scheduler = EpisodeScheduler(4, report=lambda done, total: reports.append(done))
+    engine = GatedEngine()
+    async with open_host() as hosted, asyncio.timeout(30):
+        with scheduler.expecting(4):
+            playing = asyncio.create_task(
+                scheduler.play(runner(engine, hosted.host), "free", *episodes("set", 4))
+            )
+            await until(lambda: len(engine.started_sessions) == 4)
+            playing.cancel()
+            await asyncio.wait([playing])
+        reports.clear()
+        with scheduler.expecting(4):
+            assert reports == [0]
 
 
 # ── episodes that are not played twice ────────────────────────────────────────────────────────────

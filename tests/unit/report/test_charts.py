@@ -117,6 +117,11 @@ def test_sparkline_needs_two_values():
     assert sparkline([0.0, 1.0]) == "0.0,22.0 120.0,2.0"
 
 
+def test_sparkline_of_values_at_steps():
+    points = sparkline([-1.0, 0.0, 1.0], low=-1, xs=[10, 20, 50])
+    assert points == "0.0,22.0 30.0,12.0 120.0,2.0"
+
+
 def test_unknown_intervals_are_not_drawn():
     line = Line("a", [Point(0, 0.5, math.nan, math.nan)])
     assert LineGeometry(LineChart("t", "", [line])).intervals(line) == []

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from crl.manager.inspection.reading import LiftView, open_reader
 from crl.monitor.run_dir import RunDir
 from crl.report.document import report
+from crl.report.lessons import lift_curve
 from crl.report.run_record import read_runs, unique_names
 from support.report_runs import train_for_report
 from support.whole_runs import crl
@@ -84,6 +86,30 @@ def test_report_of_a_run(run: Path):
     measured = [entry for entry in entries if entry["lift"]]
     assert measured
     assert all(entry["text"] in page.texts for entry in measured)
+
+
+def test_results_are_those_of_the_summary(run: Path):
+    record = json.loads((run / "summary.json").read_text())
+    page = Page(written(run))
+    rate = next(r for r in record["success"] if (r["split"], r["condition"]) == ("seen", "guided"))
+    assert {"free", "guided", "online", "alone"} == {r["condition"] for r in record["success"]}
+    for name, spec in (("first", ".3f"), ("last", ".3f"), ("change", "+.3f")):
+        value, low, high = (format(rate[name][end], spec) for end in ("value", "low", "high"))
+        assert f"{value} [{low}, {high}]" in page.texts
+    gap = record["experience"]["gap"]
+    half = gap["high"] - gap["value"]
+    assert f"{gap['value']:+.3f} ± {half:.3f} over {gap['n']} groups in" in page.text
+    bank = record["experience"]["bank"]
+    assert f"{bank['queue/done']} episodes distilled: {bank['ops/add']} added, " in page.text
+    assert f"{record['totals']['total/env_turns']:,} environment turns" in page.text
+    assert all(sentence in page.text for sentence in record["judgements"])
+    assert f"crl resume {run} --steps 6" in page.texts
+
+
+def test_a_run_that_was_killed_has_no_results(run: Path):
+    (run / "summary.json").unlink()
+    page = Page(written(run))
+    assert "The run has no summary.json: it has not ended, or was killed." in page.texts
 
 
 def test_rates_in_the_report_are_those_of_the_run(run: Path):
@@ -187,6 +213,85 @@ def test_a_lesson_of_ten_megabytes_and_one_with_markup(run: Path):
     assert len(html) < 5 * 2**20
 
 
+def test_hostile_texts_of_many_runs_share_one_limit(run: Path, tmp_path: Path):
+    """Every character of these texts becomes ten. A report cuts the texts of all runs equally."""
+    import sqlite3
+
+    long = "\U000e0001" * 5_000
+    with sqlite3.connect(run / "bank.sqlite") as db:
+        db.execute("UPDATE entries SET text = ?, goal = ?", (long, long))
+        db.execute("UPDATE log SET data = json_set(data, '$.text', ?) WHERE kind = 'add'", (long,))
+    db.close()
+    for shard in (run / "episodes").glob("*.jsonl.gz"):
+        with gzip.open(shard, "rt") as file:
+            records = [json.loads(line) for line in file]
+        for record in records:
+            record["segments"] = [s | {"text": long} for s in record["segments"]] * 5
+        with gzip.open(shard, "wt") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    (run / "log.txt").write_text(long)
+    runs = [run, *(Path(shutil.copytree(run, tmp_path / f"copy{i}")) for i in range(7))]
+    html = written(*runs, out=tmp_path / "all.html")
+    assert 1_000_000 < len(html.encode()) < 5_000_000
+    page = Page(html)
+    (share,) = re.findall(r"have at most (\d+) % of their usual length", page.text)
+    assert 0 < int(share) < 100
+    assert page.text.count("more characters)") > 8 * 10
+    alone = Page(written(run)).text
+    shares = re.findall(r"have at most (\d+) % of their usual length", alone)
+    assert not shares or int(shares[0]) > int(share), "one run has more space"
+
+
+def test_a_report_with_short_texts_is_complete(run: Path):
+    assert "of their usual length" not in Page(written(run)).text
+
+
+def test_a_story_has_the_lift_by_step(run: Path):
+    html = written(run)
+    with open_reader(run / "bank.sqlite") as bank:
+        entries = [entry for entry in bank.entries() if entry.counters.lift]
+        views = {entry.uid: bank.lifts(entry.uid) for entry in entries}
+    assert "Lift by step" in html
+    curves = {uid: lift_curve(found) for uid, found in views.items()}
+    assert all(curves.values())
+    for curve in curves.values():
+        assert f"{curve[-1].y:.3g} after step {curve[-1].x}, of all versions</dd>" in html
+
+
+def test_the_curve_of_a_lift_adds_the_groups_of_a_step():
+    """Differences 1, 0 after step 2, then −1 after step 4: means 1/2 and 0."""
+    views = [
+        LiftView(step, f"run/{step}/{i}", 1, guided, free)
+        for i, (step, guided, free) in enumerate([(2, 1.0, 0.0), (2, 0.5, 0.5), (4, 0.0, 1.0)])
+    ]
+    assert [(point.x, point.y) for point in lift_curve(views)] == [(2, 0.5), (4, 0.0)]
+    earlier = LiftView(None, "old/1/1", 1, 1.0, 0.0)
+    assert [(point.x, point.y) for point in lift_curve([earlier])] == [(0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("actor", "extractor", "text"),
+    [
+        (0.0, 1e-3, "trained the extractor on room"),
+        (1e-3, 0.0, "trained the actor on room"),
+        (0.0, 0.0, "trained no model on room"),
+    ],
+)
+def test_a_model_with_learning_rate_0_is_not_trained(
+    run: Path, actor: float, extractor: float, text: str
+):
+    saved = json.loads((run / "config.json").read_text())
+    for role, rate in (("actor", actor), ("extractor", extractor)):
+        saved["config"][role]["optimizer"]["learning_rate"] = rate
+    (run / "config.json").write_text(json.dumps(saved))
+    (run / "summary.json").unlink()
+    summary = Page(written(run).partition("</section>")[0]).text
+    assert text in summary
+    assert ("The actor was not trained." in summary) == (actor == 0)
+    judged = re.search(r"Training (raised|lowered|has no shown effect)", summary)
+    assert bool(judged) == (actor > 0)
+
+
 def test_runs_of_two_arms(run: Path, trained: Path, tmp_path: Path):
     other = Path(shutil.copytree(trained, tmp_path / "other"))
     saved = json.loads((other / "config.json").read_text())
@@ -197,6 +302,13 @@ def test_runs_of_two_arms(run: Path, trained: Path, tmp_path: Path):
     assert "0.125" in page.texts
     assert "Differences of success after the last step" in page.texts
     assert "B − A" in page.texts
+    first, second = (text for text in page.texts if re.match(r"[AB]: 1 run with seed 0", text))
+    rates = json.loads((run / "summary.json").read_text())["success"]
+    rate = next(r for r in rates if (r["split"], r["condition"]) == ("seen", "guided"))["last"]
+    interval = f"{rate['value']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}]"
+    assert "method complementary, 3 steps. Trained both models on room." in first
+    assert f"; seen with the run's bank {interval}; " in first
+    assert first[1:] == second[1:]
 
 
 def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path):
@@ -206,6 +318,7 @@ def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path
     (other / "config.json").write_text(json.dumps(saved))
     html = report(read_runs([run, other]))
     assert "95 % intervals of the mean over seeds." in html
+    assert "with seed 0, 1" not in html, "one arm has no paragraph of its own"
     assert "Differences of success" not in html
 
 

@@ -58,6 +58,25 @@ class BlockingEngine(ScriptedEngine):
         return await super().generate(ids, sampling, session=session, rng=rng)
 
 
+class WaitingEngine(ScriptedEngine):
+    """Engine whose episodes all take three turns, each after all others have asked for it."""
+
+    def __init__(self, episodes: int) -> None:
+        super().__init__(renderer(), lambda messages: "wait")
+        self._barrier = asyncio.Barrier(episodes)
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        rng: int | None = None,
+    ) -> Completion:
+        await self._barrier.wait()
+        return await super().generate(ids, sampling, session=session, rng=rng)
+
+
 class DyingEngine(ScriptedEngine):
     """Engine that dies at its n-th request (from 0). This request and all later ones fail."""
 
@@ -392,3 +411,17 @@ async def test_groups_start_one_after_another_when_all_have_joined():
             other.cancel()
     assert [known for _, known in started] == [G * K] * G
     assert len({turn for turn, _ in started}) == G
+
+
+async def test_progress_of_groups_that_all_end_together() -> None:
+    """Two groups of three members: starts and turns are a fifth of an episode."""
+    reports: list[tuple[int, int]] = []
+    async with open_host() as hosted:
+        collector = make_collector(
+            hosted, WaitingEngine(G * K), steps=1, report=lambda *p: reports.append(p)
+        )
+        async with running(collector):
+            assert {t.turns for t in await collector.batch(0)} == {3}
+    assert [done for done, _ in reports][:2] == [0, 1], "no group has finished"
+    assert reports.index((1, 2)) < reports.index((2, 2))
+    assert reports[-1] == (2, 2)

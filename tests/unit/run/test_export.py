@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import DatasetCard, ModelCard
 from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
-from crl.config.load import dump, load
+from crl.config.load import dump, load, load_saved
 from crl.config.models import resolve_model
 from crl.config.resume import changed_config
 from crl.evaluation.evaluate import Evaluation, SuccessRate
 from crl.evaluation.records import evaluation_record
 from crl.run.exporting import export
+from crl.run.exporting.cards import bank_card
 
 
 @pytest.fixture
@@ -148,3 +149,20 @@ def test_a_bank_has_no_role(role: str, checkpoint: Path, tmp_path: Path) -> None
     result = crl_export(checkpoint, tmp_path / "bank", "--bank", "--role", role)
     assert result.exit_code == 2
     assert f"role = '{role}': does not apply to --bank" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("entries", "category"),
+    [(0, "n<1K"), (999, "n<1K"), (1_000, "1K<n<10K"), (25_000, "10K<n<100K"), (10**6, "1M<n<10M")],
+)
+def test_the_card_of_a_bank_has_the_metadata_of_a_dataset(
+    entries: int, category: str, checkpoint: Path
+) -> None:
+    """Licence and language are unknown, and are not named."""
+    card = DatasetCard(bank_card(load_saved(checkpoint.parents[1]), checkpoint, entries))
+    assert card.data.to_dict() == {
+        "size_categories": [category],
+        "tags": ["reinforcement-learning", "llm-agent", "crl", "experience-bank", "sqlite"],
+        "pretty_name": "Experience bank of room",
+    }
+    assert card.text.lstrip().startswith("# Experience bank of a run of crl\n")

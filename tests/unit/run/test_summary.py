@@ -1,7 +1,8 @@
-"""Summary at the end of a run, word for word."""
+"""Summary at the end of a run: its text word for word, and its file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from crl.evaluation.evaluate import EvalKey, Evaluation, SuccessRate
 from crl.evaluation.metrics import GroupGap
 from crl.intervals import Mean
 from crl.run.summary import (
+    HEIGHT,
+    WIDTH,
     ExperienceReport,
-    NextSteps,
+    Outcome,
     SuccessReport,
     Summary,
     best_of_each_task,
@@ -40,36 +43,21 @@ SUMMARY = Summary(
     totals=Totals(env_turns=12_345, overtime_turns=678, actor_tokens=98_765),
     success=SuccessReport(1.0, BEFORE, AFTER),
     skipped_updates=0,
-    next_steps=NextSteps(
-        run=Path("runs/one"),
-        checkpoint=Path("runs/one/checkpoints/80"),
-        command="crl train --tasks room,maze --method grpo --set run.steps=80",
-        seed=4,
-        planned_steps=80,
-    ),
+    outcome=Outcome(Path("runs/one"), Path("runs/one/checkpoints/80"), planned_steps=80),
 )
 
 TEXT = """
-80 steps in 172 s
-environment turns: 12,345 (678 in overtime); sampled tokens: actor 98,765
+80 steps: 172 s, 12,345 environment turns, 98,765 sampled tokens
+success [95 % interval]:
+  seen, without experience           0.250 → 0.750   +0.500 [+0.420, +0.569]
+  unseen, without experience         0.000 → 0.551   +0.551 [+0.488, +0.611]
 
-success on fixed eval sets, sampled at temperature 1 [95 % Wilson interval over episodes]:
-  room seen   without experience         256 episodes   0.250 [0.201, 0.306] → \
-0.750 [0.694, 0.799]   +0.500
-  room unseen without experience         256 episodes   0.000 [0.000, 0.015] → \
-0.551 [0.490, 0.611]   +0.551
+Training raised success without experience in places seen before (+0.500
+  [+0.420, +0.569]) and raised success without experience in new places (+0.551
+  [+0.488, +0.611]).
 
-effects in this run [95 % interval, without the spread between seeds]:
-  Training raised success without experience in places seen before (+0.500 [+0.420, +0.569]) and \
-raised success without experience in new places (+0.551 [+0.488, +0.611]).
-
-the trained models, in Hugging Face format: runs/one/checkpoints/80
-  look further:      crl report runs/one
-  repeat the eval:   crl eval runs/one
-  train further:     crl resume runs/one --steps 160
-  another seed:      crl train --tasks room,maze --method grpo --set run.steps=80 --seed 5
-  in Python:         AutoModelForCausalLM.from_pretrained('runs/one/checkpoints/80/actor')
-  metrics, episodes: runs/one/metrics.jsonl, runs/one/episodes"""
+trained models: runs/one/checkpoints/80
+look further: crl report runs/one"""
 
 
 def test_a_whole_run() -> None:
@@ -77,70 +65,139 @@ def test_a_whole_run() -> None:
 
 
 def test_notes_on_unofficial_data() -> None:
-    rows, note = (
-        TEXT.split("+0.551\n"),
-        "played on a generated maze: metrics are not comparable with published results",
-    )
+    note = "played on a generated maze: metrics are not comparable with published results"
     success = SuccessReport(1.0, BEFORE, AFTER, data_notes={"maze": note})
+    text = replace(SUMMARY, success=success).text()
     assert (
-        replace(SUMMARY, success=success).text() == f"{rows[0]}+0.551\n  maze is {note}\n{rows[1]}"
-    )
+        "\n\nmaze is played on a generated maze: metrics are not comparable with published\n"
+        "  results\n\ntrained models: "
+    ) in text
 
 
 def test_a_stopped_run_has_no_final_evaluation() -> None:
     text = replace(SUMMARY, success=SuccessReport(1.0, BEFORE), steps=3).text()
-    assert "3 steps in 172 s" in text
-    assert "  room seen   without experience         256 episodes   0.250 [0.201, 0.306]\n" in text
+    assert "3 steps: 172 s" in text
+    assert "  seen, without experience           0.250 [0.201, 0.306]\n" in text
     assert "→" not in text
 
 
 def test_a_run_stopped_in_its_first_evaluation() -> None:
     text = replace(SUMMARY, success=SuccessReport(1.0, None), steps=0).text()
-    assert "0 steps in 172 s\nenvironment turns: 12,345" in text
-    assert "actor 98,765\n\nstopped before the first evaluation\n\nthe trained models" in text
+    assert "\n0 steps: 172 s, 12,345 environment turns" in text
+    assert "98,765 sampled tokens\nstopped before the first evaluation\n\ntrained models" in text
 
 
 def test_errors_and_skipped_updates_are_reported() -> None:
     success = SuccessReport(1.0, replace(BEFORE, errors=1), replace(AFTER, errors=4))
-    text = replace(SUMMARY, skipped_updates=2, success=success).text()
-    assert "  5 eval episodes ended with an error and count as failures\n" in text
-    assert "  2 updates were skipped because the loss or its gradient was not finite\n" in text
+    summary = replace(SUMMARY, skipped_updates=2, success=success)
+    text = summary.text()
+    assert "\n5 eval episodes ended with an error and count as failures\n" in text
+    assert "\n2 updates were skipped because the loss or its gradient was not finite\n" in text
+    assert summary.record()["errors"] == {
+        "training_episodes": 0, "eval_episodes": 5, "skipped_updates": 2,
+    }  # fmt: skip
+
+
+def test_the_longest_text_fits_one_screen() -> None:
+    """Two tasks, all conditions, both models, sentences of three lines, and many warnings."""
+    keys = [
+        (task, split, condition) for task in ("room", "maze") for _, split, condition in SETTINGS
+    ]
+    gains = {"room": Mean(-0.125, 0.05, 64, 64), "maze": Mean(-0.25, 0.05, 64, 64)}
+    before = Evaluation({key: SuccessRate(128, 256) for key in keys}, {}, 3)
+    after = Evaluation({key: SuccessRate(100, 256) for key in keys}, {}, 4, lift=gains)
+    notes = {task: "played on generated data that is not the official one" for task in ("a", "b")}
+    warnings = [f"warning: in {n} of 9 steps {'sign ' * 20}" for n in range(9)]
+    stats = {**REPORT.stats, "bank/size": 1_234_567, "queue/done": 12_345_678}
+    summary = replace(
+        SUMMARY,
+        success=SuccessReport(1.0, before, after, data_notes=notes),
+        totals=Totals(123_456_789, 678, 9_876_543_210, errors=5),
+        experience=replace(REPORT, stats=stats, evaluation=after),
+        skipped_updates=2,
+        warnings=warnings,
+    )
+    for outcome in (SUMMARY.outcome, replace(SUMMARY.outcome, interrupted=True)):
+        lines = replace(summary, outcome=outcome).text().splitlines()
+        assert len(lines) == HEIGHT - 1
+        assert max(map(len, lines)) <= WIDTH
+        assert lines[-1].startswith(("look further: crl report", "continue: crl resume"))
+        assert any(line.startswith("warning: in 0 of 9") for line in lines)
+        assert any("more lines of notes: the report has them" in line for line in lines)
+    record = summary.record()
+    assert set(warnings) < set(record["notes"]), "the file has all of them"
+    assert "success, mean of 2 tasks [95 % interval]:" in summary.text()
+    assert sum("→" in line for line in summary.text().splitlines()) == 4
+
+
+def test_the_file_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    replace(SUMMARY, experience=REPORT).write(path)
+    record = json.loads(path.read_text("utf-8"))
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    assert (record["steps"], record["planned_steps"], record["seconds"]) == (80, 80, 171.6)
+    assert record["success"][0] == {
+        "task": "room", "split": "seen", "condition": "free", "episodes": 256,
+        "first": {"value": 0.25, "low": pytest.approx(0.201, abs=5e-4),
+                  "high": pytest.approx(0.306, abs=5e-4)},
+        "last": {"value": 0.75, "low": pytest.approx(0.694, abs=5e-4),
+                 "high": pytest.approx(0.799, abs=5e-4)},
+        "change": {"value": 0.5, "low": pytest.approx(0.420, abs=5e-4),
+                   "high": pytest.approx(0.569, abs=5e-4)},
+    }  # fmt: skip
+    assert record["judgements"] == SUMMARY.judgements
+    assert record["totals"]["total/env_turns"] == 12_345
+    experience = record["experience"]
+    assert experience["gap"] == {"value": 0.25, "low": 0.25, "high": 0.25, "n": 4, "places": 3}
+    assert experience["probe_gains"]["room"]["last"]["value"] == 0.4
+    assert experience["online_gains"]["room"]["value"] == 0.125
+    assert experience["lessons"]["room"]["correct"]["value"] == 0.75
+    assert experience["lessons"]["room"]["untrained_answers"] == 128
+    assert experience["bank"]["ops/add"] == 40
+    assert [best["uid"] for best in experience["best"]] == [e.uid for e in REPORT.best]
+    assert experience["best"][2]["lift"] is None
+
+
+def test_the_file_of_a_deterministic_run_has_no_wall_times() -> None:
+    record = replace(SUMMARY, deterministic=True).record()
+    assert [record[name] for name in ("seconds", "step_seconds", "bank_seconds")] == [None] * 3
+
+
+def test_rates_without_intervals_are_null_in_the_file() -> None:
+    unknown = Evaluation({ONLINE: SuccessRate(1, 2, effective_episodes=0)}, {}, 0)
+    record = replace(SUMMARY, success=SuccessReport(1.0, BEFORE, unknown)).record()
+    (row,) = record["success"]
+    assert row["last"] == {"value": 0.5, "low": None, "high": None}
+    assert (row["first"], row["change"]) == (None, None)
 
 
 def test_failed_training_episodes_are_counted() -> None:
     for errors, line in (
-        (1, "  1 training episode failed with an error and was not trained on\n"),
-        (1200, "  1,200 training episodes failed with an error and were not trained on\n"),
+        (1, "\n1 training episode failed with an error and was not trained on\n"),
+        (1200, "\n1,200 training episodes failed with an error and were not trained on\n"),
     ):
         assert line in replace(SUMMARY, totals=replace(SUMMARY.totals, errors=errors)).text()
 
 
 def test_a_run_without_updates_has_trained_no_model() -> None:
-    text = replace(SUMMARY, next_steps=replace(SUMMARY.next_steps, actor_updated=False)).text()
-    assert "the trained models" not in text
+    text = replace(SUMMARY, outcome=replace(SUMMARY.outcome, actor_updated=False)).text()
+    assert "trained models" not in text
     assert (
-        "\nno update of the actor was made: its weights are unchanged\n"
-        "the models, in Hugging Face format: runs/one/checkpoints/80\n"
+        "\nno update of the actor was made: its weights are unchanged\n\n"
+        "checkpoint: runs/one/checkpoints/80\n"
     ) in text
 
 
 def test_singular_nouns() -> None:
     success = SuccessReport(1.0, BEFORE, replace(AFTER, errors=1))
-    report = replace(
-        REPORT,
-        stats={**REPORT.stats, "bank/size": 1, "queue/done": 1, "queue/dead": 1},
-        best=[replace(REPORT.best[1], counters=Counters(credited=1, credit=1.0))],
-        trained=1,
-    )
+    stats = {**REPORT.stats, "bank/size": 1, "queue/done": 1}
+    report = replace(REPORT, stats=stats)
     text = replace(SUMMARY, steps=1, success=success, skipped_updates=1, experience=report).text()
     for line in (
-        "1 step in 172 s\n",
-        "  1 eval episode ended with an error and counts as a failure\n",
-        "  1 update was skipped because the loss or its gradient was not finite\n",
-        "  extractor: 1 update; 1 episode distilled: 40 added, 5 updated, 0 returned, 0 refused; "
-        "1 episode failed\n",
-        "  bank: 1 experience in runs/one/bank.sqlite\n",
-        "won   1 of    1 episode   Room: the wet hut.",
+        "\n1 step: 172 s",
+        "\n1 eval episode ended with an error and counts as a failure\n",
+        "\n1 update was skipped because the loss or its gradient was not finite\n",
+        "\nbank: 1 experience of 1 episode; ",
     ):
         assert line in text
 
@@ -162,7 +219,6 @@ def test_an_evaluation_alone() -> None:
 
 SOURCE = Provenance("g1", (0, 1))
 REPORT = ExperienceReport(
-    bank=Path("runs/one/bank.sqlite"),
     stats={
         "bank/size": 31,
         "total/sampled_tokens/extractor": 4_321,
@@ -265,44 +321,10 @@ def test_rows_are_grouped_by_task_and_aligned() -> None:
     ]
 
 
-def test_experience_lines() -> None:
-    """Compute lifts: half = 3.182446 · √(1 + 0.125) / 3 = 1.125165 (e1), 12.706205 · √1 / 1 (e2).
-
-    The gaps of the three places have one mean.
-    """
-    assert REPORT.lines() == [
-        "",
-        "experience [± half a 95 % interval, by Student's t over places]:",
-        (
-            "  guided − free success in the same groups, second half of the run: +0.250 ± "
-            "0.000 over 4 groups in 3 places"
-        ),
-        "  room: gain from right advice on the probe: +0.010 ± 0.050 → +0.400 ± 0.060",
-        "  room: gain from a bank built online in unseen places: +0.125 ± 0.050 over 64 places",
-        "  room: right lessons in 256 answers of the extractor: 0.750 [0.694, 0.799]; "
-        "untrained extractor, 128 answers on the same episodes: 0.250 [0.183, 0.332]",
-        (
-            "  extractor: 12 updates; 640 episodes distilled: 40 added, 5 updated, 0 "
-            "returned, 0 refused; 2 episodes failed"
-        ),
-        "  bank: 31 experiences in runs/one/bank.sqlite",
-        (
-            "  best experiences by the lower end of lift (guided − free success in the same "
-            "groups ± half a 95 % credible interval):"
-        ),
-        (
-            "    lift +0.250 ± 1.125 over 3 groups    "
-            "won  10 of  12 episodes   Room: the dusty hut.  go east."
-        ),
-        (
-            "    lift +0.000 ± 12.706 over 1 group    "
-            "won   4 of   4 episodes   Room: the wet hut.  go on."
-        ),
-        (
-            "    lift unknown                         "
-            "won   4 of   4 episodes   Room: the red hut.  go west."
-        ),
-    ]
+def test_the_line_of_the_experience() -> None:
+    """The gaps of the three places have one mean."""
+    assert REPORT.line() == ("bank: 31 experiences of 640 episodes; guided − free +0.250 ± 0.000")
+    assert replace(REPORT, gaps=[]).line() == "bank: 31 experiences of 640 episodes"
 
 
 def test_groups_of_one_place_are_one_cluster() -> None:
@@ -316,11 +338,7 @@ def test_groups_of_one_place_are_one_cluster() -> None:
     gaps = [
         GroupGap(("room", place), gap) for place, place_gaps in values.items() for gap in place_gaps
     ]
-    line = replace(REPORT, gaps=gaps).lines()[2]
-    assert line == (
-        "  guided − free success in the same groups, second half of the run: +0.100 ± "
-        "0.592 over 5 groups in 3 places"
-    )
+    assert replace(REPORT, gaps=gaps).line().endswith("guided − free +0.100 ± 0.592")
 
 
 def experiences(*tasks: str) -> list[Experience]:
@@ -352,58 +370,39 @@ async def test_the_report_shows_the_best_of_every_task(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         loop.experience.manager, "best", lambda n: experiences("room", "room", "shop")[:n]
     )
-    report = await experience_report(loop, Path("bank.sqlite"), "extractor")
+    report = await experience_report(loop, "extractor")
     assert report is not None
     assert [experience.task for experience in report.best] == ["room", "room", "shop"]
 
 
-def test_missing_values_are_left_out() -> None:
+def test_missing_values_are_null() -> None:
     stats = {"bank/size": 0}
-    bare = ExperienceReport(
-        Path("bank.sqlite"),
-        stats,
-        best=[],
-        gaps=[],
-        probe_gains={},
-        evaluation=None,
-        trained=None,
-    )
-    assert bare.lines()[2:] == [
-        (
-            "  extractor: not trained; 0 episodes distilled: 0 added, 0 updated, 0 returned, "
-            "0 refused; 0 episodes failed"
-        ),
-        "  bank: 0 experiences in bank.sqlite",
-    ]
+    bare = ExperienceReport(stats, best=[], gaps=[], probe_gains={}, evaluation=None, trained=None)
+    record = bare.record()
+    assert (record["gap"], record["extractor_updates"], record["lessons"]) == (None, None, {})
+    assert record["bank"]["ops/add"] == 0
     evaluation = Evaluation({}, {}, 0, lessons={"room": SuccessRate(1, 2)})
     gaps = [GroupGap(("room", "hut"), 0.5)]
-    one = replace(bare, gaps=gaps, evaluation=evaluation).lines()
-    assert one[2] == (
-        "  guided − free success in the same groups, second half of the run: +0.500 ± – "
-        "over 1 group in 1 place"
-    )
-    assert one[3] == "  room: right lessons in 2 answers of the extractor: 0.500 [0.095, 0.905]"
+    one = replace(bare, gaps=gaps, evaluation=evaluation)
+    assert one.line().endswith("guided − free +0.500 ± –")
+    assert one.record()["gap"] == {"value": 0.5, "low": None, "high": None, "n": 1, "places": 1}
+    assert one.record()["lessons"]["room"]["untrained_correct"] is None
 
 
 def test_suggested_commands_can_be_pasted() -> None:
     odd = Path("my runs/one")
-    next_steps = NextSteps(odd, odd / "checkpoints/80", "crl train", seed=4, planned_steps=0)
-    text = replace(SUMMARY, next_steps=next_steps).text()
-    assert "  repeat the eval:   crl eval 'my runs/one'\n" in text
-    assert "  train further:     crl resume 'my runs/one' --steps 1\n" in text
+    outcome = Outcome(odd, odd / "checkpoints/80", planned_steps=0)
+    text = replace(SUMMARY, outcome=outcome).text()
+    assert text.endswith("\nlook further: crl report 'my runs/one'")
 
 
 def test_the_summary_of_an_interrupted_run() -> None:
-    next_steps = replace(SUMMARY.next_steps, interrupted=True)
-    text = replace(SUMMARY, steps=7, next_steps=next_steps).text()
+    text = replace(SUMMARY, steps=7, outcome=replace(SUMMARY.outcome, interrupted=True)).text()
     assert text.startswith(
-        "\ninterrupted after 7 of 80 steps, 172 s: the final evaluation was skipped, and the "
-        "numbers below are not the result of the run\n"
+        "\ninterrupted after 7 of 80 steps: the final evaluation was skipped\n7 steps: 172 s, "
     )
     assert text.endswith(
-        "the last checkpoint: runs/one/checkpoints/80\n"
-        "  continue the run:  crl resume runs/one\n"
-        "  metrics, episodes: runs/one/metrics.jsonl, runs/one/episodes"
+        "\nlast checkpoint: runs/one/checkpoints/80\ncontinue: crl resume runs/one"
     )
 
 
@@ -432,7 +431,7 @@ async def test_gaps_of_the_second_half_and_gains_of_the_first_and_last_probe() -
     name = "probe/room/right_minus_none"
     probes = {step: {name: step / 10, f"{name}/half_width": 0.01} for step in (0, 2, 4)}
     report = await experience_report(
-        _loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), Path("bank.sqlite"), "extractor"
+        _loop(4, [[9.0], [9.0], [0.25], [0.5, 0.75], []], probes), "extractor"
     )
     assert report is not None
     assert list(report.gaps) == [0.25, 0.5, 0.75]
@@ -443,7 +442,7 @@ async def test_a_run_stopped_before_its_first_step_has_no_gains() -> None:
     probes = {
         0: {"probe/room/right_minus_none": 0.5, "probe/room/right_minus_none/half_width": 0.1}
     }
-    report = await experience_report(_loop(0, [], probes), Path("bank.sqlite"), "extractor")
+    report = await experience_report(_loop(0, [], probes), "extractor")
     assert report is not None
     assert report.probe_gains == {}
 

@@ -39,18 +39,8 @@ def test_overtime_failed_episodes_and_trained_sequences_count():
     assert totals.errors == 1
 
 
-def test_the_summary_line():
-    assert Totals(1_234_567, 5, 36).line(9_000) == (
-        "environment turns: 1,234,567 (5 in overtime); sampled tokens: actor 36, extractor 9,000"
-    )
-
-
-def test_the_time_of_the_steps() -> None:
+def test_seconds_of_the_steps_are_added() -> None:
     totals = Totals()
-    assert totals.time_line() == ""
     totals.add_step(6.0, 0.5)
     totals.add_step(4.0, 0.25)
-    assert totals.time_line() == (
-        "time of the steps: 10 s; calls of the model that writes the bank were in progress in "
-        "7.5% of it"
-    )
+    assert totals.step_seconds == [10.0, 0.75]

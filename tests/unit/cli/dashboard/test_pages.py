@@ -215,6 +215,20 @@ def test_stages_show_their_progress_and_what_is_left():
     assert "rollouts" in page(complementary(), "system").split("under way")[1]
 
 
+def test_the_system_page_shows_the_machine():
+    monitor = started("grpo", "room")
+    for step in (1, 2):
+        gpu = {f"perf/gpu/{n}/{name}": n + step for n in (0, 1) for name in ("memory_gib", "load")}
+        memory = {"perf/process_memory_gib": 1.5 * step, "perf/episodes_per_s": 40.0}
+        monitor.log(step, "train", {**memory, "perf/cpu_load": 0.5, **gpu})
+    machine, others = page(monitor.snapshot(), "system").split("machine")[1].split("speed and")
+    for name in ("process_memory_gib", "cpu_load", "gpu/0/memory_gib", "gpu/1/memory_gib"):
+        assert f"\n{name} " in machine
+    assert "3" in machine.split("process_memory_gib")[1].split()[0]
+    assert "episodes_per_s" in others
+    assert "episodes_per_s" not in machine
+
+
 def test_the_members_of_the_last_group_can_be_read():
     view = View(page=NUMBERS["episode"])
     first = picture(complementary(), 80, 40, view=view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
 from crl.cli.runs.episode_text import replay_lines
-from crl.cli.runs.episodes import _paged
+from crl.cli.runs.episodes import _paged, _print_lines
 from crl.records.shards import write_shard
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
 from support.hostile_texts import FORBIDDEN, HOSTILE
@@ -172,10 +173,25 @@ def test_tokens_stand_with_their_answers():
 def test_experience_is_highlighted_on_a_terminal():
     console = Console(force_terminal=True, color_system="standard", width=80)
     with console.capture() as output:
-        for line in replay_lines(guided(), 80):
-            console.print(line)
+        _print_lines(console, replay_lines(guided(), 80))
     assert "\x1b[32mGo west.\x1b[0m" in output.get()
     assert "\x1b[32mWest of here.\x1b[0m" in output.get()
+
+
+@pytest.mark.parametrize("text", ["ab c\td\n", "\x1b[0m\u202e"])
+def test_a_long_text_is_printed_completely_and_soon(tmp_path: Path, text: str):
+    """It took minutes, because rich laid out every line."""
+    count = 2_000_000 // len(text)
+    played = build_trajectory(
+        Task("room", 7, "train", GOAL), segments=(Segment("user", text * count, "env"),), turns=0
+    )
+    write_shard(tmp_path / "episodes", 1, [played])
+    started = time.process_time()
+    result = crl("replay", tmp_path)
+    assert time.process_time() - started < 15
+    assert result.exit_code == 0
+    shown = {"ab c\td\n": "ab c    d\n"}.get(text, "\\x1b[0m\\u202e")
+    assert result.stdout.count(shown) == count
 
 
 def test_several_episodes_and_an_error(run: Path):

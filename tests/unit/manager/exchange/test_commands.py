@@ -9,26 +9,22 @@ import pytest
 
 from crl.manager.exchange import files
 from crl.manager.inspection.upkeep import create_bank
-from support.bank_commands import bank, error_line, finished_run, lines
+from support.bank_commands import bank, error_line, lines
 from support.hostile import HOSTILE, entry
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run. No test changes it."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
-
-
-def test_every_format_returns_the_bank(run: Path, tmp_path: Path):
-    exported = bank("export", run).stdout
+def test_every_format_returns_the_bank(bank_run: Path, tmp_path: Path):
+    exported = bank("export", bank_run).stdout
     for name, form in (("a.jsonl", "jsonl"), ("a.md", "markdown"), ("skills", "skills")):
-        (line,) = lines("export", run, "--format", form, "--out", tmp_path / name)
+        (line,) = lines("export", bank_run, "--format", form, "--out", tmp_path / name)
         assert line.startswith("exported 5 experiences")
         new = tmp_path / f"{name}.sqlite"
         assert lines("import", new, tmp_path / name) == [f"imported 5 experiences into {new}"]
         assert sorted(bank("export", new).stdout.splitlines()) == sorted(exported.splitlines())
     assert (tmp_path / "a.jsonl").read_text("utf-8") == exported
-    assert bank("export", run, "--format", "markdown").stdout == (tmp_path / "a.md").read_text()
+    assert (
+        bank("export", bank_run, "--format", "markdown").stdout == (tmp_path / "a.md").read_text()
+    )
     folders = sorted(path.name for path in (tmp_path / "skills").iterdir())
     assert folders == ["crl-maze", "crl-room"]
     page = (tmp_path / "skills" / "crl-room" / "SKILL.md").read_text("utf-8")
@@ -53,8 +49,8 @@ def test_hostile_banks_return(form: str, tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.sqlite", "b.sqlite", out.name}
 
 
-def test_edits_are_reported(run: Path, tmp_path: Path):
-    lines("export", run, "--format", "markdown", "--out", tmp_path / "a.md")
+def test_edits_are_reported(bank_run: Path, tmp_path: Path):
+    lines("export", bank_run, "--format", "markdown", "--out", tmp_path / "a.md")
     text = (tmp_path / "a.md").read_text("utf-8")
     (tmp_path / "a.md").write_text(text.replace("- Go southwest.", "- Go south."), "utf-8")
     assert lines("import", tmp_path / "new.sqlite", tmp_path / "a.md")[1:] == [
@@ -66,10 +62,10 @@ def test_edits_are_reported(run: Path, tmp_path: Path):
     assert json.loads(line) == counts | {"bank": f"{tmp_path}/newer.sqlite"}
 
 
-def test_an_export_overwrites_only_exports_and_only_on_request(run: Path, tmp_path: Path):
+def test_an_export_overwrites_only_exports_and_only_on_request(bank_run: Path, tmp_path: Path):
     page, skills = tmp_path / "a.md", tmp_path / "skills"
     page.write_text("old")
-    markdown = ("export", run, "--format", "markdown", "--out")
+    markdown = ("export", bank_run, "--format", "markdown", "--out")
     assert "the file already exists. Choose another path, or add --overwrite" in error_line(
         *markdown, page
     )
@@ -78,7 +74,7 @@ def test_an_export_overwrites_only_exports_and_only_on_request(run: Path, tmp_pa
     assert page.read_text("utf-8").startswith("---\nrun: mine\n")
     skills.mkdir()
     assert "is a directory. Give the path of a file" in error_line(*markdown, skills, "--overwrite")
-    export = ("export", run, "--format", "skills", "--out", skills)
+    export = ("export", bank_run, "--format", "skills", "--out", skills)
     lines(*export)  # into an empty directory
     assert "the directory is not empty" in error_line(*export)
     for other in (
@@ -102,10 +98,10 @@ def test_an_export_overwrites_only_exports_and_only_on_request(run: Path, tmp_pa
 
 
 def test_a_failed_export_leaves_the_old_one(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bank_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     skills = tmp_path / "skills"
-    export = ("export", run, "--format", "skills", "--out", skills)
+    export = ("export", bank_run, "--format", "skills", "--out", skills)
     lines(*export)
     before = {path: path.read_bytes() for path in skills.rglob("*.*") if path.is_file()}
     rename = Path.rename
@@ -130,8 +126,8 @@ def test_a_failed_export_leaves_the_old_one(
         (["--out", "/no/such/folder/a"], "cannot be written (No such file or directory)"),
     ],
 )
-def test_invalid_options_are_named(options: list[str], message: str, run: Path):
-    assert message in error_line("export", run, *options)
+def test_invalid_options_are_named(options: list[str], message: str, bank_run: Path):
+    assert message in error_line("export", bank_run, *options)
 
 
 def test_an_invalid_page_creates_no_bank(tmp_path: Path):

@@ -29,10 +29,8 @@ from crl.types import Counters, Lift, Provenance
 from support.bank_commands import (
     SETTINGS,
     bank,
-    copy_of,
     error_line,
     export_and_import,
-    finished_run,
     lines,
     open_bank,
     parsed,
@@ -42,18 +40,7 @@ from support.doors import renderer
 from support.managers import GOAL, hit, open_manager, request, search
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run. No test changes it."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
-
-
-@pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    return copy_of(run, tmp_path)
-
-
-def test_votes_are_listed_and_exported(copy: Path, tmp_path: Path):
+def test_votes_are_listed_and_exported(bank_copy: Path, tmp_path: Path):
     """Check that votes are listed and exported.
 
     The first entry gets two votes up. Another entry is voted out.
@@ -61,20 +48,20 @@ def test_votes_are_listed_and_exported(copy: Path, tmp_path: Path):
     vote = '[{"op": "%s", "target": 1}]'
 
     async def votes() -> None:
-        await (manager := await open_bank(copy)).drain()
+        await (manager := await open_bank(bank_copy)).drain()
         await manager.aclose()
         settings = replace(SETTINGS, bank=SETTINGS.bank.model_copy(update={"evict_votes": 1}))
         for step, (uid, version, kind) in enumerate(
             (("run/0/0/0#0", 2, "up"), ("run/0/0/0#0", 2, "up"), ("run/2/0/0#1", 1, "down"))
         ):
             engine = ScriptedEngine(renderer(), lambda _, kind=kind: vote % kind)
-            manager = await open_manager(copy, engine, settings, embedder=HashEmbedder())
+            manager = await open_manager(bank_copy, engine, settings, embedder=HashEmbedder())
             await manager.submit(request(3 + step, shown=(hit(uid, version),)))
             await manager.drain()
             await manager.aclose()
 
     asyncio.run(votes())
-    assert lines("ls", copy, "--limit", "1") == [
+    assert lines("ls", bank_copy, "--limit", "1") == [
         (
             "uid               lift  won  retrieved  step  votes  "
             "goal                                text"
@@ -84,13 +71,13 @@ def test_votes_are_listed_and_exported(copy: Path, tmp_path: Path):
             "cellar.  Go southwest."
         ),
     ]
-    assert "+2 votes of the extractor (of this version)" in lines("show", copy, "0/0/0#0")
-    assert lines("show", copy, "2/0/0#1")[0].endswith(
+    assert "+2 votes of the extractor (of this version)" in lines("show", bank_copy, "0/0/0#0")
+    assert lines("show", bank_copy, "2/0/0#1")[0].endswith(
         "evicted at step 0 by votes, the last from run/5/0/0"
     )
-    assert lines("stats", copy)[2].endswith("1 credited, 1 voted on")
-    assert parsed("stats", copy)["ops"].items() >= {"up": 2, "down": 1}.items()
-    (tmp_path / "out.jsonl").write_text(bank("export", copy).stdout, "utf-8")
+    assert lines("stats", bank_copy)[2].endswith("1 credited, 1 voted on")
+    assert parsed("stats", bank_copy)["ops"].items() >= {"up": 2, "down": 1}.items()
+    (tmp_path / "out.jsonl").write_text(bank("export", bank_copy).stdout, "utf-8")
     lines("import", tmp_path / "voted.sqlite", tmp_path / "out.jsonl")
     assert parsed("show", tmp_path / "voted.sqlite", "0/0/0#0")["entry"]["votes"] == 2
 
@@ -112,10 +99,10 @@ def test_lines_of_format_2_are_read(tmp_path: Path):
     ]
 
 
-def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
-    new = export_and_import(run, tmp_path)
-    assert bank("export", new).stdout == bank("export", run).stdout
-    assert bank("export", run).stdout.splitlines()[0] == '{"crl_bank": 3, "entries": 5}'
+def test_an_imported_bank_holds_what_was_exported(bank_run: Path, tmp_path: Path):
+    new = export_and_import(bank_run, tmp_path)
+    assert bank("export", new).stdout == bank("export", bank_run).stdout
+    assert bank("export", bank_run).stdout.splitlines()[0] == '{"crl_bank": 3, "entries": 5}'
     kept = (
         "uid",
         "version",
@@ -138,7 +125,7 @@ def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
         "half_width": pytest.approx(12.706205, abs=1e-6),
     }
     assert [[row[name] for name in kept] for row in parsed("ls", new)] == [
-        [row[name] for name in kept] for row in parsed("ls", run)
+        [row[name] for name in kept] for row in parsed("ls", bank_run)
     ]
     shown = lines("show", new, "0/0/0#0")
     assert shown[11:13] == [
@@ -152,8 +139,8 @@ def test_an_imported_bank_holds_what_was_exported(run: Path, tmp_path: Path):
     assert shown[-1].startswith("The extractor's answer is not in this bank: it was not imported")
 
 
-def test_an_imported_bank_starts_a_run(run: Path, tmp_path: Path):
-    new = export_and_import(run, tmp_path)
+def test_an_imported_bank_starts_a_run(bank_run: Path, tmp_path: Path):
+    new = export_and_import(bank_run, tmp_path)
 
     async def start() -> tuple[str, int]:
         await ExperienceManager.start_from(new, tmp_path / "bank.sqlite")
@@ -173,8 +160,8 @@ def test_an_imported_bank_starts_a_run(run: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("reason", ["bounds", "room"], ids=["this version", "earlier versions"])
-def test_show_names_evictions_to_smaller_bounds(run: Path, tmp_path: Path, reason: str):
-    new = export_and_import(run, tmp_path)
+def test_show_names_evictions_to_smaller_bounds(bank_run: Path, tmp_path: Path, reason: str):
+    new = export_and_import(bank_run, tmp_path)
 
     async def start() -> None:
         await ExperienceManager.start_from(new, tmp_path / "bank.sqlite")
@@ -287,8 +274,8 @@ def test_an_invalid_line_is_named_and_no_bank_is_created(
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_truncated_export_is_refused(run: Path, tmp_path: Path):
-    file, whole = tmp_path / "lessons.jsonl", bank("export", run).stdout.encode()
+def test_a_truncated_export_is_refused(bank_run: Path, tmp_path: Path):
+    file, whole = tmp_path / "lessons.jsonl", bank("export", bank_run).stdout.encode()
     # Without its last line break, the export is still complete.
     for end in range(len(whole) - 1):
         file.write_bytes(whole[:end])
@@ -302,7 +289,7 @@ def test_a_truncated_export_is_refused(run: Path, tmp_path: Path):
 
 
 def test_an_imported_bank_is_a_single_file(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bank_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Check that one file remains, even if closing the bank leaves other files behind.
 
@@ -317,15 +304,15 @@ def test_an_imported_bank_is_a_single_file(
         await close(store)
 
     monkeypatch.setattr(Store, "aclose", leaving)
-    new = export_and_import(run, tmp_path)
+    new = export_and_import(bank_run, tmp_path)
     for reader in kept:
         reader.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lessons.jsonl", "new.sqlite"]
     assert len(uids(new)) == 5
 
 
-def test_a_leftover_write_ahead_log_stops_an_import(run: Path, tmp_path: Path):
-    (tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
+def test_a_leftover_write_ahead_log_stops_an_import(bank_run: Path, tmp_path: Path):
+    (tmp_path / "lessons.jsonl").write_text(bank("export", bank_run).stdout, "utf-8")
     (tmp_path / "new.sqlite-wal").write_bytes(b"left behind")
     assert f"bank = '{tmp_path}/new.sqlite-wal': the file already exists" in error_line(
         "import", tmp_path / "new.sqlite", tmp_path / "lessons.jsonl"
@@ -333,9 +320,9 @@ def test_a_leftover_write_ahead_log_stops_an_import(run: Path, tmp_path: Path):
 
 
 def test_an_import_overwrites_nothing_and_leaves_no_files(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bank_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    new = export_and_import(run, tmp_path)
+    new = export_and_import(bank_run, tmp_path)
     before = new.read_bytes()
     assert "the file already exists and is not overwritten" in error_line(
         "import", new, tmp_path / "lessons.jsonl"
@@ -355,8 +342,8 @@ def test_an_import_overwrites_nothing_and_leaves_no_files(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lessons.jsonl", "new.sqlite"]
 
 
-def test_a_terminated_import_leaves_no_files(run: Path, tmp_path: Path):
-    (file := tmp_path / "lessons.jsonl").write_text(bank("export", run).stdout, "utf-8")
+def test_a_terminated_import_leaves_no_files(bank_run: Path, tmp_path: Path):
+    (file := tmp_path / "lessons.jsonl").write_text(bank("export", bank_run).stdout, "utf-8")
     endless = (
         "import asyncio; from crl.manager.storage.store import Store; "
         "Store.import_entries = lambda *_: asyncio.sleep(99); "

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.manager.storage.store import Store
-from support.bank_commands import bank, error_line, finished_run, uids
+from support.bank_commands import bank, error_line, uids
 from support.paths import python_environment
 
 CRL = [sys.executable, "-c", "from crl.cli.main import main; main()"]
@@ -86,15 +86,9 @@ def bank_commands(
     return [tuple(result) for result in json.loads(done.stdout)]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run. No test changes it."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
-
-
 @pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(run, tmp_path / "copy"))
+def copy(bank_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bank_run, tmp_path / "copy"))
 
 
 # ── a full disk ───────────────────────────────────────────────────────────────────────────────────
@@ -147,10 +141,10 @@ async def test_a_full_disk_loses_no_acknowledged_request(tmp_path: Path) -> None
 
 
 @needs_mounts
-def test_an_import_to_a_full_disk_leaves_no_files(run: Path, tmp_path: Path) -> None:
+def test_an_import_to_a_full_disk_leaves_no_files(bank_run: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "full").mkdir()
     lessons = tmp_path / "lessons.jsonl"
-    lessons.write_text(bank("export", run).stdout, "utf-8")
+    lessons.write_text(bank("export", bank_run).stdout, "utf-8")
     left = tmp_path / "left"
     full = FULL.replace("{size}", "100k")
     ((code, _, stderr),) = bank_commands(
@@ -271,7 +265,7 @@ except ConfigError as error:
 """
 
 
-def test_a_reader_without_write_permission_creates_no_files(run: Path) -> None:
+def test_a_reader_without_write_permission_creates_no_files(bank_run: Path) -> None:
     """Check a reader that may write the bank's directory but not the bank.
 
     The reader could not remove files that it creates there, and the owner could not use them.
@@ -289,7 +283,7 @@ def test_a_reader_without_write_permission_creates_no_files(run: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
-        path = Path(shutil.copy(run / "bank.sqlite", folder))
+        path = Path(shutil.copy(bank_run / "bank.sqlite", folder))
         path.chmod(0o644)
         subprocess.run([sys.executable, "-c", WRITE_AND_EXIT, path], check=True)
         log, index = (path.with_name(f"bank.sqlite-{name}") for name in ("wal", "shm"))
@@ -472,11 +466,11 @@ def damaged(whole: bytes, seed: int, cut: bool) -> bytes:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), cut=st.booleans(), command=st.sampled_from(LOOKING + CHANGING))
 def test_a_damaged_bank_gives_one_error_line_or_a_result(
-    run: Path, seed: int, cut: bool, command: list[str]
+    bank_run: Path, seed: int, cut: bool, command: list[str]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bank.sqlite"
-        path.write_bytes(damaged((run / "bank.sqlite").read_bytes(), seed, cut))
+        path.write_bytes(damaged((bank_run / "bank.sqlite").read_bytes(), seed, cut))
         result = bank(command[0], path, *command[1:])
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(
         result.exception

@@ -21,7 +21,7 @@ from crl.manager.inspection.reading import open_reader
 from crl.manager.records import Stamp
 from crl.manager.storage.database import check_bank
 from crl.manager.storage.store import Store
-from support.bank_commands import bank, copy_of, finished_run, lines, open_bank
+from support.bank_commands import bank, copy_of, lines, open_bank
 from support.managers import request, search
 
 # ── other names ───────────────────────────────────────────────────────────────────────────────────
@@ -111,15 +111,9 @@ async def test_a_cancelled_close_completes(tmp_path: Path, turns: int) -> None:
 # ── content that no crl wrote ─────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a finished run. No test changes it."""
-    return finished_run(tmp_path_factory.mktemp("runs") / "mine")
-
-
-def changed_copy(run: Path, folder: Path, *statements: str) -> Path:
+def changed_copy(bank_run: Path, folder: Path, *statements: str) -> Path:
     """Return the path of a copy of the run's bank after these statements."""
-    path = copy_of(run, folder)
+    path = copy_of(bank_run, folder)
     with closing(sqlite3.connect(path)) as db:
         for statement in statements:
             db.execute(statement)
@@ -169,9 +163,9 @@ DAMAGED = (
 
 @pytest.mark.parametrize("version", [0, -1])
 async def test_an_invalid_schema_version_is_refused(
-    run: Path, tmp_path: Path, version: int
+    bank_run: Path, tmp_path: Path, version: int
 ) -> None:
-    path = changed_copy(run, tmp_path, f"PRAGMA user_version = {version}")
+    path = changed_copy(bank_run, tmp_path, f"PRAGMA user_version = {version}")
     with pytest.raises(
         StoreError,
         match=(
@@ -185,8 +179,10 @@ async def test_an_invalid_schema_version_is_refused(
     assert (result.exit_code, reason in result.stderr) == (2, True), result.output
 
 
-def test_a_run_does_not_start_from_an_invalid_schema_version(run: Path, tmp_path: Path) -> None:
-    code, stderr = train_from(changed_copy(run, tmp_path, "PRAGMA user_version = 0"), tmp_path)
+def test_a_run_does_not_start_from_an_invalid_schema_version(
+    bank_run: Path, tmp_path: Path
+) -> None:
+    code, stderr = train_from(changed_copy(bank_run, tmp_path, "PRAGMA user_version = 0"), tmp_path)
     assert (code, stderr.count("\n")) == (2, 1), stderr
     assert "its schema version 0 is not valid" in stderr
 
@@ -201,8 +197,8 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("statement", VECTORS.values(), ids=VECTORS)
-def test_invalid_vectors_are_refused(run: Path, tmp_path: Path, statement: str) -> None:
-    path = changed_copy(run, tmp_path, statement)
+def test_invalid_vectors_are_refused(bank_run: Path, tmp_path: Path, statement: str) -> None:
+    path = changed_copy(bank_run, tmp_path, statement)
     code, stderr = train_from(path, tmp_path)
     assert (code, stderr.count("\n")) == (1, 1), stderr
     for error in (stderr, bank("search", path, "west").stderr):
@@ -220,12 +216,12 @@ async def reopen_and_search(path: Path) -> None:
     await manager.aclose()
 
 
-def test_vectors_of_another_dimension_are_computed_again(run: Path, tmp_path: Path) -> None:
+def test_vectors_of_another_dimension_are_computed_again(bank_run: Path, tmp_path: Path) -> None:
     """Check that vectors of another dimension are computed again.
 
     An embedder may have changed and still have the same name.
     """
-    path = changed_copy(run, tmp_path, "UPDATE entries SET vector = substr(vector, 1, 8)")
+    path = changed_copy(bank_run, tmp_path, "UPDATE entries SET vector = substr(vector, 1, 8)")
     assert (
         "the vectors of the bank cannot be compared with those of the search's embedder"
         in bank("search", path, "west").stderr
@@ -235,9 +231,11 @@ def test_vectors_of_another_dimension_are_computed_again(run: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("table", "exit_code"), [("units", 1), ("entries", 2), ("log", 1)])
-def test_a_missing_table_is_refused(run: Path, tmp_path: Path, table: str, exit_code: int) -> None:
+def test_a_missing_table_is_refused(
+    bank_run: Path, tmp_path: Path, table: str, exit_code: int
+) -> None:
     """Read only the entries in the checks before a run. The other tables are read at its start."""
-    path = changed_copy(run, tmp_path, f"DROP TABLE {table}")
+    path = changed_copy(bank_run, tmp_path, f"DROP TABLE {table}")
     code, stderr = train_from(path, tmp_path)
     assert (code, stderr.count("\n")) == (exit_code, 1), stderr
     assert f"no such table: {table}" in stderr
@@ -249,18 +247,18 @@ def test_a_missing_table_is_refused(run: Path, tmp_path: Path, table: str, exit_
 
 
 def test_a_frozen_run_does_not_start_from_a_bank_without_its_tables(
-    run: Path, tmp_path: Path
+    bank_run: Path, tmp_path: Path
 ) -> None:
-    path = changed_copy(run, tmp_path, "DROP TABLE entries")
+    path = changed_copy(bank_run, tmp_path, "DROP TABLE entries")
     with pytest.raises(
         ConfigError, match=r"the file is damaged \(no such table: entries\)\. Choose\.$"
     ):
         check_bank(path, "bank.init", "Choose", require_entries=True)
 
 
-async def test_malformed_rows_are_refused(run: Path, tmp_path: Path) -> None:
+async def test_malformed_rows_are_refused(bank_run: Path, tmp_path: Path) -> None:
     path = changed_copy(
-        run,
+        bank_run,
         tmp_path,
         "UPDATE requests SET payload = '[]' WHERE payload IS NOT NULL",
         "UPDATE generations SET logprobs = X'00'",
