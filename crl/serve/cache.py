@@ -1,0 +1,93 @@
+"""Values that are read from files, kept until the files change."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MOST_VALUES = 256
+"""Maximum number of kept values."""
+
+COST_SHARE = 20
+"""A value of files that change all the time takes at most one part in this many of the time."""
+
+Version = tuple[Any, ...]
+"""State of files: a change of a file changes it."""
+
+
+@dataclass
+class _Slot:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    version: Version | None = None
+    """Version of the value; None before the first one."""
+    value: Any = None
+    due: float = 0.0
+    """Time (`time.monotonic`) until which the value is kept although its files have changed."""
+
+
+class Cache:
+    """Cache of values by key. Any thread may use it.
+
+    Requests for the same value wait for one read. An error is not kept. `clock`: returns the time
+    in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, files: Iterable[Path], read: Callable[[], T]) -> T:
+        """Return the value of `key`. `read` makes it again if one of the `files` has changed."""
+        return self.versioned(key, version_of(files), read)[0]
+
+    def versioned(self, key: Hashable, version: Version, read: Callable[[], T]) -> tuple[T, str]:
+        """Return the value of `key` and the name of its version, as `expected`."""
+        slot = self._slot(key)
+        with slot.lock:
+            started = self._clock()
+            if slot.version is None or (slot.version != version and started >= slot.due):
+                slot.value = read()
+                ended = self._clock()
+                slot.due = ended + COST_SHARE * (ended - started)
+                slot.version = version
+            return slot.value, _name(slot.version)
+
+    def expected(self, key: Hashable, version: Version) -> str:
+        """Return the name of the version that `versioned` would return now."""
+        slot = self._slot(key)
+        known = slot.version
+        return _name(version if known is None or self._clock() >= slot.due else known)
+
+    def _slot(self, key: Hashable) -> _Slot:
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            if len(self._slots) > MOST_VALUES:
+                self._slots.popitem(last=False)
+            return slot
+
+
+def version_of(files: Iterable[Path]) -> Version:
+    """Return the version of files: their modification times, sizes and inodes."""
+    return tuple(_state(path) for path in files)
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:  # it does not exist
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _name(version: Version) -> str:
+    return hashlib.sha256(repr(version).encode()).hexdigest()[:16]

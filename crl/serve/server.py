@@ -1,0 +1,103 @@
+"""Process of `crl serve`: address, token, and the end by Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from crl.errors import ConfigError
+from crl.serve.app import LOOPBACK, create_app
+from crl.serve.site import Site
+
+NICENESS = 10
+"""Priority of the server below that of a run."""
+
+HOST_REMEDY = (
+    "Use an address of this machine (ip addr lists them), 0.0.0.0 or :: for all of them, or leave "
+    "out --host for 127.0.0.1"
+)
+"""Advice about an address that cannot be used."""
+
+_OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
+"""Errors that another port avoids."""
+
+SHUTDOWN_S = 3
+"""Seconds for which open requests may continue after Ctrl-C."""
+
+
+def serve(site: Site, host: str, port: int, show: Callable[[str], object]) -> None:
+    """Serve a site until Ctrl-C. `show` gets the address, as soon as it can be opened.
+
+    The address has a token, unless only this machine can reach it. Raise `ConfigError` if the
+    address cannot be used.
+    """
+    with bound(host, port) as listener:
+        port = listener.getsockname()[1]
+        local = _is_loopback(listener)
+        token = "" if local else secrets.token_urlsafe(32)
+        hosts = (*LOOPBACK, *_names(host, listener))
+        app = create_app(site, hosts=hosts, token=token, cookie=f"crl-serve-{port}")
+        os.nice(NICENESS)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, ws="none",
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )  # fmt: skip
+        listener.listen(config.backlog)
+        show(f"http://{_shown(host)}:{port}/" + (f"?token={token}" if token else ""))
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address. Raise `ConfigError` if this is impossible."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = f"is not the name or the address of this machine ({_reason(error)})"
+        raise ConfigError("--host", host, reason, HOST_REMEDY) from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        if isinstance(error, OSError) and error.errno in _OF_THE_PORT:
+            remedy = "Choose another --port, or --port 0 for a free one"
+            raise ConfigError("--port", port, _reason(error).lower(), remedy) from error
+        reason = f"cannot be used ({_reason(error)})"
+        raise ConfigError("--host", host, reason, HOST_REMEDY) from error
+    return listener
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _names(host: str, listener: socket.socket) -> Iterator[str]:
+    """Yield the hosts with which browsers can name the address."""
+    yield _shown(host)
+    if ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_unspecified:
+        name = socket.gethostname()
+        yield name
+        yield socket.getfqdn()
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except OSError:  # the machine's own name has no address
+            return
+        for *_, address in found:
+            yield _shown(str(address[0]))
+
+
+def _shown(host: str) -> str:
+    """Return a host as it stands in an address."""
+    return f"[{host}]" if ":" in host else host
