@@ -116,9 +116,10 @@ class ArmTables:
     differing: Mapping[str, Sequence[Any]]
     """Values of the settings that differ, in the order of the arms, by key."""
     differences: Sequence[tuple[str, str, float, str, str]]
-    """Differences of success after the last step: (what, arms, value, text, origin of the interval).
+    """Differences of success after the last step.
 
-    There are none if an arm has no finished run.
+    Each is (what, arms, value, text, origin of the interval). There are none if an arm has no
+    finished run.
     """
     left_out: Sequence[str]
     """Names of runs that are not finished."""
