@@ -28,13 +28,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Hosts of addresses that only this machine can reach."""
 
 STATIC: Mapping[str, Sequence[tuple[str, str]]] = {
+    "icon.svg": (("crl.serve", "static/icon.svg"),),
     "style.css": (("crl.report", "templates/style.css"), ("crl.serve", "static/serve.css")),
     "tables.js": (("crl.report", "templates/tables.js"),),
     "live.js": (("crl.serve", "static/live.js"),),
 }
 """Static files: (package, path) of their parts, by name."""
 
-TYPES = {"css": "text/css", "js": "text/javascript"}
+TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Media types of static files by the ending of their names."""
 
 

@@ -22,6 +22,9 @@ from crl.serve.site import Site
 POLL_S = 2.0
 """Seconds between two looks at the files of a page."""
 
+SHUTDOWN_S = 1
+"""Seconds that an event stream has to end when the server does."""
+
 SEND_TIMEOUT_S = 10
 """Seconds after which a browser that takes no events is given up."""
 
@@ -39,16 +42,23 @@ async def list_events(request: Request) -> EventSourceResponse:
 
 
 def _response(look: Callable[[], Mapping[str, str]]) -> EventSourceResponse:
-    return EventSourceResponse(changes(look), sep="\n", send_timeout=SEND_TIMEOUT_S)
+    ending = anyio.Event()
+    return EventSourceResponse(
+        changes(look, ending), sep="\n", send_timeout=SEND_TIMEOUT_S,
+        shutdown_event=ending, shutdown_grace_period=SHUTDOWN_S,
+    )  # fmt: skip
 
 
-async def changes(look: Callable[[], Mapping[str, str]]) -> AsyncIterator[ServerSentEvent]:
-    """Yield an event with all parts, then one after each change."""
+async def changes(
+    look: Callable[[], Mapping[str, str]], ending: anyio.Event
+) -> AsyncIterator[ServerSentEvent]:
+    """Yield an event with all parts, then one after each change, until `ending` is set."""
     known: Mapping[str, str] = {}
-    while True:
+    while not ending.is_set():
         found = await to_thread.run_sync(look)
         changed = {name: version for name, version in found.items() if known.get(name) != version}
         if changed:
             yield ServerSentEvent(json.dumps(changed), event="parts")
         known = found
-        await anyio.sleep(POLL_S)
+        with anyio.move_on_after(POLL_S):
+            await ending.wait()
