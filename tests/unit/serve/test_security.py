@@ -44,8 +44,9 @@ def test_own_hosts(app: Starlette, host: str):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:8300", "localhost.evil.example", "", "[::1", "*"]
-)  # fmt: skip
+    "host",
+    ["evil.example", "127.0.0.1.evil.example:8300", "localhost.evil.example", "", "[::1", "*"],
+)
 def test_foreign_hosts_are_refused(app: Starlette, host: str):
     """A page of another site whose name leads to this address (DNS rebinding) gets nothing."""
     for target in ("/", "/runs/run", "/events", "/static/style.css"):
@@ -122,8 +123,8 @@ def test_only_get(app: Starlette):
 
 PAGES = ("/", "/static/", "/rows/", "/runs/", "/runs/run/", "/runs/run/parts/", "/compare?run=",
          "/runs/run/log?to=")  # fmt: skip
-PIECES = ("..", "%2e%2e", "%2f", "/", "\\", "%5c", "%00", "secret.txt", "run", "root", "config.json",
-          "%252e%252e", "log", "settings", "~", "file:///", "C:", "\ud800", "\u202e")  # fmt: skip
+PIECES = ("..", "%2e%2e", "%2f", "/", "\\", "%5c", "%00", "secret.txt", "run", "root",
+          "config.json", "%252e%252e", "log", "settings", "~", "file:///", "C:", "\ud800", "\u202e")  # fmt: skip
 
 
 @given(
