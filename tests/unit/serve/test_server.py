@@ -76,7 +76,10 @@ def test_nothing_is_written(root: Path):
 def test_another_address_needs_the_token(root: Path):
     with server(root, "--host", "0.0.0.0") as (_, address):
         parts = urlsplit(address)
+        assert parts.hostname == socket.gethostname().lower()
         local = f"http://127.0.0.1:{parts.port}/"
+        assert get(local, Host="0.0.0.0").status == 400
+        assert get(local, Host=parts.netloc).status == 403
         assert get(local).status == 403
         assert get(f"{local}runs/run").status == 403
         cookie = get(f"{local}?{parts.query}").getheader("Set-Cookie") or ""
