@@ -30,6 +30,9 @@ HOST_REMEDY = (
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
 """Errors that another port avoids."""
 
+MAX_PORT = 65535
+"""Largest port."""
+
 CONNECTIONS = 256
 """Maximum number of open connections. Further requests are refused."""
 
@@ -86,6 +89,8 @@ def _log_to_stderr() -> None:
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address. Raise `ConfigError` if this is impossible."""
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError("--port", port, "is not a port", f"Choose 1 to {MAX_PORT}, or 0 for any")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -96,9 +101,9 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        if isinstance(error, OSError) and error.errno in _OF_THE_PORT:
+        if error.errno in _OF_THE_PORT:
             remedy = "Choose another --port, or --port 0 for a free one"
             raise ConfigError("--port", port, _reason(error).lower(), remedy) from error
         reason = f"cannot be used ({_reason(error)})"

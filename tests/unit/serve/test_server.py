@@ -125,6 +125,13 @@ def test_addresses_that_cannot_be_used(root: Path, host: str):
     assert "0.0.0.0" in result.stderr
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 10**20])
+def test_numbers_that_are_no_ports(root: Path, port: int):
+    result = crl("serve", root, "--port", port)
+    assert result.exit_code == 2
+    assert "is not a port" in one_line(result)
+
+
 def test_a_path_that_is_no_directory(tmp_path: Path):
     result = crl("serve", tmp_path / "none")
     assert result.exit_code == 2
