@@ -39,7 +39,7 @@ RANKS = {
     **dict.fromkeys(["crl.rollout", "crl.embedders"], 4),
     **dict.fromkeys(["crl.methods", "crl.evaluation"], 5),
     **dict.fromkeys(["crl.planning", "crl.report", "crl.tiny"], 6),
-    "crl.run": 7,
+    **dict.fromkeys(["crl.run", "crl.serve"], 7),
     "crl.cli": 8,
     "crl.__main__": 9,
 }

@@ -31,6 +31,7 @@ from crl.cli.runs.halves import learn, rollout
 from crl.cli.runs.plot import plot
 from crl.cli.runs.report import report
 from crl.cli.runs.sft import sft
+from crl.cli.serve import serve
 from crl.cli.tasks import list_tasks
 from crl.cli.watch import watch
 from crl.errors import ConfigError
@@ -305,6 +306,7 @@ app.command("watch", cls=Command)(watch)
 app.command("compare", cls=Command)(compare)
 app.command("report", cls=Command)(report)
 app.command("plot", cls=Command)(plot)
+app.command("serve", cls=Command)(serve)
 app.command("tasks", cls=Command)(list_tasks)
 app.command("play", cls=Command)(play)
 app.command("new-task", cls=Command)(new_task)

@@ -1,0 +1,88 @@
+"""Protection of the server: headers, access with a token, and the size of responses."""
+
+from __future__ import annotations
+
+import hmac
+import math
+from urllib.parse import parse_qs
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of all responses."""
+
+MOST_BYTES = 8 << 20
+"""Maximum size of a response. Event streams have no such bound."""
+
+
+class Headers:
+    """Middleware that adds the headers of all responses, and bounds their size."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        sent, most = 0, MOST_BYTES
+
+        async def bounded(message: Message) -> None:
+            nonlocal sent, most
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = POLICY
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+                headers["Cross-Origin-Opener-Policy"] = "same-origin"
+                headers["Cross-Origin-Resource-Policy"] = "same-origin"
+                headers.setdefault("Cache-Control", "no-store")
+                if headers.get("Content-Type", "").startswith("text/event-stream"):
+                    most = math.inf
+                announced = int(headers.get("Content-Length", "0"))
+            else:
+                sent += len(message.get("body", b""))
+                announced = 0
+            if max(sent, announced) > most:
+                raise RuntimeError(f"the response to {scope['path']!r} exceeds {most} bytes")
+            await send(message)
+
+        await self.app(scope, receive, bounded)
+
+
+class Token:
+    """Middleware that answers only requests with the token of the server.
+
+    The token comes once as a query parameter, in the address that the server prints. The response
+    sets a cookie, which later requests carry, and continues without the parameter. `cookie`: name
+    of the cookie, which differs between servers of one machine.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
+        self.app, self._token, self._cookie = app, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._matches(Request(scope).cookies.get(self._cookie)):
+            await self.app(scope, receive, send)
+            return
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if self._matches(given):
+            # A redirect after a click on another site would not carry the cookie (SameSite=Strict).
+            response = HTMLResponse(
+                '<!doctype html><meta http-equiv="refresh" content="0; url=/">'
+                '<title>crl serve</title><a href="/">Continue</a>'
+            )
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+        else:
+            text = "Open the address that crl serve has printed: it has a token.\n"
+            response = PlainTextResponse(text, status_code=403)
+        await response(scope, receive, send)
+
+    def _matches(self, text: str | None) -> bool:
+        return hmac.compare_digest((text or "").encode("utf-8", "replace"), self._token.encode())
