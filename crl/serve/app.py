@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from crl.errors import ConfigError, StoreError
-from crl.serve import pages
+from crl.serve import bank, episodes, pages
 from crl.serve.security import Headers, Token
 from crl.serve.site import Site
 
@@ -31,6 +31,7 @@ STATIC: Mapping[str, Sequence[tuple[str, str]]] = {
     "style.css": (("crl.report", "templates/style.css"), ("crl.serve", "static/serve.css")),
     "tables.js": (("crl.report", "templates/tables.js"),),
     "live.js": (("crl.serve", "static/live.js"),),
+    "episode.js": (("crl.serve", "static/episode.js"),),
 }
 """Static files: (package, path) of their parts, by name."""
 
@@ -53,7 +54,7 @@ def create_app(
     if token:
         middleware.append(Middleware(Token, token=token, cookie=cookie))
     app = Starlette(
-        routes=[*pages.ROUTES, Route("/static/{file}", static)],
+        routes=[*pages.ROUTES, *bank.ROUTES, *episodes.ROUTES, Route("/static/{file}", static)],
         middleware=middleware,
         exception_handlers={
             HTTPException: _failure, ConfigError: _failure, StoreError: _failure, OSError: _failure,
@@ -68,6 +69,7 @@ def create_app(
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     current_default_thread_limiter().total_tokens = THREADS
     yield
+    await app.state.site.meaning.aclose()
 
 
 def static(request: Request) -> Response:

@@ -21,7 +21,9 @@ from starlette.responses import HTMLResponse
 from crl.errors import ConfigError
 from crl.monitor.run_dir import RunDir
 from crl.report.document import environment
+from crl.serve.addresses import address
 from crl.serve.cache import Cache
+from crl.serve.meaning import MeaningSearch
 
 RUN_FILES = ("config.json", "bank.sqlite")
 """Files of which every run has at least one."""
@@ -69,6 +71,8 @@ class Site:
         self.environment = environment()
         own = PackageLoader("crl.serve")
         self.environment.loader = ChoiceLoader([own, PackageLoader("crl.report")])
+        self.environment.globals["address"] = address
+        self.meaning = MeaningSearch()
         self._found: Mapping[str, FoundRun] = {}
         self._scanned = -RESCAN_S
         self._lock = threading.Lock()
