@@ -21,6 +21,15 @@ def counted(n: int, singular: str, plural: str | None = None) -> str:
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
+def duration(seconds: float | None) -> str:
+    """Return a duration, for example "1:02:03", or "–" for None."""
+    if seconds is None:
+        return "–"
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 def device_text(device: str) -> str:
     """Return a setting of a device for people."""
     return "cuda if available, else cpu" if device == "auto" else device

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from crl.cli.command import command
-from crl.cli.dashboard.follow import RunFollower
+from crl.cli.dashboard.follow import DashboardFollower
 from crl.cli.dashboard.frame import PAGES, View, draw
 from crl.cli.dashboard.screen import TRAIN_KEYS
 from crl.monitor.snapshot import Snapshot
@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 112, 45
 
 def final_snapshot(run: Path) -> Snapshot:
     """Return the contents of the dashboard after the last line of the run's metrics."""
-    follower = RunFollower(run)
+    follower = DashboardFollower(run)
     follower.update()
     s = follower.snapshot()
     return replace(s, notes=(), progress=replace(s.progress, status=""))

@@ -39,15 +39,6 @@ def format_number(value: float | None, spec: str, width: int = 11) -> str:
     return text if len(text) <= width else format(value, ".1e")
 
 
-def duration(seconds: float | None) -> str:
-    """Return a duration, for example "1:02:03", or "–" for None."""
-    if seconds is None:
-        return "–"
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
 def sparkline(
     series: Series, width: int, low: float | None = None, high: float | None = None
 ) -> str:

@@ -13,7 +13,7 @@ from crl.cli import completion
 from crl.cli.command import command
 
 if TYPE_CHECKING:
-    from crl.cli.dashboard.follow import RunFollower
+    from crl.cli.dashboard.follow import DashboardFollower
 
 POLL_S = 0.5
 """Seconds between two looks at the files of a run."""
@@ -30,17 +30,17 @@ def watch(
     ] = False,
 ) -> None:
     """Show the dashboard of a run that is under way or has ended. The run is not disturbed."""
-    from crl.cli.dashboard.follow import RunFollower
+    from crl.cli.dashboard.follow import DashboardFollower
     from crl.cli.output import is_terminal
 
-    follower = RunFollower(run)
+    follower = DashboardFollower(run)
     if plain or not is_terminal():
         _print_lines(follower)
     else:
         _show(follower)
 
 
-def _print_lines(follower: RunFollower) -> None:
+def _print_lines(follower: DashboardFollower) -> None:
     """Print notes and metrics until the run has ended."""
     from crl.monitor.plain import PlainMonitor
 
@@ -55,7 +55,7 @@ def _print_lines(follower: RunFollower) -> None:
     lines.close()
 
 
-def _show(follower: RunFollower) -> None:
+def _show(follower: DashboardFollower) -> None:
     """Show the dashboard until q or Ctrl-C is pressed."""
     from rich.console import Console
 

@@ -85,12 +85,19 @@ def to_json_value(value: Any) -> MetricValue:
     return converted if math.isfinite(converted) else None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of metrics. The last line of a killed run may be cut."""
+def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of metrics. The last line of a killed run may be cut.
+
+    `last_bytes`: size of the end of the file that is read; None = the whole file.
+    """
     lines: list[dict[str, Any]] = []
     if not path.is_file():
         return lines
-    for text in path.read_text("utf-8", errors="replace").splitlines():
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+        content = file.read().decode("utf-8", errors="replace")
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except ValueError:

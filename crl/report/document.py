@@ -28,7 +28,7 @@ from crl.evaluation.judgement import judgements
 from crl.report import svg
 from crl.report.charts import LineChart
 from crl.report.episodes import Pair, sampled_pairs
-from crl.report.figures import FIGURES, arms_of_runs
+from crl.report.figures import FIGURES, ArmRuns, arms_of_runs
 from crl.report.lessons import Lessons, lift_text, read_lessons
 from crl.report.run_record import RunRecord
 from crl.wording import counted, printable_lines
@@ -108,6 +108,34 @@ class Part:
         return "\n".join(text.splitlines()[-LOG_LINES:])
 
 
+@dataclass(frozen=True)
+class ArmTables:
+    """Arms of runs, and how they differ."""
+
+    arms: Sequence[ArmRuns]
+    differing: Mapping[str, Sequence[Any]]
+    """Values of the settings that differ, in the order of the arms, by key."""
+    differences: Sequence[tuple[str, str, float, str, str]]
+    """Differences of success after the last step.
+
+    Each is (what, arms, value, text, origin of the interval). There are none if an arm has no
+    finished run.
+    """
+    left_out: Sequence[str]
+    """Names of runs that are not finished."""
+
+    @classmethod
+    def of(cls, runs: Sequence[RunRecord]) -> ArmTables:
+        arms = arms_of([run.result for run in runs])
+        left_out = frozenset(run.path for arm in arms for run in arm.runs if not run.rates)
+        return cls(
+            arms_of_runs(runs),
+            _differing(arms),
+            _differences(arms),
+            [run.name for run in runs if run.dir.path in left_out],
+        )
+
+
 def run_judgements(run: RunRecord) -> list[str]:
     """Return sentences on the effect of training and experience; empty before two evaluations."""
     evaluations = run.evaluations
@@ -127,18 +155,13 @@ def run_judgements(run: RunRecord) -> list[str]:
 
 def report(runs: Sequence[RunRecord]) -> str:
     """Return the report on runs as HTML. Runs whose settings agree but for the seed are one arm."""
-    arms = arms_of([run.result for run in runs])
-    of_arms = arms_of_runs(runs)
-    charts = {name: FIGURES[name](of_arms) for name in SECTIONS}
+    tables = ArmTables.of(runs)
+    charts = {name: FIGURES[name](tables.arms) for name in SECTIONS}
     parts = [Part.read(run) for run in runs]
-    differences, left_out = _differences(arms)
     style, script = _source("style.css"), _source("tables.js")
     return environment().get_template("report.html").render(
         runs=runs,
-        arms=of_arms,
-        differing=_differing(arms),
-        differences=differences,
-        left_out=[run.name for run in runs if run.dir.path in left_out],
+        tables=tables,
         parts=parts,
         charts={title: charts[name] for name, title in SECTIONS.items() if charts[name]},
         style=Markup(style),
@@ -161,26 +184,18 @@ def _differing(arms: Sequence[Arm]) -> dict[str, Sequence[Any]]:
     return {"tasks": [", ".join(names) for names in tasks], **others}
 
 
-def _differences(
-    arms: Sequence[Arm],
-) -> tuple[list[tuple[str, str, float, str, str]], frozenset[Path]]:
-    """Return the differences of arms after the last step, and the runs that are not finished.
-
-    Each difference is (what, arms, value, text, origin of the interval). There are none if an arm
-    has no finished run.
-    """
-    left_out = frozenset(run.path for arm in arms for run in arm.runs if not run.rates)
+def _differences(arms: Sequence[Arm]) -> list[tuple[str, str, float, str, str]]:
+    """Return the differences of arms after the last step, as in `ArmTables`."""
     if len(arms) < 2 or not all(any(run.rates for run in arm.runs) for arm in arms):
-        return [], left_out
+        return []
     comparison = compare([run for arm in arms for run in arm.runs if run.rates])
-    rows = [
+    return [
         (
             f"{d.key[0]}, {d.key[1]}, {CONDITION_LABELS.get(d.key[2], d.key[2])}",
             d.arms, d.value, str(d), d.method,
         )
         for d in comparison.differences
     ]  # fmt: skip
-    return rows, left_out
 
 
 def environment() -> Environment:

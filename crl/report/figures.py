@@ -20,7 +20,7 @@ from crl.report.charts import (
     over_seeds,
     thinned,
 )
-from crl.report.lessons import read_lessons
+from crl.report.lessons import read_counts
 from crl.report.run_record import RunRecord
 
 WINDOW = 10
@@ -162,7 +162,7 @@ def credit(arms: Arms) -> list[Chart]:
     """Return how much the lessons of each run's bank helped."""
     charts: list[Chart] = []
     for run in (run for arm in arms for run in arm.runs):
-        if lessons := read_lessons(run.dir.bank):
+        if lessons := read_counts(run.dir.bank):
             name = run.name if len(arms) > 1 or len(arms[0].runs) > 1 else ""
             charts += [
                 replace(chart, title=f"{chart.title}: {name}" if name else chart.title)

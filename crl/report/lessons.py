@@ -11,7 +11,7 @@ from typing import Any
 from crl.intervals import plus_minus
 from crl.manager.inspection.reading import BankReader, EntryView, UseView, VersionView, open_reader
 from crl.report.charts import BarChart
-from crl.types import lift_order
+from crl.types import Lift, lift_order
 
 MOST_ROWS = 100
 """Maximum number of the best lessons, and of the worst, in the table."""
@@ -49,22 +49,21 @@ class Story:
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """Content of the report's section on the bank."""
+class LessonCounts:
+    """Numbers of the lessons of a bank."""
 
     stats: Mapping[str, Any]
-    rows: Sequence[EntryView]
-    """Active entries with a lift: the best, then the worst."""
-    measured: int
-    """Number of active entries with a lift."""
-    active: int
-    best: Sequence[Story]
-    worst: Sequence[Story]
+    """Metrics of the bank (`BankReader.stats`)."""
 
     @property
-    def any_harm(self) -> bool:
-        """True if the whole interval of a lift is below 0."""
-        return any(s.entry.counters.lift and s.entry.counters.lift.sign < 0 for s in self.worst)
+    def active(self) -> int:
+        """Number of active entries."""
+        return self.stats["used"]["active"]
+
+    @property
+    def measured(self) -> int:
+        """Number of active entries with a lift."""
+        return self.active - self.stats["lift"]["unknown"]
 
     @property
     def charts(self) -> list[BarChart]:
@@ -86,14 +85,36 @@ class Lessons:
         return [chart for chart in charts if any(chart.bars.values())]
 
 
+@dataclass(frozen=True)
+class Lessons(LessonCounts):
+    """Content of the report's section on the bank."""
+
+    rows: Sequence[EntryView]
+    """Active entries with a lift: the best, then the worst."""
+    best: Sequence[Story]
+    worst: Sequence[Story]
+
+    @property
+    def any_harm(self) -> bool:
+        """True if the whole interval of a lift is below 0."""
+        return any(s.entry.counters.lift and s.entry.counters.lift.sign < 0 for s in self.worst)
+
+
+def read_counts(path: Path) -> LessonCounts | None:
+    """Return the numbers of the lessons of the bank at `path`; None if there is no bank."""
+    if not path.is_file():
+        return None
+    with open_reader(path) as bank:
+        return LessonCounts(bank.stats())
+
+
 def read_lessons(path: Path) -> Lessons | None:
     """Return the lessons of the bank at `path`; None if there is no bank."""
     if not path.is_file():
         return None
     with open_reader(path) as bank:
-        active = bank.entries()
         measured = sorted(
-            (entry for entry in active if entry.counters.lift),
+            (entry for entry in bank.entries() if entry.counters.lift),
             key=lambda entry: lift_order(entry.counters.lift),
         )
         # The worst are those whose lift is surely low: the order of the negated lifts.
@@ -108,8 +129,6 @@ def read_lessons(path: Path) -> Lessons | None:
         return Lessons(
             bank.stats(),
             rows,
-            len(measured),
-            len(active),
             [_story(bank, entry) for entry in helpful[:MOST_STORIES]],
             [_story(bank, entry) for entry in harmful[: MOST_STORIES // 2]],
         )
@@ -129,7 +148,6 @@ def _story(bank: BankReader, entry: EntryView) -> Story:
     )
 
 
-def lift_text(entry: EntryView) -> str:
-    """Return the lift with half its interval, or a dash."""
-    lift = entry.counters.lift
+def lift_text(lift: Lift | None) -> str:
+    """Return a lift with half its interval, or a dash."""
     return plus_minus(lift.mean, lift.mean - lift.low) if lift else "–"

@@ -34,6 +34,15 @@ class RunRecord:
     active: bool
     """True if a process trains the run."""
 
+    @classmethod
+    def read(cls, name: str, run: RunDir, last_bytes: int | None = None) -> RunRecord:
+        """Read a run. Raise `ConfigError` if it is not a run of this version.
+
+        `last_bytes`: size of the end of the metrics that is read; None = all of them.
+        """
+        lines = read_metrics(run.metrics, last_bytes)
+        return cls(name, run, load_saved(run.path), lines, run.is_locked())
+
     @property
     def seed(self) -> int:
         return self.saved.config.run.seed
@@ -103,8 +112,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
         if resolved.count(place) > 1:
             raise ConfigError("run", str(path), "is given twice", "Give each run once")
     return [
-        RunRecord(name, run, load_saved(run.path), read_metrics(run.metrics), run.is_locked())
-        for name, run in zip(unique_names(resolved), map(RunDir, paths), strict=True)
+        RunRecord.read(name, RunDir(path))
+        for name, path in zip(unique_names(resolved), paths, strict=True)
     ]
 
 

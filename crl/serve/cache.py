@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-MOST_VALUES = 256
-"""Maximum number of kept values."""
-
 COST_SHARE = 20
-"""A value of files that change all the time takes at most one part in this many of the time."""
+"""Reading a live value takes at most one part in this many of the time."""
+
+LEAST_S = 1.0
+"""Minimum number of seconds for which a live value is kept."""
 
 Version = tuple[Any, ...]
 """State of files: a change of a file changes it."""
@@ -30,39 +30,50 @@ class _Slot:
     """Version of the value; None before the first one."""
     value: Any = None
     due: float = 0.0
-    """Time (`time.monotonic`) until which the value is kept although its files have changed."""
+    """Time (`time.monotonic`) until which a live value is kept although its files have changed."""
 
 
 class Cache:
     """Cache of values by key. Any thread may use it.
 
-    Requests for the same value wait for one read. An error is not kept. `clock`: returns the time
-    in seconds.
+    Requests for the same value wait for one read. An error is not kept. `most`: maximum number of
+    values. `clock`: returns the time in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
         self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, files: Iterable[Path], read: Callable[[], T]) -> T:
         """Return the value of `key`. `read` makes it again if one of the `files` has changed."""
-        return self.versioned(key, version_of(files), read)[0]
+        slot, version = self._slot(key), version_of(files)
+        with slot.lock:
+            if slot.version != version:
+                self._read(slot, version, read)
+            return slot.value
 
-    def versioned(self, key: Hashable, version: Version, read: Callable[[], T]) -> tuple[T, str]:
-        """Return the value of `key` and the name of its version, as `expected`."""
+    def live(self, key: Hashable, version: Version, read: Callable[[], T]) -> tuple[T, str]:
+        """Return the value of `key` and the name of its version.
+
+        `version`: the present version of the files. After a read, the value is kept for a while
+        although the files change, so that reading takes a bounded share of the time.
+        """
         slot = self._slot(key)
         with slot.lock:
-            started = self._clock()
-            if slot.version is None or (slot.version != version and started >= slot.due):
-                slot.value = read()
-                ended = self._clock()
-                slot.due = ended + COST_SHARE * (ended - started)
-                slot.version = version
-            return slot.value, _name(slot.version)
+            if slot.version is None or (slot.version != version and self._clock() >= slot.due):
+                self._read(slot, version, read)
+            return slot.value, _name(slot.version or version)
+
+    def _read(self, slot: _Slot, version: Version, read: Callable[[], Any]) -> None:
+        started = self._clock()
+        slot.value = read()
+        ended = self._clock()
+        slot.version = version
+        slot.due = ended + max(LEAST_S, COST_SHARE * (ended - started))
 
     def expected(self, key: Hashable, version: Version) -> str:
-        """Return the name of the version that `versioned` would return now."""
+        """Return the name of the version that `live` would return now."""
         slot = self._slot(key)
         known = slot.version
         return _name(version if known is None or self._clock() >= slot.due else known)
@@ -71,7 +82,7 @@ class Cache:
         with self._lock:
             slot = self._slots.setdefault(key, _Slot())
             self._slots.move_to_end(key)
-            if len(self._slots) > MOST_VALUES:
+            if len(self._slots) > self._most:
                 self._slots.popitem(last=False)
             return slot
 

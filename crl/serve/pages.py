@@ -2,26 +2,131 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+from anyio import to_thread
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from crl.errors import ConfigError
+from crl.report.document import SECTIONS, ArmTables, Part
+from crl.report.figures import FIGURES
+from crl.report.run_record import unique_names
+from crl.serve.events import list_events, run_events
+from crl.serve.parts import TITLES, part, record, row
 from crl.serve.site import Site
+
+MOST_COMPARED = 20
+"""Maximum number of runs of a comparison."""
+
+LOG_BYTES = 100_000
+"""Bytes of the log that are shown at once."""
 
 
 def runs(request: Request) -> Response:
     """Return the list of runs."""
     site: Site = request.app.state.site
-    return site.render(request, "runs.html", runs=site.runs())
+    rows = [row(site, run) for run in site.runs()]
+    return site.render(request, "runs.html", rows=rows)
 
 
-def overview(request: Request) -> Response:
+def run_row(request: Request) -> Response:
+    """Return the row of a run in the list."""
+    site: Site = request.app.state.site
+    found = site.found(request.path_params["run"])
+    return HTMLResponse(f"<table><tbody>{row(site, found)}</tbody></table>")
+
+
+async def overview(request: Request) -> Response:
     """Return the page of a run."""
     site: Site = request.app.state.site
-    return site.render(request, "overview.html")
+    run = await to_thread.run_sync(site.found, request.path_params["run"])
+    parts = [await part(site, run, name) for name in TITLES]
+    return await to_thread.run_sync(
+        partial(site.render, request, "overview.html", run=run, parts=parts)
+    )
+
+
+async def run_part(request: Request) -> Response:
+    """Return a part of the page of a run."""
+    site: Site = request.app.state.site
+    run = await to_thread.run_sync(site.found, request.path_params["run"])
+    name = request.path_params["part"]
+    if name not in TITLES:
+        raise HTTPException(404, "There is no such part.")
+    return HTMLResponse(await part(site, run, name))
+
+
+def settings(request: Request) -> Response:
+    """Return the settings of a run."""
+    site: Site = request.app.state.site
+    read = record(site, site.found(request.path_params["run"]))
+    faults, changes = {}, []
+    try:
+        changes = read.changes
+    except ConfigError as error:
+        faults["preset"] = str(error)
+    return site.render(request, "settings.html", part=Part(read, None, [], changes, faults))
+
+
+def log(request: Request) -> Response:
+    """Return a part of the log of a run: the last one, or that up to the byte `to`."""
+    site: Site = request.app.state.site
+    path = site.run(request).log
+    size = path.stat().st_size if path.is_file() else 0
+    end = min(size, _number(request, "to", size))
+    start = max(0, end - LOG_BYTES)
+    text = b""
+    if size:
+        with path.open("rb") as file:
+            file.seek(start)
+            text = file.read(end - start)
+    if start and (line_end := text.find(b"\n")) >= 0:  # parts begin with a line
+        start += line_end + 1
+        text = text[line_end + 1 :]
+    shown = text.decode("utf-8", "replace")
+    return site.render(request, "log.html", text=shown, start=start, end=end, size=size)
+
+
+def compare(request: Request) -> Response:
+    """Return the comparison of runs: arms, differences and curves."""
+    site: Site = request.app.state.site
+    ids = list(dict.fromkeys(request.query_params.getlist("run")))
+    if len(ids) == 1:
+        return RedirectResponse(f"/runs/{site.found(ids[0]).id}", status_code=303)
+    if not 2 <= len(ids) <= MOST_COMPARED:
+        raise HTTPException(400, f"Choose 2 to {MOST_COMPARED} runs in the list.")
+    found = [site.found(id) for id in ids]
+    names = unique_names([run.dir.path for run in found])
+    read = [replace(record(site, run), name=n) for run, n in zip(found, names, strict=True)]
+    tables = ArmTables.of(read)
+    charts = {title: FIGURES[name](tables.arms) for name, title in SECTIONS.items()}
+    shown = {title: drawn for title, drawn in charts.items() if drawn}
+    rows = list(zip(found, read, strict=True))
+    return site.render(request, "compare.html", rows=rows, tables=tables, charts=shown)
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    """Return a number of the query. Raise `HTTPException` 400 for another text."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise HTTPException(400, f"{name} is not a number.")
+    return int(text)
 
 
 ROUTES = [
     Route("/", runs),
+    Route("/events", list_events),
+    Route("/rows/{run}", run_row),
+    Route("/compare", compare),
     Route("/runs/{run}", overview),
+    Route("/runs/{run}/events", run_events),
+    Route("/runs/{run}/parts/{part}", run_part),
+    Route("/runs/{run}/settings", settings),
+    Route("/runs/{run}/log", log),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders
@@ -30,10 +31,10 @@ class Headers:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent, stream = 0, False
+        sent, most = 0, MOST_BYTES
 
         async def bounded(message: Message) -> None:
-            nonlocal sent, stream
+            nonlocal sent, most
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["Content-Security-Policy"] = POLICY
@@ -42,10 +43,14 @@ class Headers:
                 headers["Cross-Origin-Opener-Policy"] = "same-origin"
                 headers["Cross-Origin-Resource-Policy"] = "same-origin"
                 headers.setdefault("Cache-Control", "no-store")
-                stream = headers.get("Content-Type", "").startswith("text/event-stream")
-            sent += len(message.get("body", b""))
-            if sent > MOST_BYTES and not stream:
-                raise RuntimeError(f"a response to {scope['path']!r} exceeds {MOST_BYTES} bytes")
+                if headers.get("Content-Type", "").startswith("text/event-stream"):
+                    most = math.inf
+                announced = int(headers.get("Content-Length", "0"))
+            else:
+                sent += len(message.get("body", b""))
+                announced = 0
+            if max(sent, announced) > most:
+                raise RuntimeError(f"the response to {scope['path']!r} exceeds {most} bytes")
             await send(message)
 
         await self.app(scope, receive, bounded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -14,6 +15,7 @@ import uvicorn
 from crl.errors import ConfigError
 from crl.serve.app import LOOPBACK, create_app
 from crl.serve.site import Site
+from crl.wording import printable_lines
 
 NICENESS = 10
 """Priority of the server below that of a run."""
@@ -26,6 +28,9 @@ HOST_REMEDY = (
 
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
 """Errors that another port avoids."""
+
+CONNECTIONS = 256
+"""Maximum number of open connections. Further requests are refused."""
 
 SHUTDOWN_S = 3
 """Seconds for which open requests may continue after Ctrl-C."""
@@ -44,13 +49,30 @@ def serve(site: Site, host: str, port: int, show: Callable[[str], object]) -> No
         hosts = (*LOOPBACK, *_names(host, listener))
         app = create_app(site, hosts=hosts, token=token, cookie=f"crl-serve-{port}")
         os.nice(NICENESS)
+        _log_to_stderr()
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, ws="none",
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            app, log_config=None, access_log=False, server_header=False, ws="none",
+            timeout_graceful_shutdown=SHUTDOWN_S, limit_concurrency=CONNECTIONS,
         )  # fmt: skip
         listener.listen(config.backlog)
         show(f"http://{_shown(host)}:{port}/" + (f"?token={token}" if token else ""))
         uvicorn.Server(config).run(sockets=[listener])
+
+
+class _Escaped(logging.Formatter):
+    """Format of messages: characters that a terminal would interpret are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
+def _log_to_stderr() -> None:
+    """Print warnings and errors of the server, such as tracebacks, on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Escaped("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("uvicorn")
+    logger.handlers = [handler]
+    logger.setLevel(logging.WARNING)
 
 
 def bound(host: str, port: int) -> socket.socket:

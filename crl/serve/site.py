@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, PackageLoader
+from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
@@ -24,6 +25,7 @@ from crl.report.document import environment
 from crl.serve.addresses import address
 from crl.serve.cache import Cache
 from crl.serve.meaning import MeaningSearch
+from crl.wording import duration
 
 RUN_FILES = ("config.json", "bank.sqlite")
 """Files of which every run has at least one."""
@@ -36,6 +38,12 @@ MOST_FOLDERS = 10_000
 
 MOST_LEVELS = 6
 """Maximum depth below the root at which runs are looked for."""
+
+MOST_VALUES = 2000
+"""Maximum number of small values that are kept, such as parts of pages."""
+
+MOST_RECORDS = 24
+"""Maximum number of runs and banks whose content is kept."""
 
 RESCAN_S = 1.0
 """Seconds for which the list of runs is kept."""
@@ -67,8 +75,12 @@ class Site:
         self.write = write
         self.csrf = secrets.token_urlsafe(32)
         """Token of this process in forms that change something."""
-        self.cache = Cache()
+        self.cache = Cache(MOST_VALUES)
+        """Small values."""
+        self.records = Cache(MOST_RECORDS)
+        """Runs with all their metrics, and lessons of banks."""
         self.environment = environment()
+        self.environment.filters["duration"] = duration
         own = PackageLoader("crl.serve")
         self.environment.loader = ChoiceLoader([own, PackageLoader("crl.report")])
         self.environment.globals["address"] = address
@@ -97,9 +109,12 @@ class Site:
         if "run" not in context:
             id = request.path_params.get("run")
             context["run"] = None if id is None else self.found(id)
-        page = self.environment.get_template(template)
-        text = page.render(path=request.url.path, site=self, **context)
+        text = self.fragment(template, path=request.url.path, site=self, **context)
         return HTMLResponse(text.encode("utf-8", "backslashreplace"))
+
+    def fragment(self, template: str, **context: Any) -> Markup:
+        """Return a part of a page."""
+        return Markup(self.environment.get_template(template).render(**context))
 
     def _runs(self) -> Mapping[str, FoundRun]:
         with self._lock:

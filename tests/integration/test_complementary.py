@@ -22,7 +22,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from crl.cli.dashboard.follow import RunFollower
+from crl.cli.dashboard.follow import DashboardFollower
 from crl.cli.dashboard.frame import PAGES
 from crl.cli.dashboard.parts import TIME_PARTS
 from crl.config import load
@@ -268,7 +268,7 @@ def test_metrics_of_the_dashboard_are_logged(done: Path) -> None:
             looked_up.add((kind, name))
             return super().series(kind, name)
 
-    follower = RunFollower(done)
+    follower = DashboardFollower(done)
     follower.update()
     snapshot = follower.snapshot()
     for page in PAGES:

@@ -1,39 +1,20 @@
-"""Contents of the dashboard of a run, read from its directory.
-
-Nothing is written to the directory, and no lock is held for longer than a moment. The files may
-grow or be replaced while they are read.
-"""
+"""Contents of the dashboard of a run, read from its directory."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from crl.config.load import load_saved
 from crl.errors import ConfigError, StoreError
 from crl.manager.inspection.reading import open_reader
-from crl.monitor.files import RESERVED_FIELDS
-from crl.monitor.run_dir import RunDir
-from crl.monitor.snapshot import Episodes, RunInfo, Snapshot, SnapshotMonitor
-from crl.monitor.stages import read_stages
+from crl.monitor.follow import RunFollower
+from crl.monitor.snapshot import Episodes, Snapshot
 from crl.protocols import Monitor
 from crl.records.shards import read_records, shards, trajectory_of
 from crl.types import Experience
-
-CHUNK_BYTES = 1 << 20
-"""Bytes of a file that are read at once."""
-
-MAX_LINE_BYTES = 16 << 20
-"""Maximum length of a line. Longer lines are dropped."""
-
-LOG_BYTES = 1 << 20
-"""Bytes at the end of log.txt that are read at first."""
 
 BANK_EXPERIENCES = 200
 """Number of experiences that are read from the bank: those of the last searches."""
@@ -42,67 +23,11 @@ COST_SHARE = 20
 """Reading of bank and episodes takes at most one part in this many of the time."""
 
 
-class GrowingFile:
-    """Reader of the complete lines of a text file that grows.
-
-    `start`: number of bytes at the end of the file that are read at first. None = all.
-    """
-
-    def __init__(self, path: Path, start: int | None = None) -> None:
-        self._path, self._start = path, start
-        self._identity: tuple[int, int] | None = None
-        self._offset = 0
-        self._partial = b""
-
-    def replaced(self) -> bool:
-        """Return whether the file was replaced or became shorter since it was last read."""
-        if self._identity is None:
-            return False
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return True
-        return (stat.st_dev, stat.st_ino) != self._identity or stat.st_size < self._offset
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call. A missing file has none."""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            if self._identity is None and self._start is not None:
-                self._offset = max(0, stat.st_size - self._start)
-            self._identity = stat.st_dev, stat.st_ino
-            file.seek(self._offset)
-            while chunk := file.read(CHUNK_BYTES):
-                self._offset += len(chunk)
-                *complete, self._partial = (self._partial + chunk).split(b"\n")
-                self._partial = self._partial[:MAX_LINE_BYTES]
-                for line in complete:
-                    if len(line) < MAX_LINE_BYTES:
-                        yield line.decode("utf-8", "replace")
-
-
-class RunFollower:
-    """Follower of a run that is under way or has ended.
-
-    `update` reads what is new. `snapshot` returns the contents of the dashboard.
-
-    Raise `ConfigError` if the directory is not that of a run.
-    """
-
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
-        self._run, self._now = RunDir(path), now
-        self._restart()
+class DashboardFollower(RunFollower):
+    """Follower of a run whose snapshots also have experiences of the bank and the last episodes."""
 
     def _restart(self) -> None:
-        """Forget everything that was read, for example after the run was resumed."""
-        self._info = RunInfo.of(load_saved(self._run.path).config, self._run.path)
-        self._config_version = self._run.config.stat().st_mtime_ns
-        self._metrics = GrowingFile(self._run.metrics)
-        self._log = GrowingFile(self._run.log, LOG_BYTES)
-        self._time: float | None = 0.0
-        self._monitor = SnapshotMonitor(self._info, clock=lambda: self._time or 0.0)
-        self._ending = ""
-        self._evaluated = -1
+        super()._restart()
         self._bank_due = self._episodes_due = 0.0
         self._bank_version: tuple[int, ...] = ()
         self._shard: Path | None = None
@@ -113,77 +38,13 @@ class RunFollower:
 
         `on_line` also gets the new metrics and notes.
         """
-        if self._is_replaced():
-            with suppress(ConfigError, OSError):  # it is just being written
-                self._restart()
-        monitors = [self._monitor, *([on_line] if on_line else [])]
-        for line in self._log.lines():
-            note = _without_time(line)
-            self._observe_note(line, note)
-            for monitor in monitors:
-                monitor.note(note)
-        for line in self._metrics.lines():
-            if record := _record(line):
-                step, kind, seconds, metrics = record
-                self._time = seconds
-                if kind == "eval":
-                    self._evaluated = step
-                for monitor in monitors:
-                    monitor.log(step, kind, metrics)
+        super().update(on_line)
         self._bank_due = self._at_times(self._bank_due, self._read_bank)
         self._episodes_due = self._at_times(self._episodes_due, self._read_episodes)
 
-    def _is_replaced(self) -> bool:
-        """Return whether files that were read have other contents now."""
-        with suppress(OSError):
-            if self._run.config.stat().st_mtime_ns != self._config_version:
-                return True
-        return self._metrics.replaced() or self._log.replaced()
-
     def snapshot(self) -> Snapshot:
         """Return the contents of the dashboard."""
-        s = self._monitor.snapshot()
-        running = self.running
-        elapsed, remaining = self._time, self._monitor.remaining()
-        if elapsed is not None and running:
-            with suppress(OSError):  # time since the last line
-                age = max(0.0, self._now() - self._run.metrics.stat().st_mtime)
-                elapsed += age
-                remaining = None if remaining is None else max(0.0, remaining - age)
-        stages = read_stages(self._run.progress) if running else ()
-        s = s.with_times(elapsed, None if self._time is None else remaining, stages)
-        progress = replace(s.progress, status="" if running else self.status)
-        return replace(s, episodes=self._episodes, progress=progress)
-
-    @property
-    def running(self) -> bool:
-        """True while a process trains the run."""
-        return self._run.is_locked()
-
-    @property
-    def status(self) -> str:
-        """State of a run that no process trains."""
-        if self._ending:
-            return self._ending
-        if self._evaluated >= self._info.steps:
-            return "finished"
-        if not self._run.log.exists():
-            return "not started"
-        # Commands such as crl rollout make no evaluation.
-        return "ended" if self._evaluated < 0 else "ended before its last evaluation (killed?)"
-
-    # ── notes ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _observe_note(self, line: str, note: str) -> None:
-        """Record the way in which the process of the run ended, as far as the log tells."""
-        if note is not line and note.startswith("run "):  # the run was started or resumed
-            self._ending = ""
-        elif line.startswith("Traceback (most recent call last)"):
-            self._ending = "failed: see the log"
-        elif note.startswith("interrupted"):
-            self._ending = "interrupted"
-
-    # ── bank and episodes ─────────────────────────────────────────────────────────────────────────
+        return replace(super().snapshot(), episodes=self._episodes)
 
     def _at_times(self, due: float, read: Callable[[], object]) -> float:
         """Call `read` if it is due. Return the time at which it is due again."""
@@ -219,24 +80,3 @@ def latest_experiences(bank: Path) -> list[Experience]:
     entries.reverse()
     entries.sort(key=lambda entry: -(entry.counters.last_returned_step or 0))
     return [entry.experience for entry in entries[:BANK_EXPERIENCES]]
-
-
-def _without_time(line: str) -> str:
-    """Return a line of log.txt without the date and the time before a note."""
-    stamp = line[:20]
-    is_stamp = stamp[4:5] == "-" and stamp[10:11] == " " and stamp[13:14] == ":"
-    return line[20:] if is_stamp and stamp[:4].isdecimal() else line
-
-
-def _record(line: str) -> tuple[int, str, float | None, dict[str, Any]] | None:
-    """Return step, kind, time and metrics of a line. Return None for a damaged line."""
-    try:
-        record = json.loads(line)
-        step, kind, seconds = record["step"], record["kind"], record["time"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    if not isinstance(step, int) or not isinstance(kind, str):
-        return None
-    known = seconds if isinstance(seconds, int | float) else None
-    metrics = {name: value for name, value in record.items() if name not in RESERVED_FIELDS}
-    return step, kind, known, metrics

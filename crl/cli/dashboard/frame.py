@@ -19,10 +19,10 @@ from crl.cli.dashboard.parts import Body
 from crl.cli.dashboard.system import system
 from crl.cli.dashboard.tasks import tasks
 from crl.cli.dashboard.texts import episode, log
-from crl.cli.draw import DIM, GOOD, GUIDED, cell, duration, one_line
+from crl.cli.draw import DIM, GOOD, GUIDED, cell, one_line
 from crl.monitor.snapshot import Snapshot
 from crl.monitor.stages import Stage
-from crl.wording import counted
+from crl.wording import counted, duration
 
 FRAME_LINES = 5
 """Lines of the frame without a warning: title, progress, stages, tabs and keys."""

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from crl.cli.dashboard.parts import Body, glyph, history_table, part_order, rule, time_bar
-from crl.cli.draw import DIM, duration, one_line
+from crl.cli.draw import DIM, one_line
 from crl.monitor.snapshot import Series, Snapshot
 from crl.monitor.stages import Stage
+from crl.wording import duration
 
 PREFIXES = ("perf/", "env/", "total/", "staleness/")
 """Starts of the names of the metrics on this page."""

@@ -8,13 +8,13 @@ from crl.cli.draw import (
     LineGroup,
     allocate_lines,
     bar,
-    duration,
     format_number,
     one_line,
     printable,
     sparkline,
 )
 from crl.monitor.snapshot import Series
+from crl.wording import duration
 
 
 def test_numbers():

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import typer
 
-from crl.cli.dashboard.follow import GrowingFile, RunFollower
+from crl.cli.dashboard.follow import DashboardFollower
 from crl.cli.watch import watch
 from crl.config.load import dump, load
 from crl.errors import ConfigError
 from crl.manager.exchange.jsonl import parse_export
 from crl.manager.inspection.upkeep import create_bank
 from crl.monitor.files import FileMonitor
+from crl.monitor.follow import GrowingFile
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import write_shard
 from support.snapshots import group, picture
@@ -52,7 +53,7 @@ def finish(monitor: FileMonitor) -> None:
 
 def test_a_run_that_is_under_way_is_followed(run: RunDir):
     with training(run) as monitor:
-        follower = RunFollower(run.path)
+        follower = DashboardFollower(run.path)
         follower.update()
         s = follower.snapshot()
         assert (s.run.name, s.run.steps, s.progress.step, s.progress.status) == ("mine", 3, 2, "")
@@ -76,10 +77,10 @@ def test_a_run_that_is_under_way_is_followed(run: RunDir):
 def test_stages_of_the_process_are_shown_while_it_is_alive(run: RunDir):
     with training(run) as monitor:
         monitor.progress("evaluation", 1, 4)
-        (stage,) = RunFollower(run.path).snapshot().progress.stages
+        (stage,) = DashboardFollower(run.path).snapshot().progress.stages
         assert (stage.name, stage.done, stage.total) == ("evaluation", 1, 4)
     assert run.progress.exists(), "the process was killed"
-    assert RunFollower(run.path).snapshot().progress.stages == ()
+    assert DashboardFollower(run.path).snapshot().progress.stages == ()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_the_end_of_a_run_is_named(run: RunDir, note: str, raw: str, status: str
             monitor.note(note)
         monitor.close()
         run.append_to_log(raw)
-    follower = RunFollower(run.path)
+    follower = DashboardFollower(run.path)
     follower.update()
     assert follower.snapshot().progress.status == status
     with run.lock():  # the run is resumed
@@ -111,7 +112,7 @@ def test_the_end_of_a_run_is_named(run: RunDir, note: str, raw: str, status: str
 
 
 def test_other_directories_of_runs_have_a_state(run: RunDir):
-    follower = RunFollower(run.path)
+    follower = DashboardFollower(run.path)
     follower.update()
     assert follower.snapshot().progress.status == "not started"  # for example a fork
     with run.lock():  # for example crl rollout, which makes no evaluation
@@ -125,7 +126,7 @@ def test_other_directories_of_runs_have_a_state(run: RunDir):
 def test_a_resumed_run_is_read_anew(run: RunDir):
     with training(run) as monitor:
         monitor.close()
-    follower = RunFollower(run.path)
+    follower = DashboardFollower(run.path)
     follower.update()
     assert follower.snapshot().progress.step == 2
     lines = run.metrics.read_bytes().splitlines(keepends=True)
@@ -141,7 +142,7 @@ def test_a_resumed_run_is_read_anew(run: RunDir):
 
 def test_a_deterministic_run_has_no_times(run: RunDir):
     with training(run, deterministic=True) as monitor:
-        follower = RunFollower(run.path)
+        follower = DashboardFollower(run.path)
         follower.update()
         progress = follower.snapshot().progress
         assert (progress.elapsed, progress.remaining) == (None, None)
@@ -160,7 +161,7 @@ def test_experiences_are_read_from_the_bank(run: RunDir, tmp_path: Path):
         create_bank(run.bank, parse_export(lessons))
         monitor.close()
     before = {path: path.stat().st_mtime_ns for path in sorted(run.path.rglob("*"))}
-    follower = RunFollower(run.path)
+    follower = DashboardFollower(run.path)
     follower.update()
     (experience,) = follower.snapshot().experiences
     assert experience.counters.retrieved == 7
@@ -186,7 +187,7 @@ def test_damaged_lines_are_left_out(run: RunDir):
     run.episodes.mkdir()
     (run.episodes / "000001.jsonl.gz").write_bytes(b"no gzip")
     run.progress.write_bytes(b"{")
-    follower = RunFollower(run.path)
+    follower = DashboardFollower(run.path)
     follower.update()
     s = follower.snapshot()
     assert s.last("train", "rollout/success") == 0.5
@@ -222,7 +223,7 @@ def test_a_line_is_read_when_it_is_complete(tmp_path: Path):
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError):
-            RunFollower(path)
+            DashboardFollower(path)
 
 
 def test_lines_of_a_run_that_has_ended(run: RunDir, capsys: pytest.CaptureFixture[str]):
