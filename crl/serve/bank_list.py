@@ -161,10 +161,11 @@ class BankList:
             "lift_groups, lift_mean, lift_m2" if version > 3
             else "0 AS lift_groups, NULL AS lift_mean, 0.0 AS lift_m2"
         )  # fmt: skip
+        # With the types of the casts, SQLite makes an index of `written` for the join.
         self._listed = f"""
             WITH written AS MATERIALIZED (
-                SELECT data ->> 'uid' AS uid, data ->> 'version' AS version, kind,
-                    {STEP_SQL} AS step
+                SELECT CAST(data ->> 'uid' AS TEXT) AS uid,
+                    CAST(data ->> 'version' AS INTEGER) AS version, kind, {STEP_SQL} AS step
                 FROM log WHERE {WRITES_VERSION}
             ), listed AS (
                 SELECT entries.rowid AS place, uid, version, status, task, goal, text, kind, step,
