@@ -100,6 +100,11 @@ class View:
     """Number of texts that are not on the page."""
 
     @property
+    def answers(self) -> int:
+        """Number of turns that end with an answer."""
+        return sum(turn[-1].message.title == SEGMENT_TITLES["policy"] for turn in self.turns)
+
+    @property
     def outcome(self) -> Outcome:
         return outcome(self.record)
 
@@ -207,6 +212,7 @@ def viewer(request: Request) -> Response:
         request, "episode.html",
         views=views,
         total=max(len(one.turns) for one in views),
+        answers=max(one.answers for one in views),
         others=others,
         free=free[0] if free and beside is None else None,
         beside=beside,

@@ -3,6 +3,7 @@
 const stepper = document.querySelector(".stepper");
 if (stepper) {
   const total = Number(stepper.dataset.total);
+  const answers = Number(stepper.dataset.answers);
   const status = stepper.querySelector("[role=status]");
   const buttons = Object.fromEntries(
     [...stepper.querySelectorAll("button")].map((button) => [button.dataset.move, button]),
@@ -19,7 +20,8 @@ if (stepper) {
       }
       column.querySelector(".ended").hidden = found;
     }
-    status.textContent = all ? `All ${total} turns` : `Turn ${current} of ${total}`;
+    const position = current > answers ? "End" : `Turn ${current} of ${answers}`;
+    status.textContent = all ? `All ${answers} turns` : position;
     buttons.all.setAttribute("aria-pressed", String(all));
     for (const move of ["first", "previous"]) buttons[move].disabled = all || current === 1;
     for (const move of ["next", "last"]) buttons[move].disabled = all || current === total;
