@@ -109,7 +109,7 @@ class Site:
         if "run" not in context:
             id = request.path_params.get("run")
             context["run"] = None if id is None else self.found(id)
-        text = self.fragment(template, path=request.url.path, site=self, **context)
+        text = self.fragment(template, path=request.scope["path"], site=self, **context)
         return HTMLResponse(text.encode("utf-8", "backslashreplace"))
 
     def fragment(self, template: str, **context: Any) -> Markup:
@@ -171,6 +171,8 @@ def _by_id(root: Path, paths: Sequence[Path]) -> dict[str, FoundRun]:
     for path in paths:
         name = str(path.relative_to(root)) if path != root else root.name or "run"
         id = run_id(name)
+        while id in runs:  # another run has this id as its name
+            id += "-"
         runs[id] = FoundRun(id, name, RunDir(path))
     return runs
 
