@@ -95,7 +95,7 @@ class View:
 
     record: Record
     turns: Sequence[Sequence[Text]]
-    """Texts of each turn. A turn ends with an answer; after the last one, the game may add texts."""
+    """Texts of each turn. A turn ends with an answer; the last one may lack it."""
     left_out: int
     """Number of texts that are not on the page."""
 

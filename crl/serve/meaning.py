@@ -19,6 +19,9 @@ from crl.manager.inspection.reading import open_reader
 from crl.protocols import Embedder
 from crl.report.search import embedder_of, similarities
 
+MAX_EMBEDDED = 500_000
+"""Maximum number of characters of the lessons of a bank without vectors, which are embedded."""
+
 SEARCH_S = 60.0
 """Maximum number of seconds of a search, including the opening of the embedder."""
 
@@ -32,9 +35,7 @@ class MeaningSearch:
         self._stack = AsyncExitStack()
         self._opened: tuple[EmbedderSection, Embedder] | None = None
 
-    async def search(
-        self, text: str, bank: Path, uids: Collection[str]
-    ) -> list[tuple[str, float]]:
+    async def search(self, text: str, bank: Path, uids: Collection[str]) -> list[tuple[str, float]]:
         """Return the active entries among `uids` with their cosine similarities, highest first.
 
         Raise `ConfigError` or `EngineError` if the embedder is not available or does not fit to the
@@ -59,6 +60,10 @@ class MeaningSearch:
         with open_reader(bank) as reader:
             keys = reader.keys()
             entries = [entry for entry in reader.entries() if entry.uid in uids]
+        if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
+            reason = "it has no vectors yet, and too much text to embed it for one search"
+            remedy = "Choose fewer lessons with the filters, or search with crl bank search"
+            raise ConfigError("bank", str(bank), reason, remedy)
         if self._runner is None:
             self._runner = asyncio.Runner()
 

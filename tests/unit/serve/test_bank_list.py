@@ -30,7 +30,7 @@ from crl.serve.bank_list import (
 )
 from crl.types import Counters, Lift, Provenance, lift_order
 from support.bank_commands import finished_run, open_bank, play_second_run
-from support.hostile_texts import HOSTILE
+from support.hostile import HOSTILE
 from support.managers import bank_of_version_1, hit, request
 
 
