@@ -12,7 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from crl.config.load import load_saved
 from crl.errors import ConfigError
+from crl.monitor.run_dir import RunDir
 from crl.records.shards import Record, read_records, shards
 from crl.report.episodes import Message, episode
 from crl.serve.addresses import address, choice_of, integer_of, text_of
@@ -115,7 +117,9 @@ class View:
 def episodes(request: Request) -> Response:
     """Return the list of recorded episodes, those of the last step first."""
     site: Site = request.app.state.site
-    found = shards(site.run(request).episodes)
+    run = site.run(request)
+    found = shards(run.episodes)
+    task = text_of(request, "task")
     only = integer_of(request, "step")
     start, skip = integer_of(request, "at"), integer_of(request, "skip") or 0
     steps = [step for step in sorted(found, reverse=True) if only in (None, step)]
@@ -129,13 +133,25 @@ def episodes(request: Request) -> Response:
         faults=faults,
         steps=sorted(found),
         older=address(request.url.path, query, **following) if following else "",
-        task=text_of(request, "task"),
-        tasks=sorted({row.task for row in rows} | ({text_of(request, "task")} - {""})),
+        task=task,
+        tasks=sorted({row.task for row in rows} | set(_tasks(site, run)) | {task} - {""}),
         outcome=choice_of(request, "outcome", Outcome),
         condition=choice_of(request, "condition", Condition),
         only=only,
         is_start=start is None,
     )  # fmt: skip
+
+
+def _tasks(site: Site, run: RunDir) -> Sequence[str]:
+    """Return the tasks of a run; none if its settings cannot be read."""
+
+    def read() -> list[str]:
+        try:
+            return list(load_saved(run.path).config.tasks)
+        except ConfigError:
+            return []
+
+    return site.cache.get(("tasks", run.path), [run.config], read)
 
 
 def _page(
