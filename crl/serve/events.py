@@ -44,7 +44,7 @@ async def list_events(request: Request) -> EventSourceResponse:
 def _response(look: Callable[[], Mapping[str, str]]) -> EventSourceResponse:
     ending = anyio.Event()
     return EventSourceResponse(
-        changes(look, ending), sep="\n", send_timeout=SEND_TIMEOUT_S,
+        changes(look, ending), send_timeout=SEND_TIMEOUT_S,
         shutdown_event=ending, shutdown_grace_period=SHUTDOWN_S,
     )  # fmt: skip
 

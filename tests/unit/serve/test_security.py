@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
@@ -32,24 +33,29 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def app(root: Path) -> Starlette:
+    return create_app(Site(root))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8300", "[::1]:8300", "LOCALHOST"])
-def test_own_hosts(root: Path, host: str):
-    assert request(create_app(Site(root)), "/", host=host).status == 200
+def test_own_hosts(app: Starlette, host: str):
+    assert request(app, "/", host=host).status == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:8300", "localhost.evil.example", "", "[::1", "*"]
-)  # fmt: skip
-def test_foreign_hosts_are_refused(root: Path, host: str):
+    "host",
+    ["evil.example", "127.0.0.1.evil.example:8300", "localhost.evil.example", "", "[::1", "*"],
+)
+def test_foreign_hosts_are_refused(app: Starlette, host: str):
     """A page of another site whose name leads to this address (DNS rebinding) gets nothing."""
     for target in ("/", "/runs/run", "/events", "/static/style.css"):
-        answer = request(create_app(Site(root)), target, host=host)
+        answer = request(app, target, host=host)
         assert answer.status == 400
         assert answer.body == b"Invalid host header"
 
 
-def test_headers_of_every_response(root: Path):
-    app = create_app(Site(root))
+def test_headers_of_every_response(app: Starlette):
     for target in ("/", "/runs/none", "/none", "/static/style.css", "/runs/run/log"):
         headers = request(app, target).headers
         assert headers["content-security-policy"] == POLICY
@@ -100,8 +106,7 @@ def test_responses_have_a_maximum_size(root: Path, announced: bool):
         request(app, "/large")
 
 
-def test_static_files_are_a_fixed_set(root: Path):
-    app = create_app(Site(root))
+def test_static_files_are_a_fixed_set(app: Starlette):
     for name in STATIC:
         answer = request(app, f"/static/{name}")
         assert answer.status == 200
@@ -110,8 +115,7 @@ def test_static_files_are_a_fixed_set(root: Path):
         assert request(app, f"/static/{name}").status in (307, 404)
 
 
-def test_only_get(root: Path):
-    app = create_app(Site(root))
+def test_only_get(app: Starlette):
     for method in ("POST", "PUT", "DELETE", "TRACE", "X"):
         assert request(app, "/", method=method).status == 405
         assert request(app, "/runs/run/log", method=method).status == 405
@@ -119,18 +123,17 @@ def test_only_get(root: Path):
 
 PAGES = ("/", "/static/", "/rows/", "/runs/", "/runs/run/", "/runs/run/parts/", "/compare?run=",
          "/runs/run/log?to=")  # fmt: skip
-PIECES = ("..", "%2e%2e", "%2f", "/", "\\", "%5c", "%00", "secret.txt", "run", "root", "config.json",
-          "%252e%252e", "log", "settings", "~", "file:///", "C:", "\ud800", "\u202e")  # fmt: skip
+PIECES = ("..", "%2e%2e", "%2f", "/", "\\", "%5c", "%00", "secret.txt", "run", "root",
+          "config.json", "%252e%252e", "log", "settings", "~", "file:///", "C:", "\ud800", "\u202e")  # fmt: skip
 
 
 @given(
     st.sampled_from(PAGES),
     st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8)), max_size=8).map("".join),
 )
-def test_no_address_leads_to_another_file(root: Path, page: str, rest: str):
+def test_no_address_leads_to_another_file(app: Starlette, page: str, rest: str):
     """Nothing but pages and errors, whatever an address is made of."""
     target = (page + rest).replace("#", "")
-    app = create_app(Site(root))
     if "events" in target:  # a stream without an end
         return
     answer = request(app, target)
