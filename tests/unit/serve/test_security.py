@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
@@ -96,7 +96,7 @@ def test_the_host_is_checked_also_with_the_token(root: Path):
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_responses_have_a_maximum_size(root: Path, announced: bool):
-    def large(_: Request) -> HTMLResponse | StreamingResponse:
+    def large(_: Request) -> Response:
         part = "x" * (MOST_BYTES // 4)
         return PlainTextResponse(part * 5) if announced else StreamingResponse([part] * 5)
 
@@ -124,7 +124,8 @@ def test_only_get(app: Starlette):
 PAGES = ("/", "/static/", "/rows/", "/runs/", "/runs/run/", "/runs/run/parts/", "/compare?run=",
          "/runs/run/log?to=")  # fmt: skip
 PIECES = ("..", "%2e%2e", "%2f", "/", "\\", "%5c", "%00", "secret.txt", "run", "root",
-          "config.json", "%252e%252e", "log", "settings", "~", "file:///", "C:", "\ud800", "\u202e")  # fmt: skip
+          "config.json", "%252e%252e", "log", "settings", "~", "file:///", "C:", "\ud800",
+          "\u202e")  # fmt: skip
 
 
 @given(
