@@ -32,7 +32,7 @@ from crl.manager.records import UnitKey
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import shards
 from crl.report.charts import Line, LineChart, Point, thinned
-from crl.serve.addresses import address, choice_of, integer_of, text_of
+from crl.serve.addresses import MAX_INTEGER, address, choice_of, integer_of, text_of
 from crl.serve.bank_list import (
     ROWS_PER_PAGE,
     Effect,
@@ -116,7 +116,7 @@ def _selection(request: Request) -> Selection:
         kind=choice_of(request, "kind", Kind),
         status=choice_of(request, "status", Status) or Status.active,
         effect=choice_of(request, "effect", Effect),
-        min_credit=integer_of(request, "min_credit", least=-(10**9)),
+        min_credit=integer_of(request, "min_credit", least=-MAX_INTEGER),
         min_age=integer_of(request, "min_age"),
         max_age=integer_of(request, "max_age"),
         order=choice_of(request, "order", Order) or Order.lift,
