@@ -85,6 +85,7 @@ class Site:
         self.environment.loader = ChoiceLoader([own, PackageLoader("crl.report")])
         self.environment.globals["address"] = address
         self.meaning = MeaningSearch()
+        """Search of banks by meaning; nothing is loaded before the first search."""
         self._found: Mapping[str, FoundRun] = {}
         self._scanned = -RESCAN_S
         self._lock = threading.Lock()
