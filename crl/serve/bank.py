@@ -65,6 +65,12 @@ EPISODE_ID = re.compile(r"[^/]+/([0-9]{1,9})/([0-9]{1,9})/([0-9]{1,9})")
 """Id of an episode: run/step/group/member. The step counts from 0."""
 
 
+class TextOf(StrEnum):
+    """Texts that can be read as a whole, besides the text of a version."""
+
+    goal = "goal"
+
+
 class SearchBy(StrEnum):
     """Ways of a search."""
 
@@ -302,10 +308,12 @@ def _lifts(views: Sequence[LiftView]) -> list[Point]:
 
 
 def text(request: Request) -> Response:
-    """Return a part of the text of a version, or of an answer to a question, as plain text."""
+    """Return a part of a version, of an answer to a question, or of a goal as plain text."""
     uid, version = text_of(request, "uid"), integer_of(request, "version", least=1)
     with open_reader(bank_of(request)) as bank:
-        if version is None:
+        if choice_of(request, "of", TextOf):
+            texts = [found_entry(bank, uid).goal]
+        elif version is None:
             refinement = bank.refinement(uid)
             texts = [] if refinement is None else [refinement.text or ""]
         else:

@@ -18,7 +18,7 @@ from crl.monitor.run_dir import RunDir
 from crl.records.shards import Record, read_records, shards
 from crl.report.episodes import Message, episode
 from crl.serve.addresses import address, choice_of, integer_of, text_of
-from crl.serve.bank import text_part
+from crl.serve.bank import TextOf, text_part
 from crl.serve.site import Site
 from crl.wording import SEGMENT_TITLES
 
@@ -238,8 +238,10 @@ def viewer(request: Request) -> Response:
 
 
 def segment(request: Request) -> Response:
-    """Return a part of a whole text of an episode as plain text."""
+    """Return a part of a whole text of an episode, or of its goal, as plain text."""
     record = _member(_members(request), int(request.path_params["member"]))
+    if choice_of(request, "of", TextOf):
+        return text_part(request, record["goal"])
     number = integer_of(request, "text") or 0
     if number >= len(record["segments"]):
         raise HTTPException(404, "The episode has no such text.")

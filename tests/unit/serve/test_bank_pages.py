@@ -347,7 +347,7 @@ def test_a_long_text_is_read_in_parts(tmp_path: Path):
     bank_of(tmp_path / "run", [whole])
     with browser_of(tmp_path) as client:
         found = page(client, "/runs/run/bank/lesson?uid=run/0/0/0%230")
-        (link,) = {link for link in links(found) if "/bank/text" in link}
+        (link,) = {link for link in links(found) if "version=1" in link}
         read, parts = "", 0
         while link:
             response = client.get(link)
@@ -361,6 +361,15 @@ def test_a_long_text_is_read_in_parts(tmp_path: Path):
         assert client.get(f"{text}&part=99").status_code == 404
     assert parts == -(-len(whole) // PART_CHARACTERS) > 1
     assert read == printable_lines(whole)
+
+
+def test_a_long_goal_is_read_as_a_whole(tmp_path: Path):
+    bank_of(tmp_path / "run", ["abc" * 1000])
+    with browser_of(tmp_path) as client:
+        found = page(client, "/runs/run/bank/lesson?uid=run/0/0/0%230")
+        (link,) = {link for link in links(found) if "of=goal" in link}
+        assert client.get(link).text == ("abc" * 1000)[::-1][:2000] + "\n"
+        assert client.get("/runs/run/bank/text?uid=none&of=goal").status_code == 404
 
 
 def test_a_damaged_bank(root: Path, tmp_path: Path):

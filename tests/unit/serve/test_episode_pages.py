@@ -213,7 +213,13 @@ def test_hostile_episodes(run: Path):
         paths = ["/runs/first/episodes"]
         for r in read_records(shards(run / "episodes")[3]):
             path = f"/runs/first/episodes/{name(r)}"
-            paths += [path, f"{path}?beside=0", f"{path}/text?text=1", f"{path}/text?text=1&part=2"]
+            paths += [
+                path,
+                f"{path}?beside=0",
+                f"{path}/text?of=goal",
+                f"{path}/text?text=1",
+                f"{path}/text?text=1&part=2",
+            ]
         for path in paths:
             started = time.monotonic()
             response = client.get(path)
