@@ -115,6 +115,13 @@ def runs(incomplete: str) -> list[str]:
     return _starting(incomplete, dict.fromkeys(found))
 
 
+def folders_of_runs(incomplete: str) -> list[str]:
+    """Complete the directory of a run, or a directory with runs."""
+    found = runs(incomplete)
+    parents = (path.rpartition("/")[0] for path in found)
+    return [*dict.fromkeys(_starting(incomplete, filter(None, parents))), *found]
+
+
 def _is_run(path: str) -> bool:
     """Return whether a path can be offered and is the directory of a run."""
     return bool(SAFE_PATH.fullmatch(path)) and any(

@@ -25,7 +25,7 @@ def serve(
         typer.Argument(
             metavar="PATH",
             help="Directory of a run, or a directory with runs.",
-            autocompletion=completion.runs,
+            autocompletion=completion.folders_of_runs,
         ),
     ],
     port: Annotated[

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 COST_SHARE = 20
-"""Reading a live value takes at most one part in this many of the time."""
+"""Reading a live value takes at most one part in this many of a core's time."""
 
 LEAST_S = 1.0
 """Minimum number of seconds for which a live value is kept."""
@@ -37,11 +37,17 @@ class Cache:
     """Cache of values by key. Any thread may use it.
 
     Requests for the same value wait for one read. An error is not kept. `most`: maximum number of
-    values. `clock`: returns the time in seconds.
+    values. `clock`: returns the time in seconds. `work`: returns the CPU time of the thread.
     """
 
-    def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = most, clock
+    def __init__(
+        self,
+        most: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        work: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._most, self._clock, self._work = most, clock, work
         self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -66,11 +72,10 @@ class Cache:
             return slot.value, _name(slot.version or version)
 
     def _read(self, slot: _Slot, version: Version, read: Callable[[], Any]) -> None:
-        started = self._clock()
+        started = self._work()
         slot.value = read()
-        ended = self._clock()
         slot.version = version
-        slot.due = ended + max(LEAST_S, COST_SHARE * (ended - started))
+        slot.due = self._clock() + max(LEAST_S, COST_SHARE * (self._work() - started))
 
     def expected(self, key: Hashable, version: Version) -> str:
         """Return the name of the version that `live` would return now."""

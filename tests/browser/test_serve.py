@@ -131,6 +131,7 @@ def test_a_run_is_followed(page: Any, root: Path) -> None:
     run.metrics.unlink()
     with run.lock():
         monitor = FileMonitor(run)
+        monitor.log(0, "eval", {"eval/room/seen/success/free": 0.25, "time/eval": 2.0})
         for step in (1, 2):
             monitor.log(step, "train", {"rollout/success/free": step / 4, "time/train": 1.0})
         monitor.note(f"warning: {HOSTILE}")
@@ -143,7 +144,7 @@ def test_a_run_is_followed(page: Any, root: Path) -> None:
         page.locator("#state-title ~ *", has_text="step 3 of 3").first.wait_for()
         monitor.close()
     page.locator(".badge", has_text="ended before").wait_for()
-    assert page.locator("section[data-part=success] circle").count() == 3
+    assert page.locator("section[data-part=success] circle").count() > 3
     assert page.evaluate("window.marked")
 
 
@@ -160,7 +161,7 @@ def test_the_list_is_live(page: Any, root: Path) -> None:
         page.locator(".badge.active").wait_for()
         assert page.get_by_label("compare first").is_checked()
         assert page.evaluate("document.activeElement.value") == "first"
-        page.locator(".badge.active").wait_for(state="detached")
+    page.locator(".badge.active").wait_for(state="detached")
     assert page.get_by_label("compare first").is_checked()
 
 

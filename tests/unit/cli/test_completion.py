@@ -103,6 +103,8 @@ def test_run_directories(here: Path) -> None:
     assert completions("crl eval b") == ["bank"]
     assert completions("crl learn --from runs/x") == []
     assert completions("crl fork missing/") == []
+    assert completions("crl serve r") == ["runs", *of_folder]
+    assert completions("crl serve runs/f") == ["runs/first"]
 
 
 @pytest.mark.parametrize(

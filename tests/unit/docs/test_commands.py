@@ -70,6 +70,10 @@ NOT_RUN = {
     "crl plot runs/a0 runs/a1 runs/b0 --what success --out success.svg": (
         "needs trained runs; see tests/unit/report/test_plot.py"
     ),
+    "crl serve runs": "ends with Ctrl-C; see tests/unit/serve/test_server.py",
+    "crl serve runs/first": "ends with Ctrl-C; see tests/unit/serve/test_server.py",
+    "crl serve runs --port 0": "ends with Ctrl-C; see tests/unit/serve/test_server.py",
+    "crl serve runs --host 0.0.0.0": "ends with Ctrl-C; see tests/unit/serve/test_server.py",
     "crl make-models --out models": "takes an hour",
     "crl --install-completion": "changes the configuration of a shell; see test_completion.py",
     "crl --show-completion": "depends on the shell; see test_completion.py",

@@ -40,7 +40,7 @@ def test_an_unchanged_value_is_read_once(tmp_path: Path):
 
 def test_live_values_are_kept_for_a_share_of_the_time():
     clock = Clock()
-    cache = Cache(4, clock=clock)
+    cache = Cache(4, clock=clock, work=clock)
 
     def slow() -> float:
         clock.now += 3
