@@ -28,9 +28,7 @@ def serve(
             autocompletion=completion.folders_of_runs,
         ),
     ],
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 takes a free one.")
-    ] = PORT,
+    port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes a free one.")] = PORT,
     host: Annotated[
         str,
         typer.Option(

@@ -100,7 +100,7 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, An
     for text in content.splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
             lines.append(line)

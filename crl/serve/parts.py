@@ -143,10 +143,11 @@ def _content(site: Site, run: FoundRun, name: str) -> Markup:
             charts = found.charts if found else []
         else:
             charts = FIGURES[name](arms_of_runs([record(site, run)]))
+        return site.fragment("charts.html", charts=charts) if charts else Markup("")
     except Exception as error:  # damaged files raise errors of many types
-        fault = "" if isinstance(error, ConfigError) and name != "credit" else _reason(error)
-        return site.fragment("fault.html", fault=fault) if fault else Markup("")
-    return site.fragment("charts.html", charts=charts) if charts else Markup("")
+        if isinstance(error, ConfigError) and name != "credit":
+            return Markup("")  # the part "state" has the reason
+        return site.fragment("fault.html", fault=_reason(error))
 
 
 def _state(site: Site, run: FoundRun) -> Markup:
@@ -158,17 +159,17 @@ def _state(site: Site, run: FoundRun) -> Markup:
         follower.update()
         snapshot = follower.snapshot()
         read = record(site, run)
-    except (ConfigError, OSError, ValueError) as error:
+        found, fault = None, ""
+        try:
+            found = lessons(site, run)
+        except Exception as error:  # damaged files raise errors of many types
+            fault = _reason(error)
+        return site.fragment(
+            "state.html", snapshot=snapshot, record=read, judgements=run_judgements(read),
+            lessons=found, fault=fault,
+        )  # fmt: skip
+    except Exception as error:
         return site.fragment("fault.html", fault=_reason(error))
-    found, fault = None, ""
-    try:
-        found = lessons(site, run)
-    except Exception as error:  # damaged files raise errors of many types
-        fault = _reason(error)
-    return site.fragment(
-        "state.html", snapshot=snapshot, record=read, judgements=run_judgements(read),
-        lessons=found, fault=fault,
-    )  # fmt: skip
 
 
 def record(site: Site, run: FoundRun) -> RunRecord:
@@ -227,10 +228,10 @@ def _cells(site: Site, run: FoundRun) -> Markup:
         read = RunRecord.read(run.name, run.dir, TAIL_BYTES)
         if not read.of("eval"):
             read = RunRecord.read(run.name, run.dir)
-    except (ConfigError, OSError, ValueError) as error:
+        rates = (last_success(read, "free"), last_success(read, "guided"))
+        return site.fragment("cells.html", run=run, record=read, fault="", rates=rates)
+    except Exception as error:  # damaged files raise errors of many types
         return site.fragment("cells.html", run=run, record=None, fault=_reason(error), rates=())
-    rates = (last_success(read, "free"), last_success(read, "guided"))
-    return site.fragment("cells.html", run=run, record=read, fault="", rates=rates)
 
 
 def last_success(run: RunRecord, condition: str) -> Estimate | None:

@@ -30,6 +30,9 @@ HOST_REMEDY = (
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
 """Errors that another port avoids."""
 
+MAX_PORT = 65535
+"""Largest port."""
+
 CONNECTIONS = 256
 """Maximum number of open connections. Further requests are refused."""
 
@@ -45,10 +48,10 @@ def serve(site: Site, host: str, port: int, show: Callable[[str], object]) -> No
     """
     with bound(host, port) as listener:
         port = listener.getsockname()[1]
-        local = _is_loopback(listener)
-        token = "" if local else secrets.token_urlsafe(32)
-        hosts = (*LOOPBACK, *_names(host, listener))
-        app = create_app(site, hosts=hosts, token=token, cookie=f"crl-serve-{port}")
+        bound_to = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+        token = "" if bound_to.is_loopback else secrets.token_urlsafe(32)
+        names = list(_names()) if bound_to.is_unspecified else [_shown(host)]
+        app = create_app(site, hosts=(*LOOPBACK, *names), token=token, cookie=f"crl-serve-{port}")
         _lower_priority()
         _log_to_stderr()
         config = uvicorn.Config(
@@ -56,7 +59,7 @@ def serve(site: Site, host: str, port: int, show: Callable[[str], object]) -> No
             timeout_graceful_shutdown=SHUTDOWN_S, limit_concurrency=CONNECTIONS,
         )  # fmt: skip
         listener.listen(config.backlog)
-        show(f"http://{_shown(host)}:{port}/" + (f"?token={token}" if token else ""))
+        show(f"http://{names[0]}:{port}/" + (f"?token={token}" if token else ""))
         uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -86,6 +89,8 @@ def _log_to_stderr() -> None:
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address. Raise `ConfigError` if this is impossible."""
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError("--port", port, "is not a port", f"Choose 1 to {MAX_PORT}, or 0 for any")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -96,9 +101,9 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        if isinstance(error, OSError) and error.errno in _OF_THE_PORT:
+        if error.errno in _OF_THE_PORT:
             remedy = "Choose another --port, or --port 0 for a free one"
             raise ConfigError("--port", port, _reason(error).lower(), remedy) from error
         reason = f"cannot be used ({_reason(error)})"
@@ -110,23 +115,17 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-
-
-def _names(host: str, listener: socket.socket) -> Iterator[str]:
-    """Yield the hosts with which browsers can name the address."""
-    yield _shown(host)
-    if ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_unspecified:
-        name = socket.gethostname()
-        yield name
-        yield socket.getfqdn()
-        try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError:  # the machine's own name has no address
-            return
-        for *_, address in found:
-            yield _shown(str(address[0]))
+def _names() -> Iterator[str]:
+    """Yield the hosts with which browsers can name this machine: its names, then its addresses."""
+    name = socket.gethostname()
+    yield name
+    yield socket.getfqdn()
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:  # the machine's own name has no address
+        return
+    for *_, address in found:
+        yield _shown(str(address[0]))
 
 
 def _shown(host: str) -> str:

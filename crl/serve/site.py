@@ -101,7 +101,7 @@ class Site:
     def found(self, id: str) -> FoundRun:
         """Return the run with an id. Raise `HTTPException` 404 if there is none."""
         run = self._runs().get(id)
-        if run is None or _leads_outside(run.dir.episodes, self.root):
+        if run is None or self._has_foreign_episodes(run.dir):
             raise HTTPException(404, "There is no such run.")
         return run
 
@@ -116,6 +116,13 @@ class Site:
     def fragment(self, template: str, **context: Any) -> Markup:
         """Return a part of a page."""
         return Markup(self.environment.get_template(template).render(**context))
+
+    def _has_foreign_episodes(self, run: RunDir) -> bool:
+        """Return whether a link among the recorded episodes leads out of the root."""
+        folder = run.episodes
+        return self.cache.get(
+            ("links", folder), [folder], lambda: _leads_outside(folder, self.root)
+        )
 
     def _runs(self) -> Mapping[str, FoundRun]:
         with self._lock:

@@ -218,16 +218,23 @@ PAGES = ("", "runs/first", "runs/first/settings", "runs/first/log", "compare?run
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
 def test_accessible_at_every_width_and_in_both_schemes(
-    chromium: Any, address: str, width: int, scheme: str
+    chromium: Any, root: Path, address: str, width: int, scheme: str
 ) -> None:
+    """Also of a run under way, whose page has the most parts."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     size = {"width": width, "height": 900}
     page = chromium.new_page(viewport=size, color_scheme=scheme, bypass_csp=True)
-    for name in PAGES:
-        page.goto(address + name)
-        for summary in page.locator("summary").all():
-            summary.click()
-        found = axe.run(page).response["violations"]
-        assert [(name, v["id"], v["nodes"][0]["html"]) for v in found] == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    run = RunDir(root / "first")
+    with run.lock():
+        monitor = FileMonitor(run)
+        monitor.note(f"warning: {HOSTILE} {'x' * 300}")
+        monitor.progress("distillation of many episodes " * 4, 3, 8)
+        for name in PAGES:
+            page.goto(address + name)
+            for summary in page.locator("summary").all():
+                summary.click()
+            found = axe.run(page).response["violations"]
+            assert [(name, v["id"], v["nodes"][0]["html"]) for v in found] == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+        monitor.close()
     page.close()

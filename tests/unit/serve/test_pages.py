@@ -140,7 +140,7 @@ def test_a_run_under_way(client: TestClient, run: Path):
         html = text(client, "/runs/first/parts/state")
         assert "under way" in html
         assert f"step 2 of {config['run']['steps']}" in html
-        assert "Estimated rest" in html
+        assert "Estimated remaining time" in html
         assert "evaluation" in html
         assert "3 of 8" in html
         assert "the reward &lt;b&gt;collapsed&lt;/b&gt;" in html
@@ -179,6 +179,32 @@ def test_a_damaged_bank_leaves_the_rest_of_the_page(client: TestClient, run: Pat
     assert "The bank cannot be read" in html
     assert "step 3 of 3" in html
     assert "Wall time by part" in html
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1%s, "kind": "train", "time": 1.0, "actor/loss": 1}' % ("0" * 4000),
+        '{"step": 1, "kind": "eval", "time": 1, "eval/room/seen/success/free": 1%s}' % ("0" * 4000),
+        '{"step": 3, "kind": "train", "time": NaN, "actor/loss": Infinity}',
+        '{"step": 3, "kind": "train", "time": "text", "actor/loss": -1e999}',
+        '{"step": 3, "kind": ["eval"], "time": 1.0}',
+        '{"step": 3, "kind": "eval", "time": 1.0, "eval/room/seen/success/free": "text"}',
+        "[" * 100_000,
+        '{"step": true, "kind": "train", "time": 1.0}',
+        '{"step": -5, "kind": "train", "time": -1.0}',
+    ],
+    ids=range(9),
+)
+def test_damaged_metrics_leave_pages(client: TestClient, run: Path, line: str):
+    """A line that no run writes makes no page fail."""
+    shutil.copytree(run, run.parent / "whole")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert "3 of 3" in text(client, "/")
+    html = text(client, "/runs/first")
+    assert "Lift of the lessons" in html
+    text(client, "/runs/first/settings")
 
 
 def test_settings(client: TestClient):

@@ -76,7 +76,10 @@ def test_nothing_is_written(root: Path):
 def test_another_address_needs_the_token(root: Path):
     with server(root, "--host", "0.0.0.0") as (_, address):
         parts = urlsplit(address)
+        assert parts.hostname == socket.gethostname().lower()
         local = f"http://127.0.0.1:{parts.port}/"
+        assert get(local, Host="0.0.0.0").status == 400
+        assert get(local, Host=parts.netloc).status == 403
         assert get(local).status == 403
         assert get(f"{local}runs/run").status == 403
         cookie = get(f"{local}?{parts.query}").getheader("Set-Cookie") or ""
@@ -120,6 +123,13 @@ def test_addresses_that_cannot_be_used(root: Path, host: str):
     assert result.exit_code == 2
     assert "--host" in one_line(result)
     assert "0.0.0.0" in result.stderr
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**20])
+def test_numbers_that_are_no_ports(root: Path, port: int):
+    result = crl("serve", root, "--port", port)
+    assert result.exit_code == 2
+    assert "is not a port" in one_line(result)
 
 
 def test_a_path_that_is_no_directory(tmp_path: Path):
