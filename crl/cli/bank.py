@@ -34,7 +34,6 @@ from crl.wording import counted
 
 if TYPE_CHECKING:
     from crl.cli.bank_text import EntryReport, RefinementReport, ShortUids
-    from crl.config.schema import EmbedderSection
     from crl.manager.inspection.reading import (
         BankReader,
         EntryView,
@@ -232,8 +231,8 @@ def search(
             [entry for entry in bank.entries() if task in (None, entry.task)],
         )
         short = short_uids(bank.uids())
-    similarities = asyncio.run(_similarities(text, entries, keys, _embedder(file, keys)))
-    found = sorted(zip(similarities, entries, strict=True), key=lambda pair: -pair[0])
+    cosines = asyncio.run(_similarities(text, entries, keys, file))
+    found = sorted(zip(cosines, entries, strict=True), key=lambda pair: -pair[0])
     rows = found[: limit or None]
     if as_json:
         _print_json(
@@ -649,46 +648,15 @@ def _failures(file: Path, entries: Iterable[EntryView]) -> list[EntryView]:
     return [entry for entry in entries if entry.step is not None]
 
 
-def _embedder(file: Path, keys: KeyVectors) -> EmbedderSection:
-    """Return the embedder of the run, or of the bank if there is no config.json beside it."""
-    from crl.config.load import load_saved
-    from crl.embedders import embedder_named
-
-    return (
-        load_saved(file.parent).config.embedder
-        if (file.parent / "config.json").is_file()
-        else embedder_named(keys.name)
-    )
-
-
 async def _similarities(
-    text: str, entries: Sequence[EntryView], keys: KeyVectors, section: EmbedderSection
+    text: str, entries: Sequence[EntryView], keys: KeyVectors, file: Path
 ) -> list[float]:
-    """Return the cosine similarity of the query and the key of each entry.
-
-    If the bank has no vectors yet, the entries' texts are embedded and compared. Raise
-    `ConfigError` if the bank's vectors were made by another embedder.
-    """
+    """Return the cosine similarity of the query and the key of each entry of a bank."""
     from crl.embedders import open_embedder
+    from crl.report.search import embedder_of, similarities
 
-    async with open_embedder(section) as embedder:
-        if keys.name is None:
-            vectors = list(await embedder.embed([entry.text for entry in entries]))
-        elif keys.comparable(embedder.name, embedder.dim):
-            vectors = [keys.vectors[entry.uid] for entry in entries]
-        else:
-            reason = (
-                "the vectors of the bank cannot be compared with those of the search's embedder, "
-                f"{embedder.name}"
-            )
-            raise ConfigError(
-                "embedder",
-                keys.name,
-                reason,
-                "Put the config.json of the run that computed the vectors beside the bank",
-            )
-        (query,) = await embedder.embed([text])
-    return [float(vector @ query) for vector in vectors]
+    async with open_embedder(embedder_of(file, keys)) as embedder:
+        return await similarities(text, entries, keys, embedder)
 
 
 def _report_on(bank: BankReader, name: str) -> EntryReport | RefinementReport:

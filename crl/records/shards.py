@@ -295,7 +295,10 @@ def _readable(path: Path) -> Iterator[None]:
     """Raise `ConfigError` for an error in reading the file `path`."""
     try:
         yield
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error, BadZipFile) as error:
+    except (
+        OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
+        zlib.error, BadZipFile,
+    ) as error:  # fmt: skip
         raise ConfigError(
             "episodes",
             str(path),

@@ -93,8 +93,8 @@ def _pairs(records: Iterable[Record]) -> Iterator[Pair]:
             yield Pair(guided[0]["task"], guided[0]["goal"], episode(guided[0]), episode(free[0]))
 
 
-def episode(record: Record) -> Episode:
-    """Return a recorded episode with its texts."""
+def episode(record: Record, most: int = MOST_SEGMENTS) -> Episode:
+    """Return a recorded episode with its first texts, at most `most`."""
     messages, turn = [], 0
     for segment in record["segments"]:
         origin, reward = segment["origin"], None
@@ -107,5 +107,5 @@ def episode(record: Record) -> Episode:
             else "answer" if segment["role"] == "assistant" else "other"
         )  # fmt: skip
         messages.append(Message(SEGMENT_TITLES[origin], kind, segment["text"], reward))
-    shown = messages[:MOST_SEGMENTS]
+    shown = messages[:most]
     return Episode(record, shown, len(messages) - len(shown))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from crl.manager.inspection.reading import (
     UseView,
     VersionView,
     open_reader,
+    pooled_lift,
 )
 from crl.report.charts import BarChart, Point
 from crl.types import Lift, lift_order
@@ -162,17 +163,18 @@ def _story(bank: BankReader, entry: EntryView) -> Story:
 
 
 def lift_curve(views: Sequence[LiftView]) -> list[Point]:
-    """Return the lift over all groups so far after each step, with its interval."""
-    at: dict[int, Lift] = {}
-    for view, lift in zip(views, accumulate(view.lift for view in views), strict=True):
-        at[view.step or 0] = lift
-    return [
-        Point(step, lift.mean, lift.low, min(1.0, lift.mean + lift.half_width))
-        for step, lift in at.items()
-    ]
+    """Return the lift over all groups so far after each step, with its interval.
+
+    Groups of another run count, and have no point.
+    """
+    points, total = [], None
+    for step, group in groupby(views, key=lambda view: view.step):
+        total = pooled_lift([total, *(view.lift for view in group)])
+        if step is not None and total is not None:
+            points.append(Point(step, total.mean, total.low, min(1.0, -(-total).low)))
+    return points
 
 
-def lift_text(entry: EntryView) -> str:
-    """Return the lift with half its interval, or a dash."""
-    lift = entry.counters.lift
+def lift_text(lift: Lift | None) -> str:
+    """Return a lift with half its interval, or a dash."""
     return plus_minus(lift.mean, lift.mean - lift.low) if lift else "–"

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from crl.errors import ConfigError, StoreError
-from crl.serve import pages
+from crl.serve import bank, changes, episodes, pages
 from crl.serve.security import Headers, Token
 from crl.serve.site import Site
 
@@ -29,9 +29,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 STATIC: Mapping[str, Sequence[tuple[str, str]]] = {
     "icon.svg": (("crl.serve", "static/icon.svg"),),
-    "style.css": (("crl.report", "templates/style.css"), ("crl.serve", "static/serve.css")),
+    "style.css": (
+        ("crl.report", "templates/style.css"),
+        ("crl.serve", "static/serve.css"),
+        ("crl.serve", "static/browse.css"),
+    ),
     "tables.js": (("crl.report", "templates/tables.js"),),
     "live.js": (("crl.serve", "static/live.js"),),
+    "episode.js": (("crl.serve", "static/episode.js"),),
 }
 """Static files: (package, path) of their parts, by name."""
 
@@ -54,7 +59,10 @@ def create_app(
     if token:
         middleware.append(Middleware(Token, token=token, cookie=cookie))
     app = Starlette(
-        routes=[*pages.ROUTES, Route("/static/{file}", static)],
+        routes=[
+            *pages.ROUTES, *bank.ROUTES, *changes.ROUTES, *episodes.ROUTES,
+            Route("/static/{file}", static),
+        ],
         middleware=middleware,
         exception_handlers={
             HTTPException: _failure, ConfigError: _failure, StoreError: _failure, OSError: _failure,
@@ -69,6 +77,7 @@ def create_app(
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     current_default_thread_limiter().total_tokens = THREADS
     yield
+    await app.state.site.meaning.aclose()
 
 
 def static(request: Request) -> Response:

@@ -22,7 +22,9 @@ from starlette.responses import HTMLResponse
 from crl.errors import ConfigError
 from crl.monitor.run_dir import RunDir
 from crl.report.document import environment
+from crl.serve.addresses import address
 from crl.serve.cache import Cache
+from crl.serve.meaning import MeaningSearch
 from crl.wording import duration
 
 RUN_FILES = ("config.json", "bank.sqlite")
@@ -81,6 +83,9 @@ class Site:
         self.environment.filters["duration"] = duration
         own = PackageLoader("crl.serve")
         self.environment.loader = ChoiceLoader([own, PackageLoader("crl.report")])
+        self.environment.globals["address"] = address
+        self.meaning = MeaningSearch()
+        """Search of banks by meaning; nothing is loaded before the first search."""
         self._found: Mapping[str, FoundRun] = {}
         self._scanned = -RESCAN_S
         self._lock = threading.Lock()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.chromium import launched, violations
 from support.report_runs import train_for_report
 from support.whole_runs import crl
 
 pytestmark = pytest.mark.browser
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +25,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def browser(report: Path) -> Iterator[Any]:
     """Chromium. The report comes first: a run needs a thread without playwright's event loop."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("Chromium is not installed")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with launched() as chromium:
         yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -102,14 +94,12 @@ def test_a_guided_and_a_free_episode_are_side_by_side(page: Any) -> None:
 def test_accessible_at_every_width_and_in_both_schemes(
     browser: Any, report: Path, width: int, scheme: str
 ) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     size = {"width": width, "height": 900}
     page = browser.new_page(viewport=size, color_scheme=scheme, bypass_csp=True)
     page.goto(report.as_uri())
     for summary in page.locator("summary").all():
         if summary.locator("..").get_attribute("open") is None:
             summary.click()
-    found = axe.run(page).response["violations"]
-    assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
+    assert violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()

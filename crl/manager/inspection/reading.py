@@ -190,6 +190,20 @@ class Eviction:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectView:
+    """Credited episodes and lift of all versions of an entry within some steps."""
+
+    uid: str
+    """Uid of the entry, or id of an answer to a question."""
+    won: int
+    """Number of credited episodes that succeeded."""
+    credited: int
+    """Number of credited episodes."""
+    lift: Lift | None
+    """Lift; None without a group that also has free members."""
+
+
+@dataclass(frozen=True, slots=True)
 class KeyVectors:
     """Embeddings of the keys of active entries."""
 
@@ -395,7 +409,7 @@ class BankReader:
 
     def lineage(self, unit: UnitKey) -> list[VersionView]:
         """Return the version and all its ancestors, the newest first."""
-        versions = {UnitKey(version.uid, version.version): version for version in self._versions()}
+        versions = {UnitKey(version.uid, version.version): version for version in self.versions()}
         found: dict[UnitKey, VersionView] = {}
         waiting = [unit]
         while waiting:
@@ -409,6 +423,10 @@ class BankReader:
         """Return the versions of other entries that have a version of this entry as a parent."""
         inherits = f"EXISTS (SELECT 1 FROM json_each(data, '$.parents') WHERE {_UID_PART} = ?)"
         return [version for version in self._versions(inherits, f"{uid}@") if version.uid != uid]
+
+    def versions(self) -> list[VersionView]:
+        """Return all versions of all entries, in the order in which they were written."""
+        return self._versions()
 
     def _versions(self, where: str = "TRUE", *parameters: Any) -> list[VersionView]:
         rows = self._rows(
@@ -454,20 +472,60 @@ class BankReader:
 
     def eviction(self, uid: str) -> Eviction | None:
         """Return the eviction of an entry; None if it was not evicted."""
+        found = self._evictions("uid = ?", uid)
+        return found[0][1] if found else None
+
+    def evictions(self, first: int, last: int) -> list[tuple[str, Eviction]]:
+        """Return (uid, eviction) of the evictions at the steps `first` to `last` of the run."""
+        return self._evictions("step BETWEEN ? AND ?", first, last)
+
+    def _evictions(self, where: str, *parameters: Any) -> list[tuple[str, Eviction]]:
+        """Return (uid, eviction); the discards of merges come last."""
         # Banks of earlier versions have the reason "room" for bounds.
-        columns = (
-            f"{STEP_SQL}, data ->> 'for', CASE data ->> 'reason' WHEN 'votes' THEN 'votes' "
-            "WHEN 'bounds' THEN 'bounds' WHEN 'room' THEN 'bounds' "
-            "ELSE IIF(data ->> 'for' IS NULL, 'pruned', 'bounds') END"
+        sql = f"""
+            SELECT uid, step, cause, why FROM (
+                SELECT seq, origin AS uid, {STEP_SQL} AS step, data ->> 'for' AS cause,
+                    CASE data ->> 'reason' WHEN 'votes' THEN 'votes' WHEN 'bounds' THEN 'bounds'
+                    WHEN 'room' THEN 'bounds'
+                    ELSE IIF(data ->> 'for' IS NULL, 'pruned', 'bounds') END AS why
+                FROM log WHERE kind = 'evict'
+                UNION ALL
+                SELECT seq, substr({_UID_PART}, 1, length({_UID_PART}) - 1), {STEP_SQL}, origin,
+                    'discarded'
+                FROM log, json_each(data, '$.targets') WHERE kind = 'discard'
+            ) WHERE {where} ORDER BY why = 'discarded', seq"""
+        return [(row["uid"], Eviction(*row[1:])) for row in self._rows(sql, *parameters)]
+
+    def effects(self, first: int, last: int) -> list[EffectView]:
+        """Return the effects of entries at the steps `first` to `last` of the run.
+
+        The order is that of `lift_order`.
+        """
+        steps = f"{STEP_SQL} BETWEEN ? AND ?"
+        credited = self._rows(
+            "SELECT data ->> 'uid', COUNT(*), SUM((data ->> 'reward') > 0) FROM log "
+            f"WHERE kind = 'credit' AND data ->> 'reward' IS NOT NULL AND {steps} GROUP BY 1",
+            first, last,
+        )  # fmt: skip
+        lifts: dict[str, list[Lift]] = {}
+        for uid, guided, free in self._rows(
+            "SELECT data ->> 'uid', data ->> 'guided', data ->> 'free' FROM log "
+            f"WHERE kind = 'lift' AND {steps} ORDER BY seq",
+            first, last,
+        ):  # fmt: skip
+            lifts.setdefault(uid, []).append(Lift(1, guided - free))
+        found = [
+            EffectView(uid, won, n, pooled_lift(lifts.get(uid, ()))) for uid, n, won in credited
+        ]
+        return sorted(found, key=lambda view: (lift_order(view.lift), view.credited - 2 * view.won))
+
+    def operations(self, first: int, last: int) -> dict[str, int]:
+        """Return the number of operations by kind at the steps `first` to `last` of the run."""
+        sql = (
+            f"SELECT kind, COUNT(*) FROM log WHERE {STEP_SQL} BETWEEN ? AND ? "
+            "GROUP BY kind ORDER BY kind"
         )
-        for row in self._rows(
-            f"SELECT {columns} FROM log WHERE kind = 'evict' AND origin = ?", uid
-        ):
-            return Eviction(row[0], row[1], row[2])
-        discards = f"log, json_each(data, '$.targets') WHERE kind = 'discard' AND {_UID_PART} = ?"
-        for row in self._rows(f"SELECT {STEP_SQL}, origin FROM {discards}", f"{uid}@"):
-            return Eviction(row[0], row[1], "discarded")
-        return None
+        return {kind: number for kind, number in self._rows(sql, first, last)}
 
     def generation(self, unit: UnitKey) -> GenerationView | None:
         """Return the generation that wrote a version; None if it is not stored (any more)."""

@@ -16,7 +16,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
@@ -180,6 +180,10 @@ class Database:
         self._closed = True
 
         def close() -> None:
+            # While another process reads the bank, the end of this connection would leave the last
+            # changes in the log beside the file. This waits for the reader, up to busy_timeout.
+            with suppress(sqlite3.Error):  # then the log keeps the changes
+                self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             with as_store_errors(self.path):
                 self._exit_stack.close()
 

@@ -3,7 +3,7 @@
 window.addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details")) details.open = true;
 });
-for (const table of document.querySelectorAll("table.data")) {
+for (const table of document.querySelectorAll("table.data:not(.sorted)")) {
   const body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => {

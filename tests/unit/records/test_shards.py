@@ -191,6 +191,7 @@ def test_damaged_files_are_named(run: RunDir, name: str, damage: str):
         {"shown": [1]},
         {"tokens": [1.5]},
         {"turn_rewards": ["high"]},
+        {"rewards": {"outcome": 10**400}},
     ],
 )
 def test_wrong_fields_are_damage(run: RunDir, change: dict[str, Any]):
@@ -202,6 +203,13 @@ def test_wrong_fields_are_damage(run: RunDir, change: dict[str, Any]):
     for read in (read_episodes, read_episode_records):
         with pytest.raises(ConfigError, match=rf"episodes = .*{path.name}': cannot be read"):
             list(read(run.path))
+
+
+def test_deep_nesting_is_damage(run: RunDir):
+    write_shard(run.episodes, 3, [guided()])
+    (run.episodes / "000003.jsonl.gz").write_bytes(gzip.compress(b"[" * 100_000))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_episode_records(run.path))
 
 
 def test_a_missing_file_of_tokens_is_named(run: RunDir):

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from crl.monitor.run_dir import RunDir
 from crl.report.document import report
 from crl.report.lessons import lift_curve
 from crl.report.run_record import read_runs, unique_names
+from support.html_pages import Page
 from support.report_runs import train_for_report
 from support.whole_runs import crl
 
@@ -34,32 +34,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(trained: Path, tmp_path: Path) -> Path:
     """A copy of the run, which a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
-class Page(HTMLParser):
-    """Tags, attributes and texts of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._inside = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._inside = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside not in ("script", "style"):
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
 
 
 def written(*runs: Path, out: Path | None = None) -> str:

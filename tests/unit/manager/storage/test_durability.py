@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crl.errors import StoreError
+from crl.manager.inspection.reading import open_reader
 from crl.manager.records import (
     ApplyRules,
     Credit,
@@ -40,7 +41,7 @@ from crl.manager.records import (
     Vote,
     Write,
 )
-from crl.manager.storage.database import SCHEMA_VERSION
+from crl.manager.storage.database import SCHEMA_VERSION, connect_to_read
 from crl.manager.storage.snapshots import TABLES
 from crl.manager.storage.store import Store
 from crl.types import Completion, Lift, Verdict
@@ -401,6 +402,25 @@ async def test_a_bank_with_an_open_reader_cannot_be_compacted(tmp_path: Path) ->
             await store.compact()
     await store.compact()
     await store.aclose()
+
+
+async def test_a_reader_at_the_end_of_a_run_leaves_no_log(tmp_path: Path) -> None:
+    """The file is complete when the run ends, and the next reader removes the empty log."""
+    path = tmp_path / "bank.sqlite"
+    store = await Store.open(path)
+    await store.submit(request(), AT)
+    with closing(connect_to_read(path)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT COUNT(*) FROM requests").fetchall() == [(1,)]
+        closing_store = asyncio.create_task(store.aclose())
+        await asyncio.sleep(0.2)
+        assert not closing_store.done(), "it waits for the end of the read"
+        reader.execute("COMMIT")
+        await closing_store
+        assert path.with_name("bank.sqlite-wal").stat().st_size == 0
+    with open_reader(path) as bank:
+        assert len(bank.requests("pending")) == 1
+    assert os.listdir(tmp_path) == ["bank.sqlite"]
 
 
 async def test_a_rollback_without_changes_makes_no_copy(tmp_path: Path) -> None:

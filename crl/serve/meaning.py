@@ -1,0 +1,90 @@
+"""Search of banks by meaning, on a thread of its own.
+
+The embedder is that of the run. It is opened at the first search, and kept until a search needs
+another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from crl.config.schema import EmbedderSection
+from crl.embedders import open_embedder
+from crl.errors import ConfigError
+from crl.manager.inspection.reading import open_reader
+from crl.protocols import Embedder
+from crl.report.search import embedder_of, similarities
+
+MAX_EMBEDDED = 500_000
+"""Maximum number of characters of the lessons of a bank without vectors, which are embedded."""
+
+SEARCH_S = 60.0
+"""Maximum number of seconds of a search, including the opening of the embedder."""
+
+
+class MeaningSearch:
+    """Searcher with one embedder at a time. One search runs at a time; others wait."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "search by meaning")
+        self._runner: asyncio.Runner | None = None
+        self._stack = AsyncExitStack()
+        self._opened: tuple[EmbedderSection, Embedder] | None = None
+
+    async def search(self, text: str, bank: Path, uids: Collection[str]) -> list[tuple[str, float]]:
+        """Return the active entries among `uids` with their cosine similarities, highest first.
+
+        Raise `ConfigError` or `EngineError` if the embedder is not available or does not fit to the
+        bank, and `TimeoutError` after `SEARCH_S`. A package of an embedder may raise other errors.
+        """
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._thread, self._search, text, bank, frozenset(uids))
+        return await asyncio.wait_for(work, SEARCH_S)
+
+    async def aclose(self) -> None:
+        """Close the embedder. A search that is still running ends first, in the background."""
+
+        def close() -> None:
+            if self._runner:
+                self._runner.run(self._stack.aclose())
+                self._runner.close()
+
+        self._thread.submit(close)
+        self._thread.shutdown(wait=False)
+
+    def _search(self, text: str, bank: Path, uids: frozenset[str]) -> list[tuple[str, float]]:
+        with open_reader(bank) as reader:
+            keys = reader.keys()
+            entries = [entry for entry in reader.entries() if entry.uid in uids]
+        if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
+            reason = "it has no vectors yet, and too much text to embed it for one search"
+            remedy = "Choose fewer lessons with the filters, or search with crl bank search"
+            raise ConfigError("bank", str(bank), reason, remedy)
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+
+        async def compare() -> list[float]:
+            async with asyncio.timeout(SEARCH_S):
+                embedder = await self._embedder(embedder_of(bank, keys))
+                return await similarities(text, entries, keys, embedder)
+
+        found = zip(entries, self._runner.run(compare()), strict=True)
+        return sorted(((e.uid, cosine) for e, cosine in found), key=lambda pair: -pair[1])
+
+    async def _embedder(self, section: EmbedderSection) -> Embedder:
+        if section.kind == "vllm":
+            reason = "this embedder runs in an engine of its own, which the server does not start"
+            raise ConfigError("embedder.kind", "vllm", reason, "Search with crl bank search")
+        # The run may need the whole GPU and all other cores.
+        section = section.model_copy(update={"device": "cpu", "threads": 1})
+        if self._opened is None or self._opened[0] != section:
+            self._opened = None
+            await self._stack.aclose()
+            self._stack = AsyncExitStack()
+            embedder = await self._stack.enter_async_context(open_embedder(section))
+            self._opened = section, embedder
+        return self._opened[1]
