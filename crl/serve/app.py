@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from crl.errors import ConfigError, StoreError
-from crl.serve import bank, changes, episodes, pages
+from crl.serve.pages import bank, changes, episodes, runs
 from crl.serve.security import Headers, Token
 from crl.serve.site import Site
 
@@ -60,7 +60,7 @@ def create_app(
         middleware.append(Middleware(Token, token=token, cookie=cookie))
     app = Starlette(
         routes=[
-            *pages.ROUTES, *bank.ROUTES, *changes.ROUTES, *episodes.ROUTES,
+            *runs.ROUTES, *bank.ROUTES, *changes.ROUTES, *episodes.ROUTES,
             Route("/static/{file}", static),
         ],
         middleware=middleware,

@@ -16,7 +16,7 @@ from anyio import to_thread
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
-from crl.serve.parts import row_versions, versions
+from crl.serve.pages.parts import row_versions, versions
 from crl.serve.site import Site
 
 POLL_S = 2.0

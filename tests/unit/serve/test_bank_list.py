@@ -17,7 +17,7 @@ from crl.manager import GroupSuccess
 from crl.manager.inspection.reading import open_reader
 from crl.manager.inspection.upkeep import create_bank
 from crl.manager.records import Entry, UnitKey
-from crl.serve.bank_list import (
+from crl.serve.pages.bank_list import (
     MAX_TEXT,
     ROWS_PER_PAGE,
     Effect,

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from crl.manager.inspection.upkeep import create_bank
 from crl.manager.records import Entry
-from crl.serve.bank import PART_CHARACTERS
+from crl.serve.pages.bank import PART_CHARACTERS
 from crl.serve.security import MOST_BYTES
 from crl.types import Counters, Lift, Provenance
 from crl.wording import printable_lines

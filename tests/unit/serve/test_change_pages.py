@@ -17,7 +17,7 @@ from crl.manager.inspection.reading import compare, open_reader
 from crl.manager.inspection.upkeep import lowest_credit, not_used_since
 from crl.manager.storage.writer import WriterLock
 from crl.monitor.run_dir import RunDir
-from crl.serve.changes import word_difference
+from crl.serve.pages.changes import word_difference
 from support.bank_commands import open_bank, parsed
 from support.browsed_banks import browser_of, directory_of_runs
 from support.html_pages import Page

@@ -15,7 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from crl.records.shards import Record, read_records, shards
-from crl.serve.episodes import ROWS_PER_PAGE, view
+from crl.serve.pages.episodes import ROWS_PER_PAGE, view
 from crl.serve.security import MOST_BYTES
 from crl.wording import printable_lines
 from support.browsed_banks import browser_of
@@ -89,8 +89,8 @@ def test_filters(client: TestClient, run: Path, query: str, keep: Callable[[Reco
 def test_pages_go_on_where_the_last_one_ended(client: TestClient, run: Path, monkeypatch):
     whole = listed(client)
     for rows, steps in ((7, 20), (50, 1), (1, 1), (16, 2)):
-        monkeypatch.setattr("crl.serve.episodes.ROWS_PER_PAGE", rows)
-        monkeypatch.setattr("crl.serve.episodes.MAX_STEPS_READ", steps)
+        monkeypatch.setattr("crl.serve.pages.episodes.ROWS_PER_PAGE", rows)
+        monkeypatch.setattr("crl.serve.pages.episodes.MAX_STEPS_READ", steps)
         assert listed(client) == whole
     assert ROWS_PER_PAGE == 50
 

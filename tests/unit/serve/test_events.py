@@ -12,7 +12,7 @@ import pytest
 from crl.monitor.run_dir import RunDir
 from crl.serve import events
 from crl.serve.events import changes
-from crl.serve.parts import TITLES, row_versions, versions
+from crl.serve.pages.parts import TITLES, row_versions, versions
 from crl.serve.site import Site
 
 

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
-from crl.serve.parts import TITLES
+from crl.serve.pages.parts import TITLES
 from crl.serve.security import MOST_BYTES
 from support.hostile_texts import FORBIDDEN, HOSTILE
 
@@ -62,7 +62,7 @@ def test_the_end_of_long_metrics_is_enough_for_the_list(
     client: TestClient, run: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = text(client, "/rows/first")
-    monkeypatch.setattr("crl.serve.parts.TAIL_BYTES", 20_000)
+    monkeypatch.setattr("crl.serve.pages.parts.TAIL_BYTES", 20_000)
     with (run / "metrics.jsonl").open("r+") as file:
         lines = file.read()
         file.seek(0)
@@ -215,7 +215,7 @@ def test_settings(client: TestClient):
 
 
 def test_the_log_is_shown_in_parts(client: TestClient, run: Path, monkeypatch):
-    monkeypatch.setattr("crl.serve.pages.LOG_BYTES", 1000)
+    monkeypatch.setattr("crl.serve.pages.runs.LOG_BYTES", 1000)
     lines = [f"line {number:04}" for number in range(500)]
     (run / "log.txt").write_text("\n".join(lines))
     found: list[str] = []

@@ -18,7 +18,7 @@ from crl.monitor.run_dir import RunDir
 from crl.records.shards import Record, read_records, shards
 from crl.report.episodes import Message, episode
 from crl.serve.addresses import address, choice_of, integer_of, text_of
-from crl.serve.bank import TextOf, text_part
+from crl.serve.pages.bank import TextOf, text_part
 from crl.serve.site import Site
 from crl.wording import SEGMENT_TITLES
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from crl.manager.inspection.reading import (
     UseView,
     VersionView,
     open_reader,
-    pooled_lift,
 )
 from crl.manager.records import UnitKey
 from crl.monitor.run_dir import RunDir
@@ -34,7 +32,7 @@ from crl.records.shards import shards
 from crl.report.charts import Line, LineChart, Point, thinned
 from crl.report.lessons import lift_curve
 from crl.serve.addresses import MAX_INTEGER, address, choice_of, integer_of, text_of
-from crl.serve.bank_list import (
+from crl.serve.pages.bank_list import (
     ROWS_PER_PAGE,
     Effect,
     Kind,

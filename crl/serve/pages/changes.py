@@ -31,7 +31,7 @@ from crl.manager.inspection.reading import (
 )
 from crl.manager.inspection.upkeep import evict, lowest_credit, not_used_since, retry_dead
 from crl.serve.addresses import address, integer_of, text_of
-from crl.serve.bank import bank_of, episode_links
+from crl.serve.pages.bank import bank_of, episode_links
 from crl.serve.site import Site
 
 MAX_ROWS = 100

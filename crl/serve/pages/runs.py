@@ -16,7 +16,7 @@ from crl.report.document import SECTIONS, ArmTables, Part
 from crl.report.figures import FIGURES
 from crl.report.run_record import unique_names
 from crl.serve.events import list_events, run_events
-from crl.serve.parts import TITLES, part, record, row
+from crl.serve.pages.parts import TITLES, part, record, row
 from crl.serve.site import Site
 
 MOST_COMPARED = 20

@@ -1,0 +1,1 @@
+"""Pages of the server: each module has the routes of its pages in `ROUTES`."""
