@@ -213,6 +213,7 @@ def test_files_of_a_run(done: Path) -> None:
         "episodes",
         ".lock",
         "log.txt",
+        "summary.json",
         "checkpoints",
     }
     saved = json.loads((done / "config.json").read_text())
