@@ -762,12 +762,13 @@ def test_a_run_without_experience_has_no_experience_files(tmp_path: Path) -> Non
         "episodes",
         ".lock",
         "log.txt",
+        "summary.json",
         "checkpoints",
     }
     assert manifest(run, 1)["models"] == ["actor"]
     assert {t["condition"] for t in episodes(run)} == {"free"}
     assert {line["kind"] for line in lines(run / "metrics.jsonl")} == {"train", "eval"}
-    assert "extractor" not in result.stdout.split("train further")[0]
+    assert "extractor" not in result.stdout
 
 
 # ── interrupted ───────────────────────────────────────────────────────────────────────────────────

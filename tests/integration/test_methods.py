@@ -178,8 +178,11 @@ def test_attempts_are_guided_by_the_reflections_on_earlier_ones(tmp_path: Path) 
         sum(any(attempt.success for attempt in m[:n]) for m in groups.values()) / 8
         for n in range(1, 5)
     ]
-    text = "success within 1 to 4 attempts, 8 tasks: " + ", ".join(f"{w:.3f}" for w in within)
-    assert text in (run / "log.txt").read_text()
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    assert summary["attempts"] == {"tasks": 8, "success_within": pytest.approx(within)}
+    assert crl("report", run).exit_code == 0
+    shares = ", ".join(f"{share:.3f}" for share in within)
+    assert f"<dd>{shares} (8 tasks)</dd>" in (run / "report.html").read_text("utf-8")
     assert not any(key.startswith("actor/l") for line in steps for key in line), "no learner"
     assert not undocumented(run)
     last = metrics(run, "eval")[-1]
@@ -193,7 +196,8 @@ def test_reflexion_continues_and_is_evaluated(tmp_path: Path) -> None:
     resumed = crl("resume", run, "--steps", "3")
     assert (resumed.exit_code, resumed.stderr) == (0, "")
     assert "all answers about episodes were dropped" in resumed.stdout
-    assert "actor, which writes the bank; " in resumed.stdout
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    assert summary["experience"]["writer"] == "actor"
     assert crl("eval", run).exit_code == 0
     assert crl("eval", run, "--experience", "online").exit_code == 0
     refused = crl(*arguments(tmp_path / "no", "room", ("bank.frozen=true",), 1, 0, "reflexion"))

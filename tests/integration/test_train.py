@@ -213,6 +213,7 @@ def test_files_of_a_run(done: Path) -> None:
         "episodes",
         ".lock",
         "log.txt",
+        "summary.json",
         "checkpoints",
     }
     saved = json.loads((done / "config.json").read_text())
@@ -631,9 +632,10 @@ def test_errors_are_never_trained_on(
     assert syncs == [], "unchanged weights are not sent"
     errors = sum(line["rollout/errors"] for line in metrics(tmp_path / "run", "train"))
     for text in (
-        f"  {errors} training episodes failed with an error and were not trained on\n",
+        f"\n{errors} training episodes failed with an error and were not trained on\n",
         "warning: in 2 of 2 steps no sample could be trained on\n",
-        "no update of the actor was made: its weights are unchanged\nthe models, in ",
+        "\nno update of the actor was made: its weights are unchanged\n",
+        f"\ncheckpoint: {tmp_path / 'run'}/checkpoints/2\n",
     ):
         assert text in result.stdout
     assert equal_weights(tmp_path / "run/checkpoints/2/actor", tiny_actor)
@@ -830,7 +832,7 @@ def test_ctrl_c_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     )
     assert latest_checkpoint(tmp_path / "run" / "checkpoints", print).name == "0"
     assert lines(tmp_path / "run" / "metrics.jsonl") == [], "an incomplete evaluation is not logged"
-    assert "interrupted after 0 of 1 step," in result.stdout
+    assert "interrupted after 0 of 1 step: " in result.stdout
 
 
 # ── user errors ───────────────────────────────────────────────────────────────────────────────────
