@@ -455,7 +455,7 @@ class TrainingLoop:
         metrics |= self._step_metrics(stats, batch, stopwatch)
         metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
-        metrics |= exchange | self.outputs.resources()
+        metrics |= {**exchange, **self.outputs.resources()}
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)
