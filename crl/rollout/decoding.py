@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from crl.manager.calls import CallClock
 from crl.modeling.tokens import ChatRenderer
@@ -33,8 +34,11 @@ class Decoding:
     """Number of tokens that are kept, as in `Sampling`."""
     turnstile: Turnstile = field(default_factory=Turnstile)
     """Turnstile that episodes pass after the reset and after every completion."""
-    clock: CallClock = field(default_factory=CallClock)
-    """Clock of the completions."""
+
+    @cached_property
+    def clock(self) -> CallClock:
+        """Clock of the completions. A copy with other settings has one of its own."""
+        return CallClock()
 
     async def complete(
         self, prompt: Sequence[int], max_tokens: int, *, session: str,

@@ -26,7 +26,6 @@ from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
 from crl.evaluation.scheduling import EpisodeScheduler, no_report
 from crl.failures import reported
-from crl.manager.calls import CallClock
 from crl.modeling.memory import GpuAssignment
 from crl.monitor.resources import no_resources, resource_metrics
 from crl.monitor.run_dir import RunDir
@@ -135,8 +134,7 @@ async def _training_loop(
     supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
     specs, gpus = tasks.specs(config), assigned_gpus(config)
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
-    if retriever_override:
-        method = replace(method, distiller=None, extractor=None)
+    method = replace(method, distiller=None, extractor=None) if retriever_override else method
     learner, engine = await _open_actor(config, gpus, actor, method, monitor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     source: TaskSource = tasks.train_stream(config, specs)
@@ -498,7 +496,6 @@ def _evaluation_parts(
         seed=derive_seed(config.run.seed, "eval"),
         top_p=1.0,
         top_k=0,
-        clock=CallClock(),
     )
     eval_runner = replace(runner, decoding=decoding, retriever=NullRetriever(), judge=AcceptAll())
     probe_runner = replace(eval_runner, limits=episode_limits(config))

@@ -5,7 +5,7 @@ Modules that need torch are imported inside the command.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,7 +169,7 @@ def sft(
     sets: Sets = None,
 ) -> int:
     """Train a model to imitate demonstrations, as a start for reinforcement learning."""
-    used = {
+    given = {
         "--tasks": tasks,
         "--preset": preset,
         "--steps": steps,
@@ -177,7 +177,7 @@ def sft(
         "--lost": lost or None,
     }
     kind = _kind(source)
-    _refuse_unused(kind, used)
+    _refuse_unused(kind, given)
     if role == "extractor" and kind in (SCRIPTED, "recorded"):
         reason = f"cannot learn from {source}, where only the actor answers"
         raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
@@ -187,38 +187,24 @@ def sft(
         )
     options = {"run.steps": steps or STEPS} | _role_settings(role, model)
     options |= {} if seed is None else {"run.seed": seed}
-    optimizer = f"{role}.optimizer"
-    rate = {f"{optimizer}.learning_rate": LEARNING_RATE if learning_rate is None else learning_rate}
+    rate = {_rate_key(role): LEARNING_RATE if learning_rate is None else learning_rate}
     if kind == "recorded":
-        config = _config_of_run(Path(source), options | rate, sets)
-        given = _settings(sets)
+        config, own = _config_of_run(Path(source), options | rate, sets), _settings(sets)
     else:
-        preset = preset or "cpu"
-        given = _given_settings(source, tasks, preset, options, sets)
-        if learning_rate is not None or f"{optimizer}.learning_rate" not in given:
-            options |= rate
-        config = _config_of_tasks(source, tasks, preset, options, sets)[0]
-    warmup = getattr(config, role).optimizer.warmup_steps
+        config, own = _config_of_tasks(source, tasks, preset or "cpu", options, sets)
+        if learning_rate is not None or _rate_key(role) not in own:
+            config, _ = _config_of_tasks(source, tasks, preset or "cpu", options | rate, sets)
     _require_objective(config, role)
     from crl.run.halves import sft as halves
     from crl.run.halves.commands import fine_tune_on
 
+    drills = (demonstrations or DEMONSTRATIONS) if kind == DRILLS else 0
     return fine_tune_on(
         config,
-        halves.Source(
-            source,
-            _files(source, kind),
-            lost,
-            (demonstrations or DEMONSTRATIONS) if kind == DRILLS else 0,
-        ),
+        halves.Source(source, _files(source, kind), lost, drills),
         run_dir or new_folder("sft"),
         halves.SftSettings(
-            role,
-            epochs,
-            batch_tokens,
-            held_out,
-            patience,
-            warmup if f"{optimizer}.warmup_steps" in given else None,
+            role, epochs, batch_tokens, held_out, patience, _warmup(config, role, own)
         ),
     )
 
@@ -256,6 +242,11 @@ def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
     return settings | {f"{role}.train": True} | ({"method": "grpo"} if role == "actor" else {})
 
 
+def _rate_key(role: RoleName) -> str:
+    """Return the key of the learning rate of a role."""
+    return f"{role}.optimizer.learning_rate"
+
+
 def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
     """Return recorded episodes by step, a file of conversations, or None for other sources."""
     from crl.records.reader import episode_shards
@@ -273,18 +264,10 @@ def _settings(sets: Sequence[str] | None) -> set[str]:
     return {key for text in sets or () for key, _ in leaves(parse_set(text).data)}
 
 
-def _given_settings(
-    source: str, tasks: str | None, preset: str, options: Mapping[str, Any], sets: list[str] | None
-) -> set[str]:
-    """Return the dotted keys that `--set` or a preset file of the user gives.
-
-    Bundled presets have the optimizers of reinforcement learning, whose values do not count.
-    """
-    from crl.config.catalog import preset_file, presets
-
-    origins = _config_of_tasks(source, tasks, preset, options, sets)[1]
-    own = None if preset in presets() else str(preset_file(preset))
-    return _settings(sets) | {key for key, origin in origins.items() if origin == own}
+def _warmup(config: RunConfig, role: RoleName, own: Collection[str]) -> int | None:
+    """Return the warm-up of the settings, if it is among those that the user gave (`own`)."""
+    given = f"{role}.optimizer.warmup_steps" in own
+    return getattr(config, role).optimizer.warmup_steps if given else None
 
 
 def _require_objective(config: RunConfig, role: RoleName) -> None:
@@ -313,13 +296,17 @@ def _config_of_run(path: Path, options: Mapping[str, Any], sets: list[str] | Non
 def _config_of_tasks(
     source: str, tasks: str | None, preset: str, options: Mapping[str, Any],
     sets: list[str] | None,
-) -> tuple[RunConfig, dict[str, str]]:  # fmt: skip
+) -> tuple[RunConfig, set[str]]:  # fmt: skip
     """Return the config of scripted players, of drills or of a file of conversations.
 
-    The second result is the origin of each dotted key that is set.
+    The second result holds the dotted keys that `--set` or a preset file of the user gives. Bundled
+    presets have the optimizers of reinforcement learning, whose values do not count.
     """
+    from crl.config.catalog import preset_file, presets
     from crl.config.load import resolve
 
     if tasks is None:
         raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")
-    return resolve(tasks.split(","), preset=preset, options=options, sets=sets or ())
+    config, origins = resolve(tasks.split(","), preset=preset, options=options, sets=sets or ())
+    file = None if preset in presets() else str(preset_file(preset))
+    return config, _settings(sets) | {key for key, origin in origins.items() if origin == file}
