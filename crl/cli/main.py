@@ -30,8 +30,8 @@ from crl.cli.runs.eval import evaluate
 from crl.cli.runs.halves import learn, rollout
 from crl.cli.runs.plot import plot
 from crl.cli.runs.report import report
+from crl.cli.runs.serve import serve
 from crl.cli.runs.sft import sft
-from crl.cli.serve import serve
 from crl.cli.tasks import list_tasks
 from crl.cli.watch import watch
 from crl.errors import ConfigError

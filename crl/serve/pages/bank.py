@@ -35,6 +35,7 @@ from crl.serve.addresses import MAX_INTEGER, address, choice_of, integer_of, tex
 from crl.serve.pages.bank_list import (
     ROWS_PER_PAGE,
     Effect,
+    Filters,
     Kind,
     Listing,
     Order,
@@ -87,7 +88,7 @@ async def bank(request: Request) -> Response:
     by = choice_of(request, "by", SearchBy) or SearchBy.words
     cosines: dict[str, float] = {}
     problem = ""
-    if by is SearchBy.meaning and selection.words.strip():
+    if by is SearchBy.meaning and selection.filters.words.strip():
         found, cosines, problem = await _by_meaning(site, path, selection)
     else:
         async with open_list(path) as entries:
@@ -95,6 +96,7 @@ async def bank(request: Request) -> Response:
     context = {
         "found": found,
         "selection": selection,
+        "filters": selection.filters,
         "by": by,
         "cosines": cosines,
         "problem": problem,
@@ -115,7 +117,7 @@ def bank_of(request: Request) -> Path:
 
 
 def _selection(request: Request) -> Selection:
-    return Selection(
+    filters = Filters(
         words=text_of(request, "q"),
         task=text_of(request, "task"),
         kind=choice_of(request, "kind", Kind),
@@ -124,6 +126,9 @@ def _selection(request: Request) -> Selection:
         min_credit=integer_of(request, "min_credit", least=-MAX_INTEGER),
         min_age=integer_of(request, "min_age"),
         max_age=integer_of(request, "max_age"),
+    )
+    return Selection(
+        filters,
         order=choice_of(request, "order", Order) or Order.lift,
         reverse=text_of(request, "reverse") == "1",
         page=integer_of(request, "page", least=1) or 1,
@@ -137,12 +142,12 @@ async def _by_meaning(
 
     The last value is the reason if the embedder is not available; then there are no entries.
     """
-    filters = replace(selection, words="", status=Status.active)
+    filters = replace(selection.filters, words="", status=Status.active)
     async with open_list(path) as entries:
-        empty = replace(await entries.listing(filters), rows=[], total=0, page=1)
+        empty = replace(await entries.listing(Selection(filters)), rows=[], total=0, page=1)
         uids = await entries.uids(filters)
     try:
-        ranked = await site.meaning.search(selection.words, path, uids)
+        ranked = await site.meaning.search(selection.filters.words, path, uids)
     except TimeoutError:
         return empty, {}, "it has not answered in time. The next search may find it ready."
     except Exception as error:  # packages of embedders raise errors of many types

@@ -77,8 +77,8 @@ By lift: as `crl.types.lift_order`; reversed, the lowest upper end of the interv
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Filters, order and page of the list."""
+class Filters:
+    """Entries that the list has."""
 
     words: str = ""
     """Words that text, goal or uid must contain, in any case; separated by spaces."""
@@ -97,6 +97,13 @@ class Selection:
     """
     max_age: int | None = None
     """Largest number of steps since the current version was written."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Filters, order and page of the list."""
+
+    filters: Filters = field(default_factory=Filters)
     order: Order = Order.lift
     reverse: bool = False
     page: int = 1
@@ -108,24 +115,16 @@ class Row:
     """Entry in the list."""
 
     uid: str
-    version: int
     status: str
     task: str
     goal: str
     text: str
     """Start of the text; at most `MAX_TEXT` characters."""
-    text_bytes: int
-    """Length of the whole text in UTF-8."""
     kind: str | None
     """Operation that wrote the current version; None if the log does not have it."""
     step: int | None
     """Completed actor steps when the version was written; None if another run wrote it."""
     counters: Counters
-
-    @property
-    def is_cut(self) -> bool:
-        """True if the text is longer than `text`."""
-        return len(self.text.encode("utf-8", "replace")) < self.text_bytes
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class BankList:
     async def listing(self, selection: Selection) -> Listing:
         """Return the page of the list that a selection asks for."""
         step = await self.step()
-        where, parameters = _conditions(selection, step)
+        where, parameters = _conditions(selection.filters, step)
         total = await self._count(where, parameters)
         page = min(max(1, selection.page), max(1, -(-total // ROWS_PER_PAGE)))
         order = f"{_ORDERS[selection.order][selection.reverse]}, place DESC"
@@ -191,9 +190,9 @@ class BankList:
             rows, total, page, step, await self._counts("task"), await self._counts("status")
         )
 
-    async def uids(self, selection: Selection) -> list[str]:
-        """Return the uids of all entries that match the filters of a selection."""
-        where, parameters = _conditions(selection, await self.step())
+    async def uids(self, filters: Filters) -> list[str]:
+        """Return the uids of all entries that match the filters."""
+        where, parameters = _conditions(filters, await self.step())
         found = await self._rows(f"{self._listed} SELECT uid FROM listed WHERE {where}", parameters)
         return [row["uid"] for row in found]
 
@@ -205,8 +204,7 @@ class BankList:
             for name in ("task", "goal", "text")
         )
         found = await self._rows(
-            f"{self._listed} SELECT uid, version, status, {cut}, "
-            "length(CAST(text AS BLOB)) AS bytes, kind, step, retrieved, last_returned_step, "
+            f"{self._listed} SELECT uid, status, {cut}, kind, step, retrieved, last_returned_step, "
             "credited, credit, votes, lift_groups, lift_mean, lift_m2 "
             f"FROM listed WHERE uid IN ({places})",
             uids,
@@ -245,7 +243,7 @@ async def open_list(path: Path) -> AsyncIterator[BankList]:
         yield BankList(db, version)
 
 
-def _conditions(selection: Selection, step: int | None) -> tuple[str, list[Any]]:
+def _conditions(filters: Filters, step: int | None) -> tuple[str, list[Any]]:
     """Return the SQL condition of the filters with its parameters. `step`: the last one."""
     conditions, parameters = ["TRUE"], list[Any]()
 
@@ -253,23 +251,23 @@ def _conditions(selection: Selection, step: int | None) -> tuple[str, list[Any]]
         conditions.append(condition)
         parameters.extend(values)
 
-    if words := selection.words.casefold().split():
+    if words := filters.words.casefold().split():
         text = "CAST(text || ' ' || goal || ' ' || uid AS BLOB)"
         require(f"has_words({text}, ?)", " ".join(words))
-    if selection.task:
-        require("task = ?", selection.task)
-    if selection.kind:
-        require("kind = ?", selection.kind.value)
-    if selection.status is not Status.all:
-        require("status = ?", selection.status.value)
-    if selection.effect:
-        require(_EFFECTS[selection.effect])
-    if selection.min_credit is not None:
-        require("credit >= ?", selection.min_credit)
-    if selection.min_age is not None:
-        require("? - step >= ?", step, selection.min_age)
-    if selection.max_age is not None:
-        require("? - step <= ?", step, selection.max_age)
+    if filters.task:
+        require("task = ?", filters.task)
+    if filters.kind:
+        require("kind = ?", filters.kind.value)
+    if filters.status is not Status.all:
+        require("status = ?", filters.status.value)
+    if filters.effect:
+        require(_EFFECTS[filters.effect])
+    if filters.min_credit is not None:
+        require("credit >= ?", filters.min_credit)
+    if filters.min_age is not None:
+        require("? - step >= ?", step, filters.min_age)
+    if filters.max_age is not None:
+        require("? - step <= ?", step, filters.max_age)
     return " AND ".join(conditions), parameters
 
 
@@ -309,8 +307,8 @@ def _row(row: sqlite3.Row) -> Row:
         _lift(row["lift_groups"], row["lift_mean"], row["lift_m2"]),
     )  # fmt: skip
     return Row(
-        row["uid"], row["version"], row["status"], _start(row["task"]), _start(row["goal"]),
-        _start(row["text"]), row["bytes"], row["kind"], row["step"], counters,
+        row["uid"], row["status"], _start(row["task"]), _start(row["goal"]), _start(row["text"]),
+        row["kind"], row["step"], counters,
     )  # fmt: skip
 
 

@@ -60,10 +60,8 @@ class Condition(StrEnum):
 class Summary:
     """Episode in the list."""
 
-    step: int
-    """Training step, from 1."""
-    group: int
-    member: int
+    place: tuple[int, int, int]
+    """Training step, from 1, group and member."""
     task: str
     goal: str
     """Goal, at most `MAX_GOAL` characters."""
@@ -194,13 +192,13 @@ def summaries_of(path: Path) -> list[Summary]:
     """Return the episodes of a shard for the list. Raise `ConfigError` if it is damaged."""
     found = [
         Summary(
-            r["step"], r["group"], r["member"], r["task"][:MAX_GOAL], r["goal"][:MAX_GOAL],
+            (r["step"], r["group"], r["member"]), r["task"][:MAX_GOAL], r["goal"][:MAX_GOAL],
             r["condition"], outcome(r), r["reward"], r["turns"],
             tuple(dict.fromkeys(use["uid"] for use in r["used"])),
         )
         for r in read_records(path)
     ]  # fmt: skip
-    return sorted(found, key=lambda one: (one.group, one.member))
+    return sorted(found, key=lambda one: one.place)
 
 
 def outcome(record: Record) -> Outcome:
