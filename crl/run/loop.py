@@ -118,12 +118,14 @@ class Actor:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Parts that measure on fixed task sets, and their results."""
+    """Parts that measure on fixed task sets, and their results; and metrics of the machine."""
 
     evaluator: Evaluator
     probe: AdviceProbe
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that results depend on, by dotted key. Results with other settings differ."""
+    resources: Callable[[], Mapping[str, float]] = no_resources
+    """Source of the metrics of the machine, which is asked after every step."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """Finished evaluations, by the number of completed steps."""
     probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -177,8 +179,6 @@ class Outputs:
     """Time (`time.monotonic`) at which the run began; earlier for a resumed run."""
     supervisor: Supervisor
     """Source of warnings."""
-    resources: Callable[[], Mapping[str, float]] = no_resources
-    """Source of the metrics of the machine, which is asked after every step."""
 
 
 class TrainingLoop:
@@ -447,7 +447,7 @@ class TrainingLoop:
         metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
         metrics["perf/sync_bytes"] = sent_bytes
-        metrics |= self.outputs.resources()
+        metrics |= self.measurements.resources()
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)
