@@ -590,7 +590,7 @@ class EpisodeLog:
 async def test_the_end_is_reported_before_the_environment_is_released(
     actions: tuple[str, ...], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer, release = Observer(), ThreadHost.release
+    observer, release = EpisodeLog(), ThreadHost.release
 
     async def recorded(host: ThreadHost, environment: Environment) -> None:
         observer.events.append("release")
