@@ -107,7 +107,7 @@ class EpisodeScheduler:
         waits for the result.
         """
         plan = RolloutPlan(condition)
-        observed = replace(runner, on_turn=self._turned)
+        observed = runner.with_turns(self._turned)
 
         async def play(i: int) -> Trajectory:
             async with self._slot(urgent=urgent):

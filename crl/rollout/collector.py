@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import fsum
 
 from crl.failures import TaskGroup
@@ -49,7 +48,7 @@ class Collector:
         """
         self._report = report
         self._members = members or Together()
-        self._runner = replace(runner, on_turn=self._turned)
+        self._runner = runner.with_turns(self._turned)
         self._source, self._planner, self._gate = source, planner, gate
         self._shares: dict[int, dict[EpisodeKey, float]] = {}  # by group that is being played
         self._awaited = -1  # step for which `batch` waits

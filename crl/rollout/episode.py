@@ -159,6 +159,23 @@ def _no_turn(key: EpisodeKey, share: float) -> None:
 
 
 @dataclass(frozen=True)
+class Observer:
+    """Functions that are told of episodes."""
+
+    episode: Callable[[str], AbstractContextManager[Report]] = _unobserved
+    """Function that is called with the task's name at the start of every episode.
+
+    The context lasts until the end of the episode.
+    """
+    turn: Callable[[EpisodeKey, float], object] = _no_turn
+    """Function that is called at the start of an episode and after each of its turns.
+
+    Its second argument is the share of the episode that is played, below 1: the start and each turn
+    up to the limit count equally.
+    """
+
+
+@dataclass(frozen=True)
 class EpisodeRunner:
     """Player of episodes."""
 
@@ -176,17 +193,12 @@ class EpisodeRunner:
     """Limits by task name."""
     judge: Judge = field(default_factory=AcceptAll)
     """Critic of retrieved experience."""
-    observe: Callable[[str], AbstractContextManager[Report]] = _unobserved
-    """Function that is called with the task's name at the start of every episode.
+    observer: Observer = field(default_factory=Observer)
+    """Functions that are told of episodes."""
 
-    The context lasts until the end of the episode.
-    """
-    on_turn: Callable[[EpisodeKey, float], object] = _no_turn
-    """Function that is called at the start of an episode and after each of its turns.
-
-    Its second argument is the share of the episode that is played, below 1: the start and each turn
-    up to the limit count equally.
-    """
+    def with_turns(self, turn: Callable[[EpisodeKey, float], object]) -> EpisodeRunner:
+        """Return a runner that calls `turn` as `Observer` describes."""
+        return replace(self, observer=replace(self.observer, turn=turn))
 
     def join(self, key: EpisodeKey) -> None:
         """Register an episode for which `play` will be called."""
@@ -203,7 +215,7 @@ class EpisodeRunner:
         Raise every exception that is not a `RolloutError`.
         """
         try:
-            with self.observe(task.name) as report:
+            with self.observer.episode(task.name) as report:
                 try:
                     conversation, record = await self._attempt(key, task, plan, report)
                 except TransientError:
@@ -257,7 +269,7 @@ class EpisodeRunner:
         record: EpisodeRecord,
     ) -> None:
         observation, hits = await self._start(key, task, plan, environment, record)
-        self.on_turn(key, record.share)
+        self.observer.turn(key, record.share)
         await self.decoding.turnstile.pass_through()
         limits = (
             self.limits[task.name]
@@ -373,7 +385,7 @@ class EpisodeRunner:
                 continue
             result = await environment.step(response.action)
             record.results.append(result)
-            self.on_turn(key, record.share)
+            self.observer.turn(key, record.share)
             conversation.add(self.context.feedback(result))
 
     async def _ask(

@@ -65,8 +65,9 @@ class ScriptedRunner(EpisodeRunner):
             player=player,
         )
         runner = EpisodeRunner(
-            decoding, self.pool, self.context, self.shaper, self.retriever, self.limits
-        )
+            decoding, self.pool, self.context, self.shaper, self.retriever, self.limits,
+            observer=self.observer,
+        )  # fmt: skip
         watched = _WatchedEnvironment(environment, player)
         await runner._play(key, task, RolloutPlan("free"), watched, conversation, record)
 

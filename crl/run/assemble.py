@@ -51,7 +51,7 @@ from crl.rollout.attempts import Attempts, Members
 from crl.rollout.collector import Collector
 from crl.rollout.critic import Critic
 from crl.rollout.decoding import Decoding
-from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever
+from crl.rollout.episode import AcceptAll, EpisodeRunner, Limits, NullRetriever, Observer
 from crl.rollout.gate import StalenessGate
 from crl.rollout.perplexity import PerplexityReward
 from crl.rollout.rates import SuccessRates
@@ -152,7 +152,7 @@ async def _training_loop(
     retriever = experience.retriever if experience else retriever_override or NullRetriever()
     runner = replace(
         _runner(config, specs, actor, method, engine, pool, retriever),
-        observe=supervisor.episode,
+        observer=Observer(supervisor.episode),
     )
     critic = _critic_parts(config, specs, runner) if config.critic.enabled else None
     if critic:
@@ -177,7 +177,12 @@ async def _training_loop(
         Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits), background),
         experience,
         critic,
-        Measurements(evaluator, probe, _measured_settings(config, specs)),
+        Measurements(
+            evaluator,
+            probe,
+            _measured_settings(config, specs),
+            no_resources if config.run.deterministic else resource_metrics,
+        ),
         _outputs(config, run, monitor, stack, models, started, supervisor),
     )
 
@@ -213,10 +218,7 @@ def _outputs(
         role: config.profile(role) for role in ("actor", "extractor") if role in models
     }
     adapters = frozenset(role for role in models if getattr(config, role).lora.rank)
-    resources = no_resources if config.run.deterministic else resource_metrics
-    return Outputs(
-        monitor, run, models, profiles, adapters, episodes, started, supervisor, resources
-    )
+    return Outputs(monitor, run, models, profiles, adapters, episodes, started, supervisor)
 
 
 def _perplexity_reward(
@@ -306,7 +308,7 @@ async def _open_scripted_collector(
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     runner = ScriptedRunner(
         decoding, pool, method.context, method.shaper, NullRetriever(), episode_limits(config),
-        observe=supervisor.episode, players=tasks.scripted_players(specs),
+        observer=Observer(supervisor.episode), players=tasks.scripted_players(specs),
     )  # fmt: skip
     free = replace(method, planner=FreePlanner())
     collector = _collector(config, runner, tasks.train_stream(config, specs), free, None)
@@ -336,7 +338,7 @@ async def _open_collector(
     supervisor = Supervisor(config.run, monitor.note, run.append_to_log)
     runner = replace(
         _runner(config, specs, actor, method, engine, pool, retriever),
-        observe=supervisor.episode,
+        observer=Observer(supervisor.episode),
     )
     collector = _collector(config, runner, tasks.train_stream(config, specs), method, None)
     return collector, supervisor
@@ -363,7 +365,7 @@ async def open_evaluator(
             bank = await open_bank_copy(config, specs, gpus, source, stack, actor_engine=engine)
         runner = replace(
             _runner(config, specs, actor, method, engine, pool, NullRetriever()),
-            observe=partial(noted_episode, health, _print_lines),
+            observer=Observer(partial(noted_episode, health, _print_lines)),
         )
         rates = None
         if config.critic.enabled and rates_state:

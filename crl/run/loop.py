@@ -124,12 +124,14 @@ class Actor:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Parts that measure on fixed task sets, and their results."""
+    """Parts that measure on fixed task sets, and their results; and metrics of the machine."""
 
     evaluator: Evaluator
     probe: AdviceProbe
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that results depend on, by dotted key. Results with other settings differ."""
+    resources: Callable[[], Mapping[str, float]] = no_resources
+    """Source of the metrics of the machine, which is asked after every step."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """Finished evaluations, by the number of completed steps."""
     probes: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -184,8 +186,6 @@ class Outputs:
     """Time (`time.monotonic`) at which the run began; earlier for a resumed run."""
     supervisor: Supervisor
     """Source of warnings."""
-    resources: Callable[[], Mapping[str, float]] = no_resources
-    """Source of the metrics of the machine, which is asked after every step."""
 
 
 class TrainingLoop:
@@ -455,7 +455,7 @@ class TrainingLoop:
         metrics |= self._step_metrics(stats, batch, stopwatch)
         metrics |= self._distil_share(started, distil_before)
         metrics["perf/rollout_busy_s"] = engine.busy_s - busy_before
-        metrics |= {**exchange, **self.outputs.resources()}
+        metrics |= {**exchange, **self.measurements.resources()}
         self._log(step, metrics)
         self._mismatch.observe(step, stats.metrics)
         await self._complete(step)

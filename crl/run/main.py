@@ -397,9 +397,9 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
             interrupted=loop.interrupted,
             actor_updated=loop.actor.engine.version > 0,
             actor_trained=config.updates("actor"),
+            deterministic=config.run.deterministic,
         ),
         experience=await experience_report(loop, config.writer),
-        deterministic=config.run.deterministic,
     )
 
 

@@ -343,6 +343,8 @@ class Outcome:
     """False if the run made no update of the actor."""
     actor_trained: bool = True
     """False if the actor is not trained."""
+    deterministic: bool = False
+    """True for a deterministic run, whose summary.json has no wall times."""
 
     def notes(self) -> list[str]:
         """Return sentences on models that were not trained."""
@@ -380,8 +382,6 @@ class Summary:
     """Report on the experience; None for a run without experience."""
     warnings: Sequence[str] = ()
     """Lines about signs that the run learned nothing."""
-    deterministic: bool = False
-    """True for a deterministic run, whose summary.json has no wall times."""
 
     def text(self) -> str:
         """Return at most `HEIGHT` − 1 lines. Only paths may be wider than `WIDTH` columns.
@@ -449,13 +449,13 @@ class Summary:
     def record(self) -> dict[str, Any]:
         """Return the content of summary.json. Unknown numbers are None."""
         totals = self.totals
-        seconds = None if self.deterministic else [round(s, 3) for s in totals.step_seconds]
+        seconds = None if self.outcome.deterministic else [round(s, 3) for s in totals.step_seconds]
         attempts = [n / totals.attempted for n in totals.solved] if totals.attempted else []
         return {
             "steps": self.steps,
             "planned_steps": self.outcome.planned_steps,
             "interrupted": self.outcome.interrupted,
-            "seconds": None if self.deterministic else round(self.seconds, 3),
+            "seconds": None if self.outcome.deterministic else round(self.seconds, 3),
             "step_seconds": seconds[0] if seconds else None,
             "bank_seconds": seconds[1] if seconds and self.experience else None,
             "totals": {

@@ -17,7 +17,7 @@ from crl.errors import EngineError, RolloutError, TransientError
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.tokens import LONG_PROMPT, ChatRenderer, Conversation
 from crl.protocols import Environment, Response, SearchRequest
-from crl.rollout.episode import EpisodeKey, Limits, Report
+from crl.rollout.episode import EpisodeKey, Limits, Observer, Report
 from crl.types import (
     Activity,
     Completion,
@@ -568,7 +568,7 @@ async def play_free(hosted: OpenHost, engine: ScriptedEngine, **changes) -> Traj
     return await runner(engine, hosted.host, **changes).play(KEY, TASK, FREE)
 
 
-class Observer:
+class EpisodeLog:
     """Record of the starts, ends and errors of episodes, in order."""
 
     def __init__(self) -> None:
@@ -590,21 +590,21 @@ class Observer:
 async def test_the_end_is_reported_before_the_environment_is_released(
     actions: tuple[str, ...], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer, release = Observer(), ThreadHost.release
+    observer, release = EpisodeLog(), ThreadHost.release
 
     async def recorded(host: ThreadHost, environment: Environment) -> None:
         observer.events.append("release")
         await release(host, environment)
 
     monkeypatch.setattr(ThreadHost, "release", recorded)
-    await play_actions(*actions, observe=observer.episode)
+    await play_actions(*actions, observer=Observer(observer.episode))
     assert observer.events == ["start doors", f"end {end}", "release", "left"]
 
 
 async def test_a_cancelled_episode_is_not_reported() -> None:
-    observer = Observer()
+    observer = EpisodeLog()
     async with open_host() as hosted:
-        play = runner(scripted("hang"), hosted.host, observe=observer.episode).play
+        play = runner(scripted("hang"), hosted.host, observer=Observer(observer.episode)).play
         episode = asyncio.create_task(play(KEY, TASK, FREE))
         await until(lambda: bool(hosted.games and hosted.games[0].actions))
         episode.cancel()
