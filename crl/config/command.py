@@ -18,6 +18,9 @@ from crl.errors import ConfigError
 
 SEED = "run.seed"
 
+MAX_CHARACTERS = 100_000
+"""Maximum length of a command that is compared. Longer ones count as unknown."""
+
 
 def train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:
     """Return the command line of `crl train` with these options, without the seed.
@@ -97,8 +100,11 @@ def _is_bare(text: str) -> bool:
 def _config(command: str, sets: Sequence[str]) -> RunConfig:
     """Return the resolved config of a command of `crl train` with further arguments of --set.
 
-    All options of the command have a value.
+    All options of the command have a value. Raise `ValueError` if the command is no such command,
+    or longer than `MAX_CHARACTERS`.
     """
+    if len(command) > MAX_CHARACTERS:  # the parser's time is quadratic
+        raise ValueError("the command is too long")
     words = shlex.split(command)[2:]
     pairs = list(zip(words[::2], words[1::2], strict=True))
     options = dict(pairs)

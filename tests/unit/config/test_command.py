@@ -27,7 +27,10 @@ def test_an_unchanged_run_is_repeated_by_its_command() -> None:
     assert repeated(COMMAND, changed()) == COMMAND
 
 
-@pytest.mark.parametrize("command", ["", "crl train", "crl train --tasks gone.toml", "'"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "crl train", "crl train --tasks gone.toml", "'", pytest.param("x " * 10**7, id="long")],
+)
 def test_an_unknown_command_is_not_changed(command: str) -> None:
     assert changes_since(command, changed()) is None
     assert repeated(command, changed(run__steps=7)) == command
