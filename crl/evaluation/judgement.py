@@ -43,14 +43,14 @@ def judgements(
     }
     interval = _difference(after, after, ("seen", "free"), ("seen", "guided"))
     gain = _mean_gain(gains)
-    clauses = _clauses("success without experience", changes)
-    training = f"training {' and '.join(clauses)}" if clauses else ""
-    used = _clauses("success", {PLACES["seen"]: interval} if interval else {})
-    built = _clauses("success", {PLACES["unseen"]: gain} if gain else {})
-    subjects = [f"the bank {clause}" for clause in used]
-    subjects += [f"{'one' if used else 'a bank'} built online {clause}" for clause in built]
-    experience = "; ".join(subjects)
-    return [f"{text[0].upper()}{text[1:]}." for text in (training, experience) if text]
+    training = _clauses("training", changes)
+    used = _clauses("the bank", {PLACES["seen"]: interval} if interval else {})
+    built = _clauses(
+        f"{'one' if used else 'a bank'} built online", {PLACES["unseen"]: gain} if gain else {}
+    )
+    sentences = [f"without experience, {'; '.join(training)}" if training else ""]
+    sentences.append("; ".join([*used, *built]))
+    return [f"{text[0].upper()}{text[1:]}." for text in sentences if text]
 
 
 def _mean_gain(gains: Sequence[tuple[float, float]]) -> Interval | None:
@@ -83,10 +83,16 @@ def _difference(
     return _known((second.value - first.value, *difference_interval(first, second)))
 
 
-def _clauses(measured: str, effects: Mapping[str, Interval]) -> list[str]:
-    """Return the effects on the measured success in words, by the places."""
-    clauses = []
-    for places, (value, low, high) in effects.items():
-        effect = "raised" if low > 0 else "lowered" if high < 0 else "has no shown effect on"
-        clauses.append(f"{effect} {measured} {places} ({interval_text(value, low, high, '+.3f')})")
-    return clauses
+def _clauses(subject: str, effects: Mapping[str, Interval]) -> list[str]:
+    """Return the effects of a subject on success, which are given by places, in words."""
+    places: dict[str, list[str]] = {}
+    for where, (value, low, high) in effects.items():
+        effect = (
+            f"{subject} raised success" if low > 0
+            else f"{subject} lowered success" if high < 0
+            else f"no effect of {subject} on success is shown"
+        )  # fmt: skip
+        number = interval_text(value, low, high, "+.3f")
+        places.setdefault(effect, []).append(f"{where} ({number})")
+    joints = {effect: " or " if effect.startswith("no ") else " and " for effect in places}
+    return [f"{effect} {joints[effect].join(where)}" for effect, where in places.items()]

@@ -52,9 +52,8 @@ success [95 % interval]:
   seen, without experience           0.250 → 0.750   +0.500 [+0.420, +0.569]
   unseen, without experience         0.000 → 0.551   +0.551 [+0.488, +0.611]
 
-Training raised success without experience in places seen before (+0.500
-  [+0.420, +0.569]) and raised success without experience in new places (+0.551
-  [+0.488, +0.611]).
+Without experience, training raised success in places seen before (+0.500
+  [+0.420, +0.569]) and in new places (+0.551 [+0.488, +0.611]).
 
 trained models: runs/one/checkpoints/80
 look further: crl report runs/one"""
