@@ -594,7 +594,9 @@ def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> 
     source = done / "bank.sqlite"
     run = tmp_path / "run"
     result = train(run, *DETERMINISTIC, f"bank.init={source}", "bank.frozen=true", steps=2)
-    assert "extractor: not trained; 0 episodes distilled: 0 added" in result.stdout
+    experience = json.loads((run / "summary.json").read_text("utf-8"))["experience"]
+    assert experience["extractor_updates"] is None
+    assert experience["bank"]["queue/done"] == experience["bank"]["ops/add"] == 0
     assert "built online" not in result.stdout, "a frozen bank has no online evaluation"
     assert any(t["used"] for t in episodes(run) if t["step"] == 1)
     assert rows(run / "bank.sqlite", ENTRIES) == rows(source, ENTRIES)
@@ -609,11 +611,13 @@ def test_a_frozen_bank_guides_and_is_not_written(done: Path, tmp_path: Path) -> 
 
 def test_a_static_extractor_writes_and_learns_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = train(run, *DETERMINISTIC, "extractor.train=false", steps=1)
+    train(run, *DETERMINISTIC, "extractor.train=false", steps=1)
     assert len(log(run / "bank.sqlite", "submit")) == 16
     assert metrics(run, "extractor") == []
     assert manifest(run, 1)["models"] == ["actor"]
-    assert "extractor: not trained; 16 episodes distilled" in result.stdout
+    experience = json.loads((run / "summary.json").read_text("utf-8"))["experience"]
+    assert experience["extractor_updates"] is None
+    assert experience["bank"]["queue/done"] == 16
     assert crl("eval", run).exit_code == 0
 
 
