@@ -45,9 +45,7 @@ def judgements(
     gain = _mean_gain(gains)
     training = _clauses("training", changes)
     used = _clauses("the bank", {PLACES["seen"]: interval} if interval else {})
-    built = _clauses(
-        f"{'one' if used else 'a bank'} built online", {PLACES["unseen"]: gain} if gain else {}
-    )
+    built = _clauses("a bank built online", {PLACES["unseen"]: gain} if gain else {})
     sentences = [f"without experience, {'; '.join(training)}" if training else ""]
     sentences.append("; ".join([*used, *built]))
     return [f"{text[0].upper()}{text[1:]}." for text in sentences if text]

@@ -23,7 +23,7 @@ def test_effects_of_one_task():
         "(+0.300 [+0.236, +0.364]); no effect of training on success is shown in new places "
         "(+0.000 [-0.071, +0.071]).",
         "The bank lowered success in places seen before (-0.300 [-0.364, -0.236]); "
-        "one built online raised success in new places (+0.200 [+0.100, +0.300]).",
+        "a bank built online raised success in new places (+0.200 [+0.100, +0.300]).",
     ]
 
 
