@@ -177,14 +177,16 @@ async def _training_loop(
         Actor(learner, engine, Rerenderer(runner.decoding.renderer, runner.limits), background),
         experience,
         critic,
-        Measurements(
-            evaluator,
-            probe,
-            _measured_settings(config, specs),
-            no_resources if config.run.deterministic else resource_metrics,
-        ),
+        _measurements(config, specs, evaluator, probe),
         _outputs(config, run, monitor, stack, models, started, supervisor),
     )
+
+
+def _measurements(
+    config: RunConfig, specs: Mapping[str, EnvSpec], evaluator: Evaluator, probe: AdviceProbe
+) -> Measurements:
+    resources = no_resources if config.run.deterministic else resource_metrics
+    return Measurements(evaluator, probe, _measured_settings(config, specs), resources)
 
 
 def _writes_in_background(config: RunConfig, method: Method) -> bool:

@@ -14,12 +14,11 @@ import pytest
 
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
+from support.chromium import launched
 from support.paths import python_environment
 from support.report_runs import train_for_report
 
 pytestmark = pytest.mark.browser
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m"
 
@@ -32,14 +31,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chromium(trained: Path) -> Iterator[Any]:
     """Chromium. The run comes first: it needs a thread without playwright's event loop."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("Chromium is not installed")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
