@@ -58,9 +58,12 @@ $(DEMO)/checkpoints/$(DEMO_STEPS): | setup
 			--set tasks.room.eval.seen=64 --set tasks.room.eval.unseen=64 \
 			--set tasks.room.eval.online_places=16 --set eval.probe_every=0; fi
 
+# Two processes, so that two cores are enough. Each file of tests stays in one of them.
+PARALLEL := -n 2 --dist loadfile
+
 ## test: set up with dev tools, then lint, type-check and test
 test: setup-dev lint
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 setup-engines: $(ENGINES)/installed
 

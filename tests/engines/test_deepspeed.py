@@ -266,11 +266,13 @@ leaves a rank without work.
                 "train": replace(SETTINGS, recompute=True, importance_cap=2.0, kl_coef=0.3),
                 "loss": CispoLoss(0.5, 2.0),
             },
+            marks=pytest.mark.soak,
             id="recompute, kl and cispo at 3",
         ),
         pytest.param(
             2,
             {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3},
+            marks=pytest.mark.soak,
             id="kl and clipping on three ranks",
         ),
         pytest.param(
@@ -285,6 +287,7 @@ leaves a rank without work.
                 "train": replace(SETTINGS, activation_checkpointing=True, kl_coef=0.3),
                 "offload": True,
             },
+            marks=pytest.mark.soak,
             id="recomputed activations, offloaded, at 3",
         ),
         pytest.param(0, {"adapter": 4}, marks=pytest.mark.soak, id="adapter at 0"),
@@ -292,6 +295,7 @@ leaves a rank without work.
         pytest.param(
             2,
             {"train": replace(SETTINGS, kl_coef=0.3, max_grad_norm=0.05), "count": 3, "adapter": 4},
+            marks=pytest.mark.soak,
             id="adapter with kl and clipping on three ranks",
         ),
         pytest.param(
@@ -374,7 +378,7 @@ def random_kept_sets(trace: TokenTrace, draw: random.Random) -> tuple[KeptSet, .
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, 2), (3, 3)),
+        pytest.param((2, 2), (3, 3), marks=pytest.mark.soak),
         (None, (2, 2)),
         ((1, 2), None),
         pytest.param((3, 2), (1, 1), marks=pytest.mark.soak),
@@ -478,6 +482,7 @@ async def test_a_model_without_an_optimizer_is_rejected(model: Path) -> None:
         pytest.param(
             3,
             {"offload": True, "train": replace(SETTINGS, activation_checkpointing=True)},
+            marks=pytest.mark.soak,
             id="3, offloaded, recomputed activations",
         ),
     ],
@@ -552,7 +557,7 @@ def peft_gradients(path: Path, saved: Path, batch: Minibatch) -> Mapping[str, to
     }
 
 
-@pytest.mark.parametrize(("zero", "rank"), [(2, 4), (3, 128)])
+@pytest.mark.parametrize(("zero", "rank"), [(2, 4), pytest.param(3, 128, marks=pytest.mark.soak)])
 async def test_gradients_of_adapters_are_those_of_peft(
     model: Path, tmp_path: Path, zero: int, rank: int
 ) -> None:
@@ -570,7 +575,14 @@ async def test_gradients_of_adapters_are_those_of_peft(
     assert sum(float(gradient.abs().max()) > 1e-3 for gradient in expected.values()) > 10
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (3, 3)), (None, (3, 2)), ((3, 2), None)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((2, 2), (3, 3), marks=pytest.mark.soak),
+        (None, (3, 2)),
+        pytest.param((3, 2), None, marks=pytest.mark.soak),
+    ],
+)
 async def test_a_checkpoint_of_an_adapter_resumes_with_other_ranks(
     model: Path, tmp_path: Path, before: tuple[int, int] | None, after: tuple[int, int] | None
 ) -> None:
@@ -613,7 +625,7 @@ async def test_a_checkpoint_of_an_adapter_resumes_with_other_ranks(
     assert merged.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.soak)])
 async def test_bfloat16_ranks_train_float32_adapters(
     model: Path, tmp_path: Path, zero: int
 ) -> None:
@@ -649,6 +661,7 @@ async def test_bfloat16_ranks_train_float32_adapters(
     assert len(changed) == 2 * 7, "the weights of the linear layers"
 
 
+@pytest.mark.soak
 async def test_one_rank_has_the_dropout_of_one_process(model: Path, tmp_path: Path) -> None:
     """Compare gradients with recomputed activations, and the next step after a resume."""
     adapter = adapter_of(model)
@@ -696,7 +709,14 @@ async def test_ranks_publish_the_adapter_alone(model: Path, tmp_path: Path, zero
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("zero", "tied"), [(2, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("zero", "tied"),
+    [
+        (2, True),
+        pytest.param(3, True, marks=pytest.mark.soak),
+        pytest.param(3, False, marks=pytest.mark.soak),
+    ],
+)
 async def test_a_synced_engine_samples_like_an_engine_with_the_saved_weights(
     tmp_path: Path, zero: int, tied: bool
 ) -> None:
@@ -768,7 +788,7 @@ def all_ranks_ended(learner: DeepSpeedLearner) -> bool:
     )
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
 async def test_a_rank_killed_during_a_step_ends_the_learner(model: Path, victim: int) -> None:
     async with ranks(model) as learner:
         step = asyncio.create_task(learner.step(long_step()))
@@ -856,6 +876,7 @@ class Slow(SurrogateLoss):
         return super().__call__(*args, **kwargs)
 
 
+@pytest.mark.soak
 async def test_a_step_may_take_longer_than_the_timeout(model: Path) -> None:
     """Check that a step may exceed the timeout while it makes progress.
 

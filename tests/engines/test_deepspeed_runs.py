@@ -29,6 +29,7 @@ mismatch that consists of rounding errors only.
 """
 
 
+@pytest.mark.soak
 def test_actor_and_extractor_train_and_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, *DEEPSPEED, "learner.zero=3", "extractor.batch=2", steps=12)
@@ -94,7 +95,10 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("sent", "message"),
-    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs: no heartbeat")],
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "hangs: no heartbeat", marks=pytest.mark.soak),
+    ],
 )
 def test_a_lost_rank_ends_the_run_and_its_checkpoint_remains(
     tmp_path: Path, sent: signal.Signals, message: str

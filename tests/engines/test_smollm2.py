@@ -52,6 +52,7 @@ def started(role: str, folder: Path) -> Path:
     return run / role
 
 
+@pytest.mark.soak
 def test_both_models_start_from_demonstrations_and_are_trained(tmp_path: Path) -> None:
     models = [f"{role}.model={started(role, tmp_path)}" for role in ("actor", "extractor")]
     run = tmp_path / "run"

@@ -126,8 +126,10 @@ def step(traces: Sequence[TokenTrace]) -> list[Minibatch]:
 
 @pytest.mark.parametrize(
     ("loss", "zero"),
-    [(SurrogateLoss(0.2, 0.2, "token"), 2), (CispoLoss(0.1, 0.1), 3)],
-    ids=["grpo", "cispo at 3"],
+    [
+        pytest.param(SurrogateLoss(0.2, 0.2, "token"), 2, id="grpo"),
+        pytest.param(CispoLoss(0.1, 0.1), 3, marks=pytest.mark.soak, id="cispo at 3"),
+    ],
 )
 async def test_both_stacks_compute_the_same_loss_for_the_same_tokens(
     tiny_actor: Path, loss: Any, zero: int
@@ -190,6 +192,7 @@ def test_a_run_trains_end_to_end(tmp_path: Path) -> None:
         assert (run / "checkpoints" / str(steps) / role / "optimizer.safetensors").is_file()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("learner", [DEEPSPEED, ()], ids=["ranks", "local learner"])
 def test_a_run_trains_adapters_end_to_end(tmp_path: Path, learner: Sequence[str]) -> None:
     """Check a run whose engines receive adapters alone. It is resumed after half of its steps.

@@ -38,6 +38,7 @@ from crl.modeling.loading import InProcessWeights, checksum
 from crl.modeling.weights import FileWeights
 from crl.scratch import SHARED_MEMORY
 from crl.types import KEPT_ID_BYTES, Completion, Sampling
+from support.vllm_calls import in_flight
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,15 +82,6 @@ def assert_logprobs(
     assert completion.logprobs == pytest.approx(
         logprobs(model, ids, completion.ids, temperature), abs=1e-4
     )
-
-
-async def in_flight(llm: AsyncLLM) -> None:
-    """Return as soon as `llm` has an unfinished request. Raise TimeoutError after 10 s."""
-    for _ in range(1000):
-        if llm.get_num_unfinished_requests():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
 
 
 # ── sampling ──────────────────────────────────────────────────────────────────────────────────────
@@ -350,6 +342,7 @@ async def test_invalid_weights_end_the_engine(pair: Pair, tmp_path: Path) -> Non
         await pair.new.health()
 
 
+@pytest.mark.soak
 async def test_tensor_parallel_replicas_serve_and_load_new_weights(tmp_path: Path) -> None:
     """Check two replicas with tensor parallelism 2. The sessions of several episodes reach both.
 
@@ -392,7 +385,7 @@ async def test_a_dead_engine_is_restarted_with_the_current_weights(
     try:
         await engine.update_weights(InProcessWeights.snapshot(trained, 3))
         request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
-        await asyncio.sleep(0.3)
+        await in_flight(await engine._replicas[0].ready())
         kill_worker()
         repeated = await asyncio.wait_for(request, 120)
         again = await engine.generate(prompt(20), Sampling(450, (V,)), rng=0)
@@ -412,6 +405,7 @@ async def test_a_dead_engine_is_restarted_with_the_current_weights(
     assert not engine._current_weights.path.exists(), "shared memory is released"
 
 
+@pytest.mark.soak
 async def test_an_engine_that_stops_answering_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +436,7 @@ async def test_an_engine_that_stops_answering_is_restarted(
     await gone(again)
 
 
+@pytest.mark.soak
 async def test_a_sync_can_time_out_and_survives_the_death_of_the_engine(
     tmp_path: Path,
 ) -> None:
@@ -468,6 +463,7 @@ async def test_a_sync_can_time_out_and_survives_the_death_of_the_engine(
     await gone(engine_processes)
 
 
+@pytest.mark.soak
 async def test_an_engine_is_shut_down_if_a_step_after_its_start_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

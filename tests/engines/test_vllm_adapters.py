@@ -34,6 +34,7 @@ from crl.modeling.lora import Adapter, adapter_parameters, add_adapter, without_
 from crl.modeling.weights import FileWeights, manifest_of, weight_bytes
 from crl.run.sync import sync_weights
 from crl.types import Completion, Sampling
+from support.vllm_calls import in_flight, pause_sent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -102,7 +103,7 @@ async def test_a_new_engine_samples_from_the_base_model(served: Served) -> None:
         assert_logprobs(completion, served.model, LONG)
 
 
-async def test_a_sync_replaces_the_adapter(served: Served) -> None:
+async def test_a_sync_replaces_the_adapter(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check requests before, during and after two syncs.
 
     The prefix cache holds keys and values of the long prompt. A request is in flight, and others
@@ -110,15 +111,18 @@ async def test_a_sync_replaces_the_adapter(served: Served) -> None:
     """
     engine, model = served.engine, served.model
     whole = weight_bytes(manifest_of(named_weights(model)))
+    llm = await engine._replicas[0].ready()
+    pausing = pause_sent(llm, monkeypatch)
     await engine.generate(LONG, GREEDY)
     stored: list[int] = []
     for seed in (1, 2):
         before = asyncio.create_task(engine.generate(prompt(20), Sampling(300, (V,), 0.7), rng=3))
-        await asyncio.sleep(0.1)
+        await in_flight(llm)
         old = {name: p.clone() for name, p in adapter_parameters(model).items()}
         served.disturb(seed)
         syncing = asyncio.create_task(sync_weights(served.learner, engine))
-        await asyncio.sleep(0.05)
+        await pausing.wait()
+        pausing.clear()
         waiting = [asyncio.create_task(engine.generate(LONG, GREEDY)) for _ in range(3)]
         sent = await syncing
         assert sent == sum(p.numel() * 4 for p in adapter_parameters(model).values()) < whole / 4
@@ -153,7 +157,7 @@ async def test_a_restarted_engine_has_the_current_adapter(served: Served) -> Non
     served.disturb(3)
     await sync_weights(served.learner, engine)
     request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
-    await asyncio.sleep(0.3)
+    await in_flight(await engine._replicas[0].ready())
     (worker,) = (
         child
         for child in psutil.Process().children(recursive=True)
@@ -179,6 +183,7 @@ async def test_invalid_adapters_end_the_engine(served: Served, tmp_path: Path) -
         await served.engine.generate(LONG, GREEDY)
 
 
+@pytest.mark.soak
 async def test_adapters_of_few_layers_with_small_heads_on_two_workers(tmp_path: Path) -> None:
     """Check an adapter of a model whose heads the engine widens, with tensor parallelism."""
     model = qwen2(0)

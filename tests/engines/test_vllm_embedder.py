@@ -89,7 +89,7 @@ def qwen3(tmp_path: Path, tiny_actor: Path) -> Path:
     return with_pooling(folder, "lasttoken")
 
 
-@pytest.mark.parametrize("model", ["bert", "qwen3"])
+@pytest.mark.parametrize("model", [pytest.param("bert", marks=pytest.mark.soak), "qwen3"])
 async def test_vectors_equal_those_of_the_in_process_encoder(
     model: str, request: pytest.FixtureRequest
 ) -> None:
@@ -106,6 +106,7 @@ async def test_vectors_equal_those_of_the_in_process_encoder(
         assert (await pooling.embed([])).shape == (0, local.dim)
 
 
+@pytest.mark.soak
 async def test_an_encoder_that_vllm_does_not_support_is_rejected(
     random_bert: Path, tmp_path: Path
 ) -> None:

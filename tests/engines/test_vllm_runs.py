@@ -21,6 +21,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 from crl.scratch import SHARED_MEMORY
 
 
+@pytest.mark.soak
 def test_engines_do_not_outlive_a_killed_run(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -34,6 +34,7 @@ def trained(run: Path, method: str, *sets: str, steps: int = 2) -> list[dict[str
     ]
 
 
+@pytest.mark.soak
 def test_gigpo_is_grpo_with_step_advantages(tmp_path: Path) -> None:
     grpo = trained(tmp_path / "grpo", "grpo")
     without = trained(tmp_path / "without", "gigpo", "gigpo.step_weight=0")

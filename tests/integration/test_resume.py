@@ -202,6 +202,7 @@ def test_a_run_killed_at_a_checkpoint(straight: Path, tmp_path: Path) -> None:
     assert_same_run(run, straight, STEPS)
 
 
+@pytest.mark.soak
 def test_a_mixture_killed_at_a_checkpoint_and_between_two(tmp_path: Path) -> None:
     """Kill one run twice: at the checkpoint of step 2, and after the next step."""
     tasks, straight, run = ",".join(TASKS), tmp_path / "straight", tmp_path / "run"
