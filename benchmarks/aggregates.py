@@ -17,6 +17,8 @@ from scipy.stats import mannwhitneyu, trim_mean
 Scores = NDArray[np.float64]
 """Scores [runs, tasks]."""
 
+DECIMALS = 12
+"""Decimals of a score that are compared."""
 REPLICATES = 2_000
 """Number of bootstrap samples of an interval."""
 
@@ -30,14 +32,14 @@ def probability_of_improvement(first: Scores, second: Scores) -> float:
     """Return the probability that a run of `first` has a higher score than one of `second`.
 
     This is the mean over the tasks of P(X > Y) + P(X = Y) / 2. The arrays may have unequal numbers
-    of runs.
+    of runs. Scores that differ by rounding errors only are equal.
     """
     pairs = len(first) * len(second)
     return float(
         np.mean(
             [
                 mannwhitneyu(x, y, alternative="greater").statistic / pairs
-                for x, y in zip(first.T, second.T, strict=True)
+                for x, y in zip(first.round(DECIMALS).T, second.round(DECIMALS).T, strict=True)
             ]
         )
     )

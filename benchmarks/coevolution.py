@@ -4,7 +4,8 @@
 
 Each run is a process of `crl train` on one core. Its config and all its metrics are stored in
 benchmarks/results/coevolution/SETTING/ARM/SEED.json.xz. Stored runs are not repeated, and
-interrupted ones are resumed. No run is left out because of its result.
+interrupted ones are resumed. No run is left out because of its result. With --results FOLDER, the
+runs are made again and stored in that folder.
 
 Some arms take a bank or a model from a finished run of another arm. The directories of such runs
 are kept in --runs. If one is missing there, it is made again, and its stored result stays.

@@ -29,6 +29,8 @@ COLOURS = ("#D55E00", "#0072B2", "#555555", "#009E73", "#CC79A7", "#E69F00", "#5
 """Colours of the arms: the palette of Okabe and Ito, which is safe for colour-blind readers."""
 
 STEP = "actor step"
+EARLY = "early training"
+"""Metric without a picture: it is the begin of the curve of `training`."""
 
 Curves = Mapping[str, Sequence[Lines]]
 """Lines of metrics.jsonl of every run, by arm, in the order of seeds."""
@@ -47,6 +49,7 @@ def draw(results: Results, path: Path) -> None:
     columns = [
         (name, against)
         for name in figure.metrics
+        if name != EARLY
         for against in ((STEP, *figure.against) if is_curve(name) else (STEP,))
     ]
     size = (3.4 * len(columns), 2.6 * len(rows) + 0.6)

@@ -20,7 +20,17 @@ from typing import Any
 import numpy as np
 from aggregates import Scores, bootstrap_interval, interquartile_mean, probability_of_improvement
 from common import mean_and_interval
-from figures import FIGURES, METRICS, SETTINGS, Claim, Cost, Figure, Results
+from figures import (
+    ARMS,
+    FIGURES,
+    METRIC_TEXTS,
+    METRICS,
+    SETTINGS,
+    Claim,
+    Cost,
+    Figure,
+    Results,
+)
 from pictures import draw
 
 from crl.intervals import Mean
@@ -37,14 +47,16 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 def advantage(results: Results, claim: Claim) -> list[float]:
     """Return by how much the claimed arm is better, for each seed where this is known."""
     settings = claim.settings or results.figure.settings
-    gains = _differences(
-        *(results.means(claim.metric, settings, arm) for arm in (claim.better, claim.worse))
-    )
-    if claim.minus:
-        subtracted = (
-            results.means(claim.metric, claim.minus, arm) for arm in (claim.better, claim.worse)
+
+    def gain(of: Sequence[str]) -> list[float | None]:
+        return _differences(
+            results.means(claim.metric, of, claim.better),
+            results.means(claim.than or claim.metric, of, claim.worse),
         )
-        gains = _differences(gains, _differences(*subtracted))
+
+    gains = gain(settings)
+    if claim.minus:
+        gains = _differences(gains, gain(claim.minus))
     sign = -1 if results.figure.lower_is_better else 1
     return [sign * gain for gain in gains if gain is not None]
 
@@ -131,7 +143,12 @@ def section(name: str, results: Results) -> str:
             "",
             *wrap(f"*Claim:* {figure.text}", 100),
             "",
-            *(_claim_line(results, claim) for claim in figure.claims),
+            *([*wrap(f"*Paper:* {figure.paper}", 100), ""] if figure.paper else []),
+            *(
+                line
+                for claim in figure.claims
+                for line in wrap(_claim_line(results, claim), 100, subsequent_indent="  ")
+            ),
             "",
             *([*wrap(figure.note, 100), ""] if figure.note else []),
             *_table(results),
@@ -139,7 +156,7 @@ def section(name: str, results: Results) -> str:
             f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all ({processors}):",
             "",
             "```sh",
-            f"python benchmarks/coevolution.py --figure {name} --jobs 2",
+            f"python benchmarks/coevolution.py --figure {name} --jobs 2 --results build/again",
             "```",
             "",
         ]
@@ -155,13 +172,21 @@ def title(name: str) -> str:
 
 def _claim_line(results: Results, claim: Claim) -> str:
     values = advantage(results, claim)
-    where = f" ({', '.join(claim.settings)})" if claim.settings else ""
-    less = f", minus that in {', '.join(claim.minus)}" if claim.minus else ""
-    sign = "fewer" if results.figure.lower_is_better else "better"
+    added = " *Added after the runs.*" if claim.added else ""
     return (
-        f"- {claim.better} {sign} than {claim.worse}, {claim.metric}{where}{less}: "
-        f"{mean_and_interval(values)}. **{verdict(values)}**"
+        f"- {_inequality(claim, '<' if results.figure.lower_is_better else '>')}: "
+        f"{mean_and_interval(values)}. **{verdict(values)}**{added}"
     )
+
+
+def _inequality(claim: Claim, sign: str) -> str:
+    if claim.minus:
+        settings = (", ".join(names) for names in (claim.settings, claim.minus))
+        difference = f"{claim.metric} of {claim.better} − that of {claim.worse}"
+        return f"{difference}, {f' {sign} '.join(settings)}"
+    where = f" ({', '.join(claim.settings)})" if claim.settings else ""
+    other = claim.than or "that"
+    return f"{claim.metric} of {claim.better} {sign} {other} of {claim.worse}{where}"
 
 
 def _table(results: Results) -> list[str]:
@@ -179,7 +204,7 @@ def _table(results: Results) -> list[str]:
                 label = task if setting == task else f"{setting}: {task}"
                 lines.append(_row(name, label, *map(_cell, values)))
                 differences = [_cell(_differences(values[0], other)) for other in values[1:]]
-                lines.append(_row("", f"{figure.arms[0]} − this", "", *differences))
+                lines.append(_row("", f"{figure.arms[0]} − arm", "", *differences))
         lines += _aggregates(figure, name, columns)
     return lines
 
@@ -194,8 +219,10 @@ def _aggregates(
     first, *others = (
         matrix if matrix is None or not figure.lower_is_better else -matrix for matrix in scores
     )
+    means = _row(name, "interquartile mean", *(_statistic(interquartile_mean, s) for s in scores))
     return [
-        _row(name, "interquartile mean", *(_statistic(interquartile_mean, s) for s in scores)),
+        # Numbers of actions of several tasks have no common scale.
+        *([] if figure.lower_is_better else [means]),
         _row(
             "",
             f"P({figure.arms[0]} better)",
@@ -241,7 +268,7 @@ def document(complete: Mapping[str, Results], docs: Path) -> None:
     page = docs / "results.md"
     before, _, rest = page.read_text("utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    parts = [BEGIN, "", *summary(complete), ""]
+    parts = [BEGIN, "", *summary(complete), "", *definitions(complete), ""]
     for name, results in complete.items():
         picture = f"images/figures/{name}.svg"
         draw(results, docs / picture)
@@ -278,6 +305,24 @@ def summary(complete: Mapping[str, Results]) -> list[str]:
             _row(heading if judged == NOT_RUN else f"[{heading}](#{anchor})", text, judged)
             for heading, anchor, text, judged in sorted(rows, key=lambda row: _rank(row[-1]))
         ),
+    ]
+
+
+def definitions(complete: Mapping[str, Results]) -> list[str]:
+    """Return what the metrics and the arms of the figures mean."""
+    arms = {arm for results in complete.values() for arm in results.figure.arms}
+    return [
+        "### Metrics",
+        "",
+        _row("metric", "meaning"),
+        _row("---", "---"),
+        *(_row(name, text) for name, text in METRIC_TEXTS.items()),
+        "",
+        "### Arms",
+        "",
+        _row("arm", "meaning"),
+        _row("---", "---"),
+        *(_row(name, arm.text) for name, arm in ARMS.items() if name in arms),
     ]
 
 

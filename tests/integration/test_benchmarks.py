@@ -331,7 +331,7 @@ def test_figures_are_made_from_stored_runs(
     import coevolution  # pyright: ignore[reportMissingImports]
     import figures  # pyright: ignore[reportMissingImports]
 
-    metrics = ("training", "unseen, bank")
+    metrics = ("training", "unseen visits alone")
     figure = figures.Figure("A claim.", (), ("room",), ("offline", "none"), (20,), metrics)
     monkeypatch.setitem(coevolution.FIGURES, "tiny", figure)
     folders = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]

@@ -78,6 +78,8 @@ def test_training_metrics_are_means_of_the_last_steps() -> None:
     curve = [0.0] * 5 + [0.2] * 5 + [0.6] * 5
     assert figures.METRICS["training"](lines(curve), "room") == pytest.approx(0.4)
     assert figures.METRICS["training"](lines(curve, "webshop"), "webshop") == pytest.approx(0.4)
+    early = [0.0] * 10 + [0.6] * 10 + [1.0] * 10
+    assert figures.METRICS["early training"](lines(early), "room") == pytest.approx(0.3)
     assert figures.METRICS["guided"](lines(curve), "room") is None
     assert figures.METRICS["seen"](lines(curve), "room") == 0.6, "the last evaluation"
 
@@ -108,10 +110,10 @@ def test_a_section_has_verdicts_paired_differences_and_aggregates() -> None:
     rows = text.splitlines()
     assert rows[:3] == ["### Figure 8", "", "*Claim:* The claim."]
     assert rows[5:8] == ["", "Note.", ""]
-    assert "- none better than static, training: 0.100 ± 0.000. **agrees**" in rows
+    assert "- training of none > that of static: 0.100 ± 0.000. **agrees**" in rows
     assert "| training | room | 0.550 ± 0.635 | 0.350 ± 0.635 |" in rows
-    assert "|  | none − this |  | 0.200 ± 0.000 |" in rows
-    assert "|  | none − this |  | 0.000 ± 0.000 |" in rows
+    assert "|  | none − arm |  | 0.200 ± 0.000 |" in rows
+    assert "|  | none − arm |  | 0.000 ± 0.000 |" in rows
     # Of the scores 0.2, 0.3, 0.5, 0.6, the middle half is 0.3 and 0.5.
     assert any(row.startswith("| training | interquartile mean | 0.40 [") for row in rows)
     # In room 0.5 and 0.6 exceed 0.3, and 0.5 and 0.4 …: all pairs are won. In sokoban all are even.
@@ -141,6 +143,32 @@ def test_a_claim_may_compare_the_gains_in_two_settings() -> None:
     assert report.advantage(gains, alone) == pytest.approx([0.1, 0.1])
     both = figures.Claim("none", "static", "training")
     assert report.advantage(gains, both) == pytest.approx([0.2, 0.2]), "mean over the tasks"
+
+
+def test_a_claim_may_compare_two_metrics_and_may_be_added_after_the_runs() -> None:
+    claim = figures.Claim("none", "static", "seen", than="training", added=True)
+    rates = {"none": (0.5,), "static": (0.3,)}
+    both = results(("room",), rates, claims=(claim,), paper="“Better”.")
+    # `seen` is the last evaluation. Of the two seeds, it and `training` are 0.2 higher in `none`.
+    assert report.advantage(both, claim) == pytest.approx([0.2, 0.2])
+    rows = report.section("8", both).splitlines()
+    assert "*Paper:* “Better”." in rows
+    line = "- seen of none > training of static: 0.200 ± 0.000. **agrees** *Added after the runs.*"
+    assert line in rows
+
+
+def test_numbers_of_actions_have_no_interquartile_mean() -> None:
+    rates = {"none": (0.5, 0.2), "static": (0.3, 0.2)}
+    text = report.section("8", results(("room", "sokoban"), rates, lower_is_better=True))
+    assert "interquartile" not in text
+    assert "P(none better)" in text
+    assert "- training of none < that of static: -0.100 ± 0.000. **disagrees**" in text
+
+
+def test_the_meaning_of_each_metric_is_given() -> None:
+    text = " ".join(figures.METRIC_TEXTS).replace(",", "")
+    missing = [name for name in figures.METRICS if name not in text]
+    assert missing == ["right lessons, untrained extractor"], "explained with `right lessons`"
 
 
 def test_the_documentation_has_all_figures_and_those_that_disagree_first(tmp_path: Path) -> None:
@@ -244,9 +272,9 @@ def test_a_run_without_a_bank_plays_the_online_set_alone() -> None:
     )
     assert alone == {"eval/room/unseen/success/alone": 0.4}
     with_bank = {"kind": "eval", "eval/room/unseen/success/online": 0.7, **alone}
-    assert figures.METRICS["unseen, bank"]([with_bank], "room") == 0.7
-    assert figures.METRICS["unseen, bank"]([{"kind": "eval", **alone}], "room") == 0.4
-    assert figures.METRICS["unseen, alone"]([with_bank], "room") == 0.4
+    assert figures.METRICS["unseen with online bank"]([with_bank], "room") == 0.7
+    assert figures.METRICS["unseen with online bank"]([{"kind": "eval", **alone}], "room") is None
+    assert figures.METRICS["unseen visits alone"]([with_bank], "room") == 0.4
 
 
 def test_costs_include_the_extractor() -> None:
