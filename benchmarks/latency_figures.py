@@ -208,7 +208,7 @@ FIGURES: Mapping[str, LatencyFigure] = {
 }
 """Figures by their number in the paper."""
 
-ARM_COLOURS = dict(zip(("off", "on", "ask", "critic"), COLOURS, strict=False))
+ARM_COLOURS: Mapping[str, str] = dict(zip(("off", "on", "ask", "critic"), COLOURS, strict=False))
 
 BACKGROUND = (
     Quantity("left (s)", lambda rows, arm: rows[arm]["left_s"]),

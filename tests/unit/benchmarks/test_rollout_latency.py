@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.paths import benchmark
@@ -195,7 +196,9 @@ def test_a_picture_shows_every_repetition() -> None:
     figure = latency_figures.FIGURES["9c"]
     columns = {16: {row["arm"]: row for row in rows("e", 16, on=2.0, critic=1.0, search_ms=5.0)}}
     latency_figures.draw_panel(panel, figure.quantities[0], columns, figure.arms)
-    points = [[*map(float, line.get_data()[1])] for line in panel.lines if line.get_marker() == "."]
+    points = [
+        np.asarray(line.get_ydata()).tolist() for line in panel.lines if line.get_marker() == "."
+    ]
     assert points == [[10, 20], [20, 40], [15, 30]]
 
 
