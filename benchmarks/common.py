@@ -63,18 +63,21 @@ def sampling_config(tokens: int) -> GenerationConfig:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write the raw numbers as JSON, with the machine and the commit that produced them."""
-    machine = {
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({"machine": machine(), "commit": commit(), **results}, indent=1) + "\n", "utf-8"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine and the versions of its software."""
+    return {
         "system": platform.system(),
         "processor": processor(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
+        **accelerator(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"machine": machine | accelerator(), "commit": commit(), **results}, indent=1)
-        + "\n",
-        "utf-8",
-    )
 
 
 def commit() -> str | None:

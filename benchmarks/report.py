@@ -1,22 +1,18 @@
 """Results of the figures of `coevolution.py` as Markdown, for the terminal and docs/results.md.
 
-A claim is judged by the 95 % interval of a difference over seeds (Student's t, paired by seed). For
-several tasks, the value of a seed is the mean over the tasks.
-
-* agrees: the interval is on the claimed side of 0.
-* disagrees: it is on the other side.
-* not shown: it contains 0.
+A claim is judged by the 95 % interval of a difference over seeds, as in `verdicts.py`. For several
+tasks, the value of a seed is the mean over the tasks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
+import latency_figures
 import numpy as np
 from aggregates import Scores, bootstrap_interval, interquartile_mean, probability_of_improvement
 from common import mean_and_interval
@@ -32,13 +28,14 @@ from figures import (
     Results,
 )
 from pictures import draw
+from verdicts import NOT_RUN, NOT_SHOWN, markdown_row, overall, verdict
 
 from crl.intervals import Mean
 
-AGREES, DISAGREES, NOT_SHOWN = "agrees", "disagrees", "not shown"
-NOT_RUN = "not run yet"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-"""Lines around the part of docs/results.md that `document` writes."""
+"""Lines around the part of docs/results.md with the figures of `coevolution.py`."""
+LATENCY_BEGIN, LATENCY_END = "<!-- latency: begin -->", "<!-- latency: end -->"
+"""Lines around the part with the figures of `rollout_latency.py`."""
 
 
 # ── claims ────────────────────────────────────────────────────────────────────────────────────────
@@ -61,70 +58,10 @@ def advantage(results: Results, claim: Claim) -> list[float]:
     return [sign * gain for gain in gains if gain is not None]
 
 
-def verdict(advantages: Sequence[float]) -> str:
-    """Return whether the interval of the advantages is above 0, below 0, or around it."""
-    mean = Mean.of(advantages)
-    if mean.value > mean.half_width:
-        return AGREES
-    return DISAGREES if mean.value < -mean.half_width else NOT_SHOWN
-
-
-def overall(verdicts: Sequence[str]) -> str:
-    """Return the verdict on several claims: the common one, else how many claims have each."""
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
-    counts = {name: verdicts.count(name) for name in (DISAGREES, NOT_SHOWN, AGREES)}
-    plural = {DISAGREES: "disagree", NOT_SHOWN: NOT_SHOWN, AGREES: "agree"}
-    return ", ".join(
-        f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items() if count
-    )
-
-
 def _differences(
     first: Sequence[float | None], second: Sequence[float | None]
 ) -> list[float | None]:
     return [None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)]
-
-
-# ── latency ──────────────────────────────────────────────────────────────────────────────────────
-
-LATENCY = Path(__file__).parent / "results" / "rollout_latency.json"
-APPRECIABLE = 1.05
-"""Ratio of rollout times above which a slowdown is appreciable."""
-MAX_SEARCH_MS = 1_000.0
-"""Time of a search, about a second, that the paper calls negligible."""
-
-
-def latency_verdicts(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, str]]:
-    """Return claim and verdict of Figures 9c, 12 and 14b, from rows of `rollout_latency.py`.
-
-    Ratios are means over the numbers of environments, and their interval is over repetitions. Both
-    engines count: the latency model and the tiny models.
-    """
-    slower = {
-        arm: [
-            [fmean(ratios) - APPRECIABLE for ratios in zip(*sizes, strict=True)]
-            for engine in dict.fromkeys(row["engine"] for row in rows)
-            if (sizes := [r["ratio"] for r in rows if (r["engine"], r["arm"]) == (engine, arm)])
-        ]
-        for arm in ("on", "critic")
-    }
-    faster = [[-value for value in of_engine] for of_engine in slower["on"]]
-    searches = [row["search_ms"]["max"] for row in rows if row["search_ms"]]
-    return {
-        "9c": (
-            "Experience does not slow rollouts appreciably (by over 5 %).",
-            overall([verdict(values) for values in faster]),
-        ),
-        "12": (
-            "A search for experience takes at most a second.",
-            AGREES if max(searches) <= MAX_SEARCH_MS else DISAGREES,
-        ),
-        "14b": (
-            "The actor as critic slows rollouts appreciably (by over 5 %).",
-            overall([verdict(values) for values in slower["critic"]]),
-        ),
-    }
 
 
 # ── text ──────────────────────────────────────────────────────────────────────────────────────────
@@ -192,8 +129,8 @@ def _inequality(claim: Claim, sign: str) -> str:
 def _table(results: Results) -> list[str]:
     figure = results.figure
     lines = [
-        _row("metric", "task", *figure.arms),
-        _row(*["---"] * (2 + len(figure.arms))),
+        markdown_row("metric", "task", *figure.arms),
+        markdown_row(*["---"] * (2 + len(figure.arms))),
     ]
     for name in figure.metrics:
         columns: list[list[list[float | None]]] = []
@@ -202,9 +139,9 @@ def _table(results: Results) -> list[str]:
                 values = [results.values(name, setting, arm, task) for arm in figure.arms]
                 columns.append(values)
                 label = task if setting == task else f"{setting}: {task}"
-                lines.append(_row(name, label, *map(_cell, values)))
+                lines.append(markdown_row(name, label, *map(_cell, values)))
                 differences = [_cell(_differences(values[0], other)) for other in values[1:]]
-                lines.append(_row("", f"{figure.arms[0]} − arm", "", *differences))
+                lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *differences))
         lines += _aggregates(figure, name, columns)
     return lines
 
@@ -219,11 +156,13 @@ def _aggregates(
     first, *others = (
         matrix if matrix is None or not figure.lower_is_better else -matrix for matrix in scores
     )
-    means = _row(name, "interquartile mean", *(_statistic(interquartile_mean, s) for s in scores))
+    means = markdown_row(
+        name, "interquartile mean", *(_statistic(interquartile_mean, s) for s in scores)
+    )
     return [
         # Numbers of actions of several tasks have no common scale.
         *([] if figure.lower_is_better else [means]),
-        _row(
+        markdown_row(
             "",
             f"P({figure.arms[0]} better)",
             "",
@@ -256,54 +195,71 @@ def _cell(values: Sequence[float | None]) -> str:
     return mean_and_interval(values)
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────
 
 
 def document(complete: Mapping[str, Results], docs: Path) -> None:
-    """Write the figures to docs/results.md, and their pictures beside it. Needs matplotlib."""
+    """Write the figures to docs/results.md, and their pictures beside it. Needs matplotlib.
+
+    The part on rollout latency stays unchanged if there are no valid results
+    (`latency_figures.load`). Raise `ValueError` if the page lacks the lines around a part.
+    """
     page = docs / "results.md"
-    before, _, rest = page.read_text("utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    parts = [BEGIN, "", *summary(complete), "", *definitions(complete), ""]
+    latency = latency_figures.load(latency_figures.LATENCY)
+    parts = [*summary(complete, latency), "", *definitions(complete), ""]
     for name, results in complete.items():
-        picture = f"images/figures/{name}.svg"
-        draw(results, docs / picture)
-        parts += [section(name, results), f"![{title(name)}]({picture})", ""]
-    page.write_text(before + "\n".join([*parts, END]) + after, "utf-8")
+        draw(results, docs / picture(name))
+        parts += [section(name, results), f"![{title(name)}]({picture(name)})", ""]
+    text = _replaced(page.read_text("utf-8"), BEGIN, END, parts)
+    if latency:
+        parts = []
+        for name in latency_figures.FIGURES:
+            latency_figures.draw(name, latency, docs / picture(name))
+            parts += [
+                latency_figures.section(name, latency),
+                f"![{title(name)}]({picture(name)})",
+                "",
+            ]
+        parts += [latency_figures.background(latency)]
+        text = _replaced(text, LATENCY_BEGIN, LATENCY_END, parts)
+    page.write_text(text, "utf-8")
 
 
-def summary(complete: Mapping[str, Results]) -> list[str]:
+def picture(name: str) -> str:
+    """Return the path of a figure's picture, relative to the page."""
+    return f"images/figures/{name}.svg"
+
+
+def _replaced(text: str, begin: str, end: str, parts: Sequence[str]) -> str:
+    """Return `text` with other lines between `begin` and `end`."""
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"docs/results.md must have the lines {begin} and {end}")
+    return before + "\n".join([begin, "", *parts, end]) + after
+
+
+def summary(complete: Mapping[str, Results], latency: latency_figures.Results | None) -> list[str]:
     """Return the table of all figures, those that disagree first."""
+    verdicts = {
+        name: [verdict(advantage(results, claim)) for claim in results.figure.claims]
+        for name, results in complete.items()
+    }
+    texts = {name: figure.text for name, figure in FIGURES.items()}
+    for name, figure in latency_figures.FIGURES.items():
+        texts[name] = figure.text
+        if latency:
+            verdicts[name] = [judged for _, judged in figure.judge(latency["rows"])]
     rows = [
-        (
-            title(name),
-            title(name).lower().replace(" ", "-"),
-            figure.text,
-            overall(
-                [
-                    verdict(advantage(complete[name], claim))
-                    for claim in complete[name].figure.claims
-                ]
-            )
-            if name in complete
-            else NOT_RUN,
-        )
-        for name, figure in FIGURES.items()
-    ]
-    latency = latency_verdicts(json.loads(LATENCY.read_text("utf-8"))["rows"])
-    rows += [
-        (title(name), "rollout-latency", text, judged) for name, (text, judged) in latency.items()
+        (title(name), text, overall(verdicts[name]) if name in verdicts else NOT_RUN)
+        for name, text in texts.items()
     ]
     return [
-        _row("figure", "claim", "here"),
-        _row("---", "---", "---"),
+        markdown_row("figure", "claim", "here"),
+        markdown_row("---", "---", "---"),
         *(
-            _row(heading if judged == NOT_RUN else f"[{heading}](#{anchor})", text, judged)
-            for heading, anchor, text, judged in sorted(rows, key=lambda row: _rank(row[-1]))
+            markdown_row(heading if judged == NOT_RUN else _link(heading), text, judged)
+            for heading, text, judged in sorted(rows, key=lambda row: _rank(row[-1]))
         ),
     ]
 
@@ -314,16 +270,20 @@ def definitions(complete: Mapping[str, Results]) -> list[str]:
     return [
         "### Metrics",
         "",
-        _row("metric", "meaning"),
-        _row("---", "---"),
-        *(_row(name, text) for name, text in METRIC_TEXTS.items()),
+        markdown_row("metric", "meaning"),
+        markdown_row("---", "---"),
+        *(markdown_row(name, text) for name, text in METRIC_TEXTS.items()),
         "",
         "### Arms",
         "",
-        _row("arm", "meaning"),
-        _row("---", "---"),
-        *(_row(name, arm.text) for name, arm in ARMS.items() if name in arms),
+        markdown_row("arm", "meaning"),
+        markdown_row("---", "---"),
+        *(markdown_row(name, arm.text) for name, arm in ARMS.items() if name in arms),
     ]
+
+
+def _link(heading: str) -> str:
+    return f"[{heading}](#{heading.lower().replace(' ', '-')})"
 
 
 def _rank(judged: str) -> int:

@@ -1,4 +1,4 @@
-"""Cost of experience for rollouts, by the number of parallel environments (CRL Fig. 9c and 12).
+"""Cost of experience for rollouts by the number of parallel environments (CRL Fig. 9c, 12, 14b).
 
     python benchmarks/rollout_latency.py --out benchmarks/results/rollout_latency.json
 
@@ -17,13 +17,17 @@ Arms, which alternate in one process:
 
 * `off`: episodes without experience.
 * `on`: experience guides half of every group. At the same time, as in a run that is one step ahead,
-  the episodes of the previous step are credited, queued, distilled by a separate extractor and
-  written to the bank.
+  the episodes of the arm's previous rollout are credited, queued, distilled by a separate extractor
+  and written to the bank.
 * `ask`: as `on`; guided episodes may also ask the extractor (search_and_ask). One in nine answers
   of the latency model is a question, which in other arms is an invalid action.
 * `critic`: as `on`; the actor judges retrieved experience.
 
-No work of an arm remains when the next arm begins. Lengths of answers are the same in all arms of a
+The first rollout of each arm with experience is a warm-up, whose episodes are those that its first
+measured rollout distils. The benchmark raises an error if a rollout does not distil every episode
+of the arm's previous one, for example because the bank knows their ids.
+
+No work of an arm remains when the next arm begins. The actor's draws are the same in all arms of a
 repetition and differ between repetitions.
 
 Metrics:
@@ -32,7 +36,12 @@ Metrics:
 * ratio: rollout of an arm to rollout of `off`, paired.
 * search: milliseconds that an episode waits for its experience, without verdicts and answers.
 * lag: milliseconds by which a coroutine that sleeps 5 ms is late while rollouts are collected.
-* left: seconds that the extractor still needs for the previous step after the end of the rollout.
+* left: seconds that the extractor still needs for the previous rollout after the end of this one.
+
+The output ends with the sections on Figures 9c, 12 and 14b (latency_figures.py) as Markdown.
+`coevolution.py --document` writes them to docs/results.md from the stored results. With --out, a
+measurement that was interrupted continues with the first number of environments that is not
+complete, unless the commit has changed.
 """
 
 from __future__ import annotations
@@ -40,6 +49,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import os
 import tempfile
 import time
@@ -47,20 +57,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the other measurements of `crl train`
 
-import numpy as np
-from common import (
-    half_interval,
-    mean_and_interval,
-    measure_lags,
-    quantiles,
-    write_plot,
-    write_results,
-)
+from common import commit, machine, mean_and_interval, measure_lags, quantiles, write_results
+from latency_figures import FIGURES, section
 from latency_model import MOVES, LatencyModel, Walks
 
 from crl.config import load, resolve_model
@@ -316,16 +321,18 @@ def lesson_text(number: int) -> str:
 
 @dataclass
 class Measurements:
-    """Measurements of one arm. `rollout` and `remaining` hold one value per repetition."""
+    """Measurements of one arm. The lists hold one value per repetition."""
 
     rollout: list[float] = field(default_factory=list)
     """Seconds to collect the episodes."""
-    searches: list[float] = field(default_factory=list)
+    searches: list[list[float]] = field(default_factory=list)
     """Seconds of every search."""
-    lags: list[float] = field(default_factory=list)
+    lags: list[list[float]] = field(default_factory=list)
     """Seconds of lag of the event loop, for every probe."""
     remaining: list[float] = field(default_factory=list)
     """Seconds of distillation after the end of the rollout."""
+    distilled: list[int] = field(default_factory=list)
+    """Number of distilled episodes."""
     failed: int = 0
     """Episodes with an error."""
 
@@ -335,12 +342,19 @@ async def rollout(
     arm: Arm,
     environments: int,
     step: int,
+    number: int,
     previous: Sequence[Trajectory],
     results: Measurements,
 ) -> list[Trajectory]:
     """Play the episodes of one step and return them.
 
-    In an arm with experience, the episodes of the previous step are distilled at the same time.
+    In an arm with experience, the episodes of its previous rollout are distilled at the same time.
+
+    * `step`: step from which the random draws are derived, the same for all arms of a repetition.
+    * `number`: number of the rollout. It rises with every rollout of a bank, and is the step of the
+      returned episodes, so that their ids are new to the bank.
+
+    Raise `RuntimeError` if not all episodes of `previous` were distilled.
     """
     retriever = TimedRetriever(setup.experience.retriever)
     gate = StalenessGate(environments // GROUP, 0, step)
@@ -351,39 +365,65 @@ async def rollout(
 
     async def distil() -> None:
         await setup.experience.observe(previous)
-        await setup.experience.complete(step, previous)
+        await setup.experience.complete(number, previous)
 
+    distilled_before = await distilled_requests(setup)
     gc.collect()  # the garbage of one arm must not affect the next one
     setup.clear_caches()
-    async with measure_lags() as lags, asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:
         if arm.share:
             tasks.create_task(distil())
-        begin = time.perf_counter()
-        await collector.run()
-        results.rollout.append(time.perf_counter() - begin)
-    end = time.perf_counter()
+        async with measure_lags() as lags:
+            begin = time.perf_counter()
+            await collector.run()
+            end = time.perf_counter()
     await setup.experience.manager.drain()
+    results.rollout.append(end - begin)
     results.remaining.append(time.perf_counter() - end)
+    distilled = await distilled_requests(setup) - distilled_before
+    if distilled != len(previous):
+        raise RuntimeError(
+            f"rollout {number} distilled {distilled} episodes instead of {len(previous)}: the bank "
+            "knew the others, or they failed"
+        )
     batch = await collector.batch(step)
-    results.searches += retriever.seconds
-    results.lags += lags
+    results.searches.append(retriever.seconds)
+    results.lags.append(lags)
+    results.distilled.append(distilled)
     results.failed += sum(t.error is not None for t in batch)
-    return batch
+    return [replace(t, address=replace(t.address, step=number)) for t in batch]
+
+
+async def distilled_requests(setup: EngineSetup) -> int:
+    """Return the number of requests that the bank has distilled since it was created."""
+    return (await setup.experience.manager.stats())["queue/done"]
 
 
 async def measure(
     setup: EngineSetup, environments: int, repetitions: int
 ) -> dict[str, Measurements]:
-    """Measure all arms and return the results by name. The first rollout is a warm-up."""
+    """Measure all arms and return the results by name, without the warm-ups."""
     results = {name: Measurements() for name in ARMS}
+    previous: dict[str, Sequence[Trajectory]] = {name: () for name in ARMS}
+    numbers = count()
     with frozen_heap():
         async with asyncio.TaskGroup() as tasks:
             background = tasks.create_task(setup.experience.run())
-            previous = await rollout(setup, ARMS["on"], environments, 0, (), Measurements())
-            for step in range(1, repetitions + 1):
+            for step in range(repetitions + 1):
                 for name, arm in list(ARMS.items())[:: 1 if step % 2 else -1]:
-                    batch = await rollout(setup, arm, environments, step, previous, results[name])
-                    previous = batch if name == "on" else previous
+                    is_warmup = step == 0
+                    if is_warmup and not arm.share:
+                        continue
+                    batch = await rollout(
+                        setup,
+                        arm,
+                        environments,
+                        step,
+                        next(numbers),
+                        previous[name],
+                        Measurements() if is_warmup else results[name],
+                    )
+                    previous[name] = batch if arm.share else ()
             background.cancel()
     return results
 
@@ -394,7 +434,7 @@ async def measure(
 def row(
     engine: str, environments: int, name: str, results: Mapping[str, Measurements]
 ) -> dict[str, Any]:
-    """Return the result row of one arm."""
+    """Return the result row of one arm. Lists hold one value per repetition."""
     measured = results[name]
     return {
         "engine": engine,
@@ -406,10 +446,17 @@ def row(
             for seconds, off in zip(measured.rollout, results["off"].rollout, strict=True)
         ],
         "left_s": measured.remaining,
+        "distilled": measured.distilled,
         "failed": measured.failed,
-        "searches": len(measured.searches),
-        "search_ms": quantiles(measured.searches, (50, 95, 100)),
-        "lag_ms": quantiles(measured.lags, (50, 99, 100)),
+        "searches": sum(map(len, measured.searches)),
+        "search_ms": quantiles(list(chain(*measured.searches)), (50, 95, 100)),
+        "lag_ms": quantiles(list(chain(*measured.lags)), (50, 99, 100)),
+        "search_ms_each": [
+            {**quantiles(seconds, (50, 95, 100)), "mean": 1000 * fmean(seconds)}
+            for seconds in measured.searches
+            if seconds
+        ],
+        "lag_ms_each": [quantiles(seconds, (50, 99, 100)) for seconds in measured.lags],
     }
 
 
@@ -424,52 +471,11 @@ def print_row(row: Mapping[str, Any]) -> None:
     values = [row["search_ms"].get(name) for name in ("p50", "p95", "max")] + list(
         row["lag_ms"].values()
     )
-    values.append(float(np.mean(row["left_s"])))
+    values.append(fmean(row["left_s"]))
     cells = "".join(f"{'–' if value is None else f'{value:.2f}':>10}" for value in values)
     ratio = "–" if row["arm"] == "off" else mean_and_interval(row["ratio"])
     head = f"{row['engine']:<15}{row['environments']:>6,}  {row['arm']:<7}"
     print(f"{head}{mean_and_interval(row['rollout_s']):>17}{ratio:>17} {cells}", flush=True)
-
-
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    engines = list(dict.fromkeys(row["engine"] for row in rows))
-    figure, grid = pyplot.subplots(
-        3, len(engines), figsize=(5 * len(engines), 9), sharex="col", squeeze=False
-    )
-    for engine, column in zip(engines, grid.T, strict=True):
-        column[0].set_title(engine)
-        column[2].set_xlabel("parallel environments")
-        for arm in ARMS:
-            arm_rows = [row for row in rows if (row["engine"], row["arm"]) == (engine, arm)]
-            environments = [row["environments"] for row in arm_rows]
-            means = [float(np.mean(row["rollout_s"])) for row in arm_rows]
-            column[0].errorbar(
-                environments,
-                means,
-                [half_interval(row["rollout_s"]) or 0.0 for row in arm_rows],
-                marker=".",
-                label=arm,
-            )
-            column[1].plot(
-                environments, [row["search_ms"].get("p95", np.nan) for row in arm_rows], marker="."
-            )
-            column[2].plot(environments, [row["lag_ms"]["p99"] for row in arm_rows], marker=".")
-        for axes in column:
-            axes.set_xscale("log", base=2)
-            axes.grid(alpha=0.3)
-            axes.set_ylim(bottom=0)
-    for axes, label in zip(
-        grid[:, 0], ("rollout (s)", "search p95 (ms)", "event loop lag p99 (ms)"), strict=True
-    ):
-        axes.set_ylabel(label)
-    grid[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 SETUPS: dict[str, Callable[[int, Path], AbstractAsyncContextManager[EngineSetup]]] = {
@@ -502,24 +508,39 @@ def main() -> None:
     parser.add_argument(
         "--repetitions", type=int, help="an even number balances the order of the arms"
     )
-    parser.add_argument(
-        "--out", type=Path, help="JSON file for the numbers; the plot is written beside it"
-    )
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     arguments = parser.parse_args()
     turns, repetitions = (QUICK_TURNS, 2) if arguments.quick else (TURNS, 4)
     repetitions = arguments.repetitions or repetitions
-    print_head()
-    rows: list[dict[str, Any]] = []
-    for engine in arguments.engines:
+    sizes = [
+        (engine, environments)
+        for engine in arguments.engines
         for environments in (
             arguments.environments or (QUICK if arguments.quick else ENVIRONMENTS)[engine]
-        ):
-            rows += asyncio.run(measure_engine(engine, environments, turns, repetitions))
-            for new_row in rows[-len(ARMS) :]:
-                print_row(new_row)
-    if arguments.out:
-        write_results(arguments.out, {"repetitions": repetitions, "turns": turns, "rows": rows})
-        write_plot(plot, rows, arguments.out)
+        )
+    ]
+    part = arguments.out and arguments.out.with_suffix(".part")
+    settings = {"repetitions": repetitions, "turns": turns, "sizes": [list(s) for s in sizes]}
+    results = {**settings, "seconds": 0.0, "rows": []}
+    if part and part.exists():
+        stored = json.loads(part.read_text("utf-8"))
+        if all(stored[name] == value for name, value in {**settings, "commit": commit()}.items()):
+            results |= {name: stored[name] for name in results}
+    print_head()
+    for number, (engine, environments) in enumerate(sizes):
+        place = slice(number * len(ARMS), (number + 1) * len(ARMS))
+        if not results["rows"][place]:
+            begin = time.perf_counter()
+            results["rows"] += asyncio.run(measure_engine(engine, environments, turns, repetitions))
+            results["seconds"] += time.perf_counter() - begin
+            if part:
+                write_results(part, results)
+        for row in results["rows"][place]:
+            print_row(row)
+    if part:
+        part.rename(arguments.out)
+    for figure in FIGURES:
+        print("\n" + section(figure, {"machine": machine(), **results}), end="")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     for row in rows:
         guided = 0 if row["arm"] == "off" else row["environments"] // 2
         assert row["failed"] == 0
+        distilled = row["environments"] if guided else 0
+        assert row["distilled"] == [distilled] * results["repetitions"]
+        assert len(row["search_ms_each"]) == (results["repetitions"] if guided else 0)
         asked = row["searches"] - guided * results["repetitions"]
         assert asked >= 0 if row["arm"] == "ask" else asked == 0
         assert set(row["search_ms"]) == ({"p50", "p95", "max"} if guided else set())
@@ -54,6 +57,7 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
             == results["repetitions"]
         )
         assert min(row["rollout_s"]) > 0
+    assert [f"### Figure {name}\n" in done.stdout for name in ("9c", "12", "14b")] == [True] * 3
     assert [row["ratio"] for row in rows if row["arm"] == "off"] == [
         [1.0] * results["repetitions"]
     ] * 2
