@@ -80,7 +80,7 @@ def test_changes_between_two_steps(browser: TestClient):
     assert {"Go west.", "Mind the trap.", "Follow the left wall."} <= set(first.texts)
     last = page(browser, "/runs/run/bank/steps")
     assert "The last step of the bank is 2." in last.text
-    assert "+0.375" in last.text, "the lift over the groups of these steps"
+    assert "+0.38" in last.text, "the lift over the groups of these steps"
     assert "bounds (run/2/0/0)" in last.text
     assert "Nothing was changed" in page(browser, "/runs/run/bank/steps?from=7&to=9").text
     assert "Nothing was changed" in page(browser, "/runs/run/bank/steps?from=2&to=1").text
