@@ -161,7 +161,7 @@ def _folders(folder: Path, levels: int) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in RUN_FILES)
+    return any(os.path.isfile(folder / name) for name in RUN_FILES)  # no error without permission
 
 
 def _leads_outside(folder: Path, root: Path) -> bool:

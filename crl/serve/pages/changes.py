@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from crl.errors import StoreError
+from crl.errors import ConfigError, StoreError
 from crl.manager.inspection.reading import (
     BankReader,
     EntryView,
@@ -176,7 +177,8 @@ async def retry(request: Request) -> Response:
     if with_id and id not in found:
         raise HTTPException(404, f"No dead request has the id {id[:100]!r}.")
     if form is not None:
-        retried = await _changed(retry_dead(path, with_id))
+        async with _change(request):
+            retried = await retry_dead(path, with_id)
         target = f"/runs/{request.path_params['run']}/bank/requests"
         return RedirectResponse(address(target, retried=retried), 303)
     return await run_in_threadpool(
@@ -203,10 +205,11 @@ async def prune(request: Request) -> Response:
     if request.method == "POST":
         form = await _form(request)
         criterion = _criterion(form.get("max_entries", ""), form.get("unused_since", ""))
-        to_evict, _ = await run_in_threadpool(_to_evict, path, criterion)
-        if not hmac.compare_digest(_digest(to_evict), form.get("expected", "")):
-            raise HTTPException(409, "The bank has changed since the preview. Prune it again.")
-        evicted = await _changed(evict(path, [entry.unit for entry in to_evict]))
+        async with _change(request):
+            to_evict, _ = await run_in_threadpool(_to_evict, path, criterion)
+            if _digest(to_evict) != form.get("expected", ""):
+                raise HTTPException(409, "The bank has changed since the preview. Prune it again.")
+            evicted = await evict(path, [entry.unit for entry in to_evict])
         return RedirectResponse(address(request.url.path, evicted=evicted), 303)
     given = text_of(request, "max_entries"), text_of(request, "unused_since")
     context: dict[str, Any] = {"criterion": None, "evicted": integer_of(request, "evicted")}
@@ -220,9 +223,10 @@ async def prune(request: Request) -> Response:
             "active": active,
             "expected": _digest(to_evict),
         }
-    in_use = await run_in_threadpool(site.run(request).is_locked)
     return await run_in_threadpool(
-        lambda: site.render(request, "prune.html", in_use=in_use, **context)
+        lambda: site.render(
+            request, "prune.html", in_use=site.run(request).is_locked(), **context
+        )
     )
 
 
@@ -292,11 +296,19 @@ async def _form(request: Request) -> dict[str, str]:
     return form
 
 
-async def _changed(change: Any) -> int:
-    """Return the result of a change. Raise `HTTPException` 409 if the bank cannot be changed."""
+@asynccontextmanager
+async def _change(request: Request) -> AsyncIterator[None]:
+    """Lock the run of a request while the block changes its bank.
+
+    Raise `HTTPException` 409 if a process trains the run, or if the bank cannot be changed.
+    """
+    site: Site = request.app.state.site
     try:
-        return await change
-    except StoreError as error:
+        with ExitStack() as stack:
+            run = await run_in_threadpool(site.run, request)
+            await run_in_threadpool(stack.enter_context, run.lock())
+            yield
+    except (ConfigError, StoreError) as error:
         raise HTTPException(409, f"The bank was not changed. {error}") from error
 
 

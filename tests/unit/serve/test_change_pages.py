@@ -163,7 +163,7 @@ def test_retry_of_all_dead_requests(runs: Path):
     with writable(runs) as client:
         assert "Retry all 1" in page(client, "/runs/run/bank/requests").texts
         ask = page(client, "/runs/run/bank/retry")
-        assert "Queue all 1 dead request again? It waits until the run continues." in ask.text
+        assert "Queue all 1 dead request again? crl resume returns to the last" in ask.text
         assert len(parsed("dead", runs / "run")) == dead, "nothing is changed by the question"
         done = client.post("/runs/run/bank/retry", data=fields(ask))
         assert done.status_code == 303
@@ -285,6 +285,24 @@ def test_a_bank_that_a_run_has_open(runs: Path):
         finally:
             lock.release()
         assert client.post("/runs/run/bank/prune", data=prune).status_code == 303
+
+
+def test_a_run_that_has_not_opened_its_bank_yet(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("crl.monitor.run_dir.LOCK_WAIT_S", 0.05)
+    before = (runs / "run" / "bank.sqlite").read_bytes()
+    with writable(runs) as client:
+        forms = {
+            "prune": fields(page(client, "/runs/run/bank/prune?max_entries=2")),
+            "retry": fields(page(client, "/runs/run/bank/retry")),
+        }
+        with RunDir(runs / "run").lock():
+            for path, form in forms.items():
+                answer = client.post(f"/runs/run/bank/{path}", data=form)
+                assert answer.status_code == 409
+                assert "another process is training this run" in answer.text
+            assert (runs / "run" / "bank.sqlite").read_bytes() == before
+        for path, form in forms.items():
+            assert client.post(f"/runs/run/bank/{path}", data=form).status_code == 303
 
 
 async def test_pages_while_a_run_writes(tmp_path: Path):

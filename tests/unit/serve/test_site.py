@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -73,6 +75,20 @@ def test_links_of_episodes_do_not_lead_outside(tmp_path: Path):
     (run / "episodes" / "000001.jsonl.gz").symlink_to("/etc/passwd")
     with pytest.raises(HTTPException):
         site.found("run")
+
+
+def test_a_directory_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Permissions do not stop root, so the error of the system is raised here."""
+    own, closed = new_run(tmp_path / "own"), new_run(tmp_path / "closed")
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert find_runs(tmp_path) == [own]
 
 
 def test_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
