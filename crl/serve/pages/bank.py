@@ -43,6 +43,7 @@ from crl.serve.pages.bank_list import (
     Status,
     open_list,
 )
+from crl.serve.security import is_foreign
 from crl.serve.site import Site
 from crl.wording import printable_lines
 
@@ -89,6 +90,8 @@ async def bank(request: Request) -> Response:
     cosines: dict[str, float] = {}
     problem = ""
     if by is SearchBy.meaning and selection.filters.words.strip():
+        if is_foreign(request):
+            raise HTTPException(403, "Another site may not start this search. Open the bank here.")
         found, cosines, problem = await _by_meaning(site, path, selection)
     else:
         async with open_list(path) as entries:

@@ -224,9 +224,7 @@ async def prune(request: Request) -> Response:
             "expected": _digest(to_evict),
         }
     return await run_in_threadpool(
-        lambda: site.render(
-            request, "prune.html", in_use=site.run(request).is_locked(), **context
-        )
+        lambda: site.render(request, "prune.html", in_use=site.run(request).is_locked(), **context)
     )
 
 
@@ -287,7 +285,11 @@ async def _form(request: Request) -> dict[str, str]:
         body += chunk
         if len(body) > MAX_FORM_BYTES:
             raise HTTPException(413, "The form is too large.")
-    fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=20)
+    try:
+        text = body.decode("utf-8", "replace")
+        fields = parse_qs(text, keep_blank_values=True, max_num_fields=20)
+    except ValueError as error:
+        raise HTTPException(400, "The form has too many fields.") from error
     form = {name: values[0] for name, values in fields.items()}
     token = form.get("csrf", "").encode("utf-8", "replace")
     other_site = request.headers.get("sec-fetch-site", "same-origin") != "same-origin"

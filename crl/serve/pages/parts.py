@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from crl.evaluation.report import Estimate
 from crl.manager.inspection.reading import STEP_SQL
 from crl.monitor.follow import RunFollower
 from crl.monitor.run_dir import RunDir
+from crl.report.charts import Chart
 from crl.report.document import SECTIONS, run_judgements
 from crl.report.figures import FIGURES, arms_of_runs
 from crl.report.lessons import LessonCounts, read_counts
@@ -137,16 +138,21 @@ def _content(site: Site, run: FoundRun, name: str) -> Markup:
     """Return the content of a part; empty if the run has nothing to show in it."""
     if name == "state":
         return _state(site, run)
+    if name == "credit":
+        return drawn(site, lambda: found.charts if (found := lessons(site, run)) else [])
     try:
-        if name == "credit":
-            found = lessons(site, run)
-            charts = found.charts if found else []
-        else:
-            charts = FIGURES[name](arms_of_runs([record(site, run)]))
+        read = record(site, run)
+    except ConfigError:
+        return Markup("")  # the part "state" has the reason
+    return drawn(site, lambda: FIGURES[name](arms_of_runs([read])))
+
+
+def drawn(site: Site, draw: Callable[[], Sequence[Chart]]) -> Markup:
+    """Return charts as HTML, or the reason why they cannot be drawn; empty if there are none."""
+    try:
+        charts = draw()
         return site.fragment("charts.html", charts=charts) if charts else Markup("")
     except Exception as error:  # damaged files raise errors of many types
-        if isinstance(error, ConfigError) and name != "credit":
-            return Markup("")  # the part "state" has the reason
         return site.fragment("fault.html", fault=_reason(error))
 
 
@@ -193,8 +199,9 @@ async def operations(bank: Path) -> list[Mapping[str, Any]]:
     """
     kinds = ", ".join("?" * len(OPERATIONS))
     sql = (
-        f"SELECT {STEP_SQL} AS step, kind, origin, data ->> 'uid' AS uid, "
-        "substr(data ->> 'text', 1, 1000) AS text, data ->> 'reason' AS reason "
+        f"SELECT {STEP_SQL} AS step, kind, substr(origin, 1, 400) AS origin, "
+        "substr(data ->> 'uid', 1, 400) AS uid, substr(data ->> 'text', 1, 400) AS text, "
+        "substr(data ->> 'reason', 1, 400) AS reason "
         f"FROM log NOT INDEXED WHERE kind IN ({kinds}) "
         f"AND seq > (SELECT MAX(seq) FROM log) - {MOST_LOG_ROWS} "
         f"ORDER BY seq DESC LIMIT {MOST_OPERATIONS}"

@@ -16,7 +16,7 @@ from crl.report.document import SECTIONS, ArmTables, Part
 from crl.report.figures import FIGURES
 from crl.report.run_record import unique_names
 from crl.serve.events import list_events, run_events
-from crl.serve.pages.parts import TITLES, part, record, row
+from crl.serve.pages.parts import TITLES, drawn, part, record, row
 from crl.serve.site import Site
 
 MOST_COMPARED = 20
@@ -103,10 +103,11 @@ def compare(request: Request) -> Response:
     names = unique_names([run.dir.path for run in found])
     read = [replace(record(site, run), name=n) for run, n in zip(found, names, strict=True)]
     tables = ArmTables.of(read)
-    charts = {title: FIGURES[name](tables.arms) for name, title in SECTIONS.items()}
-    shown = {title: drawn for title, drawn in charts.items() if drawn}
+    sections = {
+        title: drawn(site, partial(FIGURES[name], tables.arms)) for name, title in SECTIONS.items()
+    }
     rows = list(zip(found, read, strict=True))
-    return site.render(request, "compare.html", rows=rows, tables=tables, charts=shown)
+    return site.render(request, "compare.html", rows=rows, tables=tables, sections=sections)
 
 
 def _number(request: Request, name: str, default: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -143,24 +144,48 @@ def test_nothing_is_loaded_before_the_first_search_by_meaning(root: Path):
     ("settings", "reason"),
     [
         ({"model": "/no/such/encoder"}, "/no/such/encoder"),
-        ({"model": "http://127.0.0.1:1/v1", "name": "none"}, "embedder.model"),
         ({"model": "/no/such/encoder", "kind": "vllm"}, "crl bank search"),
     ],
 )
 def test_an_embedder_that_is_not_available(
-    root: Path, tmp_path: Path, settings: dict[str, str], reason: str, monkeypatch
+    root: Path, tmp_path: Path, settings: dict[str, str], reason: str
 ):
-    monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
     run = Path(shutil.copytree(root / "run", tmp_path / "runs" / "run"))
-    saved = json.loads((run / "config.json").read_text())
-    saved["config"]["embedder"] |= settings
-    (run / "config.json").write_text(json.dumps(saved))
+    change_embedder(run, settings)
     with browser_of(run.parent) as client:
         found = page(client, "/runs/run/bank?q=west&by=meaning")
         assert "The embedder of the run is not available" in found.text
         assert reason in found.text
         assert lessons(found) == []
         assert lessons(page(client, "/runs/run/bank?q=west"))
+
+
+def change_embedder(run: Path, settings: dict[str, str]) -> None:
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["embedder"] |= settings
+    (run / "config.json").write_text(json.dumps(saved))
+
+
+def test_no_text_and_no_key_is_sent_to_an_endpoint(root: Path, tmp_path: Path, monkeypatch):
+    """The config of a run must not choose where the key of a user is sent."""
+    run = Path(shutil.copytree(root / "run", tmp_path / "runs" / "run"))
+    monkeypatch.setenv("SECRET", "key")
+    with socket.create_server(("127.0.0.1", 0)) as endpoint, browser_of(run.parent) as client:
+        endpoint.settimeout(0.2)
+        url = f"http://127.0.0.1:{endpoint.getsockname()[1]}/v1"
+        change_embedder(run, {"model": url, "name": "none", "key_env": "SECRET"})
+        found = page(client, "/runs/run/bank?q=west&by=meaning")
+        assert "sends no texts and no API keys to endpoints. Search by words" in found.text
+        with pytest.raises(TimeoutError):
+            endpoint.accept()
+
+
+def test_other_sites_start_no_search_by_meaning(browser: TestClient):
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert browser.get("/runs/run/bank?q=west", headers=link).status_code == 200
+    assert browser.get("/runs/run/bank?q=west&by=meaning", headers=link).status_code == 403
+    own = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "navigate"}
+    assert browser.get("/runs/run/bank?q=west&by=meaning", headers=own).status_code == 200
 
 
 def test_a_bank_without_vectors(tmp_path: Path):

@@ -222,7 +222,10 @@ def test_a_bank_that_changed_after_the_preview(runs: Path):
         answer = client.post("/runs/run/bank/prune", data=form)
         assert answer.status_code == 409
         assert "changed since the preview" in answer.text
-        for change in ({"max_entries": "1"}, {"unused_since": "1"}, {"expected": ""}):
+        for change in (
+            {"max_entries": "1"}, {"unused_since": "1"}, {"expected": ""}, {"expected": "é"},
+            {f"x{i}": "y" for i in range(30)},
+        ):  # fmt: skip
             assert client.post("/runs/run/bank/prune", data=form | change).status_code in (400, 409)
     assert (runs / "run" / "bank.sqlite").read_bytes() == before
 

@@ -7,7 +7,9 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
@@ -168,7 +170,7 @@ def test_operations_link_to_the_lessons(client: TestClient, run: Path):
         "SELECT data ->> 'uid' FROM log WHERE kind = 'add' ORDER BY seq DESC LIMIT 1"
     )
     db.close()
-    assert f"/runs/first/bank/lesson?uid={uid.replace('#', '%23')}" in html
+    assert f"/runs/first/bank/lesson?uid={quote(uid, safe='')}" in html
     assert "added" in html
 
 
@@ -205,6 +207,25 @@ def test_damaged_metrics_leave_pages(client: TestClient, run: Path, line: str):
     html = text(client, "/runs/first")
     assert "Lift of the lessons" in html
     text(client, "/runs/first/settings")
+    html = text(client, "/compare?run=first&run=whole")
+    assert "Wall time by part" in html
+
+
+def test_operations_with_huge_texts(client: TestClient, run: Path):
+    """The last operations of a bank: their uids and texts are long, but the page is not."""
+    texts = {name: name[0] * 2**22 for name in ("uid", "text", "reason")}
+    huge = json.dumps({"version": 1, **texts})
+    with closing(sqlite3.connect(run / "bank.sqlite")) as db:
+        for kind in ("add", "drop", "evict"):
+            db.execute(
+                "INSERT INTO log SELECT MAX(seq) + 1, MAX(step), 0, ?, ?, 0, ? FROM log",
+                (kind, "o" * 2**22, huge),
+            )
+        db.commit()
+    html = text(client, "/runs/first")
+    assert len(html) < 2**20
+    assert "u" * 200 not in html.replace("t" * 200, "")
+    assert "Last operations of the bank" in html
 
 
 def test_settings(client: TestClient):
