@@ -73,6 +73,8 @@ def create_app(
         lifespan=_lifespan,
     )  # fmt: skip
     app.state.site = site
+    for name in STATIC:
+        _static(name)  # no request waits for a disk
     return app
 
 
@@ -90,7 +92,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     app.state.site.meaning.close()
 
 
-def static(request: Request) -> Response:
+async def static(request: Request) -> Response:
     """Return a file of the fixed set of static files."""
     name = request.path_params["file"]
     if name not in STATIC:
@@ -112,7 +114,11 @@ def _failure(request: Request, error: Exception) -> Response:
     else:
         code, reason = 500, str(error)
     site: Site = request.app.state.site
-    response = site.render(request, "error.html", code=code, reason=reason, run=None)
+    try:
+        run = site.found(request.path_params["run"])
+    except (KeyError, HTTPException):  # the address is not one of a run
+        run = None
+    response = site.render(request, "error.html", code=code, reason=reason, run=run)
     response.status_code = code
     return response
 

@@ -173,6 +173,8 @@ class EpisodeLink:
     id: str
     href: str
     """Address; empty if the episode is not recorded."""
+    label: str = ""
+    """Step from 1, group and member of a recorded episode, as on its page."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ def episode_links(run: RunDir, run_id: str) -> Callable[[str, int | None], Episo
         if match is None or step is None or int(match[1]) + 1 not in recorded:
             return EpisodeLink(id, "")
         number, group, member = (int(part) for part in match.groups())
-        return EpisodeLink(id, f"/runs/{run_id}/episodes/{number + 1}/{group}/{member}")
+        label = f"{number + 1}/{group}/{member}"
+        return EpisodeLink(id, f"/runs/{run_id}/episodes/{label}", label)
 
     return link
 

@@ -259,7 +259,11 @@ def _members(request: Request) -> dict[int, Record]:
     path = shards(site.run(request).episodes).get(step)
     if path is None:
         raise HTTPException(404, f"The episodes of step {step} are not recorded.")
-    found = {r["member"]: r for r in read_records(path) if r["group"] == group}
+
+    def read() -> dict[int, Record]:
+        return {r["member"]: r for r in read_records(path) if r["group"] == group}
+
+    found = site.records.get(("group", path, group), [path], read)
     if not found:
         raise HTTPException(404, f"Step {step} has no recorded group {group}.")
     return dict(sorted(found.items()))

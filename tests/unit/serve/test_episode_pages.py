@@ -149,6 +149,8 @@ def test_lessons_link_to_the_episodes_they_came_from_and_guided(client: TestClie
     assert guided <= targets
     step, group, member = use["generation"].split("/")[1:]
     assert f"{int(step) + 1}/{group}/{member}" in targets
+    assert targets <= set(found.texts), "links have the numbers of the viewer"
+    assert any(a.get("title") == use["generation"] for _, a in found.tags)
     for target in targets:
         page(client, f"/runs/first/episodes/{target}")
 

@@ -123,8 +123,34 @@ def test_a_run_without_a_bank_and_without_metrics(client: TestClient, run: Path)
 def test_a_bank_without_a_run(client: TestClient, run: Path):
     (run / "config.json").unlink()
     html = text(client, "/runs/first")
-    assert "config.json" in html
+    assert "A bank without a run" in html
     assert "Lift of the lessons" in html
+    assert "lost" not in html
+    for page in ("settings", "log", "episodes"):
+        assert f'href="/runs/first/{page}"' not in html
+    row = text(client, "/rows/first")
+    assert "Bank without a run" in row
+    assert "checkbox" not in row
+
+
+def test_a_run_whose_files_lie_elsewhere_is_listed_with_the_reason(
+    client: TestClient, run: Path, tmp_path: Path
+):
+    other = run.parent / "other"
+    other.mkdir()
+    (tmp_path / "config.json").touch()
+    (other / "config.json").symlink_to(tmp_path / "config.json")
+    reason = f"config.json is a link that leads out of {run.parent}"
+    assert reason in text(client, "/")
+    assert reason in text(client, "/rows/other")
+    assert reason in text(client, "/runs/other", 403)
+
+
+def test_an_error_of_a_bank_keeps_the_navigation_of_the_run(client: TestClient, run: Path):
+    (run / "bank.sqlite").write_bytes(b"no bank")
+    html = text(client, "/runs/first/bank", 500)
+    assert 'href="/runs/first/episodes"' in html
+    assert "Error 500" in html
 
 
 def test_a_run_under_way(client: TestClient, run: Path):

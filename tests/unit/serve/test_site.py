@@ -64,7 +64,18 @@ def test_links_do_not_lead_outside(tmp_path: Path):
     (inside / "log.txt").symlink_to(root / "own" / "config.json")
     episodes = new_run(root / "episodes-of-others") / "episodes"
     episodes.symlink_to(tmp_path)
-    assert find_runs(root) == [root / "inside", root / "own"]
+    checkpoints = new_run(root / "large-disk") / "checkpoints"
+    checkpoints.symlink_to(tmp_path)
+    site = Site(root)
+    foreign = {run.name: run.foreign for run in site.runs() if run.foreign}
+    assert foreign == {
+        "episodes-of-others": "episodes", "folder": "config.json", "log": "log.txt",
+    }  # fmt: skip
+    assert {run.name for run in site.runs()} - foreign.keys() == {"inside", "large-disk", "own"}
+    for name in foreign:
+        with pytest.raises(HTTPException, match="is a link that leads out of") as caught:
+            site.found(name)
+        assert caught.value.status_code == 403
 
 
 def test_links_of_episodes_do_not_lead_outside(tmp_path: Path):
@@ -73,7 +84,7 @@ def test_links_of_episodes_do_not_lead_outside(tmp_path: Path):
     site = Site(tmp_path / "root")
     assert site.found("run")
     (run / "episodes" / "000001.jsonl.gz").symlink_to("/etc/passwd")
-    with pytest.raises(HTTPException):
+    with pytest.raises(HTTPException, match=r"000001\.jsonl\.gz is a link"):
         site.found("run")
 
 
