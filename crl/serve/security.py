@@ -17,7 +17,7 @@ POLICY = (
 )
 """Content-Security-Policy of all responses."""
 
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Maximum size of a response. Event streams have no such bound."""
 
 
@@ -68,7 +68,7 @@ class Size:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent, most = 0, MOST_BYTES
+        sent, most = 0, MAX_BYTES
 
         async def bounded(message: Message) -> None:
             nonlocal sent, most

@@ -36,19 +36,19 @@ FILES = frozenset(
 )  # fmt: skip
 """Files of a run that the server reads."""
 
-MOST_RUNS = 1000
+MAX_RUNS = 1000
 """Maximum number of runs of a site."""
 
-MOST_FOLDERS = 10_000
+MAX_FOLDERS = 10_000
 """Maximum number of directories in which runs are looked for."""
 
-MOST_LEVELS = 6
+MAX_LEVELS = 6
 """Maximum depth below the root at which runs are looked for."""
 
-MOST_VALUES = 2000
+MAX_VALUES = 2000
 """Maximum number of small values that are kept, such as parts of pages."""
 
-MOST_RECORDS = 24
+MAX_RECORDS = 24
 """Maximum number of runs and banks whose content is kept."""
 
 RESCAN_S = 1.0
@@ -88,9 +88,9 @@ class Site:
         self.write = write
         self.csrf = secrets.token_urlsafe(32)
         """Token of this process in forms that change something."""
-        self.cache = Cache(MOST_VALUES)
+        self.cache = Cache(MAX_VALUES)
         """Small values."""
-        self.records = Cache(MOST_RECORDS)
+        self.records = Cache(MAX_RECORDS)
         """Runs with all their metrics, and lessons of banks."""
         self.environment = environment()
         self.environment.filters["duration"] = duration
@@ -162,13 +162,13 @@ class Site:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the run directories at and below `root`, sorted; at most `MOST_RUNS`.
+    """Return the run directories at and below `root`, sorted; at most `MAX_RUNS`.
 
     Nothing is looked for inside a run or a hidden directory. Links to directories are not followed.
     """
     found = []
-    for number, folder in enumerate(_folders(root, MOST_LEVELS)):
-        if number >= MOST_FOLDERS or len(found) >= MOST_RUNS:
+    for number, folder in enumerate(_folders(root, MAX_LEVELS)):
+        if number >= MAX_FOLDERS or len(found) >= MAX_RUNS:
             break
         if _is_run(folder):
             found.append(folder)

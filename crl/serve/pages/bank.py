@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from crl.manager.inspection.reading import (
 from crl.manager.records import UnitKey
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import shards
-from crl.report.charts import Line, LineChart, Point, thinned
+from crl.report.charts import Line, LineChart, Point
 from crl.report.lessons import lift_curve
 from crl.serve.addresses import MAX_INTEGER, address, choice_of, integer_of, text_of
 from crl.serve.pages.bank_list import (
@@ -286,13 +287,13 @@ def history_charts(uses: Sequence[UseView], lifts: Sequence[LiftView]) -> list[L
     if credit := _credit(uses):
         note = "Share of the episodes that the lesson has guided so far, with the Wilson interval."
         charts.append(LineChart("Won episodes", "share", [Line("won", credit)], 0, 1, note))
-    if lift := thinned(lift_curve(lifts), MAX_POINTS):
+    if lift := some_of(lift_curve(lifts)):
         note = "Mean over the groups so far, with the 95 % credible interval."
         charts.append(LineChart("Lift", "guided − free", [Line("lift", lift, 1)], -1, 1, note))
     return charts
 
 
-def _credit(uses: Sequence[UseView]) -> list[Point]:
+def _credit(uses: Sequence[UseView]) -> Sequence[Point]:
     """Return the share of won episodes after each step."""
     points, won, n = [], 0, 0
     for step, group in groupby(uses, key=lambda use: use.step):
@@ -300,7 +301,12 @@ def _credit(uses: Sequence[UseView]) -> list[Point]:
         won, n = won + sum(outcomes), n + len(outcomes)
         if step is not None:
             points.append(Point(step, won / n, *wilson_interval(won / n, n)))
-    return thinned(points, MAX_POINTS)
+    return some_of(points)
+
+
+def some_of(points: Sequence[Point]) -> Sequence[Point]:
+    """Return at most `MAX_POINTS` points of a cumulative curve, the last one among them."""
+    return points[:: -max(1, math.ceil(len(points) / MAX_POINTS))][::-1]
 
 
 # ── whole texts ─────────────────────────────────────────────────────────────────────────────────

@@ -122,12 +122,18 @@ def difference(request: Request) -> Response:
     """Return the comparison of the active entries of two banks."""
     site: Site = request.app.state.site
     own = site.found(request.path_params["run"])
-    others = [run for run in site.runs() if run.id != own.id and run.dir.bank.is_file()]
+    others = [
+        run
+        for run in site.runs()
+        if run.id != own.id and not run.foreign and run.dir.bank.is_file()
+    ]
     name = text_of(request, "other")
     page = integer_of(request, "page", least=1) or 1
     context: dict[str, Any] = {"others": others, "other": None, "page": page, "pages": 1}
     if name:
         other = site.found(name)
+        if other.id == own.id:
+            raise HTTPException(400, "Choose another run: this is the same bank.")
         if not other.dir.bank.is_file():
             raise HTTPException(404, "The other run has no bank.")
         with open_reader(bank_of(request)) as a, open_reader(other.dir.bank) as b:

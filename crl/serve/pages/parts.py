@@ -45,10 +45,10 @@ CLOCK_S = 5
 TAIL_BYTES = 256 * 1024
 """Bytes at the end of the metrics that the list of runs reads, if they have an evaluation."""
 
-MOST_OPERATIONS = 15
+MAX_OPERATIONS = 15
 """Maximum number of operations that are listed."""
 
-MOST_LOG_ROWS = 5000
+MAX_LOG_ROWS = 5000
 """Number of last rows of a bank's log in which they are looked for."""
 
 OPERATIONS: Mapping[str, str] = {
@@ -201,8 +201,8 @@ def operations(bank: Path) -> list[Mapping[str, Any]]:
         "substr(data ->> 'uid', 1, 400) AS uid, substr(data ->> 'text', 1, 400) AS text, "
         "substr(data ->> 'reason', 1, 400) AS reason "
         f"FROM log NOT INDEXED WHERE kind IN ({kinds}) "
-        f"AND seq > (SELECT MAX(seq) FROM log) - {MOST_LOG_ROWS} "
-        f"ORDER BY seq DESC LIMIT {MOST_OPERATIONS}"
+        f"AND seq > (SELECT MAX(seq) FROM log) - {MAX_LOG_ROWS} "
+        f"ORDER BY seq DESC LIMIT {MAX_OPERATIONS}"
     )
     require_bank(bank)
     with as_store_errors(bank), closing(connect_to_read(bank)) as db:

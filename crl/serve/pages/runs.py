@@ -19,7 +19,7 @@ from crl.serve.events import list_events, run_events
 from crl.serve.pages.parts import TITLES, drawn, part, record, row
 from crl.serve.site import Site
 
-MOST_COMPARED = 20
+MAX_COMPARED = 20
 """Maximum number of runs of a comparison."""
 
 LOG_BYTES = 100_000
@@ -99,8 +99,8 @@ def compare(request: Request) -> Response:
     ids = list(dict.fromkeys(request.query_params.getlist("run")))
     if len(ids) == 1:
         return RedirectResponse(f"/runs/{site.found(ids[0]).id}", status_code=303)
-    if not 2 <= len(ids) <= MOST_COMPARED:
-        raise HTTPException(400, f"Choose 2 to {MOST_COMPARED} runs in the list.")
+    if not 2 <= len(ids) <= MAX_COMPARED:
+        raise HTTPException(400, f"Choose 2 to {MAX_COMPARED} runs in the list.")
     found = [site.found(id) for id in ids]
     names = unique_names([run.dir.path for run in found])
     read = [replace(record(site, run), name=n) for run, n in zip(found, names, strict=True)]
@@ -109,7 +109,10 @@ def compare(request: Request) -> Response:
         title: drawn(site, partial(FIGURES[name], tables.arms)) for name, title in SECTIONS.items()
     }
     rows = list(zip(found, read, strict=True))
-    return site.render(request, "compare.html", rows=rows, tables=tables, sections=sections)
+    banks = [run for run in found if run.dir.bank.is_file()]
+    return site.render(
+        request, "compare.html", rows=rows, tables=tables, sections=sections, banks=banks
+    )
 
 
 ROUTES = [

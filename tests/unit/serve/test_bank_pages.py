@@ -18,8 +18,9 @@ from starlette.testclient import TestClient
 
 from crl.manager.inspection.upkeep import create_bank
 from crl.manager.records import Entry
-from crl.serve.pages.bank import PART_CHARACTERS
-from crl.serve.security import MOST_BYTES
+from crl.report.charts import Point
+from crl.serve.pages.bank import PART_CHARACTERS, some_of
+from crl.serve.security import MAX_BYTES
 from crl.types import Counters, Lift, Provenance
 from crl.wording import printable_lines
 from support.bank_commands import parsed
@@ -234,6 +235,16 @@ def test_the_story_of_an_updated_lesson(browser: TestClient, root: Path):
     assert lessons(page(browser, "/runs/run/bank/lesson?uid=0/0/0%230")) == lessons(found)
 
 
+def test_a_long_curve_ends_with_its_last_value():
+    points = [Point(x, x / 1000) for x in range(1000)]
+    shown = some_of(points)
+    assert 40 < len(shown) <= 60
+    assert set(shown) <= set(points), "no means of values that are means already"
+    assert shown[-1] == points[-1]
+    assert some_of(points[:3]) == points[:3]
+    assert some_of([]) == []
+
+
 def test_lineage_of_a_merge_can_be_followed(browser: TestClient):
     (uid,) = lessons(page(browser, "/runs/merged/bank"))
     found = page(browser, f"/runs/merged/bank/lesson?uid={quote(uid, safe='')}")
@@ -299,7 +310,7 @@ MARKUP = ("<script>alert", "<img src=x", "onerror=alert(1)>")
 
 
 def check_hostile(response, started: float) -> None:
-    assert len(response.content) < MOST_BYTES
+    assert len(response.content) < MAX_BYTES
     assert time.monotonic() - started < 20
     body = response.text
     assert not (FORBIDDEN & set(body)) - {"\r"}
@@ -378,7 +389,7 @@ def test_a_long_text_is_read_in_parts(tmp_path: Path):
             response = client.get(link)
             assert response.status_code == 200
             assert response.headers["content-type"] == "text/plain; charset=utf-8"
-            assert len(response.content) < MOST_BYTES
+            assert len(response.content) < MAX_BYTES
             part, _, _ = response.text.removesuffix("\n").partition("\n… part ")
             read, parts = read + part, parts + 1
             link = response.links.get("next", {}).get("url", "")

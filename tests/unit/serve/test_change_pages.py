@@ -121,6 +121,11 @@ def test_difference_of_two_banks(browser: TestClient, root: Path):
     )
     for lesson in (*expected.only_a, *expected.only_b, *(pair[0] for pair in expected.both)):
         assert lesson.text in found.texts
+    links = [a.get("href") or "" for tag, a in found.tags if tag == "a"]
+    for link in [link for link in links if "?q=" in link]:
+        assert "&task=" in link
+        assert page(browser, link).text.count("No lesson matches") == 0
+    page(browser, "/runs/run/bank/diff?other=run", 400)
     page(browser, "/runs/run/bank/diff?other=none", 404)
     page(browser, "/runs/run/bank/diff?other=../other", 404)
     names = [a["value"] for tag, a in found.tags if tag == "option"]

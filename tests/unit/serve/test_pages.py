@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
 from crl.serve.pages.parts import TITLES
-from crl.serve.security import MOST_BYTES
+from crl.serve.security import MAX_BYTES
 from support.hostile_texts import FORBIDDEN, HOSTILE
 
 Change = Callable[[dict], None]
@@ -175,7 +175,8 @@ def test_a_run_under_way(client: TestClient, run: Path):
         assert "under way" in text(client, "/rows/first")
         monitor.close()
     html = text(client, "/runs/first/parts/state")
-    assert "ended before its last evaluation" in html
+    assert re.search(r'class="badge">interrupted<', html)
+    assert "It is interrupted." in html
     assert "3 of 8" not in html
 
 
@@ -288,6 +289,7 @@ def test_runs_of_two_arms_are_compared(client: TestClient, run: Path):
     assert "actor.optimizer.learning_rate" in html
     assert "0.125" in html
     assert "B − A" in html
+    assert 'href="/runs/first/bank/diff?other=other"' in html
     assert "room, seen places, without experience" in html
 
 
@@ -347,7 +349,7 @@ def test_hostile_texts_are_escaped(client: TestClient, run: Path, name: str):
         assert "<script>alert" not in html, address
         assert "<img src=x" not in html, address
         assert not FORBIDDEN & set(html), address
-        assert len(html.encode()) < MOST_BYTES, address
+        assert len(html.encode()) < MAX_BYTES, address
         assert "{{" not in html, address
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from crl.serve.app import STATIC, create_app
-from crl.serve.security import MOST_BYTES, POLICY
+from crl.serve.security import MAX_BYTES, POLICY
 from crl.serve.site import Site
 from support.asgi import request
 
@@ -112,7 +112,7 @@ def test_the_host_is_checked_also_with_the_token(root: Path):
 @pytest.mark.parametrize("announced", [True, False])
 def test_responses_have_a_maximum_size(root: Path, announced: bool):
     def large(_: Request) -> Response:
-        part = "x" * (MOST_BYTES // 4)
+        part = "x" * (MAX_BYTES // 4)
         return PlainTextResponse(part * 5) if announced else StreamingResponse([part] * 5)
 
     app = create_app(Site(root))

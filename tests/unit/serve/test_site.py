@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
 from crl.errors import ConfigError
-from crl.serve.site import MOST_RUNS, Site, find_runs, run_id
+from crl.serve.site import MAX_RUNS, Site, find_runs, run_id
 
 
 def new_run(path: Path) -> Path:
@@ -103,8 +103,8 @@ def test_a_directory_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("crl.serve.site.MOST_RUNS", 3)
-    assert MOST_RUNS > 100
+    monkeypatch.setattr("crl.serve.site.MAX_RUNS", 3)
+    assert MAX_RUNS > 100
     for number in range(5):
         new_run(tmp_path / str(number))
     assert len(find_runs(tmp_path)) == 3
