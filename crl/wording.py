@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from crl.intervals import plus_minus
+from crl.types import Lift
+
 SEGMENT_TITLES: Mapping[str, str] = {
     "task": "task",
     "env": "environment",
@@ -19,6 +22,11 @@ SEGMENT_TITLES: Mapping[str, str] = {
 def counted(n: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun. Examples: 1 group; 1,200 groups; 2 processes."""
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+
+
+def lift_text(lift: Lift | None) -> str:
+    """Return a lift ± half its 95 % interval, or "–" if the lift is unknown."""
+    return plus_minus(lift.mean, lift.half_width, 2) if lift else "–"
 
 
 def duration(seconds: float | None) -> str:

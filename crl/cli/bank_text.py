@@ -13,7 +13,6 @@ from typing import Any
 
 from crl.cli.draw import one_line
 from crl.cli.output import table
-from crl.intervals import plus_minus
 from crl.manager.inspection.failures import FailureView, ModeView
 from crl.manager.inspection.reading import (
     WIN_RATE_BINS,
@@ -29,8 +28,7 @@ from crl.manager.inspection.reading import (
     VersionView,
     pooled_lift,
 )
-from crl.types import Lift
-from crl.wording import counted, printable
+from crl.wording import counted, lift_text, printable
 
 MAX_LISTED = 10
 """Number of episodes, questions and versions that `show` lists."""
@@ -47,11 +45,6 @@ ShortUids = Mapping[str, str]
 def won_of(won: int, credited: int) -> str:
     """Return for example "3/4", or "–" before the first credited episode."""
     return f"{won}/{credited}" if credited else "–"
-
-
-def lift_text(lift: Lift | None) -> str:
-    """Return a lift ± half its 95 % interval, or "–" if the lift is unknown."""
-    return plus_minus(lift.mean, lift.half_width, 2) if lift else "–"
 
 
 def _step(step: int | None) -> str:

@@ -32,10 +32,10 @@ from crl.report import svg
 from crl.report.charts import LineChart, Point, over_seeds
 from crl.report.episodes import Pair, sampled_pairs
 from crl.report.figures import FIGURES, ArmRuns, arms_of_runs
-from crl.report.lessons import Lessons, lift_text, read_lessons
+from crl.report.lessons import Lessons, read_lessons
 from crl.report.results import Results, next_commands, read_results
 from crl.report.run_record import RunRecord
-from crl.wording import counted, printable_lines
+from crl.wording import counted, lift_text, printable_lines
 
 MOST_BYTES = 5_000_000
 """Maximum size of a report whose texts are long."""

@@ -60,26 +60,28 @@ def success(arms: Arms) -> list[Chart]:
 
 
 def time_spent(arms: Arms) -> list[Chart]:
-    """Return the seconds of each part of the steps, one chart per arm: means over its runs."""
+    """Return the seconds of each part per step, one chart per arm: means over its runs."""
     charts = []
     for arm in arms:
         seconds: dict[str, float] = defaultdict(float)
         for run in arm.runs:
+            steps = max(1, len(run.of("train"))) * len(arm.runs)
             for line in run.lines:
                 if line["kind"] not in ("train", "extractor", "eval", "probe", "warmup"):
                     continue
                 for name, value in line.items():
                     if name.startswith("time/") and isinstance(value, int | float):
-                        seconds[_part(name, line["kind"])] += value / len(arm.runs)
+                        seconds[_part(name, line["kind"])] += value / steps
         if seconds:
             ordered = sorted(seconds.items(), key=lambda item: -item[1])
             title = _titled("Wall time by part", arm, arms)
-            charts.append(BarChart(title, "s", dict(ordered), TIME_NOTE))
+            charts.append(BarChart(title, "s per step", dict(ordered), TIME_NOTE))
     return charts
 
 
 TIME_NOTE = (
-    "wait: for the episodes of a step. train: the actor's update. sync: new weights to the engine. "
+    "All seconds of a part, divided by the completed steps. wait: for the episodes of a step. "
+    "train: the actor's update. sync: new weights to the engine. "
     "bank: step of the bank. eval and probe: measurements. The extractor trains beside the steps."
 )
 

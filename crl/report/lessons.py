@@ -8,7 +8,6 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from crl.intervals import plus_minus
 from crl.manager.inspection.reading import (
     BankReader,
     EntryView,
@@ -19,7 +18,7 @@ from crl.manager.inspection.reading import (
     pooled_lift,
 )
 from crl.report.charts import BarChart, Point
-from crl.types import Lift, lift_order
+from crl.types import lift_order
 
 MOST_ROWS = 100
 """Maximum number of the best lessons, and of the worst, in the table."""
@@ -173,8 +172,3 @@ def lift_curve(views: Sequence[LiftView]) -> list[Point]:
         if step is not None and total is not None:
             points.append(Point(step, total.mean, total.low, min(1.0, -(-total).low)))
     return points
-
-
-def lift_text(lift: Lift | None) -> str:
-    """Return a lift with half its interval, or a dash."""
-    return plus_minus(lift.mean, lift.mean - lift.low) if lift else "–"

@@ -68,6 +68,8 @@ class RunRecord:
         planned = self.saved.config.run.steps
         if self.active:
             return "under way"
+        if not self.lines:
+            return "not started"
         evaluated = any(line["step"] == planned for line in self.of("eval"))
         return "finished" if self.steps >= planned and evaluated else "interrupted"
 

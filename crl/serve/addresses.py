@@ -41,19 +41,21 @@ def text_of(request: Request, name: str, *, most: int = MAX_QUERY_TEXT) -> str:
     return text
 
 
-def integer_of(request: Request, name: str, *, least: int = 0) -> int | None:
+def integer_of(
+    request: Request, name: str, *, least: int = 0, most: int = MAX_INTEGER
+) -> int | None:
     """Return a query parameter as an integer; None if it is not given or empty.
 
-    Raise `HTTPException` 400 if it is not an integer from `least` to `MAX_INTEGER`.
+    Raise `HTTPException` 400 if it is not an integer from `least` to `most`.
     """
     text = text_of(request, name).strip()
     if not text:
         return None
     digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_INTEGER))):
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(most))):
         raise HTTPException(400, f"{name} = {text[:40]!r} is not an integer.")
-    if not least <= (value := int(text)) <= MAX_INTEGER:
-        raise HTTPException(400, f"{name} = {value} must be from {least} to {MAX_INTEGER}.")
+    if not least <= (value := int(text)) <= most:
+        raise HTTPException(400, f"{name} = {value} must be from {least} to {most}.")
     return value
 
 

@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from crl.errors import ConfigError, StoreError
 from crl.serve.pages import bank, changes, episodes, runs
-from crl.serve.security import Headers, Token
+from crl.serve.security import Headers, OwnPages, Size, Token
 from crl.serve.site import Site
 
 THREADS = 4
@@ -53,12 +54,13 @@ def create_app(
     `cookie`: name of the cookie with the token.
     """
     middleware = [
-        Middleware(Headers),
+        Middleware(Size),
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+        Middleware(OwnPages),
     ]
     if token:
         middleware.append(Middleware(Token, token=token, cookie=cookie))
-    app = Starlette(
+    app = _Application(
         routes=[
             *runs.ROUTES, *bank.ROUTES, *changes.ROUTES, *episodes.ROUTES,
             Route("/static/{file}", static),
@@ -66,21 +68,31 @@ def create_app(
         middleware=middleware,
         exception_handlers={
             HTTPException: _failure, ConfigError: _failure, StoreError: _failure, OSError: _failure,
+            Exception: _unexpected,
         },
         lifespan=_lifespan,
     )  # fmt: skip
     app.state.site = site
+    for name in STATIC:
+        _static(name)  # no request waits for a disk
     return app
+
+
+class _Application(Starlette):
+    """Application whose responses all have the security headers, also those about errors."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Headers(super().build_middleware_stack())
 
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     current_default_thread_limiter().total_tokens = THREADS
     yield
-    await app.state.site.meaning.aclose()
+    app.state.site.meaning.close()
 
 
-def static(request: Request) -> Response:
+async def static(request: Request) -> Response:
     """Return a file of the fixed set of static files."""
     name = request.path_params["file"]
     if name not in STATIC:
@@ -102,6 +114,15 @@ def _failure(request: Request, error: Exception) -> Response:
     else:
         code, reason = 500, str(error)
     site: Site = request.app.state.site
-    response = site.render(request, "error.html", code=code, reason=reason, run=None)
+    try:
+        run = site.found(request.path_params["run"])
+    except (KeyError, HTTPException):  # the address is not one of a run
+        run = None
+    response = site.render(request, "error.html", code=code, reason=reason, run=run)
     response.status_code = code
     return response
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    """Return a text about an unexpected error, which the terminal shows."""
+    return PlainTextResponse("An error of the server; see its terminal.\n", status_code=500)

@@ -1,8 +1,8 @@
 """Server-sent events: the versions of the parts of a page.
 
 An event "parts" has a JSON object of names and versions. The first event has all parts, the next
-ones have those that changed. Nothing is sent about parts that stay the same, and a connection that
-was lost is made again by the browser.
+ones have those that changed, with null for removed parts. Nothing is sent about parts that stay the
+same, and a connection that was lost is made again by the browser.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ async def changes(
     known: Mapping[str, str] = {}
     while not ending.is_set():
         found = await to_thread.run_sync(look)
-        changed = {name: version for name, version in found.items() if known.get(name) != version}
+        changed = {
+            name: found.get(name)
+            for name in (*found, *(known.keys() - found.keys()))
+            if known.get(name) != found.get(name)
+        }
         if changed:
             yield ServerSentEvent(json.dumps(changed), event="parts")
         known = found

@@ -7,8 +7,8 @@ another one.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -25,13 +25,15 @@ MAX_EMBEDDED = 500_000
 SEARCH_S = 60.0
 """Maximum number of seconds of a search, including the opening of the embedder."""
 
+REMEDY = "Search by words, or with crl bank search"
+
 
 class MeaningSearch:
     """Searcher with one embedder at a time. One search runs at a time; others wait."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "search by meaning")
-        self._runner: asyncio.Runner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._opened: tuple[EmbedderSection, Embedder] | None = None
 
@@ -41,44 +43,46 @@ class MeaningSearch:
         Raise `ConfigError` or `EngineError` if the embedder is not available or does not fit to the
         bank, and `TimeoutError` after `SEARCH_S`. A package of an embedder may raise other errors.
         """
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._thread, self._search, text, bank, frozenset(uids))
-        return await asyncio.wait_for(work, SEARCH_S)
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # The end of the process does not wait for the search of a daemon thread.
+            threading.Thread(target=self._run, args=(self._loop,), daemon=True).start()
+        work = asyncio.run_coroutine_threadsafe(
+            self._search(text, bank, frozenset(uids)), self._loop
+        )
+        return await asyncio.wait_for(asyncio.wrap_future(work), SEARCH_S)
 
-    async def aclose(self) -> None:
-        """Close the embedder. A search that is still running ends first, in the background."""
+    def close(self) -> None:
+        """Close the embedder in the background, after a search that is still running."""
+        if self._loop:
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
-        def close() -> None:
-            if self._runner:
-                self._runner.run(self._stack.aclose())
-                self._runner.close()
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_forever()
+        loop.run_until_complete(self._stack.aclose())
+        loop.close()
 
-        self._thread.submit(close)
-        self._thread.shutdown(wait=False)
-
-    def _search(self, text: str, bank: Path, uids: frozenset[str]) -> list[tuple[str, float]]:
-        with open_reader(bank) as reader:
-            keys = reader.keys()
-            entries = [entry for entry in reader.entries() if entry.uid in uids]
-        if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
-            reason = "it has no vectors yet, and too much text to embed it for one search"
-            remedy = "Choose fewer lessons with the filters, or search with crl bank search"
-            raise ConfigError("bank", str(bank), reason, remedy)
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-
-        async def compare() -> list[float]:
-            async with asyncio.timeout(SEARCH_S):
-                embedder = await self._embedder(embedder_of(bank, keys))
-                return await similarities(text, entries, keys, embedder)
-
-        found = zip(entries, self._runner.run(compare()), strict=True)
-        return sorted(((e.uid, cosine) for e, cosine in found), key=lambda pair: -pair[1])
+    async def _search(self, text: str, bank: Path, uids: frozenset[str]) -> list[tuple[str, float]]:
+        async with self._lock:
+            with open_reader(bank) as reader:
+                keys = reader.keys()
+                entries = [entry for entry in reader.entries() if entry.uid in uids]
+            if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
+                reason = "it has no vectors yet, and too much text to embed it for one search"
+                remedy = "Choose fewer lessons with the filters, or search with crl bank search"
+                raise ConfigError("bank", str(bank), reason, remedy)
+            embedder = await self._embedder(embedder_of(bank, keys))
+            found = await similarities(text, entries, keys, embedder)
+        pairs = zip(entries, found, strict=True)
+        return sorted(((e.uid, cosine) for e, cosine in pairs), key=lambda pair: -pair[1])
 
     async def _embedder(self, section: EmbedderSection) -> Embedder:
+        if section.is_url:  # the config of a run must not choose where an API key is sent
+            reason = "the server sends no texts and no API keys to endpoints"
+            raise ConfigError("embedder.model", section.model, reason, REMEDY)
         if section.kind == "vllm":
             reason = "this embedder runs in an engine of its own, which the server does not start"
-            raise ConfigError("embedder.kind", "vllm", reason, "Search with crl bank search")
+            raise ConfigError("embedder.kind", "vllm", reason, REMEDY)
         # The run may need the whole GPU and all other cores.
         section = section.model_copy(update={"device": "cpu", "threads": 1})
         if self._opened is None or self._opened[0] != section:

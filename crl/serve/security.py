@@ -1,4 +1,4 @@
-"""Protection of the server: headers, access with a token, and the size of responses."""
+"""Protection of the server: headers, requests of other sites, tokens, and sizes of responses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ POLICY = (
 )
 """Content-Security-Policy of all responses."""
 
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Maximum size of a response. Event streams have no such bound."""
 
 
+OWN_SITES = ("same-origin", "none")
+"""Values of Sec-Fetch-Site of requests that no other site makes; "none" is an entered address."""
+
+
+def is_foreign(request: Request) -> bool:
+    """Return whether another site makes a request. Old browsers do not say it."""
+    return request.headers.get("sec-fetch-site", "none") not in OWN_SITES
+
+
 class Headers:
-    """Middleware that adds the headers of all responses, and bounds their size."""
+    """Middleware that adds the security headers of all responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -31,10 +40,8 @@ class Headers:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent, most = 0, MOST_BYTES
 
-        async def bounded(message: Message) -> None:
-            nonlocal sent, most
+        async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["Content-Security-Policy"] = POLICY
@@ -43,6 +50,30 @@ class Headers:
                 headers["Cross-Origin-Opener-Policy"] = "same-origin"
                 headers["Cross-Origin-Resource-Policy"] = "same-origin"
                 headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+class Size:
+    """Middleware that bounds the size of responses.
+
+    A larger one raises an error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        sent, most = 0, MAX_BYTES
+
+        async def bounded(message: Message) -> None:
+            nonlocal sent, most
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
                 if headers.get("Content-Type", "").startswith("text/event-stream"):
                     most = math.inf
                 announced = int(headers.get("Content-Length", "0"))
@@ -54,6 +85,21 @@ class Headers:
             await send(message)
 
         await self.app(scope, receive, bounded)
+
+
+class OwnPages:
+    """Middleware that refuses what other sites load, such as an image. They may link to pages."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if scope["type"] == "http":
+            request = Request(scope)
+            if is_foreign(request) and request.headers.get("sec-fetch-mode") != "navigate":
+                app = PlainTextResponse("Requests of other sites are refused.\n", status_code=403)
+        await app(scope, receive, send)
 
 
 class Token:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -81,10 +82,16 @@ class _Escaped(logging.Formatter):
 def _log_to_stderr() -> None:
     """Print warnings and errors of the server, such as tracebacks, on stderr."""
     handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not _is_cancellation(record))
     handler.setFormatter(_Escaped("%(levelname)s: %(message)s"))
     logger = logging.getLogger("uvicorn")
     logger.handlers = [handler]
     logger.setLevel(logging.WARNING)
+
+
+def _is_cancellation(record: logging.LogRecord) -> bool:
+    """Return whether a record is the traceback of a cancelled request."""
+    return bool(record.exc_info) and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,25 @@ from crl.wording import duration
 RUN_FILES = ("config.json", "bank.sqlite")
 """Files of which every run has at least one."""
 
-MOST_RUNS = 1000
+FILES = frozenset(
+    {"config.json", "bank.sqlite", "bank.sqlite-wal", "bank.sqlite-shm", "metrics.jsonl", "log.txt",
+     "progress.json", "episodes", ".lock"}
+)  # fmt: skip
+"""Files of a run that the server reads."""
+
+MAX_RUNS = 1000
 """Maximum number of runs of a site."""
 
-MOST_FOLDERS = 10_000
+MAX_FOLDERS = 10_000
 """Maximum number of directories in which runs are looked for."""
 
-MOST_LEVELS = 6
+MAX_LEVELS = 6
 """Maximum depth below the root at which runs are looked for."""
 
-MOST_VALUES = 2000
+MAX_VALUES = 2000
 """Maximum number of small values that are kept, such as parts of pages."""
 
-MOST_RECORDS = 24
+MAX_RECORDS = 24
 """Maximum number of runs and banks whose content is kept."""
 
 RESCAN_S = 1.0
@@ -58,6 +64,13 @@ class FoundRun:
     name: str
     """Path relative to the root; the name of the root itself."""
     dir: RunDir
+    foreign: str = ""
+    """File of the run that is a link out of the root; empty = none."""
+
+    @property
+    def is_bank(self) -> bool:
+        """True for a bank without a run: there is no config.json."""
+        return not os.path.isfile(self.dir.config)
 
 
 class Site:
@@ -75,9 +88,9 @@ class Site:
         self.write = write
         self.csrf = secrets.token_urlsafe(32)
         """Token of this process in forms that change something."""
-        self.cache = Cache(MOST_VALUES)
+        self.cache = Cache(MAX_VALUES)
         """Small values."""
-        self.records = Cache(MOST_RECORDS)
+        self.records = Cache(MAX_RECORDS)
         """Runs with all their metrics, and lessons of banks."""
         self.environment = environment()
         self.environment.filters["duration"] = duration
@@ -99,11 +112,34 @@ class Site:
         return self.found(request.path_params["run"]).dir
 
     def found(self, id: str) -> FoundRun:
-        """Return the run with an id. Raise `HTTPException` 404 if there is none."""
+        """Return the run with an id.
+
+        Raise `HTTPException` 404 if there is none, and 403 if its files are not read.
+        """
+        run = self.listed(id)
+        if refusal := self.refusal(run):
+            raise HTTPException(403, refusal)
+        return run
+
+    def listed(self, id: str) -> FoundRun:
+        """Return the run with an id, also if its files are not read.
+
+        Raise `HTTPException` 404 if there is none.
+        """
         run = self._runs().get(id)
-        if run is None or self._has_foreign_episodes(run.dir):
+        if run is None:
             raise HTTPException(404, "There is no such run.")
         return run
+
+    def refusal(self, run: FoundRun) -> str:
+        """Return the reason why the files of a run are not read; empty if they are."""
+        folder = run.dir.episodes
+        foreign = run.foreign or self.cache.get(
+            ("links", folder), [folder], lambda: foreign_link(folder, self.root)
+        )
+        if not foreign:
+            return ""
+        return f"This run is not shown: {foreign} is a link that leads out of {self.root}."
 
     def render(self, request: Request, template: str, **context: Any) -> HTMLResponse:
         """Return a page. In pages of a run, the template gets it as `run`, a `FoundRun`."""
@@ -117,13 +153,6 @@ class Site:
         """Return a part of a page."""
         return Markup(self.environment.get_template(template).render(**context))
 
-    def _has_foreign_episodes(self, run: RunDir) -> bool:
-        """Return whether a link among the recorded episodes leads out of the root."""
-        folder = run.episodes
-        return self.cache.get(
-            ("links", folder), [folder], lambda: _leads_outside(folder, self.root)
-        )
-
     def _runs(self) -> Mapping[str, FoundRun]:
         with self._lock:
             if time.monotonic() - self._scanned >= RESCAN_S:
@@ -133,16 +162,15 @@ class Site:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the run directories at and below `root`, sorted; at most `MOST_RUNS`.
+    """Return the run directories at and below `root`, sorted; at most `MAX_RUNS`.
 
     Nothing is looked for inside a run or a hidden directory. Links to directories are not followed.
-    A run with a link that leads out of `root` is left out.
     """
     found = []
-    for number, folder in enumerate(_folders(root, MOST_LEVELS)):
-        if number >= MOST_FOLDERS or len(found) >= MOST_RUNS:
+    for number, folder in enumerate(_folders(root, MAX_LEVELS)):
+        if number >= MAX_FOLDERS or len(found) >= MAX_RUNS:
             break
-        if _is_run(folder) and not _leads_outside(folder, root):
+        if _is_run(folder):
             found.append(folder)
     return found
 
@@ -161,17 +189,24 @@ def _folders(folder: Path, levels: int) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in RUN_FILES)
+    return any(os.path.isfile(folder / name) for name in RUN_FILES)  # no error without permission
 
 
-def _leads_outside(folder: Path, root: Path) -> bool:
-    """Return whether a link in `folder` leads out of `root`."""
+def foreign_link(folder: Path, root: Path, names: Collection[str] | None = None) -> str:
+    """Return the name of a link in `folder` that leads out of `root`; empty if there is none.
+
+    `names`: names of the files that matter; None = all.
+    """
     try:
         with os.scandir(folder) as entries:
-            links = [Path(entry.path) for entry in entries if entry.is_symlink()]
+            links = [
+                entry.name for entry in entries
+                if entry.is_symlink() and (names is None or entry.name in names)
+            ]  # fmt: skip
     except OSError:  # it does not exist, or may not be read
-        return False
-    return any(not link.resolve().is_relative_to(root) for link in links)
+        return ""
+    outside = (name for name in links if not (folder / name).resolve().is_relative_to(root))
+    return next(outside, "")
 
 
 def _by_id(root: Path, paths: Sequence[Path]) -> dict[str, FoundRun]:
@@ -181,7 +216,7 @@ def _by_id(root: Path, paths: Sequence[Path]) -> dict[str, FoundRun]:
         id = run_id(name)
         while id in runs:  # another run has this id as its name
             id += "-"
-        runs[id] = FoundRun(id, name, RunDir(path))
+        runs[id] = FoundRun(id, name, RunDir(path), foreign_link(path, root, FILES))
     return runs
 
 

@@ -105,6 +105,42 @@ def test_the_list_is_filtered_and_sorted(page: Any) -> None:
     assert rows.locator("a").all_inner_texts() == ["other", "first"]
 
 
+def test_a_removed_run(page: Any, root: Path, chromium: Any, address: str) -> None:
+    """Its row vanishes, and its page says that the run is gone."""
+    wait_until_live(page)
+    other = chromium.new_page()
+    other.goto(f"{address}runs/other")
+    wait_until_live(other)
+    shutil.rmtree(root / "other")
+    page.locator('tr[data-part="other"]').wait_for(state="detached")
+    assert page.locator('tr[data-part="first"]').count() == 1
+    other.locator("#live", has_text="This run is no longer there.").wait_for()
+    other.close()
+
+
+def test_a_part_that_cannot_be_fetched_is_fetched_again(
+    chromium: Any, address: str, root: Path
+) -> None:
+    page = chromium.new_page()  # the console has the failed request
+    page.goto(address)
+    failing = ["/rows/other"]
+
+    def fail_once(route: Any) -> None:
+        if failing:
+            failing.clear()
+            route.fulfill(status=503)
+        else:
+            route.continue_()
+
+    page.route("**/rows/other", fail_once)
+    wait_until_live(page)
+    with (root / "other" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "kind": "train", "time": 9.0}\n')
+    page.locator('tr[data-part="other"]', has_text="9 of 3").wait_for()
+    assert failing == []
+    page.close()
+
+
 def test_settings_and_log(page: Any) -> None:
     page.get_by_role("link", name="first").click()
     page.get_by_role("link", name="Settings").click()
@@ -136,7 +172,7 @@ def test_a_run_is_followed(page: Any, root: Path) -> None:
         monitor.log(3, "train", {"rollout/success/free": 0.75})
         page.locator("#state-title ~ *", has_text="step 3 of 3").first.wait_for()
         monitor.close()
-    page.locator(".badge", has_text="ended before").wait_for()
+    page.locator(".badge", has_text="interrupted").wait_for()
     assert page.locator("section[data-part=success] circle").count() > 3
     assert page.evaluate("window.marked")
 

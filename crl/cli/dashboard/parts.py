@@ -21,9 +21,9 @@ from crl.cli.draw import (
     one_line,
     sparkline,
 )
-from crl.intervals import plus_minus
 from crl.monitor.snapshot import HISTORY, Probe, RateView, Series, Snapshot
 from crl.types import Experience
+from crl.wording import lift_text
 
 WIDE = 100
 """Minimum width of a window in which lines have further contents."""
@@ -228,7 +228,7 @@ def experience_line(
     goal.truncate(width // 4, overflow="ellipsis", pad=True)
     return Text.assemble(
         f"{format_number(e.counters.retrieved, ',.0f', 6):>6} ",
-        (f"{plus_minus(lift.mean, lift.half_width, 2) if lift else '–':>13}", style),
+        (f"{lift_text(lift):>13}", style),
         "  ",
         task,
         "  ",

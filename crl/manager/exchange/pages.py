@@ -25,7 +25,6 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from crl.intervals import plus_minus
 from crl.manager.exchange.escapes import (
     markdown,
     markdown_lines,
@@ -39,7 +38,7 @@ from crl.manager.exchange.jsonl import line_error, new_entry
 from crl.manager.inspection.reading import EntryView, pooled_lift
 from crl.manager.records import Entry
 from crl.types import Lift, lift_order
-from crl.wording import counted
+from crl.wording import counted, lift_text
 
 EVIDENCE = "*Evidence:"
 """Start of the line about the evidence. In a text, `markdown` would escape the star."""
@@ -102,8 +101,7 @@ class Lesson:
 
 
 def _lift_words(lift: Lift) -> str:
-    interval = plus_minus(lift.mean, lift.half_width, 2)
-    return f"lift {interval} over {counted(lift.groups, 'group')}"
+    return f"lift {lift_text(lift)} over {counted(lift.groups, 'group')}"
 
 
 def lessons_by_goal(entries: Iterable[EntryView]) -> dict[str, list[Lesson]]:

@@ -428,6 +428,14 @@ class BankReader:
         """Return all versions of all entries, in the order in which they were written."""
         return self._versions()
 
+    def distilled_from(self, step: int, group: int, member: int) -> list[VersionView]:
+        """Return the versions that were distilled from an episode of this run.
+
+        `step`: completed actor steps before the episode, as in its id.
+        """
+        found = self._versions("origin LIKE ?", f"%/{step}/{group}/{member}")
+        return [version for version in found if version.step is not None]
+
     def _versions(self, where: str = "TRUE", *parameters: Any) -> list[VersionView]:
         rows = self._rows(
             f"SELECT seq, {STEP_SQL} AS step, kind, origin, data FROM log "

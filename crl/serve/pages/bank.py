@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from crl.manager.inspection.reading import (
 from crl.manager.records import UnitKey
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import shards
-from crl.report.charts import Line, LineChart, Point, thinned
+from crl.report.charts import Line, LineChart, Point
 from crl.report.lessons import lift_curve
 from crl.serve.addresses import MAX_INTEGER, address, choice_of, integer_of, text_of
 from crl.serve.pages.bank_list import (
@@ -43,6 +44,7 @@ from crl.serve.pages.bank_list import (
     Status,
     open_list,
 )
+from crl.serve.security import is_foreign
 from crl.serve.site import Site
 from crl.wording import printable_lines
 
@@ -89,6 +91,8 @@ async def bank(request: Request) -> Response:
     cosines: dict[str, float] = {}
     problem = ""
     if by is SearchBy.meaning and selection.filters.words.strip():
+        if is_foreign(request):
+            raise HTTPException(403, "Another site may not start this search. Open the bank here.")
         found, cosines, problem = await _by_meaning(site, path, selection)
     else:
         async with open_list(path) as entries:
@@ -170,6 +174,8 @@ class EpisodeLink:
     id: str
     href: str
     """Address; empty if the episode is not recorded."""
+    label: str = ""
+    """Step from 1, group and member of a recorded episode, as on its page."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +248,8 @@ def episode_links(run: RunDir, run_id: str) -> Callable[[str, int | None], Episo
         if match is None or step is None or int(match[1]) + 1 not in recorded:
             return EpisodeLink(id, "")
         number, group, member = (int(part) for part in match.groups())
-        return EpisodeLink(id, f"/runs/{run_id}/episodes/{number + 1}/{group}/{member}")
+        label = f"{number + 1}/{group}/{member}"
+        return EpisodeLink(id, f"/runs/{run_id}/episodes/{label}", label)
 
     return link
 
@@ -280,13 +287,13 @@ def history_charts(uses: Sequence[UseView], lifts: Sequence[LiftView]) -> list[L
     if credit := _credit(uses):
         note = "Share of the episodes that the lesson has guided so far, with the Wilson interval."
         charts.append(LineChart("Won episodes", "share", [Line("won", credit)], 0, 1, note))
-    if lift := thinned(lift_curve(lifts), MAX_POINTS):
+    if lift := some_of(lift_curve(lifts)):
         note = "Mean over the groups so far, with the 95 % credible interval."
         charts.append(LineChart("Lift", "guided − free", [Line("lift", lift, 1)], -1, 1, note))
     return charts
 
 
-def _credit(uses: Sequence[UseView]) -> list[Point]:
+def _credit(uses: Sequence[UseView]) -> Sequence[Point]:
     """Return the share of won episodes after each step."""
     points, won, n = [], 0, 0
     for step, group in groupby(uses, key=lambda use: use.step):
@@ -294,7 +301,12 @@ def _credit(uses: Sequence[UseView]) -> list[Point]:
         won, n = won + sum(outcomes), n + len(outcomes)
         if step is not None:
             points.append(Point(step, won / n, *wilson_interval(won / n, n)))
-    return thinned(points, MAX_POINTS)
+    return some_of(points)
+
+
+def some_of(points: Sequence[Point]) -> Sequence[Point]:
+    """Return at most `MAX_POINTS` points of a cumulative curve, the last one among them."""
+    return points[:: -max(1, math.ceil(len(points) / MAX_POINTS))][::-1]
 
 
 # ── whole texts ─────────────────────────────────────────────────────────────────────────────────

@@ -200,7 +200,7 @@ class BankList:
         """Return the entries with these uids, in their order. Unknown uids are left out."""
         places = ", ".join("?" * len(uids))
         cut = ", ".join(
-            f"substr(CAST({name} AS BLOB), 1, {4 * MAX_TEXT}) AS {name}"
+            f"IFNULL(substr(CAST({name} AS BLOB), 1, {4 * MAX_TEXT}), x'') AS {name}"
             for name in ("task", "goal", "text")
         )
         found = await self._rows(

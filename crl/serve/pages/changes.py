@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from crl.errors import StoreError
+from crl.errors import ConfigError, StoreError
 from crl.manager.inspection.reading import (
     BankReader,
     EntryView,
@@ -121,12 +122,18 @@ def difference(request: Request) -> Response:
     """Return the comparison of the active entries of two banks."""
     site: Site = request.app.state.site
     own = site.found(request.path_params["run"])
-    others = [run for run in site.runs() if run.id != own.id and run.dir.bank.is_file()]
+    others = [
+        run
+        for run in site.runs()
+        if run.id != own.id and not run.foreign and run.dir.bank.is_file()
+    ]
     name = text_of(request, "other")
     page = integer_of(request, "page", least=1) or 1
     context: dict[str, Any] = {"others": others, "other": None, "page": page, "pages": 1}
     if name:
         other = site.found(name)
+        if other.id == own.id:
+            raise HTTPException(400, "Choose another run: this is the same bank.")
         if not other.dir.bank.is_file():
             raise HTTPException(404, "The other run has no bank.")
         with open_reader(bank_of(request)) as a, open_reader(other.dir.bank) as b:
@@ -176,7 +183,8 @@ async def retry(request: Request) -> Response:
     if with_id and id not in found:
         raise HTTPException(404, f"No dead request has the id {id[:100]!r}.")
     if form is not None:
-        retried = await _changed(retry_dead(path, with_id))
+        async with _change(request):
+            retried = await retry_dead(path, with_id)
         target = f"/runs/{request.path_params['run']}/bank/requests"
         return RedirectResponse(address(target, retried=retried), 303)
     return await run_in_threadpool(
@@ -203,10 +211,11 @@ async def prune(request: Request) -> Response:
     if request.method == "POST":
         form = await _form(request)
         criterion = _criterion(form.get("max_entries", ""), form.get("unused_since", ""))
-        to_evict, _ = await run_in_threadpool(_to_evict, path, criterion)
-        if not hmac.compare_digest(_digest(to_evict), form.get("expected", "")):
-            raise HTTPException(409, "The bank has changed since the preview. Prune it again.")
-        evicted = await _changed(evict(path, [entry.unit for entry in to_evict]))
+        async with _change(request):
+            to_evict, _ = await run_in_threadpool(_to_evict, path, criterion)
+            if _digest(to_evict) != form.get("expected", ""):
+                raise HTTPException(409, "The bank has changed since the preview. Prune it again.")
+            evicted = await evict(path, [entry.unit for entry in to_evict])
         return RedirectResponse(address(request.url.path, evicted=evicted), 303)
     given = text_of(request, "max_entries"), text_of(request, "unused_since")
     context: dict[str, Any] = {"criterion": None, "evicted": integer_of(request, "evicted")}
@@ -220,9 +229,8 @@ async def prune(request: Request) -> Response:
             "active": active,
             "expected": _digest(to_evict),
         }
-    in_use = await run_in_threadpool(site.run(request).is_locked)
     return await run_in_threadpool(
-        lambda: site.render(request, "prune.html", in_use=in_use, **context)
+        lambda: site.render(request, "prune.html", in_use=site.run(request).is_locked(), **context)
     )
 
 
@@ -283,7 +291,11 @@ async def _form(request: Request) -> dict[str, str]:
         body += chunk
         if len(body) > MAX_FORM_BYTES:
             raise HTTPException(413, "The form is too large.")
-    fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=20)
+    try:
+        text = body.decode("utf-8", "replace")
+        fields = parse_qs(text, keep_blank_values=True, max_num_fields=20)
+    except ValueError as error:
+        raise HTTPException(400, "The form has too many fields.") from error
     form = {name: values[0] for name, values in fields.items()}
     token = form.get("csrf", "").encode("utf-8", "replace")
     other_site = request.headers.get("sec-fetch-site", "same-origin") != "same-origin"
@@ -292,11 +304,19 @@ async def _form(request: Request) -> dict[str, str]:
     return form
 
 
-async def _changed(change: Any) -> int:
-    """Return the result of a change. Raise `HTTPException` 409 if the bank cannot be changed."""
+@asynccontextmanager
+async def _change(request: Request) -> AsyncIterator[None]:
+    """Lock the run of a request while the block changes its bank.
+
+    Raise `HTTPException` 409 if a process trains the run, or if the bank cannot be changed.
+    """
+    site: Site = request.app.state.site
     try:
-        return await change
-    except StoreError as error:
+        with ExitStack() as stack:
+            run = await run_in_threadpool(site.run, request)
+            await run_in_threadpool(stack.enter_context, run.lock())
+            yield
+    except (ConfigError, StoreError) as error:
         raise HTTPException(409, f"The bank was not changed. {error}") from error
 
 

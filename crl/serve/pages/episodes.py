@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from crl.config.load import load_saved
-from crl.errors import ConfigError
+from crl.errors import ConfigError, CrlError
+from crl.manager.inspection.reading import VersionView, open_reader
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import Record, read_records, shards
 from crl.report.episodes import Message, episode
@@ -225,6 +226,7 @@ def viewer(request: Request) -> Response:
     return site.render(
         request, "episode.html",
         views=views,
+        made=_made(site.run(request), shown[0]),
         total=max(len(one.turns) for one in views),
         answers=max(one.answers for one in views),
         others=others,
@@ -233,6 +235,15 @@ def viewer(request: Request) -> Response:
         outcome_of=outcome,
         folder=request.url.path.rpartition("/")[0],
     )  # fmt: skip
+
+
+def _made(run: RunDir, record: Record) -> list[VersionView]:
+    """Return the versions that were distilled from an episode; none without a readable bank."""
+    try:
+        with open_reader(run.bank) as bank:
+            return bank.distilled_from(record["step"] - 1, record["group"], record["member"])
+    except CrlError:
+        return []
 
 
 def segment(request: Request) -> Response:
@@ -259,7 +270,11 @@ def _members(request: Request) -> dict[int, Record]:
     path = shards(site.run(request).episodes).get(step)
     if path is None:
         raise HTTPException(404, f"The episodes of step {step} are not recorded.")
-    found = {r["member"]: r for r in read_records(path) if r["group"] == group}
+
+    def read() -> dict[int, Record]:
+        return {r["member"]: r for r in read_records(path) if r["group"] == group}
+
+    found = site.records.get(("group", path, group), [path], read)
     if not found:
         raise HTTPException(404, f"Step {step} has no recorded group {group}.")
     return dict(sorted(found.items()))

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anyio import to_thread
 from markupsafe import Markup
 
 from crl.config.schema import OVERALL
 from crl.errors import ConfigError, CrlError
 from crl.evaluation.report import Estimate
-from crl.manager.inspection.reading import STEP_SQL
+from crl.manager.inspection.reading import STEP_SQL, require_bank
+from crl.manager.storage.database import as_store_errors, connect_to_read
 from crl.monitor.follow import RunFollower
 from crl.monitor.run_dir import RunDir
+from crl.report.charts import Chart
 from crl.report.document import SECTIONS, run_judgements
 from crl.report.figures import FIGURES, arms_of_runs
 from crl.report.lessons import LessonCounts, read_counts
 from crl.report.run_record import RunRecord
 from crl.serve.cache import Version, version_of
-from crl.serve.database import open_bank
 from crl.serve.site import FoundRun, Site
 
 TITLES: Mapping[str, str] = {
@@ -44,10 +45,10 @@ CLOCK_S = 5
 TAIL_BYTES = 256 * 1024
 """Bytes at the end of the metrics that the list of runs reads, if they have an evaluation."""
 
-MOST_OPERATIONS = 15
+MAX_OPERATIONS = 15
 """Maximum number of operations that are listed."""
 
-MOST_LOG_ROWS = 5000
+MAX_LOG_ROWS = 5000
 """Number of last rows of a bank's log in which they are looked for."""
 
 OPERATIONS: Mapping[str, str] = {
@@ -80,9 +81,11 @@ def version(name: str, run: RunDir) -> Version:
     return version_of((run.config, run.metrics))
 
 
-def row_version(run: RunDir) -> Version:
+def row_version(site: Site, run: FoundRun) -> Version:
     """Return the version of the files that a row of the list of runs shows."""
-    return (run.is_locked(), *version_of((run.config, run.metrics)))
+    if refusal := site.refusal(run):
+        return (refusal,)
+    return (run.dir.is_locked(), *version_of((run.dir.config, run.dir.metrics)))
 
 
 def versions(site: Site, run: FoundRun) -> dict[str, str]:
@@ -95,7 +98,7 @@ def versions(site: Site, run: FoundRun) -> dict[str, str]:
 def row_versions(site: Site) -> dict[str, str]:
     """Return the names of the versions of all rows of the list of runs, by the id of the run."""
     return {
-        run.id: site.cache.expected(("row", run.dir.path), row_version(run.dir))
+        run.id: site.cache.expected(("row", run.dir.path), row_version(site, run))
         for run in site.runs()
     }
 
@@ -107,29 +110,11 @@ def _bank_files(run: RunDir) -> tuple[Path, Path]:
 # ── parts of a run's page ─────────────────────────────────────────────────────────────────────────
 
 
-async def part(site: Site, run: FoundRun, name: str) -> Markup:
+def part(site: Site, run: FoundRun, name: str) -> Markup:
     """Return a part of a run's page as HTML."""
-    if name != "operations":
-        return await to_thread.run_sync(_part, site, run, name)
-    files, rows, fault = version(name, run.dir), [], ""
-    if run.dir.bank.is_file():
-        try:
-            rows = await operations(run.dir.bank)
-        except CrlError as error:
-            fault = str(error)
-    content = site.fragment("operations.html", run=run, rows=rows, fault=fault)
-    shown = site.cache.expected((name, run.dir.path), files)
-    return _section(site, name, shown, content)
-
-
-def _part(site: Site, run: FoundRun, name: str) -> Markup:
     content, shown = site.cache.live(
         (name, run.dir.path), version(name, run.dir), lambda: _content(site, run, name)
     )
-    return _section(site, name, shown, content)
-
-
-def _section(site: Site, name: str, shown: str, content: Markup) -> Markup:
     return site.fragment("part.html", name=name, version=shown, title=TITLES[name], content=content)
 
 
@@ -137,21 +122,31 @@ def _content(site: Site, run: FoundRun, name: str) -> Markup:
     """Return the content of a part; empty if the run has nothing to show in it."""
     if name == "state":
         return _state(site, run)
+    if name == "operations":
+        return _operations(site, run)
+    if name == "credit":
+        return drawn(site, lambda: found.charts if (found := lessons(site, run)) else [])
     try:
-        if name == "credit":
-            found = lessons(site, run)
-            charts = found.charts if found else []
-        else:
-            charts = FIGURES[name](arms_of_runs([record(site, run)]))
+        read = record(site, run)
+    except ConfigError:
+        return Markup("")  # the part "state" has the reason
+    return drawn(site, lambda: FIGURES[name](arms_of_runs([read])))
+
+
+def drawn(site: Site, draw: Callable[[], Sequence[Chart]]) -> Markup:
+    """Return charts as HTML, or the reason why they cannot be drawn; empty if there are none."""
+    try:
+        charts = draw()
         return site.fragment("charts.html", charts=charts) if charts else Markup("")
     except Exception as error:  # damaged files raise errors of many types
-        if isinstance(error, ConfigError) and name != "credit":
-            return Markup("")  # the part "state" has the reason
         return site.fragment("fault.html", fault=_reason(error))
 
 
 def _state(site: Site, run: FoundRun) -> Markup:
     """Return state, progress, warnings and summary of a run."""
+    if run.is_bank:
+        reason = "A bank without a run: its directory has no config.json."
+        return site.fragment("fault.html", fault=reason, kind="quiet")
     try:
         follower = site.cache.get(
             ("follower", run.dir.path), [run.dir.config], partial(RunFollower, run.dir.path)
@@ -186,21 +181,33 @@ def lessons(site: Site, run: FoundRun) -> LessonCounts | None:
     return site.records.live(key, files, partial(read_counts, run.dir.bank))[0]
 
 
-async def operations(bank: Path) -> list[Mapping[str, Any]]:
+def _operations(site: Site, run: FoundRun) -> Markup:
+    if not run.dir.bank.is_file():
+        return Markup("")
+    try:
+        return site.fragment("operations.html", run=run, rows=operations(run.dir.bank))
+    except CrlError as error:
+        return site.fragment("fault.html", fault=str(error))
+
+
+def operations(bank: Path) -> list[Mapping[str, Any]]:
     """Return the last operations of a bank, the newest first.
 
     Raise `ConfigError` or `StoreError` if the bank cannot be read.
     """
     kinds = ", ".join("?" * len(OPERATIONS))
     sql = (
-        f"SELECT {STEP_SQL} AS step, kind, origin, data ->> 'uid' AS uid, "
-        "substr(data ->> 'text', 1, 1000) AS text, data ->> 'reason' AS reason "
+        f"SELECT {STEP_SQL} AS step, kind, substr(origin, 1, 400) AS origin, "
+        "substr(data ->> 'uid', 1, 400) AS uid, substr(data ->> 'text', 1, 400) AS text, "
+        "substr(data ->> 'reason', 1, 400) AS reason "
         f"FROM log NOT INDEXED WHERE kind IN ({kinds}) "
-        f"AND seq > (SELECT MAX(seq) FROM log) - {MOST_LOG_ROWS} "
-        f"ORDER BY seq DESC LIMIT {MOST_OPERATIONS}"
+        f"AND seq > (SELECT MAX(seq) FROM log) - {MAX_LOG_ROWS} "
+        f"ORDER BY seq DESC LIMIT {MAX_OPERATIONS}"
     )
-    async with open_bank(bank) as db, db.execute(sql, tuple(OPERATIONS)) as cursor:
-        rows: Sequence[sqlite3.Row] = list(await cursor.fetchall())
+    require_bank(bank)
+    with as_store_errors(bank), closing(connect_to_read(bank)) as db:
+        db.row_factory = sqlite3.Row
+        rows = db.execute(sql, tuple(OPERATIONS)).fetchall()
     return [
         {
             "step": row["step"],
@@ -218,20 +225,26 @@ async def operations(bank: Path) -> list[Mapping[str, Any]]:
 def row(site: Site, run: FoundRun) -> Markup:
     """Return the row of a run in the list of runs as HTML."""
     content, shown = site.cache.live(
-        ("row", run.dir.path), row_version(run.dir), lambda: _cells(site, run)
+        ("row", run.dir.path), row_version(site, run), lambda: _cells(site, run)
     )
     return site.fragment("row.html", run=run, version=shown, content=content)
 
 
 def _cells(site: Site, run: FoundRun) -> Markup:
+    if refusal := site.refusal(run):
+        return site.fragment("cells.html", run=run, record=None, fault=refusal, kind="lost")
+    if run.is_bank:
+        return site.fragment(
+            "cells.html", run=run, record=None, fault="Bank without a run", kind="quiet"
+        )
     try:
         read = RunRecord.read(run.name, run.dir, TAIL_BYTES)
         if not read.of("eval"):
             read = RunRecord.read(run.name, run.dir)
         rates = (last_success(read, "free"), last_success(read, "guided"))
-        return site.fragment("cells.html", run=run, record=read, fault="", rates=rates)
+        return site.fragment("cells.html", run=run, record=read, rates=rates)
     except Exception as error:  # damaged files raise errors of many types
-        return site.fragment("cells.html", run=run, record=None, fault=_reason(error), rates=())
+        return site.fragment("cells.html", run=run, record=None, fault=_reason(error), kind="lost")
 
 
 def last_success(run: RunRecord, condition: str) -> Estimate | None:

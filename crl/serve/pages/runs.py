@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from anyio import to_thread
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -15,15 +14,19 @@ from crl.errors import ConfigError
 from crl.report.document import SECTIONS, ArmTables, Part
 from crl.report.figures import FIGURES
 from crl.report.run_record import unique_names
+from crl.serve.addresses import integer_of
 from crl.serve.events import list_events, run_events
-from crl.serve.pages.parts import TITLES, part, record, row
+from crl.serve.pages.parts import TITLES, drawn, part, record, row
 from crl.serve.site import Site
 
-MOST_COMPARED = 20
+MAX_COMPARED = 20
 """Maximum number of runs of a comparison."""
 
 LOG_BYTES = 100_000
 """Bytes of the log that are shown at once."""
+
+MAX_BYTE = 10**15
+"""Largest position in a log."""
 
 
 def runs(request: Request) -> Response:
@@ -36,28 +39,26 @@ def runs(request: Request) -> Response:
 def run_row(request: Request) -> Response:
     """Return the row of a run in the list."""
     site: Site = request.app.state.site
-    found = site.found(request.path_params["run"])
+    found = site.listed(request.path_params["run"])
     return HTMLResponse(f"<table><tbody>{row(site, found)}</tbody></table>")
 
 
-async def overview(request: Request) -> Response:
+def overview(request: Request) -> Response:
     """Return the page of a run."""
     site: Site = request.app.state.site
-    run = await to_thread.run_sync(site.found, request.path_params["run"])
-    parts = [await part(site, run, name) for name in TITLES]
-    return await to_thread.run_sync(
-        partial(site.render, request, "overview.html", run=run, parts=parts)
-    )
+    run = site.found(request.path_params["run"])
+    parts = [part(site, run, name) for name in TITLES]
+    return site.render(request, "overview.html", run=run, parts=parts)
 
 
-async def run_part(request: Request) -> Response:
+def run_part(request: Request) -> Response:
     """Return a part of the page of a run."""
     site: Site = request.app.state.site
-    run = await to_thread.run_sync(site.found, request.path_params["run"])
+    run = site.found(request.path_params["run"])
     name = request.path_params["part"]
     if name not in TITLES:
         raise HTTPException(404, "There is no such part.")
-    return HTMLResponse(await part(site, run, name))
+    return HTMLResponse(part(site, run, name))
 
 
 def settings(request: Request) -> Response:
@@ -77,7 +78,8 @@ def log(request: Request) -> Response:
     site: Site = request.app.state.site
     path = site.run(request).log
     size = path.stat().st_size if path.is_file() else 0
-    end = min(size, _number(request, "to", size))
+    to = integer_of(request, "to", most=MAX_BYTE)
+    end = size if to is None else min(size, to)
     start = max(0, end - LOG_BYTES)
     text = b""
     if size:
@@ -97,26 +99,20 @@ def compare(request: Request) -> Response:
     ids = list(dict.fromkeys(request.query_params.getlist("run")))
     if len(ids) == 1:
         return RedirectResponse(f"/runs/{site.found(ids[0]).id}", status_code=303)
-    if not 2 <= len(ids) <= MOST_COMPARED:
-        raise HTTPException(400, f"Choose 2 to {MOST_COMPARED} runs in the list.")
+    if not 2 <= len(ids) <= MAX_COMPARED:
+        raise HTTPException(400, f"Choose 2 to {MAX_COMPARED} runs in the list.")
     found = [site.found(id) for id in ids]
     names = unique_names([run.dir.path for run in found])
     read = [replace(record(site, run), name=n) for run, n in zip(found, names, strict=True)]
     tables = ArmTables.of(read)
-    charts = {title: FIGURES[name](tables.arms) for name, title in SECTIONS.items()}
-    shown = {title: drawn for title, drawn in charts.items() if drawn}
+    sections = {
+        title: drawn(site, partial(FIGURES[name], tables.arms)) for name, title in SECTIONS.items()
+    }
     rows = list(zip(found, read, strict=True))
-    return site.render(request, "compare.html", rows=rows, tables=tables, charts=shown)
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    """Return a number of the query. Raise `HTTPException` 400 for another text."""
-    text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise HTTPException(400, f"{name} is not a number.")
-    return int(text)
+    banks = [run for run in found if run.dir.bank.is_file()]
+    return site.render(
+        request, "compare.html", rows=rows, tables=tables, sections=sections, banks=banks
+    )
 
 
 ROUTES = [

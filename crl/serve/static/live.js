@@ -4,9 +4,11 @@
 const main = document.querySelector("main[data-events]");
 const status = document.getElementById("live");
 const wanted = new Map();
+const failed = new Map();
 const RETRY_MS = 5000;
 let source = null;
 let busy = false;
+let retry = 0;
 
 const find = (name) => main.querySelector(`[data-part="${CSS.escape(name)}"]`);
 
@@ -23,7 +25,13 @@ const keepChoices = (old, fresh) => {
 
 const replace = async (name) => {
   const response = await fetch(`${main.dataset.parts}/${encodeURIComponent(name)}`);
-  if (!response.ok) return;
+  if (response.status === 404) {
+    if (find(name)?.matches("tr")) find(name).remove();
+    else status.textContent = "This run is no longer there.";
+    return;
+  }
+  if (!response.ok) throw new Error(`status ${response.status}`);
+  status.textContent = "Live.";
   const page = new DOMParser().parseFromString(await response.text(), "text/html");
   const fresh = document.adoptNode(page.querySelector("[data-part]"));
   const old = find(name);
@@ -40,16 +48,25 @@ const replace = async (name) => {
 const refresh = async () => {
   if (busy) return;
   busy = true;
-  try {
-    for (const [name, version] of wanted) {
-      wanted.delete(name);
-      if (find(name)?.dataset.version !== version) await replace(name);
+  for (const [name, version] of wanted) {
+    wanted.delete(name);
+    try {
+      if (version === null) find(name)?.remove();
+      else if (find(name)?.dataset.version !== version) await replace(name);
+    } catch {
+      if (!wanted.has(name)) failed.set(name, version);
     }
-  } catch {
-    // The server is gone: the next connection names all versions again.
-  } finally {
-    busy = false;
   }
+  busy = false;
+  clearTimeout(retry);
+  if (failed.size) retry = setTimeout(again, RETRY_MS);
+};
+
+// Fetch again what could not be fetched, unless a newer version is known.
+const again = () => {
+  for (const [name, version] of failed) if (!wanted.has(name)) wanted.set(name, version);
+  failed.clear();
+  refresh();
 };
 
 const connect = () => {

@@ -53,7 +53,7 @@ def test_lines_of_charts():
     ("what", "texts"),
     [
         ("success", ["room, seen places (success)", "step 5: 0.75 [0.65, 0.85]", "free members"]),
-        ("time", ["wait", "10 s", "train", "5 s"]),
+        ("time", ["wait", "2 s per step", "train", "1 s per step"]),
         ("actor", ["Loss", "step 5: -5"]),
     ],
 )

@@ -176,6 +176,15 @@ def test_hostile_texts_and_long_ones(tmp_path: Path):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("column", ["task", "goal", "text"])
+def test_empty_texts_are_listed(tmp_path: Path, column: str):
+    bank = bank_of(tmp_path / "bank.sqlite", [Counters()] * 2)
+    with closing(sqlite3.connect(bank)) as db:
+        db.execute(f"UPDATE entries SET {column} = '' WHERE written = 1")
+        db.commit()
+    assert sorted(getattr(row, column) == "" for row in listing(bank).rows) == [False, True]
+
+
 def test_a_text_that_is_not_utf_8_is_shown_with_replacements(tmp_path: Path):
     bank = bank_of(tmp_path / "bank.sqlite", [Counters()] * 2)
     with closing(sqlite3.connect(bank)) as db:

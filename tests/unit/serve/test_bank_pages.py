@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from starlette.testclient import TestClient
 
 from crl.manager.inspection.upkeep import create_bank
 from crl.manager.records import Entry
-from crl.serve.pages.bank import PART_CHARACTERS
-from crl.serve.security import MOST_BYTES
+from crl.report.charts import Point
+from crl.serve.pages.bank import PART_CHARACTERS, some_of
+from crl.serve.security import MAX_BYTES
 from crl.types import Counters, Lift, Provenance
 from crl.wording import printable_lines
 from support.bank_commands import parsed
@@ -143,24 +145,48 @@ def test_nothing_is_loaded_before_the_first_search_by_meaning(root: Path):
     ("settings", "reason"),
     [
         ({"model": "/no/such/encoder"}, "/no/such/encoder"),
-        ({"model": "http://127.0.0.1:1/v1", "name": "none"}, "embedder.model"),
         ({"model": "/no/such/encoder", "kind": "vllm"}, "crl bank search"),
     ],
 )
 def test_an_embedder_that_is_not_available(
-    root: Path, tmp_path: Path, settings: dict[str, str], reason: str, monkeypatch
+    root: Path, tmp_path: Path, settings: dict[str, str], reason: str
 ):
-    monkeypatch.setattr("crl.embedders.endpoint.ATTEMPTS", 1)
     run = Path(shutil.copytree(root / "run", tmp_path / "runs" / "run"))
-    saved = json.loads((run / "config.json").read_text())
-    saved["config"]["embedder"] |= settings
-    (run / "config.json").write_text(json.dumps(saved))
+    change_embedder(run, settings)
     with browser_of(run.parent) as client:
         found = page(client, "/runs/run/bank?q=west&by=meaning")
         assert "The embedder of the run is not available" in found.text
         assert reason in found.text
         assert lessons(found) == []
         assert lessons(page(client, "/runs/run/bank?q=west"))
+
+
+def change_embedder(run: Path, settings: dict[str, str]) -> None:
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["embedder"] |= settings
+    (run / "config.json").write_text(json.dumps(saved))
+
+
+def test_no_text_and_no_key_is_sent_to_an_endpoint(root: Path, tmp_path: Path, monkeypatch):
+    """The config of a run must not choose where the key of a user is sent."""
+    run = Path(shutil.copytree(root / "run", tmp_path / "runs" / "run"))
+    monkeypatch.setenv("SECRET", "key")
+    with socket.create_server(("127.0.0.1", 0)) as endpoint, browser_of(run.parent) as client:
+        endpoint.settimeout(0.2)
+        url = f"http://127.0.0.1:{endpoint.getsockname()[1]}/v1"
+        change_embedder(run, {"model": url, "name": "none", "key_env": "SECRET"})
+        found = page(client, "/runs/run/bank?q=west&by=meaning")
+        assert "sends no texts and no API keys to endpoints. Search by words" in found.text
+        with pytest.raises(TimeoutError):
+            endpoint.accept()
+
+
+def test_other_sites_start_no_search_by_meaning(browser: TestClient):
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert browser.get("/runs/run/bank?q=west", headers=link).status_code == 200
+    assert browser.get("/runs/run/bank?q=west&by=meaning", headers=link).status_code == 403
+    own = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "navigate"}
+    assert browser.get("/runs/run/bank?q=west&by=meaning", headers=own).status_code == 200
 
 
 def test_a_bank_without_vectors(tmp_path: Path):
@@ -207,6 +233,16 @@ def test_the_story_of_an_updated_lesson(browser: TestClient, root: Path):
     assert "step 2: 0.667" in titles[0]
     assert "step 2: 0.375" in titles[1]
     assert lessons(page(browser, "/runs/run/bank/lesson?uid=0/0/0%230")) == lessons(found)
+
+
+def test_a_long_curve_ends_with_its_last_value():
+    points = [Point(x, x / 1000) for x in range(1000)]
+    shown = some_of(points)
+    assert 40 < len(shown) <= 60
+    assert set(shown) <= set(points), "no means of values that are means already"
+    assert shown[-1] == points[-1]
+    assert some_of(points[:3]) == points[:3]
+    assert some_of([]) == []
 
 
 def test_lineage_of_a_merge_can_be_followed(browser: TestClient):
@@ -274,7 +310,7 @@ MARKUP = ("<script>alert", "<img src=x", "onerror=alert(1)>")
 
 
 def check_hostile(response, started: float) -> None:
-    assert len(response.content) < MOST_BYTES
+    assert len(response.content) < MAX_BYTES
     assert time.monotonic() - started < 20
     body = response.text
     assert not (FORBIDDEN & set(body)) - {"\r"}
@@ -353,7 +389,7 @@ def test_a_long_text_is_read_in_parts(tmp_path: Path):
             response = client.get(link)
             assert response.status_code == 200
             assert response.headers["content-type"] == "text/plain; charset=utf-8"
-            assert len(response.content) < MOST_BYTES
+            assert len(response.content) < MAX_BYTES
             part, _, _ = response.text.removesuffix("\n").partition("\n… part ")
             read, parts = read + part, parts + 1
             link = response.links.get("next", {}).get("url", "")

@@ -80,7 +80,7 @@ def test_changes_between_two_steps(browser: TestClient):
     assert {"Go west.", "Mind the trap.", "Follow the left wall."} <= set(first.texts)
     last = page(browser, "/runs/run/bank/steps")
     assert "The last step of the bank is 2." in last.text
-    assert "+0.375" in last.text, "the lift over the groups of these steps"
+    assert "+0.38" in last.text, "the lift over the groups of these steps"
     assert "bounds (run/2/0/0)" in last.text
     assert "Nothing was changed" in page(browser, "/runs/run/bank/steps?from=7&to=9").text
     assert "Nothing was changed" in page(browser, "/runs/run/bank/steps?from=2&to=1").text
@@ -121,6 +121,11 @@ def test_difference_of_two_banks(browser: TestClient, root: Path):
     )
     for lesson in (*expected.only_a, *expected.only_b, *(pair[0] for pair in expected.both)):
         assert lesson.text in found.texts
+    links = [a.get("href") or "" for tag, a in found.tags if tag == "a"]
+    for link in [link for link in links if "?q=" in link]:
+        assert "&task=" in link
+        assert page(browser, link).text.count("No lesson matches") == 0
+    page(browser, "/runs/run/bank/diff?other=run", 400)
     page(browser, "/runs/run/bank/diff?other=none", 404)
     page(browser, "/runs/run/bank/diff?other=../other", 404)
     names = [a["value"] for tag, a in found.tags if tag == "option"]
@@ -163,7 +168,7 @@ def test_retry_of_all_dead_requests(runs: Path):
     with writable(runs) as client:
         assert "Retry all 1" in page(client, "/runs/run/bank/requests").texts
         ask = page(client, "/runs/run/bank/retry")
-        assert "Queue all 1 dead request again? It waits until the run continues." in ask.text
+        assert "Queue all 1 dead request again? crl resume returns to the last" in ask.text
         assert len(parsed("dead", runs / "run")) == dead, "nothing is changed by the question"
         done = client.post("/runs/run/bank/retry", data=fields(ask))
         assert done.status_code == 303
@@ -222,7 +227,10 @@ def test_a_bank_that_changed_after_the_preview(runs: Path):
         answer = client.post("/runs/run/bank/prune", data=form)
         assert answer.status_code == 409
         assert "changed since the preview" in answer.text
-        for change in ({"max_entries": "1"}, {"unused_since": "1"}, {"expected": ""}):
+        for change in (
+            {"max_entries": "1"}, {"unused_since": "1"}, {"expected": ""}, {"expected": "é"},
+            {f"x{i}": "y" for i in range(30)},
+        ):  # fmt: skip
             assert client.post("/runs/run/bank/prune", data=form | change).status_code in (400, 409)
     assert (runs / "run" / "bank.sqlite").read_bytes() == before
 
@@ -285,6 +293,24 @@ def test_a_bank_that_a_run_has_open(runs: Path):
         finally:
             lock.release()
         assert client.post("/runs/run/bank/prune", data=prune).status_code == 303
+
+
+def test_a_run_that_has_not_opened_its_bank_yet(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("crl.monitor.run_dir.LOCK_WAIT_S", 0.05)
+    before = (runs / "run" / "bank.sqlite").read_bytes()
+    with writable(runs) as client:
+        forms = {
+            "prune": fields(page(client, "/runs/run/bank/prune?max_entries=2")),
+            "retry": fields(page(client, "/runs/run/bank/retry")),
+        }
+        with RunDir(runs / "run").lock():
+            for path, form in forms.items():
+                answer = client.post(f"/runs/run/bank/{path}", data=form)
+                assert answer.status_code == 409
+                assert "another process is training this run" in answer.text
+            assert (runs / "run" / "bank.sqlite").read_bytes() == before
+        for path, form in forms.items():
+            assert client.post(f"/runs/run/bank/{path}", data=form).status_code == 303
 
 
 async def test_pages_while_a_run_writes(tmp_path: Path):

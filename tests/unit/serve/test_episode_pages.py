@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from crl.records.shards import Record, read_records, shards
 from crl.serve.pages.episodes import ROWS_PER_PAGE, view
-from crl.serve.security import MOST_BYTES
+from crl.serve.security import MAX_BYTES
 from crl.wording import printable_lines
 from support.browsed_banks import browser_of
 from support.hostile_texts import FORBIDDEN, HOSTILE
@@ -149,8 +149,20 @@ def test_lessons_link_to_the_episodes_they_came_from_and_guided(client: TestClie
     assert guided <= targets
     step, group, member = use["generation"].split("/")[1:]
     assert f"{int(step) + 1}/{group}/{member}" in targets
+    assert targets <= set(found.texts), "links have the numbers of the viewer"
+    assert any(a.get("title") == use["generation"] for _, a in found.tags)
     for target in targets:
         page(client, f"/runs/first/episodes/{target}")
+    origin = page(client, f"/runs/first/episodes/{int(step) + 1}/{group}/{member}")
+    assert "Lessons from it" in origin.texts
+    assert f"/runs/first/bank/lesson?uid={quote(use['uid'], safe='')}" in links(origin, "lesson")
+
+
+def test_a_guided_episode_without_a_lesson(client: TestClient, run: Path):
+    change(run, 1, lambda found: found[0].update(condition="guided", used=[], rejected=[]))
+    record = records(run)[0]
+    text = page(client, f"/runs/first/episodes/{name(record)}").text
+    assert f"Member {record['member']}, guided, no lesson found:" in text
 
 
 def test_members_of_a_group_side_by_side(client: TestClient, run: Path):
@@ -225,7 +237,7 @@ def test_hostile_episodes(run: Path):
             response = client.get(path)
             assert time.monotonic() - started < 20
             assert response.status_code == 200 or "part=2" in path
-            assert len(response.content) < MOST_BYTES
+            assert len(response.content) < MAX_BYTES
             assert not (FORBIDDEN & set(response.text)) - {"\r"}
             if response.headers["content-type"].startswith("text/html"):
                 assert "<script>alert" not in response.text

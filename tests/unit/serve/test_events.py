@@ -88,6 +88,13 @@ def test_the_start_and_the_end_of_a_run_are_changes(tmp_path: Path):
     assert row_versions(site) == before
 
 
+async def test_a_removed_part_is_named():
+    states = iter([{"a": "1", "b": "1"}, {"b": "1"}])
+    stream = changes(lambda: next(states), anyio.Event())
+    await anext(stream)
+    assert content(await anext(stream)) == {"a": None}
+
+
 def test_new_runs_are_rows(tmp_path: Path):
     site = Site(tmp_path)
     assert row_versions(site) == {}

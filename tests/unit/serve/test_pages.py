@@ -7,7 +7,9 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
@@ -15,7 +17,7 @@ from starlette.testclient import TestClient
 from crl.monitor.files import FileMonitor
 from crl.monitor.run_dir import RunDir
 from crl.serve.pages.parts import TITLES
-from crl.serve.security import MOST_BYTES
+from crl.serve.security import MAX_BYTES
 from support.hostile_texts import FORBIDDEN, HOSTILE
 
 Change = Callable[[dict], None]
@@ -121,8 +123,34 @@ def test_a_run_without_a_bank_and_without_metrics(client: TestClient, run: Path)
 def test_a_bank_without_a_run(client: TestClient, run: Path):
     (run / "config.json").unlink()
     html = text(client, "/runs/first")
-    assert "config.json" in html
+    assert "A bank without a run" in html
     assert "Lift of the lessons" in html
+    assert "lost" not in html
+    for page in ("settings", "log", "episodes"):
+        assert f'href="/runs/first/{page}"' not in html
+    row = text(client, "/rows/first")
+    assert "Bank without a run" in row
+    assert "checkbox" not in row
+
+
+def test_a_run_whose_files_lie_elsewhere_is_listed_with_the_reason(
+    client: TestClient, run: Path, tmp_path: Path
+):
+    other = run.parent / "other"
+    other.mkdir()
+    (tmp_path / "config.json").touch()
+    (other / "config.json").symlink_to(tmp_path / "config.json")
+    reason = f"config.json is a link that leads out of {run.parent}"
+    assert reason in text(client, "/")
+    assert reason in text(client, "/rows/other")
+    assert reason in text(client, "/runs/other", 403)
+
+
+def test_an_error_of_a_bank_keeps_the_navigation_of_the_run(client: TestClient, run: Path):
+    (run / "bank.sqlite").write_bytes(b"no bank")
+    html = text(client, "/runs/first/bank", 500)
+    assert 'href="/runs/first/episodes"' in html
+    assert "Error 500" in html
 
 
 def test_a_run_under_way(client: TestClient, run: Path):
@@ -147,7 +175,8 @@ def test_a_run_under_way(client: TestClient, run: Path):
         assert "under way" in text(client, "/rows/first")
         monitor.close()
     html = text(client, "/runs/first/parts/state")
-    assert "ended before its last evaluation" in html
+    assert re.search(r'class="badge">interrupted<', html)
+    assert "It is interrupted." in html
     assert "3 of 8" not in html
 
 
@@ -168,7 +197,7 @@ def test_operations_link_to_the_lessons(client: TestClient, run: Path):
         "SELECT data ->> 'uid' FROM log WHERE kind = 'add' ORDER BY seq DESC LIMIT 1"
     )
     db.close()
-    assert f"/runs/first/bank/lesson?uid={uid.replace('#', '%23')}" in html
+    assert f"/runs/first/bank/lesson?uid={quote(uid, safe='')}" in html
     assert "added" in html
 
 
@@ -205,6 +234,25 @@ def test_damaged_metrics_leave_pages(client: TestClient, run: Path, line: str):
     html = text(client, "/runs/first")
     assert "Lift of the lessons" in html
     text(client, "/runs/first/settings")
+    html = text(client, "/compare?run=first&run=whole")
+    assert "Wall time by part" in html
+
+
+def test_operations_with_huge_texts(client: TestClient, run: Path):
+    """The last operations of a bank: their uids and texts are long, but the page is not."""
+    texts = {name: name[0] * 2**22 for name in ("uid", "text", "reason")}
+    huge = json.dumps({"version": 1, **texts})
+    with closing(sqlite3.connect(run / "bank.sqlite")) as db:
+        for kind in ("add", "drop", "evict"):
+            db.execute(
+                "INSERT INTO log SELECT MAX(seq) + 1, MAX(step), 0, ?, ?, 0, ? FROM log",
+                (kind, "o" * 2**22, huge),
+            )
+        db.commit()
+    html = text(client, "/runs/first")
+    assert len(html) < 2**20
+    assert "u" * 200 not in html.replace("t" * 200, "")
+    assert "Last operations of the bank" in html
 
 
 def test_settings(client: TestClient):
@@ -241,6 +289,7 @@ def test_runs_of_two_arms_are_compared(client: TestClient, run: Path):
     assert "actor.optimizer.learning_rate" in html
     assert "0.125" in html
     assert "B − A" in html
+    assert 'href="/runs/first/bank/diff?other=other"' in html
     assert "room, seen places, without experience" in html
 
 
@@ -300,7 +349,7 @@ def test_hostile_texts_are_escaped(client: TestClient, run: Path, name: str):
         assert "<script>alert" not in html, address
         assert "<img src=x" not in html, address
         assert not FORBIDDEN & set(html), address
-        assert len(html.encode()) < MOST_BYTES, address
+        assert len(html.encode()) < MAX_BYTES, address
         assert "{{" not in html, address
 
 

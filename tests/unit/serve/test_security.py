@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from crl.serve.app import STATIC, create_app
-from crl.serve.security import MOST_BYTES, POLICY
+from crl.serve.security import MAX_BYTES, POLICY
 from crl.serve.site import Site
 from support.asgi import request
 
@@ -67,6 +67,21 @@ def test_headers_of_every_response(app: Starlette):
     assert "default-src 'none'" in POLICY
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "x"])
+def test_other_sites_may_link_to_pages_and_load_nothing(app: Starlette, site: str):
+    for target in ("/", "/runs/run/log", "/static/style.css", "/events"):
+        for mode in ("no-cors", "cors", "websocket", ""):
+            headers = {"sec-fetch-site": site, "sec-fetch-mode": mode}
+            answer = request(app, target, headers=headers)
+            assert answer.status == 403
+            assert answer.headers["content-security-policy"] == POLICY
+    navigation = {"sec-fetch-site": site, "sec-fetch-mode": "navigate"}
+    assert request(app, "/", headers=navigation).status == 200
+    for own in ("same-origin", "none"):
+        headers = {"sec-fetch-site": own, "sec-fetch-mode": "no-cors"}
+        assert request(app, "/static/style.css", headers=headers).status == 200
+
+
 def test_nothing_is_answered_without_the_token(root: Path):
     app = create_app(Site(root), token=TOKEN, cookie="crl-serve-8300")
     for target in ("/", "/runs/run", "/static/style.css", "/none", "/?token=", "/?token=wrong"):
@@ -97,7 +112,7 @@ def test_the_host_is_checked_also_with_the_token(root: Path):
 @pytest.mark.parametrize("announced", [True, False])
 def test_responses_have_a_maximum_size(root: Path, announced: bool):
     def large(_: Request) -> Response:
-        part = "x" * (MOST_BYTES // 4)
+        part = "x" * (MAX_BYTES // 4)
         return PlainTextResponse(part * 5) if announced else StreamingResponse([part] * 5)
 
     app = create_app(Site(root))
@@ -154,4 +169,5 @@ def test_an_unexpected_error_says_nothing_about_it(root: Path, monkeypatch: pyte
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         response = client.get("/fail")
     assert response.status_code == 500
-    assert SECRET not in response.text
+    assert response.text == "An error of the server; see its terminal.\n"
+    assert response.headers["content-security-policy"] == POLICY

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +19,7 @@ import pytest
 
 from crl.errors import ConfigError
 from crl.serve.server import bound
+from support.bank_commands import finished_run
 from support.paths import python_environment
 from support.whole_runs import crl, one_line
 
@@ -63,6 +66,34 @@ def test_it_serves_until_it_is_interrupted(root: Path, number: signal.Signals):
         out, err = process.communicate(timeout=20)
         assert (out, err) == ("", "")
         assert process.returncode == 0
+
+
+def test_a_search_does_not_delay_the_end(tmp_path: Path):
+    """A search by meaning that is still running ends with the process."""
+    run = finished_run(tmp_path / "run")
+    program = (
+        "import time, crl.serve.meaning as meaning\n"
+        "meaning.embedder_of = lambda *_: time.sleep(60)\n"
+        "from crl.cli.main import main\n"
+        f"import sys; sys.argv = ['crl', 'serve', {str(run)!r}, '--port', '0']\n"
+        "main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=python_environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    address = process.stdout.readline().split()[0]
+    with ThreadPoolExecutor(1) as thread:
+        search = thread.submit(get, f"{address}runs/run/bank?q=west&by=meaning")
+        time.sleep(1)
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=40)
+        assert time.monotonic() - started < 20
+        assert "Traceback" not in err
+        with suppress(http.client.HTTPException, OSError):
+            search.result(timeout=10)
 
 
 def test_nothing_is_written(root: Path):

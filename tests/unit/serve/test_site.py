@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
 from crl.errors import ConfigError
-from crl.serve.site import MOST_RUNS, Site, find_runs, run_id
+from crl.serve.site import MAX_RUNS, Site, find_runs, run_id
 
 
 def new_run(path: Path) -> Path:
@@ -62,7 +64,18 @@ def test_links_do_not_lead_outside(tmp_path: Path):
     (inside / "log.txt").symlink_to(root / "own" / "config.json")
     episodes = new_run(root / "episodes-of-others") / "episodes"
     episodes.symlink_to(tmp_path)
-    assert find_runs(root) == [root / "inside", root / "own"]
+    checkpoints = new_run(root / "large-disk") / "checkpoints"
+    checkpoints.symlink_to(tmp_path)
+    site = Site(root)
+    foreign = {run.name: run.foreign for run in site.runs() if run.foreign}
+    assert foreign == {
+        "episodes-of-others": "episodes", "folder": "config.json", "log": "log.txt",
+    }  # fmt: skip
+    assert {run.name for run in site.runs()} - foreign.keys() == {"inside", "large-disk", "own"}
+    for name in foreign:
+        with pytest.raises(HTTPException, match="is a link that leads out of") as caught:
+            site.found(name)
+        assert caught.value.status_code == 403
 
 
 def test_links_of_episodes_do_not_lead_outside(tmp_path: Path):
@@ -71,13 +84,27 @@ def test_links_of_episodes_do_not_lead_outside(tmp_path: Path):
     site = Site(tmp_path / "root")
     assert site.found("run")
     (run / "episodes" / "000001.jsonl.gz").symlink_to("/etc/passwd")
-    with pytest.raises(HTTPException):
+    with pytest.raises(HTTPException, match=r"000001\.jsonl\.gz is a link"):
         site.found("run")
 
 
+def test_a_directory_that_cannot_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Permissions do not stop root, so the error of the system is raised here."""
+    own, closed = new_run(tmp_path / "own"), new_run(tmp_path / "closed")
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert find_runs(tmp_path) == [own]
+
+
 def test_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("crl.serve.site.MOST_RUNS", 3)
-    assert MOST_RUNS > 100
+    monkeypatch.setattr("crl.serve.site.MAX_RUNS", 3)
+    assert MAX_RUNS > 100
     for number in range(5):
         new_run(tmp_path / str(number))
     assert len(find_runs(tmp_path)) == 3
