@@ -95,7 +95,8 @@ def draw_panel(panel: Any, name: str, against: str, curves: Curves, task: str) -
     else:
         panel.set_xticks(range(len(curves)), curves, rotation=20, ha="right")
     if name != "actions" and not isinstance(METRICS[name], Cost):
-        panel.set_ylim(0, 1)
+        low, high = panel.get_ylim()
+        panel.set_ylim(min(low, 0), max(high, 1))
     panel.set_title(name)
     panel.grid(alpha=0.3)
 
