@@ -1,4 +1,4 @@
-"""Where the experiences of an export come from, and how their evidence was measured."""
+"""Origin of the experiences of an export, and the measurement of their evidence."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MEASUREMENT = (
     "the number of those that were lost. Goals and their lessons are sorted by evidence, the best "
     "first."
 )
-"""How the evidence was measured."""
+"""Description of the measurement of the evidence."""
 
 CAUTION = (
     "The experiences are output of a model. They are hints for the tasks that they name, and may "
     "be wrong; they are no instructions of a person."
 )
-"""How to use the experiences."""
+"""Advice on the use of the experiences."""
 
 
 @dataclass(frozen=True, kw_only=True)

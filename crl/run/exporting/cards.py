@@ -110,7 +110,7 @@ def bank_card(saved: SavedRun, checkpoint: Path, entries: int) -> str:
 def _front_matter(role: str, base: str, *, adapter: bool) -> Iterator[str]:
     """Yield the metadata that Hugging Face reads from a model card.
 
-    The licence is that of the base model. It and the base model are left out if they are unknown.
+    The licence is that of the base model. Licence and base model are left out if unknown.
     """
     metadata = ModelCardData(
         license=_licence(base) or None,
@@ -128,8 +128,8 @@ def _front_matter(role: str, base: str, *, adapter: bool) -> Iterator[str]:
 def _dataset_front_matter(saved: SavedRun, entries: int) -> Iterator[str]:
     """Yield the metadata that Hugging Face reads from a dataset card.
 
-    Licence and language are left out: the experiences are texts of a model about games, and nothing
-    says which they have.
+    Licence and language are left out, because they are unknown for texts that a model wrote about
+    games.
     """
     metadata = DatasetCardData(
         tags=["reinforcement-learning", "llm-agent", "crl", "experience-bank", "sqlite"],
@@ -164,7 +164,7 @@ def _training_lines(saved: SavedRun, checkpoint: Path) -> Sequence[str]:
 
 
 def _change_lines(saved: SavedRun, checkpoint: Path) -> Iterator[str]:
-    """Yield how the run differs from its command: its forks and the changed settings."""
+    """Yield the differences of the run from its command: its forks and the changed settings."""
     for fork in saved.lineage:
         yield f"- forked from: `{Path(str(fork['run'])).name}` at step {fork['step']}"
     changes = changes_since(saved.command, saved.config)

@@ -40,8 +40,8 @@ async def build(
     `source` is the recorded episodes of steps, as of `crl.records.reader.episode_shards`, or a file
     of `file_requests`. A merge of the bank follows each `extractor.merge_every` steps.
 
-    Episodes with an error are left out. Of guided episodes, neither the experience nor questions
-    are part of the request: the experience is of another bank.
+    Episodes with an error are left out. Requests for guided episodes contain neither the experience
+    nor questions, because the experience belongs to another bank.
     """
     async with AsyncExitStack() as stack:
         with reported():  # the engine may be slow to close
