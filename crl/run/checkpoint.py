@@ -179,7 +179,7 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
     else:
         reason = "has no complete checkpoint"
         remedy = (
-            "Wait for the first one of a run that goes on. Otherwise train again in another "
+            "Wait for the first checkpoint of a run in progress. Otherwise train again in another "
             "directory. crl rollout, crl learn and crl sft write no checkpoints"
         )
     raise ConfigError("run", str(root.parent), reason, remedy)

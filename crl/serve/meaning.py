@@ -68,7 +68,7 @@ class MeaningSearch:
                 keys = reader.keys()
                 entries = [entry for entry in reader.entries() if entry.uid in uids]
             if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
-                reason = "it has no vectors yet, and too much text to embed it for one search"
+                reason = "it has no vectors yet, and too much text to embed for one search"
                 remedy = "Choose fewer experiences with the filters, or search with crl bank search"
                 raise ConfigError("bank", str(bank), reason, remedy)
             embedder = await self._embedder(embedder_of(bank, keys))
@@ -81,7 +81,7 @@ class MeaningSearch:
             reason = "the server sends no texts and no API keys to endpoints"
             raise ConfigError("embedder.model", section.model, reason, REMEDY)
         if section.kind == "vllm":
-            reason = "this embedder runs in an engine of its own, which the server does not start"
+            reason = "this embedder runs in its own engine, which the server does not start"
             raise ConfigError("embedder.kind", "vllm", reason, REMEDY)
         # The run may need the whole GPU and all other cores.
         section = section.model_copy(update={"device": "cpu", "threads": 1})

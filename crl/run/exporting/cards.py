@@ -59,9 +59,9 @@ def model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> st
         "",
         *(
             (
-                "This needs the packages transformers and peft, and the base model in the place "
-                "that adapter_config.json names. `crl export --merge` exports a model without "
-                "these needs.",
+                "This needs the packages transformers and peft, and the base model at the path "
+                "in adapter_config.json. `crl export --merge` exports a model without these "
+                "requirements.",
                 "",
                 f"In a run of crl: `--set {role}.model=DIR`.",
             )
@@ -186,8 +186,8 @@ def _result_lines(checkpoint: Path) -> list[str]:
     evaluation: Evaluation = read_evaluation(records[step])
     lines += [
         f"Success after {counted(step, 'step')}, with its 95 % interval. The split seen has "
-        "places of the training, and unseen others. Guided episodes read an experience, free ones "
-        "none.",
+        "training places, the split unseen has other places. Guided episodes read an experience, "
+        "free episodes none.",
         "",
         "| task | split | condition | episodes | success |",
         "|---|---|---|---|---|",
@@ -218,7 +218,7 @@ def _limit_lines(saved: SavedRun, role: str) -> list[str]:
             f"The model reads episodes of the tasks of the run ({tasks}), in the prompts of crl, "
             "and answers with operations on a bank of experiences."
         )
-        reward = "whether its experiences helped the actor of the run"
+        reward = "the success of the episodes that its experiences guided"
     return [
         "## Intended use and limits",
         "",

@@ -128,5 +128,5 @@ def built(config: RunConfig, run: RunDir, entries: int) -> str:
         f"{counted(entries, 'experience')} in the new bank: {run.bank}\n"
         f"  look at it:   crl bank ls {shlex.quote(str(run.path))}\n"
         f"  start a run:  {shlex.join(command)}\n"
-        "  and change nothing in it: add --set bank.frozen=true"
+        "  keep the bank unchanged: add --set bank.frozen=true"
     )

@@ -78,7 +78,7 @@ def learn_from_episodes(
         trained = f"trained on {counted(len(shards), 'step')}; "
         if updates:
             return f"{trained}the trained actor, in Hugging Face format: {target}"
-        return f"{trained}no update was made: the weights in {target} are those of the actor before"
+        return f"{trained}no update was made: the weights in {target} are unchanged"
 
     _carry_out(config, run, max(shards), learned)
     return 0

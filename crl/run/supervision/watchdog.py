@@ -106,7 +106,7 @@ class Watchdog:
         self._reported = True
         text = f"nothing has finished for {silent:.0f} s (run.stall_seconds)"
         self._log("\n".join([_dated(text), *self.report()]))
-        self._note(f"warning: {text}; log.txt says which part waits for what")
+        self._note(f"warning: {text}; log.txt shows where each part waits")
         if self._ends_run:
             raise StallError(f"the run has stalled: {text}")
 
