@@ -165,7 +165,7 @@ def homeless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MEASURED = ("--tasks", "room", "--set", "tasks.room.eval.seen=8",
             "--set", "tasks.room.eval.unseen=4")  # fmt: skip
-REMEDY = "Add --set actor.model=DIR with its new place to crl eval, crl resume or crl fork"
+REMEDY = "Add --set actor.model=DIR with its new path to crl eval, crl resume or crl fork"
 
 
 def test_a_run_whose_base_model_has_moved_is_evaluated(homeless: Path, tmp_path: Path) -> None:

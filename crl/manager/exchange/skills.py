@@ -107,7 +107,7 @@ def _description(task: str, lessons: Mapping[str, Sequence[Lesson]]) -> str:
     """Return what the skill does and when to use it. It names as many goals as there is space."""
     total = sum(map(len, lessons.values()))
     text = (
-        f"Gives {counted(total, 'lesson')} from training episodes for the task "
+        f"Gives {counted(total, 'experience')} from training episodes for the task "
         f"{visible_line(task[:100])}, with their measured effect on success. Use when the task is "
         "this one and the goal is like: "
     )
