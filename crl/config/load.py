@@ -557,7 +557,7 @@ def load_saved(run: Path) -> SavedRun:
     try:
         saved = json.loads(path.read_text("utf-8"))
         if isinstance(saved, dict) and "config" not in saved:
-            reason = "is not that of a run, but for example of a model"
+            reason = "does not belong to a run, but for example to a model"
             remedy = "Give the run directory that crl train printed"
             raise ConfigError("run", str(path), reason, remedy)
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])

@@ -194,7 +194,7 @@ def check_texts(config: RunConfig) -> None:
     """Raise `ConfigError` for exchanges about experiences that notes do not have."""
     for switch in ("ask", "critic"):
         if getattr(config, switch).enabled:
-            reason = f"cannot be used: {config.method} has no such exchange about notes"
+            reason = f"cannot be used: {config.method} does not support it with notes"
             raise ConfigError(f"{switch}.enabled", True, reason, "Leave it out")
     if config.bank.evict_votes is not None:
         reason = "cannot be used: a note is a text, without votes"
@@ -208,7 +208,7 @@ def method_spec(name: str) -> MethodSpec:
     """
     reference = BUNDLED_METHODS.get(name, name)
     if not plugins.is_reference(reference):
-        own = "Own methods: path/to/file.py:SPEC or package.module:SPEC"
+        own = "Your own method: path/to/file.py:SPEC or package.module:SPEC"
         remedy = f"{did_you_mean(name, BUNDLED_METHODS)}. {own}"
         raise ConfigError("method", name, "is not a method", remedy)
     return plugins.load(

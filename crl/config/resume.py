@@ -26,8 +26,8 @@ FIXED: Mapping[str, str] = {
     r"critic\.enabled": "the checkpoint has the success rates of a run with a critic, or none",
     r"embedder\.(model|name)": "the vectors in the bank were made by the embedder of the run",
     r"bank\.(init|frozen|scope)": "the bank of the run already exists",
-    r"tasks\.[^.]+\.(name|env|rendering|stream\..*)": "the run has drawn its tasks with it",
-    r"tasks\.[^.]+\.search\.(train_sets|test_sets)": "the run has drawn its tasks with it",
+    r"tasks\.[^.]+\.(name|env|rendering|stream\..*)": "the run has drawn its tasks with this value",
+    r"tasks\.[^.]+\.search\.(train_sets|test_sets)": "the run has drawn its tasks with this value",
 }
 """Reasons why settings cannot change, by a pattern of their keys."""
 

@@ -49,7 +49,7 @@ def retrieval_policy(choice: str) -> RetrievalPolicy:
     """
     reference = BUNDLED_POLICIES.get(choice, choice)
     if not plugins.is_reference(reference):
-        own = "Own policies: path/to/file.py:POLICY or package.module:POLICY"
+        own = "Your own policy: path/to/file.py:POLICY or package.module:POLICY"
         remedy = f"{did_you_mean(choice, BUNDLED_POLICIES)}. {own}"
         raise ConfigError("retrieval.choice", choice, "is not a retrieval policy", remedy)
     return plugins.load(

@@ -113,8 +113,7 @@ class RunSection(Section):
     stall_seconds: Annotated[float, Field(ge=0)] = 600.0
     """Seconds without a finished episode, training step or distillation until a warning. 0 = never.
 
-    log.txt then says which part of the run waits for what, or has the stack of a blocked event
-    loop.
+    log.txt then shows where each part of the run waits, or has the stack of a blocked event loop.
     """
     stall_ends_run: bool = False
     """True: a run without progress for stall_seconds ends with an error."""
@@ -438,8 +437,8 @@ class ExtractorSection(Section):
     """Baseline that is subtracted from the reward of an experience.
 
     batch = the mean reward of the training batch (eq. 3); group = the mean reward of the free
-    members of the group that the experience guided; guided = the mean reward of all members of that
-    group that an experience guided. With "group", an experience is not trained on if no free member
+    members of the group that the experience guided; guided = the mean reward of all members of this
+    group with an experience. With "group", an experience is not trained on if no free member
     finished its episode. "guided" needs retrieval.per = "rollout". "group" is the relative reward
     of CRL B.2. With "group" or "guided", the batch mean is subtracted as well if critic.enabled or
     perplexity.weight is set.
@@ -534,7 +533,7 @@ class RetrievalSection(Section):
     """Policy that chooses among candidates of about equal similarity.
 
     diverse = eq. 6 of the paper; credit = the best record, (won + 0.3) / (episodes + 1); or the
-    reference of an own policy, path/to/file.py:POLICY or package.module:POLICY.
+    reference of your own policy, path/to/file.py:POLICY or package.module:POLICY.
     """
     per: Literal["group", "rollout"] = "group"
     """Sharing of experiences within a group.
@@ -632,7 +631,7 @@ class EmbedderSection(Section):
 
     hash = hashed character n-grams, which compare wording only. wordllama = means of word vectors,
     which compare the meaning of words; it needs the extra wordllama. auto = hash for an actor with
-    the compact profile, else wordllama; config.json of a run has the one that was chosen. Any other
+    the compact profile, else wordllama; config.json of a run names the chosen embedder. Any other
     value names an encoder: a directory with a sentence-transformers or Hugging Face encoder, or its
     name in the Hugging Face cache. The URL of an OpenAI-compatible endpoint is given without
     /embeddings (http://localhost:8000/v1).
@@ -1490,7 +1489,7 @@ def _check_bank(config: RunConfig) -> None:
     lowest_similarity = math.sqrt(max(0.0, 1 - (bank.key_text_weight or 0) ** 2))
     if bank.key_text_weight is not None and retrieval.min_similarity > lowest_similarity:
         reason = (
-            "may exclude experiences of the very goal that is searched for: with "
+            "may exclude experiences of the searched goal: with "
             f"bank.key_text_weight = {bank.key_text_weight}, their similarity can be as low as "
             f"{lowest_similarity:.4f}"
         )

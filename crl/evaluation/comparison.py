@@ -150,7 +150,7 @@ def _unused(config: RunConfig) -> set[str]:
 
 
 def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> dict[str, Any]:
-    """Return the settings of a saved evaluation, as they applied, given or not.
+    """Return the effective settings of a saved evaluation, including defaults.
 
     Runs that differ only by their seed have equal ones: the model is left out, a step is named only
     if it is not the last of the run, and a bank only as that of the run or another one.

@@ -58,7 +58,7 @@ class ReportRow:
     means: Mapping[str, Estimate]
     """Means of `score` (if graded), `turns` and `tokens` per episode."""
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    """pass@k by k > 1, without those of the online evaluation, whose visits are no samples."""
+    """pass@k by k > 1; empty for the online evaluation, whose visits are not samples."""
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

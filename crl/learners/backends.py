@@ -1,4 +1,4 @@
-"""Kinds of learners: what each needs, how much memory it takes, and how it is opened.
+"""Kinds of learners, with their requirements, their memory and their start.
 
 A new kind is a subclass of `LearnerBackend` in `LEARNERS`, and a value of `LearnerSection.kind`.
 `SETTINGS_OF_KINDS` in `crl/config/schema.py` lists the settings that only some kinds use. Checks of

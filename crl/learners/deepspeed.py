@@ -440,7 +440,7 @@ class _RankProcess:
         self.progress = (0, 0)
         """Number of commands begun, and number of ticks in the last command.
 
-        A comparison shows which of two ranks is behind.
+        The rank with the smaller pair is behind.
         """
         self.busy = self.died = self.heartbeat_lost = False
         """State of the rank: works on a command, process has ended, heartbeats are missing."""

@@ -408,7 +408,7 @@ class Rank:
     """Commands of the parent. The parent uses the answer of rank 0."""
 
     def __init__(self, assignment: RankAssignment, pipe: ParentPipe) -> None:
-        """Join the process group and load the model. `pipe` is told when the work progresses."""
+        """Join the process group and load the model. Progress is reported to `pipe`."""
         settings = assignment.settings
         compute = settings.compute
         torch.set_num_threads(compute.threads)

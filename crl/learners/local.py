@@ -39,8 +39,8 @@ Tensors = dict[str, torch.Tensor]
 class LocalLearner:
     """`crl.protocols.Learner` in this process.
 
-    A model in half precision is trained with float32 master weights (`MasterWeights`). Of a model
-    with an adapter (`crl.modeling.lora`), the adapter is trained and saved.
+    A model in half precision is trained with float32 master weights (`MasterWeights`). If the model
+    has an adapter (`crl.modeling.lora`), only the adapter is trained and saved.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ def optimizer_metadata(updates: int) -> dict[str, str]:
 def restore_schedule(schedule: LRScheduler, metadata: Mapping[str, str]) -> int:
     """Set the schedule and its optimizer to the saved number of updates, and return the number.
 
-    The rate follows from the settings of this process, which may differ from those of the process
-    that saved the file.
+    The learning rate follows the settings of this process, not those of the process that saved the
+    file.
     """
     from torch.optim.lr_scheduler import LambdaLR
 

@@ -250,8 +250,8 @@ class Trainer:
     parameters may differ from the model's (`MasterWeights`). A trainer is not thread-safe: a
     learner calls it from one worker thread only.
 
-    An adapter with dropout has it in the passes of an update alone: forward and backward pass of
-    `_gradient`.
+    Dropout of an adapter applies only to the forward and backward passes of an update
+    (`_gradient`).
     """
 
     rank = 0
@@ -417,7 +417,7 @@ class Trainer:
             self._add_mismatch(accumulator, self._token_stats(batch).logp, batch, version)
 
     def _with_probe(self, minibatch: Minibatch, version: int) -> Minibatch:
-        """Return a minibatch whose probe also has its samples, if its update has dropout.
+        """Return the minibatch; if its update has dropout, its samples are also in its probe.
 
         The log-probs of an update with dropout cannot be compared with the engine's.
         """

@@ -18,8 +18,8 @@ Address = tuple[int, int]
 class BankFailures:
     """`FailureLibrary` of the active entries that the run `run` has written.
 
-    Entries of other runs, as in a bank that the run started with, are left out: their tasks may be
-    those of evaluations.
+    Entries of other runs (in a bank that the run started with) are left out, because their tasks
+    may be tasks of evaluations.
     """
 
     def __init__(self, manager: ExperienceManager, run: str) -> None:
@@ -78,10 +78,10 @@ class BankFailures:
         return {"new": list(self._new)}
 
     def load_state(self, state: State) -> None:
-        """Load a state. The bank is rolled back before.
+        """Load a state.
 
-        An answer that was applied after the snapshot is unknown now. Its request will be answered
-        again.
+        The bank must have been rolled back before. Answers that were applied after the snapshot are
+        removed, and their requests are answered again.
         """
         self._new = [uid for uid in state["new"] if self._manager.entry(uid)]
 

@@ -61,8 +61,7 @@ _EDGES = " \t\r\n\"'*`,[]"
 def failure_modes(env: str) -> tuple[str, ...]:
     """Return the failure modes of an environment (Role-Agent, Table 6), and "other" at the end.
 
-    The modes of ALFWorld are general. **Ours**: all environments that the table does not contain
-    have them.
+    **Ours**: environments that are not in the table have the modes of ALFWorld, which are general.
     """
     return (*_OF_ENVIRONMENTS.get(env, _HOUSEHOLD), OTHER)
 
@@ -130,7 +129,8 @@ def _mode(value: str, modes: Sequence[str]) -> str:
 def _fields(text: str) -> dict[str, str]:
     """Return the values of the fields by name, each on one line.
 
-    Only the text after the last `<reflection>` is read. Of several values the first one counts.
+    Only the text after the last `<reflection>` is read. If a field occurs several times, its first
+    value counts.
     """
     text = text[text.rfind("<reflection>") + 1 :].partition("</reflection>")[0]
     starts = list(_START.finditer(text))

@@ -383,8 +383,8 @@ class ExperienceManager:
         The list is empty if the answer has no usable operation or the request is dead. With
         `background`, the task `run` distils it.
 
-        A known id is that of an episode which a run played before it was resumed from an earlier
-        step. Its request gets another run name, because the episode now is a different one.
+        If the id is known, a run played an episode with this id before it was resumed from an
+        earlier step. The new request then gets another run name, because its episode differs.
         """
         request = await self._with_new_id(request)
         written = self._awaited[request.id] = asyncio.get_running_loop().create_future()

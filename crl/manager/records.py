@@ -160,13 +160,13 @@ class DistilRequest:
 
 
 def _task(fields: Mapping[str, Any]) -> Task:
-    """Read a task. Those of older banks have the old name of their split."""
+    """Read a task. In older banks, splits have their old names."""
     split = fields["split"]
     return Task(**{**fields, "split": _OLD_SPLITS.get(split, split)})
 
 
 def _hit(fields: Mapping[str, Any]) -> Hit:
-    """Read a hit. Those of older banks have no record."""
+    """Read a hit. In older banks, hits have no record."""
     return Hit(
         **{
             **fields,

@@ -43,7 +43,7 @@ class Prompts:
     state_keys: bool = False
     """True if an experience is found by the last state of its episode (EMPO² §4.2)."""
     read_note: NoteReader | None = None
-    """Reader of such an answer; None: the whole answer is the text."""
+    """Reader of a note in an answer; None: the whole answer is the text."""
 
 
 @dataclass(frozen=True, slots=True)

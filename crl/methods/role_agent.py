@@ -126,7 +126,7 @@ def parts(settings: RoleAgentSection) -> frozenset[Part]:
 
 
 def check(config: RunConfig, settings: RoleAgentSection) -> None:
-    """Raise `ConfigError` for settings with which no task could be retrieved."""
+    """Raise `ConfigError` if the settings prevent any retrieval of tasks."""
     if settings.retrieval == "model" and config.profile(config.writer) == "compact":
         reason = "needs a language model that analyses failures"
         raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")

@@ -125,7 +125,7 @@ def require_same_base(adapter: Path, base: Path, key: str) -> None:
             f"is not the base model of {adapter}: their weights differ (SHA-256 {found[:12]}… "
             f"instead of {recorded[:12]}…)"
         )
-        remedy = f"Give the new place of {base_name(adapter, key)}"
+        remedy = f"Give the new path of {base_name(adapter, key)}"
         raise ConfigError(key, str(base), reason, remedy)
 
 
@@ -148,7 +148,7 @@ def moved_base(adapter: Path, model: str, key: str) -> Path:
 
 def moved_remedy(key: str) -> str:
     """Return the remedy for a run whose model `key` has moved."""
-    return f"Add --set {key}=DIR with its new place to crl eval, crl resume or crl fork"
+    return f"Add --set {key}=DIR with its new path to crl eval, crl resume or crl fork"
 
 
 def with_base(adapter: Path, base: Path) -> Path:

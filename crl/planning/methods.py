@@ -22,8 +22,8 @@ from crl.types import Task
 def build_method(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Method:
     """Return the method of a run.
 
-    Raise `ConfigError` if an own method cannot be built, or if `build` returns no method, or one
-    that contradicts its spec.
+    Raise `ConfigError` if a user's method cannot be built, or if `build` returns no method or a
+    method that contradicts its spec.
     """
     context = chat_context(
         config.tasks, specs, config.prompts.files,
@@ -73,7 +73,7 @@ def _contradiction(config: RunConfig, method: object) -> str:
 
 @contextmanager
 def _errors_of(config: RunConfig, part: str) -> Iterator[None]:
-    """Raise `ConfigError` for any error of an own method, with the line of its file."""
+    """Raise `ConfigError` for any error of a user's method, with the line of its file."""
     try:
         yield
     except ConfigError:
@@ -94,7 +94,7 @@ def _line(error: BaseException, reference: str) -> str:
 
 
 def require_method(config: RunConfig) -> None:
-    """Raise `ConfigError` if an own method cannot be built, or cannot run with these learners.
+    """Raise `ConfigError` if a user's method cannot be built or cannot run with these learners.
 
     Bundled methods are not built, because that would import torch.
     """

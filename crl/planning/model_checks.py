@@ -164,7 +164,7 @@ def _require_rank(section: LoraSection, layers: Sequence[Layer], role: str) -> N
     outputs, inputs = narrow[name]
     reason = (
         f"is above the smallest dimension of {name}, which is {outputs} × {inputs}: a larger rank "
-        "adds parameters and no expressiveness"
+        "only adds useless parameters"
     )
     remedy = f"Choose at most {min(outputs, inputs)}"
     if narrow.keys() != {name for name, _ in layers}:

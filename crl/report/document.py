@@ -1,8 +1,8 @@
-"""The report: one HTML file from the directories of runs.
+"""Report: one HTML file from the directories of runs.
 
-The file needs no network and runs no script but its own, which sorts and filters tables. Texts of
-models, games and banks are escaped: as HTML by the templates, and characters that are not printable
-by `printable_lines`.
+The file needs no network. Its only script sorts and filters tables. Texts of models, games and
+banks are escaped: as HTML by the templates, and characters that are not printable by
+`printable_lines`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ MOST_BYTES = 5_000_000
 """Maximum size of a report whose texts are long."""
 
 SCALES = (1.0, 0.5, 0.25, 0.1, 0.04, 0.01)
-"""Factors on the maximum lengths of texts. The first is used with which the report is small."""
+"""Factors on the maximum lengths of texts.
+
+The first factor that makes the report small enough is used.
+"""
 
 MOST_CHARACTERS = 1000
 """Maximum number of characters of a text of a model, a game or a bank in a report."""
@@ -66,7 +69,7 @@ SECTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A run with what a report shows of it alone."""
+    """Run with the contents of its own sections of a report."""
 
     run: RunRecord
     results: Results | None
@@ -80,7 +83,7 @@ class Part:
 
     @classmethod
     def read(cls, run: RunRecord) -> Part:
-        """Read a run. A part that cannot be read does not keep the others from the report."""
+        """Read a run. An unreadable part does not exclude the others from the report."""
         faults: dict[str, str] = {}
 
         def read(name: str, reader: Callable[[], T], default: T) -> T:
@@ -127,7 +130,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ArmTables:
-    """Arms of runs, and how they differ."""
+    """Arms of runs, and their differences."""
 
     arms: Sequence[ArmRuns]
     differing: Mapping[str, Sequence[Any]]

@@ -1,4 +1,4 @@
-"""Lessons of a bank for readers: the best and the worst, with their stories."""
+"""Experiences of a bank for readers: the best and the worst, with their history."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from crl.report.charts import BarChart, Point
 from crl.types import lift_order
 
 MOST_ROWS = 100
-"""Maximum number of the best lessons, and of the worst, in the table."""
+"""Maximum number of the best experiences, and of the worst, in the table."""
 
 MOST_STORIES = 10
-"""Maximum number of the best lessons with a story; half as many of the worst have one."""
+"""Maximum number of the best experiences with a story; half as many of the worst."""
 
 MOST_VERSIONS = 10
 """Maximum number of versions in a story."""
@@ -41,7 +41,7 @@ LIFTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Story:
-    """A lesson with its past."""
+    """Experience with its history."""
 
     entry: EntryView
     versions: Sequence[VersionView]
@@ -62,7 +62,7 @@ class Story:
 
 @dataclass(frozen=True)
 class LessonCounts:
-    """Numbers of the lessons of a bank."""
+    """Numbers of the experiences of a bank."""
 
     stats: Mapping[str, Any]
     """Metrics of the bank (`BankReader.stats`)."""
@@ -85,11 +85,11 @@ class LessonCounts:
         ends = [f"{i * width} to {(i + 1) * width} %" for i in range(len(bins))]
         charts = [
             BarChart(
-                "Success of the episodes that a lesson guided", "lessons",
+                "Success of the episodes that an experience guided", "experiences",
                 dict(zip(ends, bins, strict=True)),
             ),
             BarChart(
-                "Lift of the lessons", "lessons",
+                "Lift of the experiences", "experiences",
                 {LIFTS[name]: number for name, number in self.stats["lift"].items()},
                 "Above and below 0: the 95 % interval excludes 0.",
             ),
@@ -113,7 +113,7 @@ class Lessons(LessonCounts):
 
 
 def read_counts(path: Path) -> LessonCounts | None:
-    """Return the numbers of the lessons of the bank at `path`; None if there is no bank."""
+    """Return the numbers of the experiences of the bank at `path`; None if there is no bank."""
     if not path.is_file():
         return None
     with open_reader(path) as bank:
@@ -121,7 +121,7 @@ def read_counts(path: Path) -> LessonCounts | None:
 
 
 def read_lessons(path: Path) -> Lessons | None:
-    """Return the lessons of the bank at `path`; None if there is no bank."""
+    """Return the experiences of the bank at `path`; None if there is no bank."""
     if not path.is_file():
         return None
     with open_reader(path) as bank:

@@ -1,4 +1,4 @@
-"""What a report reads from a run directory. The run may be under way, or have been killed."""
+"""Content of a run directory for a report. The run may be in progress or killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its directory shows it."""
+    """Run, read from its directory."""
 
     name: str
     """Name for readers; see `unique_names`."""

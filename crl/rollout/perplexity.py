@@ -64,7 +64,7 @@ def _common_suffix(*sequences: Sequence[int]) -> int:
 
 
 class PerplexityReward:
-    """Meter of the actor's entropies, and source of the bonus of each guided episode.
+    """Measurement of the actor's entropies, and source of the bonus of each guided episode.
 
     The experience that guided an episode from its start is measured. Experiences that the agent
     asked for are not, because B.2 measures at the start of a task.

@@ -3,7 +3,7 @@
 A checkpoint is written under a temporary name, synchronised to disk and then renamed. Its manifest
 lists the size and the SHA-256 of every file, and its own SHA-256, so that a damaged file is found
 before it is loaded. A checkpoint is renamed before it is deleted, so that a directory without a
-manifest is a damaged checkpoint. Nothing here deletes it.
+manifest is a damaged checkpoint. This module never deletes a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
     else:
         reason = "has no complete checkpoint"
         remedy = (
-            "Wait for the first one of a run that goes on. Otherwise train again in another "
+            "Wait for the first checkpoint of a run in progress. Otherwise train again in another "
             "directory. crl rollout, crl learn and crl sft write no checkpoints"
         )
     raise ConfigError("run", str(root.parent), reason, remedy)

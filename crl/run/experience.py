@@ -55,8 +55,8 @@ REPORTED_EXPERIENCES = 200
 class ExtractorTrainer:
     """Trainer of the extractor on full batches of credit units, oldest first.
 
-    An update is skipped if its loss or gradient is not finite. The rewards of such a batch are not
-    spent: its units stay pending until the next actor step (`ExperienceManager.postpone`), and
+    An update is skipped if its loss or gradient is not finite. The rewards of such a batch are
+    kept: its units stay pending until the next actor step (`ExperienceManager.postpone`), and
     training continues with other batches. A batch without signal (all advantages are 0) makes no
     update either, but its rewards are spent: there is nothing to learn from them.
 

@@ -107,7 +107,7 @@ class Rollouts:
     collector: Collector
     environments: Hosts
     sampling: CallClock
-    """Clock of the replies of training episodes."""
+    """Clock of the sampling of replies in training episodes."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class TrainingLoop:
     async def _prepare_checkpoint(self, *, replace: bool = False) -> Callable[[], Path]:
         """Copy everything that a checkpoint holds. Return a function that writes the checkpoint.
 
-        Wait for the end of a checkpoint that is being written. Two of them are never in memory.
+        First wait for a checkpoint that is being written, so that only one copy is in memory.
         """
         if self._writing:
             await asyncio.wait({self._writing})
@@ -462,7 +462,10 @@ class TrainingLoop:
         return not self.stop.is_set()
 
     async def _sync(self, learner: Learner, stats: StepStats) -> dict[str, float]:
-        """Send the weights of a step with an update to the engine. Return the metrics of this."""
+        """Send the weights of a step with an update to the engine.
+
+        Return the metrics of the transfer.
+        """
         background = self.actor.background
         before = background.interrupted if background else 0
         engine = background or self.actor.engine
@@ -494,9 +497,10 @@ class TrainingLoop:
         return {**metrics, "perf/measure_s": time.monotonic() - started}
 
     async def _predictions(self, batch: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the time since the last call in which agents sampled predictions, if they do.
+        """Return the sampling time of predictions since the last call, if agents predict.
 
-        It is estimated as the time of the replies, times the share of predictions in their text.
+        The estimate is the sampling time of the replies times the share of predictions in their
+        text.
         """
         if not self.method.step.predicted:
             return {}
@@ -512,7 +516,7 @@ class TrainingLoop:
         return {f"rollout/success/attempt/{n}": won / groups for n, won in enumerate(solved, 1)}
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a trained step, and warn of what they show."""
+        """Log the metrics of a trained step, and write the warnings that they cause."""
         self.outputs.monitor.log(step + 1, "train", metrics | self.rollouts.environments.metrics())
         self.supervisor.watchdog.progress()
         bank = self.experience.last_metrics if self.experience else {}

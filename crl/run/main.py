@@ -406,10 +406,9 @@ async def _summary(config: RunConfig, run: RunDir, loop: TrainingLoop, started: 
 async def _restore(
     config: RunConfig, run: RunDir, loop: TrainingLoop, resumption: Resumption
 ) -> None:
-    """Take back what the run did after the checkpoint, and restore all parts.
+    """Undo everything after the checkpoint, and restore all parts.
 
-    All parts of the run have been opened before, so nothing is taken back for a run that cannot
-    start.
+    All parts of the run are already open, so nothing is undone for a run that cannot start.
     """
     saved = load_saved(run.path)
     loop.outputs.monitor.note(resume.discard(run, resumption))

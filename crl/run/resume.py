@@ -1,8 +1,8 @@
 """Continuation of an ended run from one of its checkpoints.
 
-What the run did after the checkpoint is taken back by one rule: the bank is rolled back to the
-checkpoint's snapshot, and later metrics, episodes and checkpoints leave their places. A copy of all
-of it is kept in RUN/discarded/N. The log keeps its lines.
+Everything after the checkpoint is undone: the bank is rolled back to the checkpoint's snapshot, and
+later metrics, episodes and checkpoints move to RUN/discarded/N. A copy of the newer bank is kept
+there too. The log keeps its lines.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from crl.wording import counted
 
 @dataclass(frozen=True)
 class Resumption:
-    """Checkpoint from which a run continues, and the place of what is taken back."""
+    """Checkpoint from which a run continues, and the directory of discarded files."""
 
     checkpoint: Path
     discarded: Path
-    """Directory of what is taken back. It does not exist if there is nothing."""
+    """Directory of discarded files. It does not exist if nothing is discarded."""
 
     @property
     def step(self) -> int:
@@ -84,11 +84,10 @@ def choose(run: RunDir, step: int | None, note: Callable[[str], object]) -> Resu
 
 
 def discard(run: RunDir, resumption: Resumption) -> str:
-    """Take back metrics, episodes, checkpoints and their evaluations after the checkpoint.
+    """Discard metrics, episodes, checkpoints and their evaluations after the checkpoint.
 
-    The summary is deleted: the run writes another one at its end.
-
-    Return a line of text that says what was taken back.
+    The summary is deleted: the run writes another one at its end. Return a line of text that names
+    what was discarded.
     """
     target = resumption.discarded
     # Later checkpoints first: without them, a process that is killed here is resumed from the same
@@ -173,9 +172,9 @@ def _exists(model: str) -> bool:
 
 
 def unset_changes(saved: SavedRun, prompts: Mapping[str, str]) -> list[str]:
-    """Return what differs from a saved run apart from its settings: prompts and packages.
+    """Return the differences from a saved run in prompts and packages.
 
-    `prompts` are the SHA-256 of the prompts now, by name.
+    `prompts` are the SHA-256 of the current prompts, by name.
     """
     prompt_changes = [
         f"prompts.{name}: the text has changed"

@@ -329,7 +329,7 @@ async def experience_report(loop: TrainingLoop, writer: RoleName) -> ExperienceR
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves behind, and the way in which it ended."""
+    """Results of a run, and the way in which it ended."""
 
     run: Path
     """Directory of the run."""
@@ -338,7 +338,7 @@ class Outcome:
     planned_steps: int
     """Steps of the run, if it is not interrupted."""
     interrupted: bool = False
-    """True if the run was interrupted: what remained of it was skipped."""
+    """True if the run was interrupted: its remaining steps were skipped."""
     actor_updated: bool = True
     """False if the run made no update of the actor."""
     actor_trained: bool = True
@@ -357,7 +357,7 @@ class Outcome:
         return []
 
     def lines(self) -> list[str]:
-        """Return the place of the models, and the next command."""
+        """Return the path of the models, and the next command."""
         run = shlex.quote(str(self.run))
         if self.interrupted:
             return [f"last checkpoint: {self.checkpoint}", f"continue: crl resume {run}"]
@@ -381,7 +381,7 @@ class Summary:
     experience: ExperienceReport | None = None
     """Report on the experience; None for a run without experience."""
     warnings: Sequence[str] = ()
-    """Lines about signs that the run learned nothing."""
+    """Lines about signs that the run did not learn."""
 
     def text(self) -> str:
         """Return at most `HEIGHT` − 1 lines. Only paths may be wider than `WIDTH` columns.
@@ -419,7 +419,7 @@ class Summary:
         return self.experience.stats["total/sampled_tokens/extractor"] if self.experience else 0
 
     def _notes(self) -> list[str]:
-        """Return sentences on what may spoil the results."""
+        """Return sentences on possible problems of the results."""
         notes = [f"{task} is {note}" for task, note in self.success.data_notes.items()]
         if errors := self.success.errors:
             verb = "counts as a failure" if errors == 1 else "count as failures"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 COST_SHARE = 20
-"""Reading a live value takes at most one part in this many of a core's time."""
+"""Divisor of a core's time: reading a live value takes at most 1 / COST_SHARE of it."""
 
 LEAST_S = 1.0
 """Minimum number of seconds for which a live value is kept."""
@@ -52,7 +52,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, files: Iterable[Path], read: Callable[[], T]) -> T:
-        """Return the value of `key`. `read` makes it again if one of the `files` has changed."""
+        """Return the value of `key`. Call `read` again if one of the `files` has changed."""
         slot, version = self._slot(key), version_of(files)
         with slot.lock:
             if slot.version != version:

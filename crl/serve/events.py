@@ -1,8 +1,8 @@
 """Server-sent events: the versions of the parts of a page.
 
 An event "parts" has a JSON object of names and versions. The first event has all parts, the next
-ones have those that changed, with null for removed parts. Nothing is sent about parts that stay the
-same, and a connection that was lost is made again by the browser.
+ones have those that changed, with null for removed parts. Nothing is sent about unchanged parts.
+After a lost connection, the browser connects again.
 """
 
 from __future__ import annotations

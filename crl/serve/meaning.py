@@ -20,7 +20,7 @@ from crl.protocols import Embedder
 from crl.report.search import embedder_of, similarities
 
 MAX_EMBEDDED = 500_000
-"""Maximum number of characters of the lessons of a bank without vectors, which are embedded."""
+"""Maximum number of characters of the experiences of a bank without vectors, which are embedded."""
 
 SEARCH_S = 60.0
 """Maximum number of seconds of a search, including the opening of the embedder."""
@@ -68,8 +68,8 @@ class MeaningSearch:
                 keys = reader.keys()
                 entries = [entry for entry in reader.entries() if entry.uid in uids]
             if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
-                reason = "it has no vectors yet, and too much text to embed it for one search"
-                remedy = "Choose fewer lessons with the filters, or search with crl bank search"
+                reason = "it has no vectors yet, and too much text to embed for one search"
+                remedy = "Choose fewer experiences with the filters, or search with crl bank search"
                 raise ConfigError("bank", str(bank), reason, remedy)
             embedder = await self._embedder(embedder_of(bank, keys))
             found = await similarities(text, entries, keys, embedder)
@@ -81,7 +81,7 @@ class MeaningSearch:
             reason = "the server sends no texts and no API keys to endpoints"
             raise ConfigError("embedder.model", section.model, reason, REMEDY)
         if section.kind == "vllm":
-            reason = "this embedder runs in an engine of its own, which the server does not start"
+            reason = "this embedder runs in its own engine, which the server does not start"
             raise ConfigError("embedder.kind", "vllm", reason, REMEDY)
         # The run may need the whole GPU and all other cores.
         section = section.model_copy(update={"device": "cpu", "threads": 1})

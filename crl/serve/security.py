@@ -88,7 +88,10 @@ class Size:
 
 
 class OwnPages:
-    """Middleware that refuses what other sites load, such as an image. They may link to pages."""
+    """Middleware that refuses requests of other sites, such as for an image.
+
+    Other sites may link to pages.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -165,7 +165,7 @@ def homeless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MEASURED = ("--tasks", "room", "--set", "tasks.room.eval.seen=8",
             "--set", "tasks.room.eval.unseen=4")  # fmt: skip
-REMEDY = "Add --set actor.model=DIR with its new place to crl eval, crl resume or crl fork"
+REMEDY = "Add --set actor.model=DIR with its new path to crl eval, crl resume or crl fork"
 
 
 def test_a_run_whose_base_model_has_moved_is_evaluated(homeless: Path, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_run_starts_from_an_adapter(rank: int, run: Path, tmp_path: Path) -> N
         (
             ["actor.lora.rank=33"],
             "actor.lora.rank = 33: is above the smallest dimension of k_proj, which is 32 × 64: a "
-            "larger rank adds parameters and no expressiveness. Choose at most 32, or leave out "
+            "larger rank only adds useless parameters. Choose at most 32, or leave out "
             "k_proj and v_proj with --set actor.lora.targets=A,B, or train all weights with "
             "actor.lora.rank=0",
         ),

@@ -210,8 +210,7 @@ def test_episodes_without_a_signal_change_no_weights(tmp_path: Path) -> None:
     result = crl("learn", "--from", run, "--run-dir", learned)
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1] == (
-        f"trained on 1 step; no update was made: the weights in {learned / 'actor'} are those "
-        "of the actor before"
+        f"trained on 1 step; no update was made: the weights in {learned / 'actor'} are unchanged"
     )
     assert equal_weights(resolve_model("tiny-actor"), learned / "actor")
 

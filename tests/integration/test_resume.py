@@ -426,7 +426,7 @@ def test_changed_prompts_and_packages_are_named(straight: Path, tmp_path: Path) 
         ("method=grpo", "the checkpoint belongs to a run of another method"),
         ("run.seed=1", "all random draws of the run depend on it"),
         ("actor.model=tiny-extractor", "the checkpoint has the models of the run"),
-        ("tasks.room.stream.places=5", "the run has drawn its tasks with it"),
+        ("tasks.room.stream.places=5", "the run has drawn its tasks with this value"),
         ("bank.scope=shared", "the bank of the run already exists"),
         ("extractor.train=false", "the checkpoint has the trained models of the run"),
         ("critic.enabled=true", "the checkpoint has the success rates of a run with a critic"),

@@ -208,8 +208,8 @@ def test_errors_of_settings_are_one_line(tmp_path: Path) -> None:
         (("bank.scope=goal",), "failures with other goals would not be found"),
         (("bank.duplicate_similarity=0.9",), "like failures of other tasks, which are the aim"),
         (("extractor.merge_every=5",), "a merged note belongs to no training task"),
-        (("ask.enabled=true",), "role_agent has no such exchange about notes"),
-        (("critic.enabled=true",), "role_agent has no such exchange about notes"),
+        (("ask.enabled=true",), "role_agent does not support it with notes"),
+        (("critic.enabled=true",), "role_agent does not support it with notes"),
         (("bank.evict_votes=3",), "a note is a text, without votes"),
         (("role_agent.retrieval=model",), "needs a language model that analyses failures"),
     ):

@@ -20,7 +20,7 @@ BANK_EXPERIENCES = 200
 """Number of experiences that are read from the bank: those of the last searches."""
 
 COST_SHARE = 20
-"""Reading of bank and episodes takes at most one part in this many of the time."""
+"""Divisor of the time: reading bank and episodes takes at most 1 / COST_SHARE of it."""
 
 
 class DashboardFollower(RunFollower):

@@ -56,7 +56,7 @@ EPISODE_PAGE = next(i for i, page in enumerate(PAGES) if page.name == "episode")
 
 @dataclass(frozen=True)
 class View:
-    """What the window shows of a snapshot."""
+    """Part of a snapshot that the window shows."""
 
     page: int = 0
     """Position in `PAGES`."""

@@ -1,4 +1,4 @@
-"""Page "system": where the time goes, speed, and work that is under way."""
+"""Page "system": time of each part of a step, speed, and work in progress."""
 
 from __future__ import annotations
 

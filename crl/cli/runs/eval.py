@@ -59,7 +59,7 @@ Experience = Annotated[
     typer.Option(
         metavar="SOURCE",
         autocompletion=completion.choices(SOURCE_LABELS),
-        help="none (default), bank (only read), or online (a bank that is built meanwhile).",
+        help="none (default), bank (only read), or online (a bank built during the evaluation).",
     ),
 ]
 Samples = Annotated[

@@ -33,11 +33,11 @@ def serve(
         str,
         typer.Option(
             metavar="ADDRESS",
-            help="Address to listen on. All but this machine's own need the printed token.",
+            help="Address to listen on. All but local addresses need the printed token.",
         ),
     ] = "127.0.0.1",
     write: Annotated[
-        bool, typer.Option("--write", help="Allow the pages to change banks, after a question.")
+        bool, typer.Option("--write", help="Allow the pages to change banks, after a confirmation.")
     ] = False,
 ) -> None:
     """Show runs in a browser, live. The runs are not disturbed."""

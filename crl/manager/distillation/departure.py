@@ -1,7 +1,7 @@
 """Position at which a malformed answer of the extractor departs from all usable answers.
 
-Before its departure, a malformed answer is equal to the start of a usable one. After it, the answer
-often looks like a usable one again. Therefore only the token at the departure is punished
+Before its departure, a malformed answer equals the start of a usable one. After the departure, the
+answer often looks usable again. Therefore only the token at the departure is punished
 (`ops.ParsedOps.head_chars`).
 """
 

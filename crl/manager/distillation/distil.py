@@ -39,7 +39,7 @@ class Distiller:
     * `prompt`: writer of the extractor's prompt for an episode.
     * `votes`: True if the prompt also asks for votes.
     * `notes`: True if the answer is the text of one experience, not a list of operations.
-    * `read_note`: reader of such an answer; None: the whole answer is the text.
+    * `read_note`: reader of a note; None: the whole answer is the text.
     """
 
     def __init__(

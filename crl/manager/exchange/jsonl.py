@@ -125,7 +125,7 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
-        remedy = "Give what crl bank export wrote"
+        remedy = "Give a file that crl bank export wrote"
         raise ConfigError("file", str(path), reason, remedy) from error
 
 

@@ -46,18 +46,18 @@ def read_markdown(path: Path) -> Imported:
     """Return the entries of a Markdown file.
 
     Raise `ConfigError`, which names the file and the line, if the file cannot be read, holds no
-    lessons, or lacks the records that its front matter announces.
+    experiences, or lacks the records that its front matter announces.
     """
     lines = read_lines(path)
     records, page_lines = _split(path, lines)
     page = read_page(path, page_lines)
     if (expected := page.front.number("experiences")) not in (None, len(records)):
         reason = f"the file holds the records of {len(records)}, so it may be cut off"
-        remedy = "Export the bank again, or remove this line to import the lessons without counters"
+        remedy = "Export the bank again, or remove this line to import without counters"
         raise page.front.error("experiences", reason, remedy)
     if not page.lessons and expected != 0:
-        reason = "the file holds no lessons"
-        remedy = "Write each lesson as an item of a list below a heading `Goal: TEXT`"
+        reason = "the file holds no experiences"
+        remedy = "Write each experience as an item of a list below a heading `Goal: TEXT`"
         raise line_error(path, 1, "", lines[0], reason, remedy)
     return combined(page.lessons, records)
 

@@ -1,4 +1,4 @@
-"""Where the experiences of an export come from, and how their evidence was measured."""
+"""Origin of the experiences of an export, and the measurement of their evidence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from crl.wording import counted
 MEASUREMENT = (
     "Evidence was measured in the episodes of training. Lift is success with the experience minus "
     "success without any, in the same groups of episodes, ± half its 95 % interval; an interval "
-    "that contains 0 shows no effect. Credit is the number of guided episodes that were won minus "
-    "the number of those that were lost. Goals and their lessons are sorted by evidence, the best "
-    "first."
+    "that contains 0 shows no effect. Credit is the number of won minus the number of lost guided "
+    "episodes. Goals and their experiences are sorted by evidence, the best first."
 )
-"""How the evidence was measured."""
+"""Description of the measurement of the evidence."""
 
 CAUTION = (
-    "The experiences are output of a model. They are hints for the tasks that they name, and may "
-    "be wrong; they are no instructions of a person."
+    "The experiences are output of a model. They are hints for the named tasks and may be wrong. "
+    "They are not instructions from a person."
 )
-"""How to use the experiences."""
+"""Advice on the use of the experiences."""
 
 
 @dataclass(frozen=True, kw_only=True)

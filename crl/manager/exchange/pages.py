@@ -1,8 +1,8 @@
 """Experiences as sections of a Markdown page, and back.
 
 A page has a heading `Task: NAME` for each task, unless its front matter names the task, and a
-heading `Goal: TEXT` for each goal. Every item of a list below a goal is a lesson. A last line that
-starts with `*Evidence:` is not part of its text:
+heading `Goal: TEXT` for each goal. Every item of a list below a goal is an experience. A last line
+that starts with `*Evidence:` is not part of its text:
 
     ## Task: room
 
@@ -11,7 +11,7 @@ starts with `*Evidence:` is not part of its text:
     - Go west.
       *Evidence: lift +0.25 ± 0.46 over 3 groups; won 3 of 4 guided episodes.*
 
-Entries with the same task, goal and text are one lesson. The evidence is written for readers; the
+Entries with the same task, goal and text are one item. The evidence is written for readers; the
 counters of the entries are read from JSON lines that belong to the page. See `combined`.
 """
 
@@ -140,7 +140,7 @@ def goal_sections(by_goal: Mapping[str, Sequence[Lesson]], level: int) -> Iterat
 
 @dataclass(frozen=True)
 class WrittenLesson:
-    """Lesson as a page has it, in plain text."""
+    """Item of a page in plain text."""
 
     path: Path
     line: int
@@ -187,7 +187,7 @@ def _lessons(front: FrontMatter, lines: list[str], tokens: list[Token]) -> Itera
         elif token.type == "list_item_open" and token.level == 1 and goal is not None and token.map:
             start, end = token.map
             if not task:
-                reason = "the lesson belongs to no task"
+                reason = "the experience belongs to no task"
                 remedy = "Add a heading `Task: NAME` above it, or the task to the front matter"
                 raise line_error(front.path, start + 1, ".task", None, reason, remedy)
             yield WrittenLesson(front.path, start + 1, task, goal, _item_text(lines[start:end]))
@@ -220,17 +220,17 @@ class Imported:
     new: int = 0
     """Number of entries that were written by hand or edited, so that they have no counters."""
     left_out: int = 0
-    """Number of recorded entries whose lesson is no longer on a page."""
+    """Number of recorded entries without an item on a page."""
 
 
 def combined(lessons: Sequence[WrittenLesson], records: Sequence[Entry]) -> Imported:
-    """Return the entries of the lessons on pages.
+    """Return the entries of the items on pages.
 
-    The pages decide which lessons there are. A lesson has the records with its task, goal and
-    text; their texts are compared as a page shows them. A lesson without a record, such as an
-    edited one, is a new entry without counters.
+    Only experiences on the pages are imported. An item has the records with its task, goal and
+    text; texts are compared as a page shows them. An item without a record, such as an edited one,
+    is a new entry without counters.
 
-    Raise `ConfigError` if a bank cannot hold a new lesson.
+    Raise `ConfigError` if a bank cannot hold a new entry.
     """
     recorded = {_key(entry) for entry in records}
     exact = {key[:2]: (entry.task, entry.goal) for entry in records for key in [_key(entry)]}

@@ -107,7 +107,7 @@ def _description(task: str, lessons: Mapping[str, Sequence[Lesson]]) -> str:
     """Return what the skill does and when to use it. It names as many goals as there is space."""
     total = sum(map(len, lessons.values()))
     text = (
-        f"Gives {counted(total, 'lesson')} from training episodes for the task "
+        f"Gives {counted(total, 'experience')} from training episodes for the task "
         f"{visible_line(task[:100])}, with their measured effect on success. Use when the task is "
         "this one and the goal is like: "
     )
@@ -197,7 +197,7 @@ def read_skills(path: Path) -> Imported:
     """Return the entries of a directory of skills, or of one skill.
 
     Raise `ConfigError`, which names the file and the line, if a file cannot be read, or if there
-    are no lessons.
+    are no experiences.
     """
     lessons: list[WrittenLesson] = []
     records: dict[str, Entry] = {}
@@ -207,7 +207,7 @@ def read_skills(path: Path) -> Imported:
         found = parse_export(folder / RECORDS) if (folder / RECORDS).exists() else []
         if expected not in (None, len(found)):
             reason = f"the file {RECORDS} beside it holds {len(found)}"
-            remedy = "Restore this file, or remove the line to import the lessons without counters"
+            remedy = "Restore this file, or remove the line to import without counters"
             raise page.front.error("experiences", reason, remedy)
         for entry in found:
             if entry.uid in records:
@@ -217,8 +217,8 @@ def read_skills(path: Path) -> Imported:
             records[entry.uid] = entry
         lessons += page.lessons
     if not lessons:
-        reason = "the skills hold no lessons"
-        remedy = "Write each lesson as an item of a list below a heading `Goal: TEXT`"
+        reason = "the skills hold no experiences"
+        remedy = "Write each experience as an item of a list below a heading `Goal: TEXT`"
         raise ConfigError("file", str(path), reason, remedy)
     return combined(lessons, list(records.values()))
 

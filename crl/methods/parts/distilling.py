@@ -29,7 +29,7 @@ INDENT = "  "
 """Prefix of every quoted line."""
 
 REWORDED_MARK = " (reworded)"
-"""Mark of advice that the agent did not read in the experience's words; see the prompt `vote`."""
+"""Mark of advice that the agent read in reworded form; see the prompt `vote`."""
 
 
 def turns_text(segments: Sequence[Segment]) -> str:

@@ -28,11 +28,11 @@ LIBRARY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "extractor": {"merge_every": 0, "temperature": 0.5},
     }
 )
-"""Settings that a method with such a library has instead of those of the preset."""
+"""Settings of a method with a library of failures, which replace those of the preset."""
 
 
 def check_library(config: RunConfig) -> None:
-    """Raise `ConfigError` for settings with which failures would be lost or not be found."""
+    """Raise `ConfigError` if the settings would lose failures or not find them."""
     bank, merge_every = config.bank, config.extractor.merge_every
     by_goal, duplicates = bank.scope == "goal", bank.duplicate_similarity
     for key, value, refused, reason in (

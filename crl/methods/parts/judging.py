@@ -1,4 +1,4 @@
-"""Parts of the actor-critic exchange: the actor's prompts for the judgement of an experience."""
+"""Parts of the actor as critic: its prompts for judging an experience."""
 
 from __future__ import annotations
 

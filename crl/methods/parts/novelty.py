@@ -17,7 +17,7 @@ MAX_STATES = 1000
 """Maximum number of distinct states per goal. The oldest are forgotten first."""
 
 MAX_GOALS = 256
-"""Maximum number of goals with states. The goal that was not played for longest is forgotten."""
+"""Maximum number of goals with states. The goal that was played least recently is forgotten."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Agent-in-World (Role-Agent §3.3): training tasks with failures like the current ones return."""
+"""Agent-in-World (Role-Agent §3.3): repetition of training tasks with similar failures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checked requests of `crl eval` with options: a model, its settings and its bank.
 
-Needs no torch, so that wrong input is reported immediately.
+The module needs no torch, so wrong input is reported immediately.
 """
 
 from __future__ import annotations

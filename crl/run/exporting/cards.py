@@ -59,9 +59,9 @@ def model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> st
         "",
         *(
             (
-                "This needs the packages transformers and peft, and the base model in the place "
-                "that adapter_config.json names. `crl export --merge` exports a model without "
-                "these needs.",
+                "This needs the packages transformers and peft, and the base model at the path "
+                "in adapter_config.json. `crl export --merge` exports a model without these "
+                "requirements.",
                 "",
                 f"In a run of crl: `--set {role}.model=DIR`.",
             )
@@ -110,7 +110,7 @@ def bank_card(saved: SavedRun, checkpoint: Path, entries: int) -> str:
 def _front_matter(role: str, base: str, *, adapter: bool) -> Iterator[str]:
     """Yield the metadata that Hugging Face reads from a model card.
 
-    The licence is that of the base model. It and the base model are left out if they are unknown.
+    The licence is that of the base model. Licence and base model are left out if unknown.
     """
     metadata = ModelCardData(
         license=_licence(base) or None,
@@ -128,8 +128,8 @@ def _front_matter(role: str, base: str, *, adapter: bool) -> Iterator[str]:
 def _dataset_front_matter(saved: SavedRun, entries: int) -> Iterator[str]:
     """Yield the metadata that Hugging Face reads from a dataset card.
 
-    Licence and language are left out: the experiences are texts of a model about games, and nothing
-    says which they have.
+    Licence and language are left out, because they are unknown for texts that a model wrote about
+    games.
     """
     metadata = DatasetCardData(
         tags=["reinforcement-learning", "llm-agent", "crl", "experience-bank", "sqlite"],
@@ -164,7 +164,7 @@ def _training_lines(saved: SavedRun, checkpoint: Path) -> Sequence[str]:
 
 
 def _change_lines(saved: SavedRun, checkpoint: Path) -> Iterator[str]:
-    """Yield how the run differs from its command: its forks and the changed settings."""
+    """Yield the differences of the run from its command: its forks and the changed settings."""
     for fork in saved.lineage:
         yield f"- forked from: `{Path(str(fork['run'])).name}` at step {fork['step']}"
     changes = changes_since(saved.command, saved.config)
@@ -186,8 +186,8 @@ def _result_lines(checkpoint: Path) -> list[str]:
     evaluation: Evaluation = read_evaluation(records[step])
     lines += [
         f"Success after {counted(step, 'step')}, with its 95 % interval. The split seen has "
-        "places of the training, and unseen others. Guided episodes read an experience, free ones "
-        "none.",
+        "training places, the split unseen has other places. Guided episodes read an experience, "
+        "free episodes none.",
         "",
         "| task | split | condition | episodes | success |",
         "|---|---|---|---|---|",
@@ -218,7 +218,7 @@ def _limit_lines(saved: SavedRun, role: str) -> list[str]:
             f"The model reads episodes of the tasks of the run ({tasks}), in the prompts of crl, "
             "and answers with operations on a bank of experiences."
         )
-        reward = "whether its experiences helped the actor of the run"
+        reward = "the success of the episodes that its experiences guided"
     return [
         "## Intended use and limits",
         "",

@@ -40,8 +40,8 @@ async def build(
     `source` is the recorded episodes of steps, as of `crl.records.reader.episode_shards`, or a file
     of `file_requests`. A merge of the bank follows each `extractor.merge_every` steps.
 
-    Episodes with an error are left out. Of guided episodes, neither the experience nor questions
-    are part of the request: the experience is of another bank.
+    Episodes with an error are left out. Requests for guided episodes contain neither the experience
+    nor questions, because the experience belongs to another bank.
     """
     async with AsyncExitStack() as stack:
         with reported():  # the engine may be slow to close
@@ -128,5 +128,5 @@ def built(config: RunConfig, run: RunDir, entries: int) -> str:
         f"{counted(entries, 'experience')} in the new bank: {run.bank}\n"
         f"  look at it:   crl bank ls {shlex.quote(str(run.path))}\n"
         f"  start a run:  {shlex.join(command)}\n"
-        "  and change nothing in it: add --set bank.frozen=true"
+        "  keep the bank unchanged: add --set bank.frozen=true"
     )

@@ -78,7 +78,7 @@ def learn_from_episodes(
         trained = f"trained on {counted(len(shards), 'step')}; "
         if updates:
             return f"{trained}the trained actor, in Hugging Face format: {target}"
-        return f"{trained}no update was made: the weights in {target} are those of the actor before"
+        return f"{trained}no update was made: the weights in {target} are unchanged"
 
     _carry_out(config, run, max(shards), learned)
     return 0
@@ -150,7 +150,7 @@ def _losses(result: SftResult) -> str:
 
 
 def _check_shards(shards: Mapping[int, Path], remedy: str) -> None:
-    """Raise `ConfigError` if an episode cannot be read. Nothing has been trained then.
+    """Raise `ConfigError` if an episode cannot be read, before anything is trained.
 
     `remedy` is an alternative to restoring the file.
     """
@@ -176,7 +176,7 @@ def _carry_out(
 ) -> None:  # fmt: skip
     """Await `work` and note the text that it returns.
 
-    Failures and interrupts end the process as those of a run do. `steps` is the last step that
+    Failures and interrupts end the process like those of a run. `steps` is the last step that
     `work` logs, if known.
     """
     screen = PlainMonitor(steps=steps)

@@ -61,7 +61,7 @@ class Ending:
         self.exit_now(failure.exit_code, f"error: {' '.join(str(failure).split())}")
 
     def interrupted_again(self, code: int) -> None:
-        """Exit with `code`. Say what is lost, and how the run can be continued."""
+        """Exit with `code`. Print what is lost, and the command that continues the run."""
         done, saved = self.completed_steps(), max(complete_steps(self._run.checkpoints), default=-1)
         if saved < 0:
             lost = "the run has no checkpoint, so all of it is lost"

@@ -15,7 +15,7 @@ from crl.types import Trajectory
 from crl.wording import counted
 
 FIRST_EPISODES = 16
-"""A run ends if the first episodes of a task, this many, all fail with an error."""
+"""Number of first episodes of a task. A run ends if all of them fail with an error."""
 
 ERROR_WINDOW = 256
 """Number of a task's last episodes among which the share of errors is computed."""
@@ -80,7 +80,7 @@ class EpisodeHealth:
         """Raise `CrlError` if a task has only failed episodes in `batch`, and none has ever worked.
 
         A small run may end before `FIRST_EPISODES` have been played. A single group does not count
-        if other tasks work: its members play the same game.
+        if other tasks work, because its members play the same game.
         """
         failed = all(t.error for t in batch)
         for task in sorted({t.task.name for t in batch} - self._working):
@@ -96,7 +96,7 @@ class EpisodeHealth:
             raise self._failure(task, "all episodes failed")
 
     def state(self) -> State:
-        """Return the tasks of which an episode has worked, as JSON."""
+        """Return the tasks with at least one episode without an error, as JSON."""
         return {"working": sorted(self._working)}
 
     def load_state(self, state: State) -> None:
@@ -138,7 +138,7 @@ class EpisodeHealth:
 NO_EXPERIENCE = "no experience guided an episode"
 
 NO_EXPERIENCE_STEPS = 20
-"""The same number for `NO_EXPERIENCE`. A young bank has experiences of few places."""
+"""`CONSECUTIVE_STEPS` for the sign `NO_EXPERIENCE`. A new bank has experiences of few places."""
 
 Signs = Mapping[str, Callable[[Metrics, Metrics], bool]]
 """Functions of a step's metrics and those of the step before, by the text of their warning."""
@@ -187,9 +187,9 @@ class Warnings:
         self._before = {name: _number(metrics, name) for name in COMPARED if name in metrics}
 
     def lines(self) -> list[str]:
-        """Return one line for each sign that was seen often, or of which a warning was written.
+        """Return one line for each sign with a warning or seen in at least half of the steps.
 
-        Often means in at least half of the steps. It is not enough for `NO_EXPERIENCE`.
+        The second condition does not apply to `NO_EXPERIENCE`.
         """
         return [
             f"warning: in {seen} of {counted(self._steps, 'step')} {text}"
@@ -198,7 +198,7 @@ class Warnings:
         ]
 
     def state(self) -> State:
-        """Return what has been observed, as JSON."""
+        """Return the observations, as JSON."""
         return {
             "before": dict(self._before),
             "steps": self._steps,

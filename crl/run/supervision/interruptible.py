@@ -1,4 +1,4 @@
-"""Work that the first Ctrl-C cancels and the second one ends at once."""
+"""Execution of work that the first Ctrl-C cancels and the second one ends at once."""
 
 from __future__ import annotations
 

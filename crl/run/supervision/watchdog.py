@@ -1,4 +1,4 @@
-"""Watchdog of a run: it reports which part waits for what if nothing finishes for a long time."""
+"""Watchdog of a run: it reports where each part waits if nothing finishes for a long time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from crl.errors import StallError
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 10.0
-"""Limits of the time between two looks at the tasks, in seconds."""
+"""Limits of the time between two checks of the tasks, in seconds."""
 
 MIN_MISSES = 3
-"""Minimum number of intervals without a look until the loop counts as blocked."""
+"""Minimum number of intervals without a check until the loop counts as blocked."""
 
 _ROOT = Path(crl.__file__).resolve().parents[1]
 _TASK_GROUPS = Path(failures.__file__).resolve()
@@ -62,7 +62,7 @@ class Watchdog:
         self._reported = False
         self._waiting: dict[asyncio.Task[Any], tuple[Place, float]] = {}
         self._looks = 0
-        """Number of looks at the tasks so far. It stands still while the loop is blocked."""
+        """Number of checks of the tasks so far. It does not change while the loop is blocked."""
 
     def progress(self) -> None:
         """Record that an episode, a training step of a model or a distillation has finished."""
@@ -95,7 +95,7 @@ class Watchdog:
         self._last_progress = min(monotonic(), self._last_progress + max(0.0, blocked_s))
 
     def check(self) -> None:
-        """Look at the tasks, and report if nothing has finished for too long.
+        """Check the tasks, and report if nothing has finished for too long.
 
         Raise `StallError` if the run is to end then.
         """
@@ -106,7 +106,7 @@ class Watchdog:
         self._reported = True
         text = f"nothing has finished for {silent:.0f} s (run.stall_seconds)"
         self._log("\n".join([_dated(text), *self.report()]))
-        self._note(f"warning: {text}; log.txt says which part waits for what")
+        self._note(f"warning: {text}; log.txt shows where each part waits")
         if self._ends_run:
             raise StallError(f"the run has stalled: {text}")
 
@@ -128,8 +128,8 @@ class Watchdog:
     def _watch_loop(self, loop_thread: int, interval: float, ended: threading.Event) -> None:
         """Report once if the loop has not run for too long, then again after it has run.
 
-        The loop's absences are counted rather than its time measured: a pause of the whole process
-        is no blocked loop.
+        Missed intervals are counted instead of time, because a pause of the whole process is not a
+        blocked loop.
         """
         limit = max(MIN_MISSES, math.ceil(self._seconds / interval))
         seen = misses = 0
@@ -165,7 +165,7 @@ def _dated(text: str) -> str:
 def _kind(task: asyncio.Task[Any]) -> str:
     """Return the name of a task without numbers, so that similar tasks are counted together.
 
-    A task without a name is called by its coroutine.
+    For a task without a name, return the name of its coroutine.
     """
     words = task.get_name().split()
     named = [word for word in words if not any(letter.isdigit() for letter in word)]

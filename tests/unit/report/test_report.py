@@ -49,7 +49,15 @@ def test_report_of_a_run(run: Path):
     assert "run trained both models on room with the method complementary and seed 0" in page.text
     assert "3 of 3 steps" in page.text
     assert "It is finished." in page.text
-    for title in ("Success", "Time", "Training of the actor", "Bank", "Lessons", "Episodes", "Log"):
+    for title in (
+        "Success",
+        "Time",
+        "Training of the actor",
+        "Bank",
+        "Experiences",
+        "Episodes",
+        "Log",
+    ):
         assert title in page.texts
     for setting in ("rollout.group_size", "tasks.room.stream.places"):
         assert setting in page.texts

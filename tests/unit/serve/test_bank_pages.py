@@ -65,7 +65,7 @@ def test_the_list_is_that_of_the_command(browser: TestClient, root: Path):
     entries = parsed("ls", root / "run", "--limit", "0")
     found = page(browser, "/runs/run/bank")
     assert lessons(found) == [entry["uid"] for entry in entries]
-    assert f"{len(entries)} lessons" in found.text
+    assert f"{len(entries)} experiences" in found.text
     assert all(entry["text"] in found.texts for entry in entries)
     for order in ("credit", "retrieved"):
         entries = parsed("ls", root / "run", "--sort", order, "--limit", "0")
@@ -90,7 +90,7 @@ def test_headings_sort_and_reverse(browser: TestClient):
 
 def test_search_and_filters(browser: TestClient):
     assert lessons(page(browser, "/runs/run/bank?q=SOUTHWEST")) == ["run/0/0/0#0"]
-    assert "No lesson matches" in page(browser, "/runs/run/bank?q=nowhere").text
+    assert "No experience matches" in page(browser, "/runs/run/bank?q=nowhere").text
     assert lessons(page(browser, "/runs/run/bank?kind=update")) == ["run/0/0/0#0"]
     (evicted,) = lessons(page(browser, "/runs/run/bank?status=evicted"))
     assert evicted not in lessons(page(browser, "/runs/run/bank"))

@@ -133,5 +133,5 @@ def test_invalid_options_are_named(options: list[str], message: str, bank_run: P
 def test_an_invalid_page_creates_no_bank(tmp_path: Path):
     (tmp_path / "a.md").write_text("# Nothing\n")
     message = error_line("import", tmp_path / "new.sqlite", tmp_path / "a.md")
-    assert f"{tmp_path}/a.md:1 = '# Nothing': the file holds no lessons" in message
+    assert f"{tmp_path}/a.md:1 = '# Nothing': the file holds no experiences" in message
     assert [path.name for path in tmp_path.iterdir()] == ["a.md"]

@@ -303,9 +303,12 @@ GOOD = "## Task: room\n## Goal: Out.\n- West.\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ":1 = '': the file holds no lessons. Write each lesson as an item"),
-        ("# Hi\n- West.\n", ":1 = '# Hi': the file holds no lessons"),
-        ("\n## Goal: Out.\n- West.\n", ":3.task = None: the lesson belongs to no task. Add a head"),
+        ("", ":1 = '': the file holds no experiences. Write each experience as an item"),
+        ("# Hi\n- West.\n", ":1 = '# Hi': the file holds no experiences"),
+        (
+            "\n## Goal: Out.\n- West.\n",
+            ":3.task = None: the experience belongs to no task. Add a head",
+        ),
         ("---\ntask: room\n", ":1 = '---': the front matter has no end. Add a line ---"),
         ("---\na: 1\nb: [\n---\n" + GOOD, ":3 = '---': is not valid YAML"),
         ("---\n- a\n---\n" + GOOD, ":2 = '- a': is not a YAML mapping"),

@@ -60,7 +60,7 @@ async def test_a_stall_is_reported_once_with_the_places_of_all_tasks(clock: Cloc
         clock.now = now
         watchdog.check()
     text = "nothing has finished for 310 s (run.stall_seconds)"
-    assert notes == [f"warning: {text}; log.txt says which part waits for what"]
+    assert notes == [f"warning: {text}; log.txt shows where each part waits"]
     (report,) = logged
     first, *lines = report.splitlines()
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {re.escape(text)}", first)
