@@ -70,7 +70,8 @@ class MethodSection(Section):
     def measured(self, config: RunConfig) -> Mapping[str, Any]:
         """Return what evaluations depend on, by dotted key, beside the settings of all methods.
 
-        These are values of settings that change the prompts of agents, and hashes of prompts.
+        These are values of settings that change the prompts of agents, and hashes of prompts. The
+        keys are the same for all settings: a key that a checkpoint lacks is not compared.
         """
         return {}
 

@@ -35,6 +35,17 @@ FIXED: Mapping[str, str] = {
 MEASURED = r"eval\.temperature|actor\.max_context_tokens|tasks\.[^.]+\.(?!stream\.).*"
 """Settings that define what an evaluation of any method measures, by a pattern of their keys."""
 
+MEASURED_WITH_EXPERIENCE = (
+    r"ask\.(enabled|limit)|critic\.(min_episodes|max_response_tokens)|bank\.key_text_weight"
+    r"|retrieval\.(choice|per|candidates|margin|min_similarity|count_penalty|recent_steps)"
+)
+"""Further settings of methods whose agents are shown experience: what they are shown, and when.
+
+Settings with which the bank is written are left out, as are those of training: bank and weights are
+what an evaluation measures. Timeouts, batches and threads change no result, except on a machine
+that is too slow. No search of an evaluation is a trial (`retrieval.trial_share`).
+"""
+
 
 class Change(NamedTuple):
     """Setting that differs from the saved one."""
@@ -112,8 +123,9 @@ def _refuse_other_runs(overrides: Sequence[Layer], tasks: Mapping[str, Any]) -> 
 def measured_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that define what an evaluation measures, by dotted key.
 
-    Evaluations with different values cannot be compared.
+    Evaluations with different values cannot be compared. The keys depend on the method alone.
     """
+    pattern = f"{MEASURED}|{MEASURED_WITH_EXPERIENCE}" if config.guides else MEASURED
     settings = leaves(config.model_dump(mode="json"))
-    measured = {key: value for key, value in settings if re.fullmatch(MEASURED, key)}
+    measured = {key: value for key, value in settings if re.fullmatch(pattern, key)}
     return measured | (config.method_settings.measured(config) if config.method_settings else {})

@@ -7,6 +7,9 @@ Runs whose settings agree but for the seed are one arm. Arms are compared with t
 * not paired, if both arms have at least two runs: Welch's t over the runs;
 * else over the goals or the episodes of the runs, by MOVER. This interval does not contain the
   spread between seeds.
+
+A prompt that a file replaces in one of the runs is compared by its text, not by the path of the
+file. Other prompts, and the versions of packages and of crl, are not compared.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-from crl.config.layers import leaves
-from crl.config.load import load_saved
+from crl.config.layers import leaves, parse_set
+from crl.config.load import SavedRun, load_saved
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import EvalKey
@@ -53,6 +56,8 @@ class RunResult:
     """Settings by dotted key, without the seed. Those of a saved evaluation are included."""
     rates: Mapping[EvalKey, Estimate]
     """Success rates with their intervals."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the texts of prompts, by name. Older runs have fewer."""
     clustered: bool = False
     """True if all intervals are clustered by goal, as in the results of `crl eval`. An evaluation
     of a run clusters only those of its online set."""
@@ -121,7 +126,7 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     settings, seed = run_settings(saved.config)
     if name is None:
         rates = _final_rates(run, saved.config.run.steps)
-        return RunResult(path, seed, settings, rates)
+        return RunResult(path, seed, settings, rates, saved.prompts)
     file = path / "eval" / f"{name}.json"
     if not file.is_file():
         known = ", ".join(known.stem for known in saved_files(path / "eval")) or "none"
@@ -134,8 +139,9 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
         applied["seed of the evaluation"] = evaluation.about["seed"]
     ignored = _unused(saved.config)
     settings |= {k: v for k, v in applied.items() if k.partition(".")[0] not in ignored}
+    settings |= _evaluated_prompts(evaluation.about, saved)
     rates = {row.key: row.success for row in evaluation.rows}
-    return RunResult(path, seed, settings, rates, clustered=True)
+    return RunResult(path, seed, settings, rates, saved.prompts, clustered=True)
 
 
 def run_settings(config: RunConfig) -> tuple[dict[str, Any], int]:
@@ -157,6 +163,7 @@ def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> di
     `eval.concurrency` changes no result.
     """
     settings = dict(leaves(about.get("settings", {})))
+    settings = {key: value for key, value in settings.items() if not _is_prompt(key)}
     for key in ("actor.model", "extractor.model", "eval.concurrency"):
         settings.pop(key, None)
     options = {
@@ -169,6 +176,47 @@ def _evaluated_settings(about: Mapping[str, Any], run: RunDir, steps: int) -> di
         own = bank["path"] and Path(bank["path"]).resolve() == run.bank.resolve()
         options["--bank"] = "of the run" if own else "another"
     return settings | options
+
+
+def _evaluated_prompts(about: Mapping[str, Any], saved: SavedRun) -> dict[str, str]:
+    """Return the prompts of a saved evaluation whose texts are not those of the run.
+
+    Only prompts that a file replaces count. Older evaluations have no texts: their options `--set`
+    name the files.
+    """
+    texts: Mapping[str, str] = about.get("prompts") or {}
+    if texts:
+        settings = about.get("settings", {}).get("prompts", {})
+        files = {name: file for name, file in settings.items() if file}
+        names = [
+            name
+            for name in sorted(files.keys() | saved.config.prompts.files.keys())
+            if texts.get(name) != saved.prompts.get(name)
+        ]
+    else:
+        options = (leaves(parse_set(text).data) for text in about["options"].get("set", ()))
+        given = dict(leaf for leaves_of_one in options for leaf in leaves_of_one)
+        files = {key.partition(".")[2]: file for key, file in given.items() if _is_prompt(key)}
+        names = list(files)
+    return {
+        f"prompt {name} of the evaluation": _prompt_text(files.get(name), texts.get(name))
+        for name in names
+    }
+
+
+def _is_prompt(key: str) -> bool:
+    """Return whether a dotted key names a prompt."""
+    return key.startswith("prompts.")
+
+
+def _prompt_text(file: Any, digest: str | None) -> Any:
+    """Return the value by which a prompt is compared.
+
+    It is the SHA-256 `digest` of the text; without it, the file, or None for the bundled prompt.
+    """
+    if digest:
+        return f"SHA-256 {digest[:16]}"
+    return file and f"{file} (text not recorded)"
 
 
 def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
@@ -225,14 +273,36 @@ def compare(runs: Sequence[RunResult]) -> Comparison:
 def arms_of(runs: Sequence[RunResult]) -> list[Arm]:
     """Return the arms of runs, in the order of their first runs."""
     groups: dict[str, list[RunResult]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
+    for run, settings in zip(runs, _compared_settings(runs), strict=True):
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     return [Arm(_name(i), group) for i, group in enumerate(groups.values())]
+
+
+def _compared_settings(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return the settings of each run, with the texts of prompts instead of their files.
+
+    A prompt counts if a file replaces it in any of the runs.
+    """
+    replaced = {
+        key for run in runs for key, file in run.settings.items() if _is_prompt(key) and file
+    }
+    return [
+        {
+            **run.settings,
+            **{
+                key: _prompt_text(run.settings.get(key), run.prompts.get(key.partition(".")[2]))
+                for key in replaced
+            },
+        }
+        for run in runs
+    ]
 
 
 def differing_settings(arms: Sequence[Arm]) -> dict[str, list[Any]]:
     """Return the value in each arm of the settings that differ. See `Comparison.differing`."""
-    settings = [arm.runs[0].settings for arm in arms]
+    runs = [run for arm in arms for run in arm.runs]
+    by_path = {run.path: one for run, one in zip(runs, _compared_settings(runs), strict=True)}
+    settings = [by_path[arm.runs[0].path] for arm in arms]
     sections = [{name.partition(".")[0] for name in one} for one in settings]
     names = dict.fromkeys(
         name

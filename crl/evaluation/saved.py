@@ -38,6 +38,8 @@ class About:
     seed: int
     options: dict[str, Any]
     data_notes: dict[str, str]
+    prompts: dict[str, str] | None = None
+    """SHA-256 of the texts of prompts, by name. Evaluations of earlier versions have none."""
 
 
 _ABOUT = TypeAdapter(About)

@@ -30,6 +30,7 @@ from crl.planning.gpu_plan import gpu_plan
 from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import model_sections, named_models, require_model
 from crl.planning.model_size import planned_shape
+from crl.types import RoleName
 
 CheckStatus = Literal["ok", "warn", "fail"]
 
@@ -325,12 +326,12 @@ def _models(config: RunConfig) -> Iterator[Finding]:
             yield Finding(key, "fail", f"{name}: {error.reason}", error.remedy)
 
 
-def _shapes(config: RunConfig) -> dict[str, ModelShape]:
+def _shapes(config: RunConfig) -> dict[RoleName, ModelShape]:
     """Return the shapes of the actor and, with experience, of the extractor, by role.
 
     A model whose shape cannot be determined is left out.
     """
-    shapes = {}
+    shapes: dict[RoleName, ModelShape] = {}
     for role, section in model_sections(config).items():
         try:
             shapes[role] = planned_shape(section.model, f"{role}.model")
@@ -398,7 +399,7 @@ def _checkpoint_bytes(config: RunConfig) -> int:
     )
 
 
-def _adapter(config: RunConfig, role: str, shape: ModelShape) -> int:
+def _adapter(config: RunConfig, role: RoleName, shape: ModelShape) -> int:
     """Return the number of parameters of a role's adapter; 0 without one."""
     return adapter_parameters(shape, model_sections(config)[role].lora)
 

@@ -73,15 +73,18 @@ def require_engine_devices(config: RunConfig) -> None:
     )
 
 
-def require_ranks(config: RunConfig) -> None:
-    """Raise `ConfigError` if ranks cannot train the run's models on this machine's devices."""
+def require_ranks(config: RunConfig, only: RoleName | None = None) -> None:
+    """Raise `ConfigError` if ranks cannot train the run's models on this machine's devices.
+
+    `only` is the model that is trained alone, or None.
+    """
     learner = config.learner
     if LEARNERS[learner.kind].in_process:
         return
     from crl.modeling.loading import precision, resolve_device
 
     device = resolve_device(learner.device, "learner.device")
-    for role, section in model_sections(config).items():
+    for role, section in model_sections(config, only).items():
         if config.trains(role) and (path := find_folder(section.model, f"{role}.model")):
             bfloat16 = str(precision(learner.precision, path, device)) == "torch.bfloat16"
             LEARNERS[learner.kind].require_trainable(

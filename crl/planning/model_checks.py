@@ -32,6 +32,7 @@ from crl.modeling.tokens import ChatRenderer
 from crl.monitor.run_dir import RunDir
 from crl.planning.context import merge_prompt
 from crl.planning.model_size import planned_shape
+from crl.types import RoleName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,20 +56,29 @@ Layer = tuple[str, tuple[int, int]]
 """Name of a linear layer within its block, and its outputs and inputs."""
 
 
-def model_sections(config: RunConfig) -> dict[str, ActorSection | ExtractorSection]:
-    """Return the sections of the actor and, with experience, of the extractor, by name."""
-    sections: dict[str, ActorSection | ExtractorSection] = {"actor": config.actor}
-    return sections | ({"extractor": config.extractor} if config.with_extractor else {})
+def model_sections(
+    config: RunConfig, only: RoleName | None = None
+) -> dict[RoleName, ActorSection | ExtractorSection]:
+    """Return the sections of the models of a run, by role.
+
+    These are the actor and, with experience, the extractor. `only` is the role that is the only one
+    in use, or None. The checks below have the same parameter.
+    """
+    sections: dict[RoleName, ActorSection | ExtractorSection] = {"actor": config.actor}
+    if config.with_extractor:
+        sections["extractor"] = config.extractor
+    return {only: sections[only]} if only else sections
 
 
-def named_models(config: RunConfig) -> dict[str, str]:
+def named_models(config: RunConfig, only: RoleName | None = None) -> dict[str, str]:
     """Return the names of the run's models, by the key that names each model.
 
-    The embedder is left out if it is not an encoder on this machine.
+    The embedder is left out if it is not an encoder on this machine, or not in use (`only`).
     """
-    named = {f"{role}.model": section.model for role, section in model_sections(config).items()}
+    sections = model_sections(config, only)
+    named = {f"{role}.model": section.model for role, section in sections.items()}
     embedder = config.embedder
-    if config.with_bank and embedder.is_encoder:
+    if config.with_bank and embedder.is_encoder and not only:
         named["embedder.model"] = embedder.model
     return named
 
@@ -134,23 +144,23 @@ def _missing_files(folder: Path, key: str) -> list[str]:
     return sorted(file for file in files if not (folder / file).is_file())
 
 
-def require_models(config: RunConfig) -> None:
+def require_models(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if a model of the run is not on this machine, or is incomplete."""
-    for key, name in named_models(config).items():
+    for key, name in named_models(config, only).items():
         require_model(name, key)
 
 
-def require_adapters(config: RunConfig) -> None:
+def require_adapters(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if engine or packages do not support the adapter of a role."""
-    for role in model_sections(config):
+    for role in model_sections(config, only):
         if section := config.trained_adapter(role):
             require_package("peft", f"{role}.lora.rank", section.rank, extra="lora")
             ENGINES[config.engine.kind].require_adapter(role, section)
 
 
-def require_adapter_ranks(config: RunConfig) -> None:
+def require_adapter_ranks(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if the model of a role is too small for the rank of its adapter."""
-    for role, model in model_sections(config).items():
+    for role, model in model_sections(config, only).items():
         if section := config.trained_adapter(role):
             _require_rank(section, adapted_layers(model.model, section, role), role)
 
@@ -206,12 +216,12 @@ def adapted_layers(model: str, section: LoraSection, role: str) -> list[Layer]:
     return [layer for layer in layers if layer[0] in (section.target_names or {layer[0]})]
 
 
-def require_contexts(config: RunConfig) -> None:
+def require_contexts(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if max_context_tokens exceeds the positions of the actor or extractor.
 
     A model without max_position_embeddings in its config.json is not checked here.
     """
-    for role, section in model_sections(config).items():
+    for role, section in model_sections(config, only).items():
         path = find_folder(section.model, f"{role}.model")
         limit = _positions(path) if path else PUBLISHED_SHAPES[section.model].max_context
         require_context(role, section.max_context_tokens, limit)
@@ -225,13 +235,13 @@ def _positions(path: Path) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def require_architectures(config: RunConfig) -> None:
+def require_architectures(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if crl does not support the architecture of a model that it loads.
 
     The processes of another engine alone load a model that is not trained. vLLM supports more
     architectures.
     """
-    for role, section in model_sections(config).items():
+    for role, section in model_sections(config, only).items():
         loaded = config.trains(role) or ENGINES[config.engine.kind].in_process
         path = find_folder(section.model, f"{role}.model")
         if not loaded or path is None or _is_plain(path):
@@ -264,12 +274,12 @@ def _is_plain(path: Path) -> bool:
     )
 
 
-def require_tokenizers(config: RunConfig) -> None:
+def require_tokenizers(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if the tokenizer of actor or extractor cannot write and stop turns.
 
     A missing tokenizer, like missing weights, is reported by `require_model`.
     """
-    for role, section in model_sections(config).items():
+    for role, section in model_sections(config, only).items():
         key = f"{role}.model"
         path = find_folder(section.model, key)
         if path is None or not _has_tokenizer(path):

@@ -44,6 +44,7 @@ from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import adapted_layers, model_sections
 from crl.planning.model_size import dense_shape, parse_size, planned_shape
 from crl.planning.step_time import estimate
+from crl.types import RoleName
 from crl.wording import counted, device_text
 
 
@@ -139,9 +140,12 @@ def _gpus(
     return "\n".join(lines)
 
 
-def overview(config: RunConfig) -> str:
-    """Return the text that a run shows at its start: models, tasks with renderings, devices."""
-    return "\n".join([_models(config), _tasks(config), _devices(config)])
+def overview(config: RunConfig, only: RoleName | None = None) -> str:
+    """Return the text that a run shows at its start: models, tasks with renderings, devices.
+
+    `only` is the role whose model is the only one in use, or None.
+    """
+    return "\n".join([_models(config, only), _tasks(config), _devices(config)])
 
 
 def _toml(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -189,19 +193,14 @@ def _hypothetical(config: RunConfig, shapes: Mapping[str, ModelShape]) -> str:
     )
 
 
-def _models(config: RunConfig) -> str:
-    models: dict[str, tuple[str, Profile]] = {
-        "actor": (config.actor.model, config.profile("actor"))
-    }
-    if config.with_extractor:
-        models["extractor"] = (config.extractor.model, config.profile("extractor"))
+def _models(config: RunConfig, only: RoleName | None = None) -> str:
     return "\n".join(
-        _model(role, name, profile) + _adapter(config, role)
-        for role, (name, profile) in models.items()
+        _model(role, section.model, config.profile(role)) + _adapter(config, role)
+        for role, section in model_sections(config, only).items()
     )
 
 
-def _adapter(config: RunConfig, role: str) -> str:
+def _adapter(config: RunConfig, role: RoleName) -> str:
     """Return the text for the adapter that is trained; empty if all weights are.
 
     An actor that is not trained is named here, and an extractor in `_experience`.
@@ -216,7 +215,7 @@ def _adapter(config: RunConfig, role: str) -> str:
     return f"; adapter of rank {adapter.rank} with {trained}"
 
 
-def _model(role: str, name: str, profile: Profile) -> str:
+def _model(role: RoleName, name: str, profile: Profile) -> str:
     key = f"{role}.model"
     path = find_model(name, key)
     if path is None:

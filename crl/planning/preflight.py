@@ -282,10 +282,31 @@ RESUME_CHECKS = tuple(check for check in CHECKS if check.name not in ("bank", "a
 """Checks of a resumed run, which has a bank already, and adapters whose rank cannot change."""
 
 
+ROLE_CHECKS: Mapping[str, Callable[..., None]] = {
+    "context": model_checks.require_contexts,
+    "models": model_checks.require_models,
+    "adapters": model_checks.require_adapters,
+    "adapter ranks": model_checks.require_adapter_ranks,
+    "tokenizers": model_checks.require_tokenizers,
+    "architectures": model_checks.require_architectures,
+    "GPU plan": machine_checks.require_gpus,
+    "ranks": machine_checks.require_ranks,
+}
+"""Checks that can be limited to the model of one role, by the name of the check."""
+
+
 def fine_tuning_checks(role: RoleName) -> tuple[Check, ...]:
-    """Return the checks of supervised fine-tuning, in which only `role` uses GPUs."""
-    gpus = partial(machine_checks.require_gpus, only=role)
-    return tuple(replace(c, require=gpus) if c.name == "GPU plan" else c for c in CHECKS)
+    """Return the checks of supervised fine-tuning, which uses the model of `role` alone.
+
+    The bank, the embedder and the model of the other role are not used.
+    """
+    return tuple(
+        replace(check, require=partial(ROLE_CHECKS[check.name], only=role))
+        if check.name in ROLE_CHECKS
+        else check
+        for check in CHECKS
+        if check.name not in ("bank", "embedder")
+    )
 
 
 EVALUATION_CHECKS: tuple[Check, ...] = (

@@ -87,7 +87,7 @@ class RunRecord:
         """The run with the evaluation after its last planned step, if it has one."""
         last = self.evaluations.get(self.saved.config.run.steps, {})
         settings, seed = run_settings(self.saved.config)
-        return RunResult(self.dir.path, seed, settings, last)
+        return RunResult(self.dir.path, seed, settings, last, self.saved.prompts)
 
     @cached_property
     def changes(self) -> list[tuple[str, Any, Any]]:

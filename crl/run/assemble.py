@@ -234,10 +234,16 @@ def _perplexity_reward(
 
 
 def _measured_settings(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, Any]:
-    """Return what evaluations depend on: settings, and the SHA-256 of the prompts of agents."""
-    texts = hashes(config.prompts.files)
-    prompts = {f"prompts.{name}": texts[name] for name in sorted(agent_prompts(config, specs))}
-    return measured_settings(config) | prompts
+    """Return what evaluations depend on: settings, and the SHA-256 of the prompts of agents.
+
+    The SHA-256 of a prompt that agents do not read is None.
+    """
+    read = agent_prompts(config, specs)
+    prompts = {
+        f"prompts.{name}": digest if name in read else None
+        for name, digest in hashes(config.prompts.files).items()
+    }
+    return prompts | measured_settings(config)
 
 
 def _model_dirs(config: RunConfig, actor: ModelRole, *, with_extractor: bool) -> dict[str, Path]:

@@ -151,15 +151,11 @@ class Measurements:
     def load_state(self, state: State) -> list[str]:
         """Load results. Return the keys of settings that differ from those of the results.
 
-        Results with other settings are not loaded. Older checkpoints have fewer prompts.
+        Results with other settings are not loaded. Settings that the state lacks are not compared:
+        older checkpoints have fewer.
         """
-        before, now = state.get("settings", self.settings), self.settings
-        if changed := [
-            key
-            for key in dict.fromkeys((*before, *now))
-            if before.get(key) != now.get(key)
-            and not (key.startswith("prompts.") and (key not in before or key not in now))
-        ]:
+        before, now = state.get("settings", {}), self.settings
+        if changed := [key for key in before if key not in now or now[key] != before[key]]:
             return changed
         for step, record in state["evaluations"]:
             self.evaluations[step] = read_evaluation(record)

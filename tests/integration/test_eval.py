@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from crl.prompts import hashes
 from crl.run.evaluating import evaluate as play
 from support.complementary_runs import dump, train
 from support.whole_runs import (
@@ -92,6 +93,8 @@ def test_a_bank_is_read_as_it_was_at_the_checkpoint(done: Path) -> None:
         assert record["about"]["step"] == step
         assert record["about"]["options"]["step"] == step
         assert record["about"]["weights"].keys() >= {"actor/model.safetensors"}
+        assert record["about"]["prompts"] == hashes()
+        assert record["about"]["settings"]["prompts"].keys() == hashes().keys()
         assert {e["condition"] for e in record["episodes"]} == {"guided"}
         assert len(list((done / "eval").glob("*.json"))) == number
     after = contents(done)

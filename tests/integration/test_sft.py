@@ -341,6 +341,27 @@ def test_requests_for_drills_that_are_refused(
     assert not (run / "config.json").exists()
 
 
+def test_the_files_of_the_other_models_are_not_used(tmp_path: Path) -> None:
+    """Of the actor, only the profile counts, which the settings of the tasks depend on."""
+    file, actor, run = tmp_path / "talks.jsonl", tmp_path / "actor", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 4, "utf-8")
+    actor.mkdir()
+    (actor / "crl.json").write_text('{"profile": "compact"}', "utf-8")
+    (actor / "config.json").write_text('{"max_position_embeddings": 8}', "utf-8")
+    others = (f"actor.model={actor}", f"embedder.model={actor}", f"bank.init={tmp_path / 'none'}")
+    options = [part for text in others for part in ("--set", text)]
+    result = crl(
+        "sft", "--from", file, "--role", "extractor", "--tasks", "room", "--epochs", 1,
+        "--held-out", 0, "--run-dir", run, *options,
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert str(actor) not in result.stdout
+    assert (run / "extractor" / "model.safetensors").is_file()
+    refused = crl("sft", "--from", file, "--tasks", "room", "--set", f"actor.model={actor}")
+    assert refused.exit_code == 2
+    assert "actor.max_context_tokens" in refused.stderr
+
+
 def test_the_extractor_does_not_learn_from_episodes(demonstrated: Path, tmp_path: Path) -> None:
     for source in (demonstrated, "scripted"):
         options = ("--role", "extractor", "--run-dir", tmp_path / "run")

@@ -43,15 +43,13 @@ def requests(horizons: Horizons, overrides: Overrides = NO_OVERRIDES) -> dict[st
 def measured_request(config: RunConfig, share: float | None) -> dict[str, Any]:
     """Return the settings and the SHA-256 of the prompt by which evaluations differ.
 
-    `share` is that of `horizons`; None: agents do not predict.
+    `share` is that of `horizons`; None: agents do not predict. The values are then 0 and None.
     """
     predicted = {} if share is None else horizons(config.tasks, share)
-    if not predicted:
-        return {"role_agent.prediction_weight": 0}
     return {
-        "role_agent.prediction_weight": "above 0",
-        "role_agent.horizon": predicted,
-        "prompts.predict": hashes(config.prompts.files)["predict"],
+        "role_agent.prediction_weight": "above 0" if predicted else 0,
+        "role_agent.horizon": predicted or None,
+        "prompts.predict": hashes(config.prompts.files)["predict"] if predicted else None,
     }
 
 

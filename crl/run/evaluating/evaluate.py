@@ -13,13 +13,16 @@ from crl.evaluation.samples import SavedEpisode, Source, play_samples
 from crl.evaluation.saved import SavedEvaluation, require_writable, save
 from crl.planning import preflight
 from crl.planning.tasks import data_notes, specs
+from crl.prompts import hashes
 from crl.run.assemble import open_evaluator
 from crl.run.bank import BankSource
 from crl.run.evaluating.request import Request
 from crl.run.models import actor_model, extractor_model
 from crl.run.supervision.interruptible import run_evaluation
 
-SECTIONS = ("actor", "ask", "bank", "critic", "embedder", "engine", "eval", "retrieval", "tasks")
+SECTIONS = (
+    "actor", "ask", "bank", "critic", "embedder", "engine", "eval", "prompts", "retrieval", "tasks",
+)  # fmt: skip
 """Sections of the config that results depend on."""
 
 
@@ -29,6 +32,7 @@ def evaluate(request: Request, folder: Path) -> Path:
     Raise `CrlError` if it cannot start or fails.
     """
     preflight.require(request.config, checks=preflight.EVALUATION_CHECKS)
+    prompts = hashes(request.config.prompts.files)  # files may change while episodes are played
     existed = folder.exists()
     require_writable(folder)
     try:
@@ -38,7 +42,7 @@ def evaluate(request: Request, folder: Path) -> Path:
             with suppress(OSError):
                 folder.rmdir()  # unless it has files
         raise
-    return save(SavedEvaluation(_about(request), episodes), folder, request.name)
+    return save(SavedEvaluation(_about(request, prompts), episodes), folder, request.name)
 
 
 async def _play(request: Request) -> list[SavedEpisode]:
@@ -59,8 +63,11 @@ def _bank_source(request: Request) -> BankSource | None:
     return BankSource(bank.path, extractor, request.step or 0, bank.snapshot, bank.foreign)
 
 
-def _about(request: Request) -> Mapping[str, Any]:
-    """Return the model, the options and the settings of an evaluation, as JSON."""
+def _about(request: Request, prompts: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the model, the options and the settings of an evaluation, as JSON.
+
+    `prompts`: SHA-256 of each prompt, by name.
+    """
     config, bank = request.config, request.bank
     settings = config.model_dump(mode="json", include=set(SECTIONS))
     if request.checkpoint and (actor := request.checkpoint / "actor").is_dir():
@@ -79,6 +86,7 @@ def _about(request: Request) -> Mapping[str, Any]:
         "deterministic": config.run.deterministic,
         "options": request.options.given,
         "settings": settings,
+        "prompts": dict(prompts),
         "data_notes": data_notes(specs(config)),
         "versions": versions(),
         "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",

@@ -33,6 +33,7 @@ from crl.run.main import open_monitor
 from crl.run.supervision.ending import Ending, logged_failure
 from crl.run.supervision.interruptible import AGAIN, interruptible
 from crl.run.supervision.signals import INTERRUPTED, Interrupts, do_nothing
+from crl.types import RoleName
 from crl.wording import counted
 
 
@@ -117,7 +118,7 @@ def fine_tune_on(
             f"{shlex.join([*command, '--set', f'{role}.model={target}'])}"
         )
 
-    _carry_out(config, run, None, tuned)
+    _carry_out(config, run, None, tuned, only=role)
     return 0
 
 
@@ -172,12 +173,13 @@ def _new_folder(config: RunConfig, folder: Path) -> RunDir:
 
 def _carry_out(
     config: RunConfig, run: RunDir, steps: int | None,
-    work: Callable[[Monitor], Coroutine[Any, Any, str]],
+    work: Callable[[Monitor], Coroutine[Any, Any, str]], only: RoleName | None = None,
 ) -> None:  # fmt: skip
     """Await `work` and note the text that it returns.
 
     Failures and interrupts end the process like those of a run. `steps` is the last step that
-    `work` logs, if known.
+    `work` logs, if known. `only` is the role whose model is
+    the only one in use, or None.
     """
     screen = PlainMonitor(steps=steps)
     ending = Ending(run, screen)
@@ -190,7 +192,7 @@ def _carry_out(
                 closing(open_monitor(config, run, screen, time.monotonic())) as monitor,
                 reporting(ending.failed),
             ):
-                monitor.note(f"{run.path}\n{overview(config)}\n")
+                monitor.note(f"{run.path}\n{overview(config, only)}\n")
                 interrupts.stop = do_nothing  # until the event loop runs
                 done = asyncio.run(
                     interruptible(

@@ -63,6 +63,43 @@ def test_settings_after_which_evaluations_are_not_compared(setting: str, expecte
     assert (measured_settings(config) != measured_settings(saved)) == expected
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("ask.enabled=true", True),
+        ("ask.limit=2", True),
+        ("critic.min_episodes=2", True),
+        ("critic.max_response_tokens=8", True),
+        ("retrieval.choice=diverse", True),
+        ("retrieval.candidates=3", True),
+        ("retrieval.margin=0.5", True),
+        ("retrieval.min_similarity=0.5", True),
+        ("retrieval.count_penalty=1", True),
+        ("retrieval.recent_steps=3", True),
+        ("bank.key_text_weight=0.5", True),
+        ("ask.timeout=5", False),
+        ("critic.warmup=2", False),
+        ("retrieval.per=group", True),
+        ("retrieval.trial_share=0.5", False),
+        ("retrieval.batch=2", False),
+        ("bank.max_per_goal=2", False),
+        ("extractor.temperature=0.5", False),
+    ],
+)
+def test_evaluations_with_experience_depend_on_what_agents_are_shown(
+    setting: str, expected: bool
+) -> None:
+    key = setting.partition("=")[0]
+    sets = ["critic.enabled=true", "retrieval.min_similarity=0.1"]
+    sets += ["ask.enabled=true"] if key != "ask.enabled" else []
+    sets += ["retrieval.choice=credit"] if key == "retrieval.trial_share" else []
+    saved = load(["room"], sets=sets)
+    assert measured_change(saved, setting) == ({key} if expected else set())
+    alone = load(["room"], options={"method": "grpo"})
+    if key in ("retrieval.margin", "bank.key_text_weight"):
+        assert not measured_change(alone, setting), "its agents are shown no experience"
+
+
 def measured_change(saved: RunConfig, *sets: str) -> set[str]:
     """Return the keys by which evaluations differ after a resumption with other settings."""
     before, after = measured_settings(saved), measured_settings(resumed(saved, *sets)[0])

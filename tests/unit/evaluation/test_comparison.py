@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from crl.config.load import dump, load
+from crl.config.load import dump, load, load_saved
 from crl.errors import ConfigError
-from crl.evaluation.comparison import RunResult, compare, read_run, welch_half_width
+from crl.evaluation.comparison import RunResult, arms_of, compare, read_run, welch_half_width
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate
 from crl.evaluation.saved import save
+from crl.prompts import FOLDER, hashes
+from crl.report.run_record import read_runs
 from support.evaluations import episode, evaluation
 
 KEY: EvalKey = ("room", "unseen", "free")
@@ -231,3 +233,94 @@ def test_other_evaluations_are_other_arms(
 ) -> None:
     comparison = compare([evaluated(tmp_path, 0), evaluated(tmp_path, 1, **about)])
     assert comparison.differing[key] == values
+
+
+# ── prompts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_with_prompt(path: Path, file: Path | None, *, seed: int = 5, recorded: bool = True) -> Path:
+    """Write a finished run of a language model. `file` replaces its prompt `actor`."""
+    sets = ["tasks.room.rendering=full", "actor.profile=full", "extractor.profile=full"]
+    sets += [f"prompts.actor={file}"] if file else []
+    config = load(["room"], options={"run.steps": 4, "run.seed": seed}, sets=sets)
+    path.mkdir()
+    texts = hashes(config.prompts.files) if recorded else {}
+    dump(config, path / "config.json", prompts=texts)
+    (path / "metrics.jsonl").write_text(json.dumps(eval_line(4, 0.5)) + "\n", "utf-8")
+    return path
+
+
+def prompt_file(path: Path, more: str = "") -> Path:
+    """Write a copy of the bundled prompt `actor` with more text."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((FOLDER / "actor.txt").read_text("utf-8") + more, "utf-8")
+    return path
+
+
+def test_prompts_are_compared_by_their_text(tmp_path: Path) -> None:
+    first = run_with_prompt(tmp_path / "first", prompt_file(tmp_path / "a.txt", "Be brief."))
+    same = run_with_prompt(tmp_path / "same", prompt_file(tmp_path / "b.txt", "Be brief."), seed=6)
+    changed = run_with_prompt(tmp_path / "changed", prompt_file(tmp_path / "a.txt", "Be quick."))
+    runs = [read_run(path) for path in (first, same, changed)]
+    comparison = compare(runs)
+    assert [len(arm.runs) for arm in comparison.arms] == [2, 1]
+    assert comparison.differing.keys() == {"prompts.actor"}
+    digests = [load_saved(path).prompts["actor"] for path in (first, changed)]
+    assert comparison.differing["prompts.actor"] == [f"SHA-256 {d[:16]}" for d in digests]
+    assert len(set(digests)) == 2
+    records = read_runs([first, same])
+    assert [len(arm.runs) for arm in arms_of([run.result for run in records])] == [2]
+
+
+def test_a_copy_of_the_bundled_prompt_is_no_other_prompt(tmp_path: Path) -> None:
+    bundled = read_run(run_with_prompt(tmp_path / "bundled", None))
+    copy = prompt_file(tmp_path / "copy.txt")
+    assert (
+        len(compare([bundled, read_run(run_with_prompt(tmp_path / "a", copy, seed=6))]).arms) == 1
+    )
+    own = read_run(run_with_prompt(tmp_path / "b", prompt_file(tmp_path / "own.txt", "Be brief.")))
+    assert compare([bundled, own]).differing.keys() == {"prompts.actor"}
+
+
+def test_prompts_without_a_recorded_text_are_compared_by_path(tmp_path: Path) -> None:
+    files = [prompt_file(tmp_path / name) for name in ("a.txt", "b.txt")]
+    runs = [
+        read_run(run_with_prompt(tmp_path / str(seed), file, seed=seed, recorded=False))
+        for seed, file in enumerate([files[0], files[0], files[1]])
+    ]
+    comparison = compare(runs)
+    assert [len(arm.runs) for arm in comparison.arms] == [2, 1]
+    values = [f"{file} (text not recorded)" for file in files]
+    assert comparison.differing == {"prompts.actor": values}
+
+
+def test_prompts_of_saved_evaluations_are_compared_by_their_text(tmp_path: Path) -> None:
+    files = [prompt_file(tmp_path / "a.txt"), prompt_file(tmp_path / "b.txt", "Be brief.")]
+    runs = []
+    for seed, file in enumerate([None, *files, files[1]]):
+        path = run_with_prompt(tmp_path / str(seed), None, seed=seed)
+        settings = {"prompts": {"actor": file and str(file), "distil": None}}
+        texts = hashes({"actor": file} if file else {})
+        saved = evaluation(step=4, seed=seed, settings=settings, prompts=texts)
+        save(saved, path / "eval", "mine")
+        runs.append(read_run(path, "mine"))
+    comparison = compare(runs)
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1], [2, 3]], "a is the bundled text"
+    digest = hashes({"actor": files[1]})["actor"]
+    assert comparison.differing == {
+        "prompt actor of the evaluation": ["unset", f"SHA-256 {digest[:16]}"]
+    }
+
+
+def test_prompts_of_older_evaluations_are_compared_by_path(tmp_path: Path) -> None:
+    runs = []
+    for seed, sets in enumerate(([], ["run.max_error_rate=1"], ["prompts.actor=a.txt"])):
+        path = run_with_prompt(tmp_path / str(seed), None, seed=seed)
+        options = {"set": sets} if sets else {}
+        save(evaluation(step=4, seed=seed, options=options), path / "eval", "mine")
+        runs.append(read_run(path, "mine"))
+    comparison = compare(runs)
+    assert [arm.seeds for arm in comparison.arms] == [[0, 1], [2]]
+    assert comparison.differing == {
+        "prompt actor of the evaluation": ["unset", "a.txt (text not recorded)"]
+    }

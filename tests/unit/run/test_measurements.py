@@ -21,10 +21,9 @@ TAGGED = ["tasks.search_qa.rendering=full", *FULL[1:]]
 
 
 def measured(task: str, *sets: str, method: str = "complementary") -> dict[str, Any]:
-    """Return the prompts among the settings that evaluations depend on."""
+    """Return the settings that evaluations depend on."""
     config = load([task], options={"method": method}, sets=sets)
-    settings = _measured_settings(config, tasks.specs(config))
-    return {key: value for key, value in settings.items() if key.startswith("prompts.")}
+    return _measured_settings(config, tasks.specs(config))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,8 @@ def test_the_prompts_that_agents_read_are_measured(
     task: str, sets: list[str], method: str, prompts: set[str], tmp_path: Path
 ) -> None:
     before = measured(task, *sets, method=method)
-    assert before.keys() == {f"prompts.{name}" for name in prompts}
+    read = {key for key, text in before.items() if key.startswith("prompts.") and text}
+    assert read == {f"prompts.{name}" for name in prompts}
     for name in prompts:
         file = tmp_path / f"{name}.txt"
         file.write_text((FOLDER / file.name).read_text("utf-8") + "More.\n", "utf-8")
@@ -76,7 +76,27 @@ def test_results_with_another_prompt_are_not_loaded() -> None:
         ({"a": 1, "prompts.actor": "x", "prompts.experience": "y"}, []),
         ({"a": 1, "prompts.actor": "x", "prompts.experience": "z"}, ["prompts.experience"]),
         ({"a": 1, "prompts.actor": "z"}, ["prompts.actor"]),
-        ({"prompts.actor": "x"}, ["a"]),
+        ({"a": 1, "b": None}, ["b"]),
         ({"a": 1, "prompts.actor": "x"}, []),  # a checkpoint of an older version
+        ({}, []),
     ):
         assert now.load_state({"settings": settings, **state}) == changed
+
+
+@pytest.mark.parametrize(
+    ("sets", "method"),
+    [
+        (["ask.enabled=true"], "complementary"),
+        ([*FULL, "ask.enabled=true"], "complementary"),
+        ([*FULL, "critic.enabled=true"], "complementary"),
+        ([*FULL, "role_agent.prediction_weight=0"], "role_agent"),
+    ],
+)
+def test_a_switch_changes_values_and_no_keys(sets: list[str], method: str) -> None:
+    """A key that a checkpoint lacks is not compared."""
+    off = measured("room", *[text for text in sets if text in FULL], method=method)
+    on = measured("room", *sets, method=method)
+    parts: Any = SimpleNamespace()
+    state = Measurements(parts, parts, off).state()
+    assert off.keys() == on.keys()
+    assert Measurements(parts, parts, on).load_state(state)
