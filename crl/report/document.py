@@ -286,8 +286,7 @@ def environment(scale: float = 1.0) -> Environment:
     env.filters |= {"cut": shortened, "counted": counted, "json": _json, "value": svg.value_text}
     env.globals |= {
         "svg": svg, "lift_text": lift_text, "damage_text": damage_text, "cut": shortened,
-        "counted": counted,
-        "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
+        "counted": counted, "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
         "trained_models": trained_models, "is_lines": lambda chart: isinstance(chart, LineChart),
     }  # fmt: skip
     return env

@@ -122,7 +122,7 @@ def _training(arms: Arms, kind: str, role: str) -> Iterator[Chart]:
 
 
 def bank(arms: Arms) -> list[Chart]:
-    """Return the size of the bank, its operations, and the success that lessons earn."""
+    """Return the size of the bank, its operations, and the success that experiences earn."""
     charts = list(_metric_charts(arms, "bank", {"bank/size": ("Experiences in the bank", "")}))
     charts += _operations(arms)
     shares = {
@@ -137,7 +137,7 @@ def bank(arms: Arms) -> list[Chart]:
 OPERATIONS: Mapping[str, str] = {
     "ops/add": "added",
     "ops/update": "updated",
-    "ops/return": "returned without a lesson",
+    "ops/return": "returned without an experience",
     "ops/drop": "refused",
     "ops/merge": "written by merges",
     "ops/evict": "evicted",
@@ -161,7 +161,7 @@ def _operations(arms: Arms) -> list[Chart]:
 
 
 def credit(arms: Arms) -> list[Chart]:
-    """Return how much the lessons of each run's bank helped."""
+    """Return how much the experiences of each run's bank helped."""
     charts: list[Chart] = []
     for run in (run for arm in arms for run in arm.runs):
         if lessons := read_counts(run.dir.bank):

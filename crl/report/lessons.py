@@ -1,4 +1,4 @@
-"""Lessons of a bank for readers: the best and the worst, with their stories."""
+"""Experiences of a bank for readers: the best and the worst, with their stories."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from crl.report.charts import BarChart, Point
 from crl.types import lift_order
 
 MOST_ROWS = 100
-"""Maximum number of the best lessons, and of the worst, in the table."""
+"""Maximum number of the best experiences, and of the worst, in the table."""
 
 MOST_STORIES = 10
-"""Maximum number of the best lessons with a story; half as many of the worst have one."""
+"""Maximum number of the best experiences with a story; half as many of the worst have one."""
 
 MOST_VERSIONS = 10
 """Maximum number of versions in a story."""
@@ -41,13 +41,13 @@ LIFTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Story:
-    """A lesson with its past."""
+    """An experience with its past."""
 
     entry: EntryView
     versions: Sequence[VersionView]
     """Versions and their parents, the newest first."""
     uses: Sequence[UseView]
-    """Last episodes that the entry guided, in their order."""
+    """Last episodes that the experience guided, in their order."""
     total_uses: int
     rates: Sequence[float]
     """Share of won episodes after each use."""
@@ -57,39 +57,39 @@ class Story:
     Steps of earlier runs count as step 0.
     """
     evicted: str
-    """Time and reason of the eviction; empty for an active entry."""
+    """Time and reason of the eviction; empty for an active experience."""
 
 
 @dataclass(frozen=True)
 class LessonCounts:
-    """Numbers of the lessons of a bank."""
+    """Numbers of the experiences of a bank."""
 
     stats: Mapping[str, Any]
     """Metrics of the bank (`BankReader.stats`)."""
 
     @property
     def active(self) -> int:
-        """Number of active entries."""
+        """Number of active experiences."""
         return self.stats["used"]["active"]
 
     @property
     def measured(self) -> int:
-        """Number of active entries with a lift."""
+        """Number of active experiences with a lift."""
         return self.active - self.stats["lift"]["unknown"]
 
     @property
     def charts(self) -> list[BarChart]:
-        """Distributions of the success of active entries, and of their lifts."""
+        """Distributions of the success of active experiences, and of their lifts."""
         bins = self.stats["won"]
         width = 100 // len(bins)
         ends = [f"{i * width} to {(i + 1) * width} %" for i in range(len(bins))]
         charts = [
             BarChart(
-                "Success of the episodes that a lesson guided", "lessons",
+                "Success of the episodes that an experience guided", "experiences",
                 dict(zip(ends, bins, strict=True)),
             ),
             BarChart(
-                "Lift of the lessons", "lessons",
+                "Lift of the experiences", "experiences",
                 {LIFTS[name]: number for name, number in self.stats["lift"].items()},
                 "Above and below 0: the 95 % interval excludes 0.",
             ),
@@ -102,7 +102,7 @@ class Lessons(LessonCounts):
     """Content of the report's section on the bank."""
 
     rows: Sequence[EntryView]
-    """Active entries with a lift: the best, then the worst."""
+    """Active experiences with a lift: the best, then the worst."""
     best: Sequence[Story]
     worst: Sequence[Story]
 
@@ -113,7 +113,7 @@ class Lessons(LessonCounts):
 
 
 def read_counts(path: Path) -> LessonCounts | None:
-    """Return the numbers of the lessons of the bank at `path`; None if there is no bank."""
+    """Return the numbers of the experiences of the bank at `path`; None if there is no bank."""
     if not path.is_file():
         return None
     with open_reader(path) as bank:
@@ -121,7 +121,7 @@ def read_counts(path: Path) -> LessonCounts | None:
 
 
 def read_lessons(path: Path) -> Lessons | None:
-    """Return the lessons of the bank at `path`; None if there is no bank."""
+    """Return the experiences of the bank at `path`; None if there is no bank."""
     if not path.is_file():
         return None
     with open_reader(path) as bank:

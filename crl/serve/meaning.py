@@ -20,7 +20,7 @@ from crl.protocols import Embedder
 from crl.report.search import embedder_of, similarities
 
 MAX_EMBEDDED = 500_000
-"""Maximum number of characters of the lessons of a bank without vectors, which are embedded."""
+"""Maximum number of characters of the experiences of a bank without vectors, which are embedded."""
 
 SEARCH_S = 60.0
 """Maximum number of seconds of a search, including the opening of the embedder."""
@@ -69,7 +69,7 @@ class MeaningSearch:
                 entries = [entry for entry in reader.entries() if entry.uid in uids]
             if keys.name is None and sum(len(entry.text) for entry in entries) > MAX_EMBEDDED:
                 reason = "it has no vectors yet, and too much text to embed it for one search"
-                remedy = "Choose fewer lessons with the filters, or search with crl bank search"
+                remedy = "Choose fewer experiences with the filters, or search with crl bank search"
                 raise ConfigError("bank", str(bank), reason, remedy)
             embedder = await self._embedder(embedder_of(bank, keys))
             found = await similarities(text, entries, keys, embedder)

@@ -91,7 +91,7 @@ class Site:
         self.cache = Cache(MAX_VALUES)
         """Small values."""
         self.records = Cache(MAX_RECORDS)
-        """Runs with all their metrics, and lessons of banks."""
+        """Runs with all their metrics, and experiences of banks."""
         self.environment = environment()
         self.environment.filters["duration"] = duration
         own = PackageLoader("crl.serve")

@@ -211,13 +211,13 @@ def test_prune_asks_first(opened: Open, root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "run", tmp_path / "runs" / "run")
     with served(tmp_path / "runs") as address:
         page = opened(f"{address}/runs/run/bank/prune")
-        page.get_by_label("Lessons to keep").fill("2")
+        page.get_by_label("Experiences to keep").fill("2")
         page.get_by_role("button", name="Preview").first.click()
         evicted = page.locator("#to-evict tbody tr").count()
         assert evicted > 0
-        page.get_by_role("button", name=f"Evict {evicted} lesson").click()
-        assert f"{evicted} lessons evicted." in page.locator("main").inner_text()
-        page.get_by_role("link", name="Lessons").click()
+        page.get_by_role("button", name=f"Evict {evicted} experience").click()
+        assert f"{evicted} experiences evicted." in page.locator("main").inner_text()
+        page.get_by_role("link", name="Experiences").click()
         assert page.locator("#lessons tbody tr").count() == 2
 
 

@@ -1,4 +1,4 @@
-"""Pages about a bank: the list of its lessons with search and filters, and the story of one."""
+"""Pages about a bank: the list of its experiences with search and filters, and the story of one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SearchBy(StrEnum):
 
 
 async def bank(request: Request) -> Response:
-    """Return the list of a bank's lessons."""
+    """Return the list of a bank's experiences."""
     site: Site = request.app.state.site
     path = await run_in_threadpool(bank_of, request)
     selection = _selection(request)
@@ -164,7 +164,7 @@ async def _by_meaning(
     return replace(empty, rows=rows, total=len(ranked), page=page), shown, ""
 
 
-# ── story of a lesson ───────────────────────────────────────────────────────────────────────────
+# ── story of an experience ────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Version:
 
 
 def lesson(request: Request) -> Response:
-    """Return the story of a lesson."""
+    """Return the story of an experience."""
     site: Site = request.app.state.site
     run = site.run(request)
     uid = text_of(request, "uid")
@@ -285,7 +285,7 @@ def history_charts(uses: Sequence[UseView], lifts: Sequence[LiftView]) -> list[L
     """Return the charts of credit and of lift over the steps of the run, over all versions."""
     charts = []
     if credit := _credit(uses):
-        note = "Share of the episodes that the lesson has guided so far, with the Wilson interval."
+        note = "Share of the guided episodes that were won so far, with the Wilson interval."
         charts.append(LineChart("Won episodes", "share", [Line("won", credit)], 0, 1, note))
     if lift := some_of(lift_curve(lifts)):
         note = "Mean over the groups so far, with the 95 % credible interval."

@@ -206,7 +206,7 @@ def _dead_ids(path: Path) -> frozenset[str]:
 
 
 async def prune(request: Request) -> Response:
-    """Show which lessons a criterion evicts (GET), and evict them (POST)."""
+    """Show which experiences a criterion evicts (GET), and evict them (POST)."""
     site, path = _writable(request), await run_in_threadpool(bank_of, request)
     if request.method == "POST":
         form = await _form(request)
@@ -247,7 +247,7 @@ def _criterion(max_entries: str, unused_since: str) -> tuple[str, int]:
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise HTTPException(400, f"{name} = {text[:40]!r} is not a number.")
     if name == "max_entries" and int(text) < 1:
-        raise HTTPException(400, "At least one lesson must remain.")
+        raise HTTPException(400, "At least one experience must remain.")
     return name, int(text)
 
 

@@ -34,7 +34,7 @@ from crl.serve.site import FoundRun, Site
 TITLES: Mapping[str, str] = {
     "state": "State",
     **SECTIONS,
-    "credit": "Credit of the lessons",
+    "credit": "Credit of the experiences",
     "operations": "Last operations of the bank",
 }
 """Titles of the parts of a run's page, in their order."""
@@ -175,7 +175,7 @@ def record(site: Site, run: FoundRun) -> RunRecord:
 
 
 def lessons(site: Site, run: FoundRun) -> LessonCounts | None:
-    """Return the numbers of lessons of a run's bank, or None if it has no bank."""
+    """Return the numbers of experiences of a run's bank, or None if it has no bank."""
     key = ("lessons", run.dir.path)
     files = version_of(_bank_files(run.dir))
     return site.records.live(key, files, partial(read_counts, run.dir.bank))[0]

@@ -49,8 +49,11 @@ def test_report_of_a_run(run: Path):
     assert "run trained both models on room with the method complementary and seed 0" in page.text
     assert "3 of 3 steps" in page.text
     assert "It is finished." in page.text
-    for title in ("Success", "Time", "Training of the actor", "Bank", "Lessons", "Episodes", "Log"):
+    for title in ("Success", "Time", "Training of the actor", "Bank", "Experiences", "Episodes",
+                  "Log"):  # fmt: skip
         assert title in page.texts
+    named = page.text.replace("Right lessons", "")
+    assert not re.search(r"\b(lessons?|entry|entries)\b", named, re.IGNORECASE)
     for setting in ("rollout.group_size", "tasks.room.stream.places"):
         assert setting in page.texts
     titles = re.findall(r"(Guided|Free): (won|lost) Episode", page.text)

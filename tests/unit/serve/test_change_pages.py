@@ -124,7 +124,7 @@ def test_difference_of_two_banks(browser: TestClient, root: Path):
     links = [a.get("href") or "" for tag, a in found.tags if tag == "a"]
     for link in [link for link in links if "?q=" in link]:
         assert "&task=" in link
-        assert page(browser, link).text.count("No lesson matches") == 0
+        assert page(browser, link).text.count("No experience matches") == 0
     page(browser, "/runs/run/bank/diff?other=run", 400)
     page(browser, "/runs/run/bank/diff?other=none", 404)
     page(browser, "/runs/run/bank/diff?other=../other", 404)
@@ -205,7 +205,7 @@ def test_prune(runs: Path, criterion: str):
     assert expected
     with writable(runs) as client:
         preview = page(client, f"/runs/run/bank/prune?{criterion}")
-        assert f"This evicts {len(expected)} of {len(entries)} active lessons." in preview.text
+        assert f"This evicts {len(expected)} of {len(entries)} active experiences." in preview.text
         for entry in expected:
             assert entry.text in preview.texts
         done = client.post("/runs/run/bank/prune", data=fields(preview))

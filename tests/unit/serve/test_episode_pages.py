@@ -154,7 +154,7 @@ def test_lessons_link_to_the_episodes_they_came_from_and_guided(client: TestClie
     for target in targets:
         page(client, f"/runs/first/episodes/{target}")
     origin = page(client, f"/runs/first/episodes/{int(step) + 1}/{group}/{member}")
-    assert "Lessons from it" in origin.texts
+    assert "Experiences from it" in origin.texts
     assert f"/runs/first/bank/lesson?uid={quote(use['uid'], safe='')}" in links(origin, "lesson")
 
 
@@ -162,7 +162,7 @@ def test_a_guided_episode_without_a_lesson(client: TestClient, run: Path):
     change(run, 1, lambda found: found[0].update(condition="guided", used=[], rejected=[]))
     record = records(run)[0]
     text = page(client, f"/runs/first/episodes/{name(record)}").text
-    assert f"Member {record['member']}, guided, no lesson found:" in text
+    assert f"Member {record['member']}, guided, no experience found:" in text
 
 
 def test_members_of_a_group_side_by_side(client: TestClient, run: Path):

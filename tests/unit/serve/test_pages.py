@@ -97,7 +97,7 @@ def test_the_page_of_a_run_has_all_charts(client: TestClient):
     for title in TITLES.values():
         assert f">{title}</h2>" in html
     for title in ("room, seen places", "room, training episodes", "Wall time by part", "Entropy",
-                  "Experiences in the bank", "Lift of the lessons"):  # fmt: skip
+                  "Experiences in the bank", "Lift of the experiences"):  # fmt: skip
         assert f"<figcaption>{title}" in html
     assert "trained both models on room" in html
     assert "step 3 of 3" in html
@@ -124,7 +124,7 @@ def test_a_bank_without_a_run(client: TestClient, run: Path):
     (run / "config.json").unlink()
     html = text(client, "/runs/first")
     assert "A bank without a run" in html
-    assert "Lift of the lessons" in html
+    assert "Lift of the experiences" in html
     assert "lost" not in html
     for page in ("settings", "log", "episodes"):
         assert f'href="/runs/first/{page}"' not in html
@@ -232,7 +232,7 @@ def test_damaged_metrics_leave_pages(client: TestClient, run: Path, line: str):
         file.write(line + "\n")
     assert "3 of 3" in text(client, "/")
     html = text(client, "/runs/first")
-    assert "Lift of the lessons" in html
+    assert "Lift of the experiences" in html
     text(client, "/runs/first/settings")
     html = text(client, "/compare?run=first&run=whole")
     assert "Wall time by part" in html
