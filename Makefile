@@ -47,7 +47,7 @@ demo: setup $(DEMO)/checkpoints/$(DEMO_STEPS)
 	@$(BIN)/crl bank ls $(DEMO) --limit 5
 	@echo; echo "demo: success over the steps (crl plot $(DEMO))"
 	@$(BIN)/crl plot $(DEMO)
-	@echo; echo "demo: curves, lessons and episodes as one page (crl report $(DEMO))"
+	@echo; echo "demo: curves, experiences and episodes as one page (crl report $(DEMO))"
 	@$(BIN)/crl report $(DEMO)
 
 # An interrupted demo continues.

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -72,6 +73,14 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print lines, with an escape for every character that is not printable."""
     for line in lines:
         typer.echo(printable(line))
+
+
+def warn_of_damage(metrics: Path, lines: int) -> None:
+    """Warn on stderr if a file of metrics has damaged lines."""
+    from crl.monitor.files import damage_text
+
+    if lines:
+        typer.echo(f"warning: {printable(str(metrics))}: {damage_text(lines)}", err=True)
 
 
 def report_count(shown: int, total: int) -> None:

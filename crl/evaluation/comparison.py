@@ -30,7 +30,7 @@ from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate, mean_estimate
 from crl.evaluation.saved import read, saved_files
 from crl.intervals import Mean, interval_text, t_975
-from crl.monitor.files import read_metrics
+from crl.monitor.files import damage_text, read_metrics
 from crl.monitor.run_dir import RunDir
 from crl.wording import counted
 
@@ -61,6 +61,8 @@ class RunResult:
     clustered: bool = False
     """True if all intervals are clustered by goal, as in the results of `crl eval`. An evaluation
     of a run clusters only those of its online set."""
+    damaged_lines: int = 0
+    """Number of damaged lines of metrics.jsonl, which are left out."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ def read_run(path: Path, name: str | None = None) -> RunResult:
     saved, run = load_saved(path), RunDir(path)
     settings, seed = run_settings(saved.config)
     if name is None:
-        rates = _final_rates(run, saved.config.run.steps)
-        return RunResult(path, seed, settings, rates, saved.prompts)
+        rates, damaged = _final_rates(run, saved.config.run.steps)
+        return RunResult(path, seed, settings, rates, saved.prompts, damaged_lines=damaged)
     file = path / "eval" / f"{name}.json"
     if not file.is_file():
         known = ", ".join(known.stem for known in saved_files(path / "eval")) or "none"
@@ -219,18 +221,22 @@ def _prompt_text(file: Any, digest: str | None) -> Any:
     return file and f"{file} (text not recorded)"
 
 
-def _final_rates(run: RunDir, steps: int) -> dict[EvalKey, Estimate]:
-    """Return the success rates of the run's evaluation after its last step."""
-    evaluations = [
-        line for line in read_metrics(run.metrics) if line["kind"] == "eval" and line["step"] > 0
-    ]
+def _final_rates(run: RunDir, steps: int) -> tuple[dict[EvalKey, Estimate], int]:
+    """Return the success rates of the run's evaluation after its last step.
+
+    Also return the number of damaged lines of its metrics.
+    """
+    metrics = read_metrics(run.metrics)
+    evaluations = [line for line in metrics.lines if line["kind"] == "eval" and line["step"] > 0]
     final = [line for line in evaluations if line["step"] == steps]
     if not final:
         reason = f"it has no evaluation after its last step, {steps}: it is not finished"
+        if metrics.damaged:
+            reason += f", or its metrics.jsonl is damaged ({damage_text(metrics.damaged)})"
         can_continue = any(run.checkpoints.glob("*/manifest.json"))
         remedy = f"Continue it: crl resume {run.path}" if can_continue else "Leave it out"
         raise ConfigError("run", str(run.path), reason, remedy)
-    return success_rates(final[-1])
+    return success_rates(final[-1]), metrics.damaged
 
 
 def success_rates(line: Mapping[str, Any]) -> dict[EvalKey, Estimate]:

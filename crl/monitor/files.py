@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ from typing import Any, TextIO
 from crl.monitor.run_dir import RunDir
 from crl.monitor.stages import StageFile
 from crl.protocols import Metrics, Monitor
+from crl.wording import counted
 
 MetricValue = float | int | str | None
 
@@ -85,26 +87,50 @@ def to_json_value(value: Any) -> MetricValue:
     return converted if math.isfinite(converted) else None
 
 
-def read_metrics(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of metrics. The last line of a killed run may be cut.
+@dataclass(frozen=True)
+class MetricLines:
+    """Content of a file of metrics."""
 
-    `last_bytes`: size of the end of the file that is read; None = the whole file.
+    lines: Sequence[Mapping[str, Any]]
+    """Complete lines, in their order."""
+    damaged: int
+    """Number of lines that cannot be read. A cut last line is not counted."""
+
+
+def read_metrics(path: Path, last_bytes: int | None = None) -> MetricLines:
+    """Return the lines of a file of metrics. A missing file has none.
+
+    The last line of a run that is under way or was killed may be cut. Any other line that cannot be
+    read is damaged.
+
+    `last_bytes`: size of the end of the file that is read; None = the whole file. A line that
+    begins before it is left out.
     """
-    lines: list[dict[str, Any]] = []
     if not path.is_file():
-        return lines
+        return MetricLines([], 0)
     with path.open("rb") as file:
-        if last_bytes is not None:
-            file.seek(max(0, path.stat().st_size - last_bytes))
-        content = file.read().decode("utf-8", errors="replace")
-    for text in content.splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
-            lines.append(line)
-    return lines
+        if last_bytes is not None and (start := path.stat().st_size - last_bytes) > 0:
+            file.seek(start - 1)
+            file.readline()
+        *texts, last = file.read().split(b"\n")
+    read = [_line(text) for text in texts if text.strip()]
+    lines = [line for line in (*read, _line(last)) if line is not None]
+    return MetricLines(lines, read.count(None))
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    """Return a line of metrics; None if it cannot be read."""
+    try:
+        line = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    is_metrics = isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line
+    return line if is_metrics else None
+
+
+def damage_text(lines: int) -> str:
+    """Return a note on the damaged lines of a file. Example: 2 damaged lines are left out."""
+    return f"{counted(lines, 'damaged line')} {'is' if lines == 1 else 'are'} left out"
 
 
 def series(kind: str, metrics: Metrics) -> dict[str, MetricValue]:

@@ -28,6 +28,7 @@ from crl.evaluation.comparison import Arm, arms_of, compare, differing_settings
 from crl.evaluation.evaluate import CONDITION_LABELS, MAIN_CONDITIONS
 from crl.evaluation.judgement import judgements
 from crl.intervals import interval_text
+from crl.monitor.files import damage_text
 from crl.report import svg
 from crl.report.charts import LineChart, Point, over_seeds
 from crl.report.episodes import Pair, sampled_pairs
@@ -287,8 +288,8 @@ def environment(scale: float = 1.0) -> Environment:
     shortened = partial(cut, scale=scale)
     env.filters |= {"cut": shortened, "counted": counted, "json": _json, "value": svg.value_text}
     env.globals |= {
-        "svg": svg, "lift_text": lift_text, "cut": shortened, "counted": counted,
-        "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
+        "svg": svg, "lift_text": lift_text, "damage_text": damage_text, "cut": shortened,
+        "counted": counted, "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
         "trained_models": trained_models, "is_lines": lambda chart: isinstance(chart, LineChart),
     }  # fmt: skip
     return env

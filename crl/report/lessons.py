@@ -47,7 +47,7 @@ class Story:
     versions: Sequence[VersionView]
     """Versions and their parents, the newest first."""
     uses: Sequence[UseView]
-    """Last episodes that the entry guided, in their order."""
+    """Last episodes that the experience guided, in their order."""
     total_uses: int
     rates: Sequence[float]
     """Share of won episodes after each use."""
@@ -57,7 +57,7 @@ class Story:
     Steps of earlier runs count as step 0.
     """
     evicted: str
-    """Time and reason of the eviction; empty for an active entry."""
+    """Time and reason of the eviction; empty for an active experience."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class LessonCounts:
 
     @property
     def active(self) -> int:
-        """Number of active entries."""
+        """Number of active experiences."""
         return self.stats["used"]["active"]
 
     @property
     def measured(self) -> int:
-        """Number of active entries with a lift."""
+        """Number of active experiences with a lift."""
         return self.active - self.stats["lift"]["unknown"]
 
     @property
     def charts(self) -> list[BarChart]:
-        """Distributions of the success of active entries, and of their lifts."""
+        """Distributions of the success of active experiences, and of their lifts."""
         bins = self.stats["won"]
         width = 100 // len(bins)
         ends = [f"{i * width} to {(i + 1) * width} %" for i in range(len(bins))]
@@ -102,7 +102,7 @@ class Lessons(LessonCounts):
     """Content of the report's section on the bank."""
 
     rows: Sequence[EntryView]
-    """Active entries with a lift: the best, then the worst."""
+    """Active experiences with a lift: the best, then the worst."""
     best: Sequence[Story]
     worst: Sequence[Story]
 

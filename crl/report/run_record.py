@@ -33,6 +33,8 @@ class RunRecord:
     """Lines of metrics.jsonl that are complete."""
     active: bool
     """True if a process trains the run."""
+    damaged_lines: int = 0
+    """Number of damaged lines of metrics.jsonl, which are left out."""
 
     @classmethod
     def read(cls, name: str, run: RunDir, last_bytes: int | None = None) -> RunRecord:
@@ -40,8 +42,9 @@ class RunRecord:
 
         `last_bytes`: size of the end of the metrics that is read; None = all of them.
         """
-        lines = read_metrics(run.metrics, last_bytes)
-        return cls(name, run, load_saved(run.path), lines, run.is_locked())
+        metrics = read_metrics(run.metrics, last_bytes)
+        saved = load_saved(run.path)
+        return cls(name, run, saved, metrics.lines, run.is_locked(), metrics.damaged)
 
     @property
     def seed(self) -> int:

@@ -35,10 +35,14 @@ def compare(
     ] = None,
 ) -> None:
     """Compare the success of runs, paired over seeds if possible."""
-    from crl.cli.output import print_lines
+    from crl.cli.output import print_lines, warn_of_damage
     from crl.evaluation.comparison import compare, read_run
+    from crl.monitor.run_dir import RunDir
 
-    comparison = compare([read_run(run, name) for run in runs])
+    results = [read_run(run, name) for run in runs]
+    comparison = compare(results)
+    for result in results:
+        warn_of_damage(RunDir(result.path).metrics, result.damaged_lines)
     print_lines(_arms(comparison))
     _print_results(comparison)
 

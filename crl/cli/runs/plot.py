@@ -43,14 +43,17 @@ def plot(
 
     Runs whose settings agree but for the seed are averaged.
     """
-    from crl.cli.output import print_lines
+    from crl.cli.output import print_lines, warn_of_damage
     from crl.report.figures import FIGURES, arms_of_runs
     from crl.report.run_record import read_runs
 
     if what not in FIGURES:
         remedy = f"Choose {', '.join(list(FIGURES)[:-1])} or {list(FIGURES)[-1]}"
         raise ConfigError("--what", what, "is not a plot", remedy)
-    arms = arms_of_runs(read_runs(runs))
+    records = read_runs(runs)
+    for record in records:
+        warn_of_damage(record.dir.metrics, record.damaged_lines)
+    arms = arms_of_runs(records)
     charts, names = FIGURES[what](arms), [str(arm) for arm in arms] if len(arms) > 1 else []
     if not charts:
         reason = f"has no values for a plot of {what} yet"

@@ -178,8 +178,7 @@ def _carry_out(
     """Await `work` and note the text that it returns.
 
     Failures and interrupts end the process like those of a run. `steps` is the last step that
-    `work` logs, if known. `only` is the role whose model is
-    the only one in use, or None.
+    `work` logs, if known. `only` is the role whose model is the only one in use, or None.
     """
     screen = PlainMonitor(steps=steps)
     ending = Ending(run, screen)

@@ -164,7 +164,7 @@ async def _by_meaning(
     return replace(empty, rows=rows, total=len(ranked), page=page), shown, ""
 
 
-# ── story of a lesson ───────────────────────────────────────────────────────────────────────────
+# ── story of an experience ────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

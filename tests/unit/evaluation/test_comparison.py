@@ -18,6 +18,7 @@ from crl.evaluation.saved import save
 from crl.prompts import FOLDER, hashes
 from crl.report.run_record import read_runs
 from support.evaluations import episode, evaluation
+from support.whole_runs import crl
 
 KEY: EvalKey = ("room", "unseen", "free")
 
@@ -159,6 +160,25 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     manifest.parent.mkdir(parents=True)
     manifest.touch()
     with pytest.raises(ConfigError, match=r"Continue it: crl resume"):
+        read_run(path)
+
+
+def test_damaged_lines_of_metrics_are_reported(tmp_path: Path) -> None:
+    whole = saved_run(tmp_path / "whole", [eval_line(0, 0.1), eval_line(4, 0.5)])
+    path = saved_run(tmp_path / "run", [eval_line(0, 0.1), eval_line(4, 0.5)])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ki\n{"step": 4, "kind"')
+    assert (read_run(whole).damaged_lines, read_run(path).damaged_lines) == (0, 1)
+    result = crl("compare", whole, path)
+    assert result.exit_code == 0
+    assert result.stderr == f"warning: {path}/metrics.jsonl: 1 damaged line is left out\n"
+
+
+def test_a_damaged_last_evaluation_is_the_reason(tmp_path: Path) -> None:
+    path = saved_run(tmp_path / "run", [eval_line(0, 0.1)])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ki\n')
+    with pytest.raises(ConfigError, match="1 damaged line is left out"):
         read_run(path)
 
 

@@ -17,7 +17,7 @@ from crl.config.load import load
 from crl.config.schema import MonitorSection
 from crl.errors import ConfigError
 from crl.monitor.fan_out import FanOut
-from crl.monitor.files import FileMonitor
+from crl.monitor.files import FileMonitor, read_metrics
 from crl.monitor.plain import PlainMonitor, render_line
 from crl.monitor.run_dir import RunDir
 from crl.monitor.sinks import SINKS, require_sinks, sinks
@@ -134,6 +134,46 @@ def test_what_json_does_not_have_becomes_null(run: RunDir):
     text = run.metrics.read_text()
     line = json.loads(text, parse_constant=refuse)
     assert (line["a"], line["b"], line["c"], line["d"], line["e"]) == (None, None, 0.5, 3, None)
+
+
+LINE = b'{"step": 1, "kind": "train", "time": 0.5}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "complete", "damaged"),
+    [
+        (b"", 0, 0),
+        (LINE * 2, 2, 0),
+        (LINE + LINE[:-1], 2, 0),
+        pytest.param(LINE + LINE[:20], 1, 0, id="a cut last line"),
+        pytest.param(LINE + b"\n" + LINE, 2, 0, id="an empty line"),
+        pytest.param(LINE[:20] + LINE + LINE, 1, 1, id="a cut line in the middle"),
+        pytest.param(LINE + b"\0" * 50 + b"\n" + LINE[:20] + b"\n", 1, 2, id="zeros, complete end"),
+        pytest.param(LINE.replace(b"train", b"\xff") + LINE, 1, 1, id="no UTF-8"),
+        pytest.param(b"[1]\n" + b'{"step": "1"}\n' + b"[" * 100_000 + b"\n", 0, 3, id="no metrics"),
+        pytest.param(LINE.replace(b"train", "a\u2028b\x85".encode()), 1, 0, id="line separators"),
+    ],
+)
+def test_damaged_lines_of_metrics_are_counted(
+    run: RunDir, content: bytes, complete: int, damaged: int
+):
+    run.metrics.write_bytes(content)
+    metrics = read_metrics(run.metrics)
+    assert (len(metrics.lines), metrics.damaged) == (complete, damaged)
+
+
+def test_missing_metrics_have_no_lines(run: RunDir):
+    metrics = read_metrics(run.metrics)
+    assert (metrics.lines, metrics.damaged) == ([], 0)
+
+
+@pytest.mark.parametrize(("last_bytes", "complete"), [(len(LINE), 1), (len(LINE) + 5, 1), (500, 3)])
+def test_the_end_of_metrics_begins_with_a_complete_line(
+    run: RunDir, last_bytes: int, complete: int
+):
+    run.metrics.write_bytes(LINE * 3)
+    metrics = read_metrics(run.metrics, last_bytes)
+    assert (len(metrics.lines), metrics.damaged) == (complete, 0)
 
 
 def test_a_deterministic_run_writes_no_time(run: RunDir):

@@ -99,3 +99,11 @@ def test_a_picture_needs_matplotlib(run: Path, monkeypatch: pytest.MonkeyPatch):
 def test_every_plot_is_named_in_the_help():
     text = " ".join(crl("plot", "--help").stdout.split())
     assert all(name in text for name in FIGURES)
+
+
+def test_damaged_lines_of_metrics_are_reported(run: Path):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("{\n")
+    result = crl("plot", run)
+    assert result.exit_code == 0
+    assert result.stderr == f"warning: {run}/metrics.jsonl: 1 damaged line is left out\n"

@@ -49,16 +49,11 @@ def test_report_of_a_run(run: Path):
     assert "run trained both models on room with the method complementary and seed 0" in page.text
     assert "3 of 3 steps" in page.text
     assert "It is finished." in page.text
-    for title in (
-        "Success",
-        "Time",
-        "Training of the actor",
-        "Bank",
-        "Experiences",
-        "Episodes",
-        "Log",
-    ):
+    for title in ("Success", "Time", "Training of the actor", "Bank", "Experiences", "Episodes",
+                  "Log"):  # fmt: skip
         assert title in page.texts
+    named = page.text.replace("Right lessons", "")
+    assert not re.search(r"\b(lessons?|entry|entries)\b", named, re.IGNORECASE)
     for setting in ("rollout.group_size", "tasks.room.stream.places"):
         assert setting in page.texts
     titles = re.findall(r"(Guided|Free): (won|lost) Episode", page.text)
@@ -364,6 +359,17 @@ def test_a_damaged_file_leaves_the_rest_of_the_report(
     page = Page(written(run))
     assert text in page.text
     assert "3 of 3 steps" in page.text
+
+
+@pytest.mark.parametrize("runs", [1, 4], ids=["one run", "a table of runs"])
+def test_damaged_lines_of_metrics_are_reported(run: Path, tmp_path: Path, runs: int):
+    copies = [Path(shutil.copytree(run, tmp_path / f"copy{n}")) for n in range(1, runs)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ki\n[]\n{"step": 3, "kind"')
+    page = Page(written(run, *copies))
+    note = "run: the metrics cannot be read in full. metrics.jsonl: 2 damaged lines are left out"
+    assert page.text.count(note) == 1
+    assert page.text.count("cannot be read in full") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Pages about a bank: list, search, story of a lesson, whole texts, and hostile banks."""
+"""Pages about a bank: list, search, story of an experience, whole texts, and hostile banks."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -211,7 +212,7 @@ def test_vectors_of_another_embedder(root: Path, tmp_path: Path):
     assert "cannot be compared" in found.text
 
 
-# ── story of a lesson ───────────────────────────────────────────────────────────────────────────
+# ── story of an experience ────────────────────────────────────────────────────────────────────────
 
 
 def test_the_story_of_an_updated_lesson(browser: TestClient, root: Path):
@@ -321,6 +322,19 @@ def check_hostile(response, started: float) -> None:
             assert not any(name.startswith("on") or name == "style" for name in attributes), tag
             assert (attributes.get("href") or "/").startswith(("/", "#"))
         assert {tag for tag, _ in found.tags} & {"iframe", "object", "base", "img"} == set()
+
+
+def test_pages_name_experiences_as_the_docs_do(root: Path):
+    """Experiences have one name in the texts of all pages, as in docs/concepts.md."""
+    pages = [f"/runs/run/bank{path}" for path in (
+        "", "?q=nowhere", "?status=all", "/lesson?uid=run/0/0/0%230", "/steps", "/diff?other=other",
+        "/requests", "/prune", "/prune?max_entries=1", "/prune?unused_since=1",
+    )]  # fmt: skip
+    pages += ["/runs/merged/bank", "/runs/asked/bank/lesson?uid=run/0/0/0%230", "/runs/run"]
+    with browser_of(root, write=True) as client:
+        for path in pages:
+            found = page(client, path).text.lower()
+            assert not re.search(r"\blessons?\b|\bentr(y|ies)\b", found), path
 
 
 def test_hostile_texts_on_every_page(tmp_path: Path):

@@ -238,6 +238,19 @@ def test_damaged_metrics_leave_pages(client: TestClient, run: Path, line: str):
     assert "Wall time by part" in html
 
 
+def test_damaged_lines_of_metrics_are_reported(client: TestClient, run: Path):
+    shutil.copytree(run, run.parent / "whole")
+    note = "metrics.jsonl: 2 damaged lines are left out"
+    pages = ("/runs/first", "/compare?run=first&run=whole")
+    for page in pages:
+        assert "damaged" not in text(client, page)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ki\n[]\n{"step": 3, "kind"')
+    for page in pages:
+        assert text(client, page).count(note) == 1
+    assert note not in text(client, "/runs/whole")
+
+
 def test_operations_with_huge_texts(client: TestClient, run: Path):
     """The last operations of a bank: their uids and texts are long, but the page is not."""
     texts = {name: name[0] * 2**22 for name in ("uid", "text", "reason")}
