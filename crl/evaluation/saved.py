@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from crl.errors import ConfigError
 from crl.evaluation.report import Estimate, ReportRow, report_rows
@@ -26,8 +26,7 @@ FORMAT = 1
 _EPISODES = TypeAdapter(list[SavedEpisode])
 
 
-@dataclass(frozen=True)
-class About:
+class About(BaseModel):
     """Fields of `SavedEvaluation.about` that commands read."""
 
     subject: str
@@ -40,9 +39,6 @@ class About:
     data_notes: dict[str, str]
     prompts: dict[str, str] | None = None
     """SHA-256 of the texts of prompts, by name. Evaluations of earlier versions have none."""
-
-
-_ABOUT = TypeAdapter(About)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def read(path: Path) -> SavedEvaluation:
         if record["format"] != FORMAT:
             raise ValueError(f"its format is {record['format']}, not {FORMAT}")
         episodes = _EPISODES.validate_python(record["episodes"], strict=False)
-        _ABOUT.validate_python(record["about"])
+        About.model_validate(record["about"])
         return SavedEvaluation(dict(record["about"]), episodes)
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         reason = f"is not a saved evaluation ({type(error).__name__}: {error})"
