@@ -298,7 +298,7 @@ METRIC_TEXTS: Mapping[str, str] = {
     "stream and in places that are never trained on.",
     "seen with bank": "Success in the seen places with the run's own bank.",
     "unseen with online bank": "Success in unseen places that are visited several times, with a "
-    "bank that is empty at first and is written during the visits. Runs without a bank, or with a "
+    "copy of the run's bank that is also written during the visits. Runs without a bank, or with a "
     "fixed one, have no value.",
     "unseen visits alone": "Success in the same visits without experience.",
     "unseen score": "Mean score × 100 of `unseen`, in tasks that are graded.",
