@@ -259,6 +259,18 @@ class TaskSource(Protocol):
     def load_state(self, state: State) -> None: ...
 
 
+class TurnSource(TaskSource, Protocol):
+    """Task source in which the tasks of a run take turns."""
+
+    def next_name(self) -> str:
+        """Return the name of the task whose turn is next."""
+        ...
+
+    def skip(self) -> None:
+        """End this turn without a draw from the task's stream."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Note on a failed training episode of this run, as an entry of the bank."""
@@ -326,7 +338,7 @@ class TaskReplay(TaskSource, Protocol):
         ...
 
     def retrieval(self) -> State:
-        """Return the result of the last retrieval."""
+        """Return the results of the last retrievals."""
         ...
 
     def load_retrieval(self, state: State) -> None:
@@ -592,7 +604,7 @@ class Advice:
 class StepParts:
     """Parts that act on the tasks, rewards and metrics of a step."""
 
-    replay: Callable[[TaskSource], TaskReplay] | None = None
+    replay: Callable[[TurnSource], TaskReplay] | None = None
     """Function from the train stream to the stream that also repeats tasks; None: no repetition.
 
     Only for a method with a bank, whose entries are the failures.

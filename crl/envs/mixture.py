@@ -10,7 +10,7 @@ from crl.types import Task, Trajectory
 
 
 class Mixture:
-    """`TaskSource` that draws from its sources in turn, one group at a time.
+    """`TurnSource` that draws from its sources in turn, one group at a time.
 
     If a batch cannot be divided equally, the next batch continues with the next source, so the
     difference evens out. `sources` maps the run's name of each task to its source. Drawn tasks have
@@ -22,10 +22,19 @@ class Mixture:
         self._drawn = 0
 
     def draw(self, n: int) -> Sequence[Task]:
+        return [self._draw_next() for _ in range(n)]
+
+    def _draw_next(self) -> Task:
+        name = self.next_name()
+        self.skip()
+        return named_for_run(self._sources[name].draw(1)[0], name)
+
+    def next_name(self) -> str:
         names = list(self._sources)
-        order = [names[(self._drawn + i) % len(names)] for i in range(n)]
-        self._drawn += n
-        return [named_for_run(self._sources[name].draw(1)[0], name) for name in order]
+        return names[self._drawn % len(names)]
+
+    def skip(self) -> None:
+        self._drawn += 1
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         for name, source in self._sources.items():

@@ -47,7 +47,14 @@ _SEARCH = (
     "hallucinated_answer", "premature_answer", "action_format_error",
 )  # fmt: skip
 
-_OF_ENVIRONMENTS = {"webshop": _SHOP, "search_qa": _SEARCH}
+_OF_ENVIRONMENTS = {
+    **dict.fromkeys(
+        ("alfworld", "keyroom", "maze", "river", "room", "scienceworld", "sokoban"), _HOUSEHOLD
+    ),
+    "webshop": _SHOP,
+    "search_qa": _SEARCH,
+}
+"""Modes by the name of the environment, without the suffix of a small one or of its tasks."""
 
 ALL_MODES: tuple[str, ...] = (*dict.fromkeys((*_HOUSEHOLD, *_SHOP, *_SEARCH)), OTHER)
 """All failure modes."""
@@ -61,9 +68,11 @@ _EDGES = " \t\r\n\"'*`,[]"
 def failure_modes(env: str) -> tuple[str, ...]:
     """Return the failure modes of an environment (Role-Agent, Table 6), and "other" at the end.
 
-    **Ours**: environments that are not in the table have the modes of ALFWorld, which are general.
+    **Ours**: bundled environments that are not in the table have the modes of ALFWorld, which are
+    general. Environments of users and of GEM have all modes, because their kind is unknown.
     """
-    return (*_OF_ENVIRONMENTS.get(env, _HOUSEHOLD), OTHER)
+    kind = env.partition(":")[0].removesuffix("_small")
+    return (*_OF_ENVIRONMENTS[kind], OTHER) if kind in _OF_ENVIRONMENTS else ALL_MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +129,13 @@ def read_note(text: str) -> FailureNote:
 
 
 def _mode(value: str, modes: Sequence[str]) -> str:
-    """Return the first of `modes` in the value of a field, such as "navigation loop (it turns)"."""
+    """Return the first of `modes` in the value of a field, such as "navigation loop (it turns)".
+
+    The word "other" is no sign of the mode "other", as in "it took the other cup".
+    """
     words = re.sub(r"[\W_]+", "_", value.lower())
-    found = re.search(rf"(?:^|_)({'|'.join(modes)})(?=_|$)", words)
+    known = "|".join(mode for mode in modes if mode != OTHER)
+    found = re.search(rf"(?:^|_)({known})(?=_|$)", words)
     return found[1] if found else OTHER
 
 

@@ -78,11 +78,12 @@ SPEC = MethodSpec(
             f"attempts one after the other, guided by at most {settings.memory} reflections"
         ),
     ),
-    # In evaluations, all reflections on a goal are eligible, those with the best record first.
+    # In evaluations, all reflections on a goal are eligible, those with the best record first. The
+    # paper has no bound for them.
     defaults={
         **NOTE_DEFAULTS,
         "actor": {"train": False},
-        "bank": {"scope": "goal"},
+        "bank": {"scope": "goal", "max_entries": 16_000},
         "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": -1.0},
     },
     check=check,

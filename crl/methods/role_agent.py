@@ -1,7 +1,7 @@
 """Role-Agent (Wang et al., arXiv 2606.10917): the actor is both the agent and the environment.
 
 World-in-Agent: the agent predicts the next states in its replies. The similarity of a prediction
-and the state that followed raises the return of a turn, R_t = R_task (1 + R_pre) (eq. 6). The
+and the state that followed raises the return of a turn (`PredictedStepAdvantage`, eq. 6). The
 advantages are those of GiGPO with these returns, A = A_S + α · A_E.
 
 Agent-in-World: after a failed episode, the actor writes a note with failure mode, lesson and query
@@ -35,12 +35,12 @@ class RoleAgentSection(MethodSection):
     """Settings of the method `role_agent`."""
 
     prediction_weight: Weight = 1.0
-    """c in R_t = R_task (1 + c · R_pre): 1 in eq. 6, 0.2 in the released code. 0 = off."""
+    """Weight c of the predictions in the returns: 1 in eq. 6, 0.2 in the released code. 0 = off."""
     horizon: Share = 0.05
     """Number H of predicted states in a reply, as a share of the task's max_turns.
 
-    H is rounded and at least 1. 0.05 is the paper's value: 2 states for 50 turns, 1 for 15. 0 gives
-    H = 1 for all tasks, as in the released code.
+    H is rounded (a half to the even number) and at least 1. 0.05 is the paper's value: 2 states for
+    50 turns, 1 for 15. 0 gives H = 1 for all tasks, as in the released code.
     """
     episode_weight: Weight = 1.0
     """α: weight of the advantage of the episode, relative to that of the step."""
@@ -102,7 +102,8 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
     metrics = PredictionMetrics(predicted)
     step = PredictedStepAdvantage(1.0, settings.gamma, settings.similarity, scale, predicted, coef)
     replay = ReplaySettings(
-        settings.replay_ratio, settings.matches, settings.history, config.retrieval.min_similarity,
+        settings.replay_ratio, settings.matches, settings.history,
+        settings.matches * config.rollout.groups, config.retrieval.min_similarity,
         prompt("retrieve", files) if settings.retrieval == "model" else "",
         getattr(config, config.writer).max_context_tokens - config.extractor.max_response_tokens,
     )  # fmt: skip

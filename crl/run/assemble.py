@@ -137,9 +137,9 @@ async def _training_loop(
     method = replace(method, distiller=None, extractor=None) if retriever_override else method
     learner, engine = await _open_actor(config, gpus, actor, method, monitor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
-    source: TaskSource = tasks.train_stream(config, specs)
-    replay = method.step.replay(source) if method.step.replay and method.distiller else None
-    source = replay or source
+    stream = tasks.train_stream(config, specs)
+    replay = method.step.replay(stream) if method.step.replay and method.distiller else None
+    source: TaskSource = replay or stream
     background = BackgroundEngine(engine) if _writes_in_background(config, method) else None
     experience, bank = await open_experience(
         config, specs, gpus, method, run, monitor, stack,

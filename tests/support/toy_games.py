@@ -15,7 +15,7 @@ from crl.envs.actions import parse_choice
 from crl.envs.base import ActionSpace, EnvSpec, EnvTasks, Rendering, Runtime
 from crl.envs.curriculum import Curriculum
 from crl.envs.places import PlaceStream
-from crl.errors import ConfigError
+from crl.errors import ConfigError, TransientError
 from crl.types import StepResult, Task
 
 NUMBERS = tuple("01234567")
@@ -38,6 +38,8 @@ class Guess:
         match action:
             case "raise":
                 raise ValueError("broken dice")
+            case "lose":
+                raise TransientError("env", "the dice are lost")
             case "exit":
                 raise SystemExit(3)
             case "hang":

@@ -31,7 +31,7 @@ from typing import Any
 from crl.envs.base import EnvSpec, Rendering
 from crl.envs.hosting.threads import Calls, describe_error
 from crl.envs.hosting.worker import HEADER, to_frame
-from crl.errors import ConfigError, RolloutError
+from crl.errors import ConfigError, RolloutError, TransientError
 from crl.protocols import Environment
 from crl.scratch import scratch_folder
 from crl.types import Observation, StepResult, Task
@@ -221,8 +221,8 @@ class _WorkerDied(RolloutError):
 class ProcessEnvironment:
     """Acquired game, identified by its number in its worker.
 
-    Its errors are raised as `RolloutError` of kind env; a `ConfigError` is re-raised. After an
-    error the game cannot be used again.
+    Its errors are raised as `RolloutError` of kind env; a `TransientError` stays one, and a
+    `ConfigError` is re-raised. After an error the game cannot be used again.
     """
 
     def __init__(
@@ -277,11 +277,13 @@ class ProcessEnvironment:
         if isinstance(error, ConfigError):
             raise error
         self._host.failures += 1
-        text, remote_traceback = (error, "") if isinstance(error, str) else error
-        kind = _WorkerDied if self.worker.died else RolloutError
+        if isinstance(error, str):
+            kind = _WorkerDied if self.worker.died else RolloutError
+            raise kind("env", f"{self.spec.name}: {method}: {error}")
+        text, remote_traceback, transient = error
+        kind = TransientError if transient else RolloutError
         failure = kind("env", f"{self.spec.name}: {method}: {text}")
-        if remote_traceback:
-            failure.add_note(f"In the worker process:\n{remote_traceback}")
+        failure.add_note(f"In the worker process:\n{remote_traceback}")
         raise failure
 
 
@@ -294,10 +296,11 @@ def _require_importable(spec: EnvSpec) -> None:
         ) from error
 
 
-_Reply = tuple[Any, ConfigError | str | tuple[str, str] | None]
+_Reply = tuple[Any, ConfigError | str | tuple[str, str, bool] | None]
 """Reply of a worker: (value, None), or (None, error).
 
-The error of a game is a description with its traceback. The loss of a worker has a reason alone.
+The error of a game is a description, its traceback, and whether a retry may help. The loss of a
+worker has a reason alone.
 """
 
 

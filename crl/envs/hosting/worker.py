@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from crl.envs.base import Game
 from crl.envs.hosting.threads import CheckedGame, describe_error
-from crl.errors import ConfigError
+from crl.errors import ConfigError, TransientError
 from crl.scratch import remove_stale_folders
 
 HEADER = struct.Struct(">I")
@@ -88,18 +88,19 @@ def _remove_folders_of_killed_parent() -> None:
 
 def _answer(
     games: dict[int, Game], frame: bytes
-) -> tuple[Any, ConfigError | tuple[str, str] | None]:
+) -> tuple[Any, ConfigError | tuple[str, str, bool] | None]:
     """Return (value, None), or (None, error).
 
-    The error is a description with a traceback, or a `ConfigError` if the user has to fix the
-    cause.
+    The error is a description, a traceback, and whether it is a `TransientError`. It is a
+    `ConfigError` if the user has to fix the cause.
     """
     try:
         return _call_game(games, *pickle.loads(frame)), None
     except BaseException as error:  # even SystemExit must fail only the episode, not the process
         if type(error) is ConfigError:
             return None, error
-        return None, (describe_error(error), "".join(traceback.format_exception(error)))
+        lines = "".join(traceback.format_exception(error))
+        return None, (describe_error(error), lines, isinstance(error, TransientError))
 
 
 def _call_game(games: dict[int, Game], number: int, method: str, arguments: tuple[Any, ...]) -> Any:

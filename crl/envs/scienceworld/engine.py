@@ -27,6 +27,7 @@ from py4j.protocol import Py4JError, Py4JJavaError  # pyright: ignore[reportMiss
 from scienceworld.constants import BASEPATH, JAR_PATH  # pyright: ignore[reportMissingImports]
 
 from crl.envs.scienceworld.java import find_java
+from crl.errors import TransientError
 
 GAMES_PER_JVM = 16
 """Maximum number of simulators in a JVM. A game takes about 12 MB of its heap."""
@@ -48,8 +49,11 @@ _JVM_OPTIONS = (
 _EXIT_TIMEOUT_S = 5.0
 
 
-class JvmEnded(RuntimeError):
-    """Loss of a game whose JVM has ended."""
+class JvmEnded(TransientError):
+    """Loss of a game whose JVM has ended. The game can be played again in another JVM."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("env", f"the Java process has ended{reason}")
 
 
 class Simulator:
@@ -132,7 +136,7 @@ class Simulator:
         except Py4JJavaError:
             raise
         except (Py4JError, OSError) as error:  # the connection is lost
-            raise JvmEnded(f"the Java process has ended{self._jvm.exit_reason()}") from error
+            raise JvmEnded(self._jvm.exit_reason()) from error
 
 
 class _Jvm:

@@ -28,7 +28,10 @@ class ScienceWorldGame:
         return text.first(room, self._simulator.inventory(), self._rendering)
 
     def step(self, action: str) -> StepResult:
-        """Play one action. Raise `RuntimeError` outside an episode, or if the JVM has ended."""
+        """Play one action.
+
+        Raise `RuntimeError` outside an episode, and `JvmEnded` if the JVM has ended.
+        """
         if self._over:
             raise RuntimeError("the episode is over: call reset first")
         words = text.action(action, self._rendering)

@@ -11,11 +11,21 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Return the text in lower case, without ASCII punctuation, articles and extra white space."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return the text in lower case, without ASCII punctuation, articles and extra white space.
+
+    **Ours**: a text that consists of articles keeps them, and a text of punctuation keeps it. In
+    the original, the answers "A", "The The" and "!!!" are empty and therefore equal.
+    """
+    lower = text.lower()
+    words = lower.translate(_PUNCTUATION)
+    forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", words), words, lower))
+    return next(filter(None, forms), "")
 
 
 def exact_match(answer: str, gold: Iterable[str]) -> bool:
-    """Return whether the answer equals any of the gold answers after normalisation."""
+    """Return whether the answer equals any of the gold answers after normalisation.
+
+    An empty answer is never right.
+    """
     text = normalised(answer)
-    return any(text == normalised(other) for other in gold)
+    return bool(text) and any(text == normalised(other) for other in gold)

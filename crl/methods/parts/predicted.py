@@ -11,6 +11,9 @@ from crl.methods.parts.training import StepAdvantage
 from crl.protocols import PerTurn
 from crl.types import Trajectory
 
+ROUNDING_ERROR = 1e-9
+"""Bound of the rounding error in the sum of an episode's rewards."""
+
 
 @dataclass(frozen=True)
 class PredictedStepAdvantage(StepAdvantage):
@@ -18,13 +21,15 @@ class PredictedStepAdvantage(StepAdvantage):
 
     The return of turn t is R_t = R_task + c · R_task⁺ · Σ_h γ^(h−1) · r̃(t, h). R_task is the
     discounted return of the rewards r, R_task⁺ that of max(r, 0). A missing prediction has r̃ = 0.
-    In tasks without predictions, R_t is R_task.
+    In tasks without predictions and in failed episodes, R_t is R_task. An episode has failed if it
+    is no success and its rewards sum to 0 or less.
 
     With rewards r ≥ 0 this is eq. 6: R_task (1 + R_pre). The paper has no other rewards ("suc=1,
     fail=0", Table 5). With a negative return, eq. 6 would punish accurate predictions. **Ours**:
     negative rewards, such as the −1 with which each episode of ALFWorld begins, count without
-    modulation. Thus a prediction never lowers R_t. It raises R_t only if a positive reward follows:
-    "predictive reward cannot independently introduce extra credit" (§3.2).
+    modulation, and so do the rewards that a failed episode gains and loses again. Thus a prediction
+    never lowers R_t, and no failed episode is "rewarded solely for plausible state predictions"
+    (§3.2).
     """
 
     horizons: Horizons
@@ -39,7 +44,8 @@ class PredictedStepAdvantage(StepAdvantage):
         """Return R_t of each turn."""
         returns = self._discounted(trajectory.turn_rewards)
         horizon = self.horizons.get(trajectory.task.name)
-        if not horizon:
+        gained = trajectory.success or sum(trajectory.turn_rewards) > ROUNDING_ERROR
+        if not horizon or not gained:
             return returns
         positive = self._discounted([max(reward, 0.0) for reward in trajectory.turn_rewards])
         rewards = [

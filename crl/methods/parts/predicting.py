@@ -28,6 +28,9 @@ _PREDICTION = re.compile(
 def horizons(tasks: Mapping[str, TaskConfig], share: float) -> dict[str, int]:
     """Return H = max(1, round(share · T_max)) by task name (Role-Agent, Table 4).
 
+    A half is rounded to the even number: with 0.05, 30 and 50 turns give H = 2. The paper says that
+    H "is rounded", and has no value for 50 turns.
+
     Tiny models cannot predict: tasks with the compact rendering are left out.
     """
     full = {name: task for name, task in tasks.items() if task.rendering == "full"}

@@ -15,7 +15,7 @@ from crl.errors import RolloutError
 from crl.manager.failure_notes import read_note
 from crl.methods.parts.distilling import quoted
 from crl.prompts import fill
-from crl.protocols import Failure, FailureLibrary, Metrics, State, TaskSource
+from crl.protocols import Failure, FailureLibrary, Metrics, State, TurnSource
 from crl.seeds import generator
 from crl.types import Segment, Task, Trajectory
 
@@ -25,6 +25,9 @@ MAX_LISTED = 30
 FailedTask = tuple[Task, Failure]
 """Task that can be drawn again, and a failure at it."""
 
+RetrievedTask = tuple[int, Task]
+"""Number of a retrieval and a task that it found."""
+
 _INDEX = re.compile(r"^\W*INDEX\W*?(\d{1,9})(?!\d)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -33,11 +36,16 @@ class ReplaySettings:
     """Settings of a `FailureReplay`."""
 
     ratio: float
-    """Probability that a drawn task is a retrieved one, if there is one."""
+    """Probability that a drawn task is a retrieved one, if one of this name waits."""
     matches: int
     """Maximum number of tasks that are retrieved for a failure."""
     history: int
     """Number of last drawn tasks that can be retrieved."""
+    waiting: int
+    """Maximum number of retrieved tasks that wait to be drawn. The oldest are dropped.
+
+    All tasks of the last retrieval wait, even if they are more.
+    """
     min_similarity: float
     """Minimum cosine similarity of a retrieved failure and the query."""
     template: str = ""
@@ -54,21 +62,22 @@ class FailureReplay:
     Evaluations draw their tasks from elsewhere.
 
     Failures of the same group and mode are one failure pattern. For each new pattern, tasks with
-    similar failures are retrieved. The retrieved tasks of the last patterns wait to be drawn; a
-    task that was retrieved several times is drawn with a higher probability. A replaced draw does
-    not advance the wrapped stream, so none of its tasks is lost.
+    similar failures are retrieved, and wait to be drawn. The patterns accumulate, as in Algorithm 1
+    of the paper. A task that was retrieved several times is drawn with a higher probability. A
+    retrieved task takes the turn of a task with the same name, so the shares of a mixture do not
+    change. It does not advance the stream of this task, so none of the stream's tasks is lost.
     """
 
-    def __init__(self, source: TaskSource, settings: ReplaySettings, seed: int) -> None:
+    def __init__(self, source: TurnSource, settings: ReplaySettings, seed: int) -> None:
         self._source, self._settings, self._seed = source, settings, seed
         self._steps = 0
         """Number of steps that have been drawn."""
         self._history: dict[tuple[int, int], Task] = {}
         """Drawn training tasks by step and group."""
-        self._waiting: list[Task] = []
-        """Retrieved tasks that were not drawn again, with repetitions."""
-        self._retrieved, self._retrievals = list[Task](), 0
-        """Result of the last retrieval that found tasks, and number of such retrievals."""
+        self._waiting: list[RetrievedTask] = []
+        """Retrieved tasks that were not drawn again, with repetitions, the oldest first."""
+        self._retrieved, self._retrievals = list[RetrievedTask](), 0
+        """Waiting tasks if none had been drawn, and number of retrievals that found tasks."""
         self._patterns = set[tuple[tuple[int, int], str]]()
         """Address and mode of the patterns of drawn tasks for which tasks were retrieved."""
         self._counts = Counter[str]()
@@ -82,9 +91,12 @@ class FailureReplay:
     def _draw(self, group: int) -> Task:
         # The generator depends on the address alone, so it is the same after a resumption.
         rng = generator(self._seed, "replay", self._steps, group)
-        if self._waiting and rng.random() < self._settings.ratio:
-            task = rng.choice(self._waiting)
-            self._waiting = [other for other in self._waiting if _key(other) != _key(task)]
+        name = self._source.next_name()
+        tasks = [task for _, task in self._waiting if task.name == name]
+        if tasks and rng.random() < self._settings.ratio:
+            task = rng.choice(tasks)
+            self._waiting = [other for other in self._waiting if _key(other[1]) != _key(task)]
+            self._source.skip()
             self._counts["replayed"] += 1
         else:
             (task,) = self._source.draw(1)
@@ -118,8 +130,15 @@ class FailureReplay:
         self._patterns = {pattern for pattern in known if pattern[0] in self._history}
         library.mark_retrieved(new)  # only now: a retrieval that is cancelled begins again
         if retrieved:
-            self._waiting = self._retrieved = retrieved
             self._retrievals += 1
+            added = [(self._retrievals, task) for task in retrieved]
+            self._retrieved = self._newest([*self._retrieved, *added])
+            self._waiting = self._newest([*self._waiting, *added])
+
+    def _newest(self, tasks: list[RetrievedTask]) -> list[RetrievedTask]:
+        """Return the tasks that wait if `tasks` were retrieved, the oldest first."""
+        last = sum(number == tasks[-1][0] for number, _ in tasks)
+        return tasks[-max(last, self._settings.waiting) :]
 
     async def _similar(self, failure: Failure, library: FailureLibrary) -> list[FailedTask]:
         """Return other tasks with failures like this one, the most similar first."""
@@ -189,7 +208,7 @@ class FailureReplay:
             "source": self._source.state(),
             "steps": self._steps,
             "history": [[*address, _fields(task)] for address, task in self._history.items()],
-            "waiting": [_fields(task) for task in self._waiting],
+            "waiting": _states(self._waiting),
             "retrievals": self._retrievals,
         }
 
@@ -197,22 +216,22 @@ class FailureReplay:
         self._source.load_state(state["source"])
         self._steps = state["steps"]
         self._history = {(step, group): Task(**task) for step, group, task in state["history"]}
-        self._waiting = [Task(**task) for task in state["waiting"]]
+        self._waiting = _retrieved_tasks(state["waiting"])
         self._retrievals = state["retrievals"]
 
     def retrieval(self) -> State:
         return {
-            "number": self._retrievals,
-            "tasks": [_fields(task) for task in self._retrieved],
+            "tasks": _states(self._retrieved),
             "patterns": [[*address, mode] for address, mode in sorted(self._patterns)],
         }
 
     def load_retrieval(self, state: State) -> None:
-        self._retrieved = [Task(**task) for task in state["tasks"]]
+        self._retrieved = _retrieved_tasks(state["tasks"])
         self._patterns = {((step, group), mode) for step, group, mode in state["patterns"]}
-        if state["number"] > self._retrievals:  # all draws after it are repeated
-            self._waiting = self._retrieved
-            self._retrievals = state["number"]
+        # All draws after these retrievals are repeated.
+        if later := [task for task in self._retrieved if task[0] > self._retrievals]:
+            self._waiting = self._newest([*self._waiting, *later])
+            self._retrievals = later[-1][0]
 
 
 def _described(failure: Failure) -> str:
@@ -228,3 +247,11 @@ def _key(task: Task) -> Hashable:
 
 def _fields(task: Task) -> Mapping[str, Any]:
     return {name: getattr(task, name) for name in Task.__dataclass_fields__}
+
+
+def _states(tasks: Iterable[RetrievedTask]) -> list[Any]:
+    return [[number, _fields(task)] for number, task in tasks]
+
+
+def _retrieved_tasks(states: Iterable[Any]) -> list[RetrievedTask]:
+    return [(number, Task(**task)) for number, task in states]

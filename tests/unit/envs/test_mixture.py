@@ -38,6 +38,15 @@ def test_the_next_batch_continues_with_the_next_source() -> None:
     assert [names(source.draw(4)) for _ in range(3)] == ["abca", "bcab", "cabc"]
 
 
+def test_a_skipped_turn_advances_no_stream() -> None:
+    source, whole = mixture("ab"), mixture("ab")
+    assert source.next_name() == "a"
+    source.skip()
+    assert source.next_name() == "b"
+    first_a, first_b, _, second_b = whole.draw(4)
+    assert source.draw(3) == [first_b, first_a, second_b]
+
+
 def test_streams_are_independent_and_their_tasks_are_renamed() -> None:
     drawn = mixture("ab").draw(8)
     for seed, name in enumerate("ab"):

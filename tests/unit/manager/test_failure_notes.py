@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from crl.envs.registry import names
 from crl.manager.calls import CallClock
 from crl.manager.failure_notes import ALL_MODES, failure_modes, read_answer, read_note
 
@@ -55,6 +56,8 @@ def test_a_mode_of_another_environment_becomes_other():
         ("**navigation_loop**", "navigation_loop"),
         ("__navigation_loop__: it loops", "navigation_loop"),
         ("other (a kind of loop)", "other"),
+        ("it took the other cup: entity confusion", "entity_confusion"),
+        ("other, a navigation loop", "navigation_loop"),
         ("another_navigation_looper", "other"),
         ("navigation_error", "other"),  # of WebShop
     ],
@@ -80,10 +83,25 @@ def test_fields_may_be_list_items_or_emphasised(form: str):
 
 def test_the_modes_of_the_paper():
     assert [len(failure_modes(env)) for env in ("alfworld", "webshop", "search_qa")] == [12, 12, 10]
-    assert failure_modes("room") == failure_modes("alfworld")
     assert {mode for env in ("room", "webshop", "search_qa") for mode in failure_modes(env)} == set(
         ALL_MODES
     )
+
+
+def test_each_bundled_environment_has_the_modes_of_its_kind():
+    modes = {name: failure_modes(name) for name in names()}
+    assert modes["search_qa_small"] == modes["search_qa"]
+    assert modes["scienceworld_small"] == failure_modes("scienceworld:boil") == modes["alfworld"]
+    assert modes["room"] == modes["alfworld"]
+    assert ALL_MODES not in modes.values()
+
+
+@pytest.mark.parametrize("env", ["shop.py:SPEC", "gem:math:Orz57K", "my_shops.small:SPEC"])
+def test_an_environment_of_unknown_kind_has_all_modes(env: str):
+    """The name of a user's environment may be anything, also that of its reference."""
+    assert failure_modes(env) == ALL_MODES
+    text, _ = read_answer(f"DOMINANT_TYPE: premature purchase\n{REST}", failure_modes(env))
+    assert read_note(text).mode == "premature_purchase"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
 from crl.config import load
@@ -90,6 +93,26 @@ def test_negative_rewards_are_not_modulated():
     assert advantage(1).modulated_returns(alfworld("", 3, 0.0)) == [-1, 0, 0], "a failure"
 
 
+def rewarded(predicted: str, *rewards: float, success: bool = False) -> list[float]:
+    """Return R_t of an episode with these rewards, γ = 1/2 and H = 1."""
+    played = [(f"s{k}", reply(predicted or f"s{k + 1}"), r) for k, r in enumerate(rewards)]
+    played_episode = episode(0, f"s{len(rewards)}", *played)
+    outcome = replace(played_episode.outcome, success=success)
+    return advantage(1).modulated_returns(replace(played_episode, outcome=outcome))
+
+
+@pytest.mark.parametrize("rewards", [(0, 0.3, 0, -0.3), (0.1, 0.2, -0.3), (0.3, 0, -0.5), (0, 0)])
+def test_predictions_earn_nothing_in_a_failed_episode(rewards: tuple[float, ...]):
+    """The second sum is 5.6e-17 because of rounding errors."""
+    assert rewarded("", *rewards) == rewarded("nothing", *rewards)
+
+
+def test_predictions_count_if_the_episode_gains_in_all_or_is_a_success():
+    # R_task is 0.3 − 0.2/2 and −0.2. The part of positive rewards is 0.3 and 0.
+    assert rewarded("", 0.3, -0.2) == pytest.approx([0.2 + 0.3, -0.2])
+    assert rewarded("", -2, 1, success=True) == pytest.approx([-1.5 + 0.5, 1 + 1])
+
+
 @pytest.mark.parametrize("turns", [2, 14, 20, 50])
 def test_accurate_predictions_raise_the_advantage_of_a_success_in_alfworld(turns: int):
     """−1 + 2 γ^(T−1) < 0 from T = 15 on with γ = 0.95."""
@@ -141,6 +164,18 @@ def test_the_share_of_predictions_in_the_replies():
     assert metrics.share([]) == PredictionMetrics({}).share([both]) == 0
 
 
+@pytest.mark.parametrize(
+    ("turns", "share", "horizon"),
+    [(4, 0.05, 1), (15, 0.05, 1), (30, 0.05, 2), (50, 0.05, 2), (70, 0.05, 4), (50, 0.06, 3),
+     (15, 0.1, 2), (50, 0.1, 5), (50, 0.0, 1)],
+)  # fmt: skip
+def test_the_horizon_is_rounded_half_to_even(turns: int, share: float, horizon: int):
+    """The products of 30, 50 and 70 turns and 0.05 are 1.5, 2.5 and 3.5."""
+    task = load(["alfworld"], sets=["tasks.alfworld.rendering=full",
+                f"tasks.alfworld.max_turns={turns}"]).tasks["alfworld"]  # fmt: skip
+    assert horizons({"alfworld": task}, share) == {"alfworld": horizon}
+
+
 def test_the_horizon_is_a_share_of_the_turns():
     config = load(["alfworld", "webshop", "room"], sets=["tasks.alfworld.rendering=full",
                   "tasks.webshop.rendering=full", "tasks.alfworld.max_turns=50",
@@ -172,6 +207,9 @@ def test_the_method_is_gigpo_with_other_returns():
     sets = ["role_agent.episode_weight=2", "role_agent.prediction_weight=0.2"]
     config = load(["room"], options={"method": "role_agent"}, sets=sets)
     method = build_method(config, tasks.specs(config))
+    replay = method.step.replay
+    assert isinstance(replay, partial)
+    assert replay.keywords["settings"].waiting == 3 * config.rollout.groups
     assert method.actor.terms == (
         GroupAdvantage("std", 2.0),
         PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {}, 0.2),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from crl.embedders.cached import CachedEmbedder
+from crl.envs.mixture import Mixture
 from crl.envs.seeded import SeedStream
 from crl.evaluation.diagnostics import Diagnostics
 from crl.manager import BankFailures, ExperienceManager
@@ -52,7 +53,9 @@ async def pipeline(
         on_distilled=lambda distilled: library.add(distilled),
     )  # fmt: skip
     library, monitor = BankFailures(manager, "run"), RecordingMonitor()
-    tasks = FailureReplay(SeedStream("room", "Go.", 0), ReplaySettings(1.0, 3, 100, 0.0), 0)
+    tasks = FailureReplay(
+        Mixture({"room": SeedStream("room", "Go.", 0)}), ReplaySettings(1.0, 3, 100, 6, 0.0), 0
+    )
     replay = Replay(tasks, library, manager.calls)
     experience = ExperiencePipeline(
         manager, engine, FailedEpisodes(), None, Diagnostics({}),

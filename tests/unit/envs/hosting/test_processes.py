@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from crl.envs.base import Runtime
 from crl.envs.hosting.processes import MAX_AFFINITY_SURPLUS, ProcessEnvironment, ProcessHost
 from crl.envs.hosting.threads import Hosts, ThreadHost
-from crl.errors import ConfigError, RolloutError
+from crl.errors import ConfigError, RolloutError, TransientError
 from crl.types import StepResult
 from support import toy_games
 from support.paths import python_environment
@@ -153,6 +153,18 @@ async def test_an_error_of_a_game_fails_only_its_episode(fault: str, words: str)
         await host.release(broken)
         assert (await acquire_and_reset(host)).game != number
         assert (host.failures, host.replaced) == (1, 0)
+
+
+@pytest.mark.parametrize(("fault", "transient"), [("lose", True), ("raise", False)])
+async def test_a_transient_error_of_a_game_stays_one(fault: str, transient: bool) -> None:
+    async with hosting(processes=1) as host:
+        environment = await acquire_and_reset(host)
+        with pytest.raises(RolloutError) as caught:
+            await environment.step(fault)
+    assert isinstance(caught.value, TransientError) == transient
+    if transient:
+        assert str(caught.value) == "env: toy: step: the dice are lost"
+    assert any("In the worker process" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(

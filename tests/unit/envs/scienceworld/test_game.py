@@ -10,18 +10,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from crl.engines.scripted import ScriptedEngine
 from crl.envs.base import Rendering, StreamSettings, play_episode
 from crl.envs.hosting.processes import ProcessHost
 from crl.envs.scienceworld import SMALL_SPEC, SPEC, tasks
 from crl.envs.scienceworld.java import find_java
 from crl.envs.scienceworld.tasks import demonstration_tasks
-from crl.errors import RolloutError
-from crl.types import Task
+from crl.errors import TransientError
+from crl.methods.parts.rollouts import ChatContext
+from crl.rollout.episode import EpisodeKey, Limits
+from crl.types import RolloutPlan, Task, Trajectory
+from support.doors import renderer, runner, script
 from support.paths import python_environment
 from support.shipped_tasks import scripted_player
 
@@ -35,7 +39,7 @@ if find_java() is None:
     )
 
 from crl.envs.scienceworld import collect, engine
-from crl.envs.scienceworld.engine import Simulator
+from crl.envs.scienceworld.engine import JvmEnded, Simulator
 from crl.envs.scienceworld.game import ScienceWorldGame
 
 STREAM = StreamSettings()
@@ -284,7 +288,7 @@ def test_a_dead_java_process_is_replaced_at_the_next_reset(game: ScienceWorldGam
     (jvm,) = {game._simulator._jvm}
     assert jvm is not None
     os.kill(jvm.process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="the Java process has ended with exit code -9"):
+    with pytest.raises(JvmEnded, match="the Java process has ended with exit code -9"):
         game.step("look around")
     assert game.reset(find("find-animal", 0)) == first
     os.kill(game._simulator._jvm.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
@@ -310,7 +314,7 @@ async def test_a_killed_java_process_fails_its_episodes_only() -> None:
     (java,) = java_processes(worker.pid)
     os.kill(java, signal.SIGKILL)
     for environment in environments:
-        with pytest.raises(RolloutError, match="the Java process has ended") as error:
+        with pytest.raises(TransientError, match="the Java process has ended") as error:
             await environment.step("look around")
         assert error.value.kind == "env"
         await host.release(environment)
@@ -321,6 +325,36 @@ async def test_a_killed_java_process_fails_its_episodes_only() -> None:
     await host.aclose()
     assert wait_for_end(java)
     assert host.replaced == 0, "the worker is kept"
+
+
+async def test_an_episode_is_played_again_after_its_java_process_was_killed() -> None:
+    host = ProcessHost({"scienceworld": (SPEC, "compact")}, processes=1, timeout=60)
+    actions = script("look around", "go outside", "look around")
+    kills: list[int] = []
+
+    def kill_and_act(prompt: str) -> str:
+        action = actions(prompt)
+        if action == "go outside" and not kills:
+            worker = host._workers[0]._process
+            assert worker is not None
+            kills.extend(java_processes(worker.pid))
+            os.kill(kills[0], signal.SIGKILL)
+        return action
+
+    async def play(reply: Callable[[str], str]) -> Trajectory:
+        player = runner(
+            ScriptedEngine(renderer(), reply), host, context=ChatContext({"scienceworld": ""}),
+            limits={"scienceworld": Limits(max_turns=3, max_response_tokens=32)},
+        )  # fmt: skip
+        key = EpisodeKey("train", 0, 0, 0)
+        player.join(key)
+        return await player.play(key, find("find-animal", 0), RolloutPlan("free"))
+
+    whole, again = await play(actions), await play(kill_and_act)
+    await host.aclose()
+    assert len(kills) == 1
+    assert (again.error, again.turns, again.segments) == (None, 3, whole.segments)
+    assert again.turn_rewards == whole.turn_rewards
 
 
 def test_java_ends_with_a_killed_process() -> None:

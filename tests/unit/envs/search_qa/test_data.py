@@ -133,7 +133,7 @@ def test_missing_files_are_named(folder: Path, name: str, message: str) -> None:
         ("nq/train.jsonl", "[]", "line 3 of train.jsonl must have a JSON object"),
         ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must have question and"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": []}', "not empty"),
-        ("nq/test.jsonl", '{"question": "x", "golden_answers": ["the"]}', "not empty"),
+        ("nq/test.jsonl", '{"question": "x", "golden_answers": [" "]}', "not empty"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": "y"}', "not empty"),
         ("nq/test.jsonl", '{"question": " ", "golden_answers": ["y"]}', "not empty"),
         ("nq/test.jsonl", '{"question": 5, "golden_answers": ["y"]}', "must have question and"),
@@ -160,3 +160,11 @@ def test_lone_surrogates_are_replaced(folder: Path) -> None:
     (folder / "nq" / "test.jsonl").write_text(f"{row}\n")
     goals = {task.goal for task in SPEC.tasks.eval_tasks("unseen", 2, 0, PAPER)}
     assert "why \ufffd" in goals
+
+
+@pytest.mark.parametrize("answer", ["A", "The The", "!"])
+def test_an_answer_of_articles_or_punctuation_is_valid(folder: Path, answer: str) -> None:
+    row = json.dumps({"question": "which vitamin helps the eyes", "golden_answers": [answer, ""]})
+    (folder / "nq" / "test.jsonl").write_text(f"{row}\n")
+    goals = {task.goal for task in SPEC.tasks.eval_tasks("unseen", 2, 0, PAPER)}
+    assert "which vitamin helps the eyes" in goals

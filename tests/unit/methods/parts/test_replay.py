@@ -15,6 +15,7 @@ import pytest
 
 from crl.config import load
 from crl.config.schema import BankSection, ExtractorSection, RetrievalSection
+from crl.envs.mixture import Mixture
 from crl.errors import RolloutError
 from crl.manager import BankFailures, EpisodeId, ExperienceManager, ManagerSettings, failure_library
 from crl.manager.failure_notes import FailureNote, failure_modes, read_answer, read_note
@@ -36,7 +37,7 @@ def drawn_task(k: int, split: Split = "train") -> Task:
 
 
 class Stream:
-    """`TaskSource` of numbered tasks."""
+    """`TurnSource` of numbered tasks."""
 
     def __init__(self, splits: Sequence[Split] = ("train",)) -> None:
         self.drawn, self.splits = 0, splits
@@ -46,6 +47,12 @@ class Stream:
         numbers = range(self.drawn, self.drawn + n)
         self.drawn += n
         return [drawn_task(k, self.splits[k % len(self.splits)]) for k in numbers]
+
+    def next_name(self) -> str:
+        return "room"
+
+    def skip(self) -> None:
+        """Do nothing: the next turn is that of the same task."""
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
         self.observed += trajectories
@@ -65,7 +72,7 @@ def note(mode: str) -> str:
     )
 
 
-SETTINGS = ReplaySettings(0.5, matches=3, history=1000, min_similarity=0.1)
+SETTINGS = ReplaySettings(0.5, matches=3, history=1000, waiting=24, min_similarity=0.1)
 ENGINE_ANSWERS = {mode: note(mode) for mode in MODES} | {"nothing": "I do not know."}
 
 
@@ -111,6 +118,7 @@ async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
     """The agent fails at tasks of kind 1 for one reason, and at half of kind 2 for another.
 
     From step 10 on it has learned kind 2. Replay of random failed tasks would still draw them.
+    Retrieved tasks of earlier steps may wait until step 13.
     """
     early, late = Counter[Any](), Counter[Any]()
     async with library(tmp_path) as (manager, failures):
@@ -119,7 +127,7 @@ async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
             tasks = replay.draw(8)
             assert step or [task.seed for task in tasks] == list(range(8)), "nothing is known"
             again = [task.params["kind"] for task in tasks if task.seed in drawn]
-            (early if step <= 10 else late).update(again)
+            (early if step <= 13 else late).update(again)
             drawn |= {task.seed for task in tasks}
 
             def fails(task: Task, learned: bool = step >= 10) -> str | None:
@@ -130,7 +138,7 @@ async def test_the_drawn_tasks_move_towards_the_failure_modes(tmp_path: Path):
             await replay.retrieve(failures)
     assert set(early) == {1, 2}, "tasks with both modes return"
     assert set(late) == {1}, "only tasks with the current mode return"
-    assert late[1] > 9 * 8 / 4, "the other tasks are drawn at half the draws, or more"
+    assert late[1] > 6 * 8 / 4, "the other tasks are drawn at half the draws, or more"
 
 
 async def test_no_task_of_the_stream_is_lost(tmp_path: Path):
@@ -168,6 +176,60 @@ async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
         **{f"failures/{mode}": 2 for mode in MODES},
         f"failures/{MODES[3]}": 3,
     }
+
+
+async def test_the_tasks_of_earlier_patterns_wait(tmp_path: Path):
+    """A new retrieval adds to the waiting tasks, as in lines 23 and 24 of Algorithm 1."""
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0, matches=1), seed=0)
+        tasks = replay.draw(8)
+        await play(manager, 0, tasks, lambda task: MODES[int(task.params["kind"])])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/waiting"] == 8
+        first, second = replay.draw(2)
+        await fail(manager, 1, 2, first, MODES[int(first.params["kind"])])
+        await replay.retrieve(failures)
+        later = {replay.draw(1)[0].seed for _ in range(7)}
+    assert later >= set(range(8)) - {first.seed, second.seed}
+
+
+@pytest.mark.parametrize(("bound", "waiting"), [(1, {6, 7}), (3, {4, 6, 7}), (8, {4, 5, 6, 7})])
+async def test_the_oldest_waiting_tasks_are_dropped(tmp_path: Path, bound: int, waiting: set[int]):
+    """Tasks 4 and 5 fail in one way, then 6 and 7 in another. Each failure finds the other task."""
+    async with library(tmp_path) as (manager, failures):
+        settings = replace(SETTINGS, ratio=1.0, matches=1, waiting=bound)
+        replay = FailureReplay(Stream(), settings, seed=0)
+        tasks = replay.draw(8)
+        for group in (4, 5):
+            await fail(manager, 0, group, tasks[group], MODES[0])
+        await replay.retrieve(failures)
+        for group in (6, 7):
+            await fail(manager, 0, group, tasks[group], MODES[1])
+        await replay.retrieve(failures)
+        assert replay.take_metrics(failures)["replay/waiting"] == len(waiting)
+        assert {replay.draw(1)[0].seed for _ in waiting} == waiting
+        assert replay.draw(1)[0].seed == 8
+
+
+async def test_a_retrieved_task_takes_the_turn_of_its_own_name(tmp_path: Path):
+    """Tasks of one name fail. Both names keep equal shares."""
+
+    def mixture() -> Mixture:
+        return Mixture({"room": Stream(), "maze": Stream()})
+
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(mixture(), replace(SETTINGS, ratio=1.0), seed=0)
+        tasks = replay.draw(9)
+        assert [task.name for task in tasks] == ["room", "maze"] * 4 + ["room"]
+        await play(manager, 0, tasks, lambda task: MODES[0] if task.name == "room" else None)
+        await replay.retrieve(failures)
+        resumed = FailureReplay(mixture(), replace(SETTINGS, ratio=1.0), seed=0)
+        resumed.load_state(json.loads(json.dumps(replay.state())))
+        later = replay.draw(9)
+        assert resumed.draw(9) == later
+    assert [task.name for task in later] == ["maze", "room"] * 4 + ["maze"]
+    assert [task.seed for task in later[::2]] == [4, 5, 6, 7, 8], "new tasks of the stream"
+    assert {task.seed for task in later[1::2]} < {0, 1, 2, 3, 4}, "retrieved tasks"
 
 
 async def test_the_failures_of_a_group_with_one_mode_are_one_pattern(tmp_path: Path):
@@ -272,6 +334,27 @@ async def test_a_retrieval_after_the_saved_draw_is_not_lost(tmp_path: Path):
         resumed.load_state(source)
         resumed.load_retrieval(retrieval)
         assert len({task.seed for task in resumed.draw(4)} & {0, 1, 2, 3}) == 1, "three were drawn"
+
+
+async def test_several_retrievals_after_the_saved_draw_are_not_lost(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        settings = replace(SETTINGS, ratio=1.0, matches=1)
+        replay = FailureReplay(Stream(), settings, seed=0)
+        tasks = replay.draw(8)
+        for group in (0, 1):
+            await fail(manager, 0, group, tasks[group], MODES[0])
+        await replay.retrieve(failures)
+        source = json.loads(json.dumps(replay.state()))
+        for group in (2, 3, 4, 5):
+            await fail(manager, 0, group, tasks[group], MODES[group // 2])
+            if group % 2:
+                await replay.retrieve(failures)
+                replay.draw(2)  # of later steps, which the resumed run draws again
+        retrieval = json.loads(json.dumps(replay.retrieval()))
+        resumed = FailureReplay(Stream(), settings, seed=0)
+        resumed.load_state(source)
+        resumed.load_retrieval(retrieval)
+        assert {task.seed for task in resumed.draw(6)} == {0, 1, 2, 3, 4, 5}
 
 
 class _Library:
