@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from crl.methods.parts.memory import MemorySteps
 from crl.records.reader import read_episodes
+from crl.rollout.rerender import Rerenderer
 from crl.run import models
-from crl.types import Trajectory
+from crl.types import BEHAVIOUR, STEP_START, Trajectory
 from support.documented_metrics import undocumented
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics
 
@@ -135,6 +137,40 @@ def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: 
     assert ("actor/updates" in steps[-1]) == (method != "reflexion")
 
 
+@pytest.mark.parametrize("old", ["with_tips", "without_tips"])
+def test_empo2_is_trained_off_policy_with_the_profile_of_language_models(
+    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step has memory and is trained off-policy."""
+    views: list[tuple[Trajectory, int, str]] = []
+    without = Rerenderer.without
+
+    def recorded(self: Rerenderer, trajectory: Trajectory, *args: Any, version: Any) -> Any:
+        traces = without(self, trajectory, *args, version=version)
+        text = "".join(self.renderer.decode(trace.ids) for trace in traces)
+        views.append((trajectory, version, text))
+        return traces
+
+    monkeypatch.setattr(Rerenderer, "without", recorded)
+    shares = ("empo2.memory_share=1", "empo2.off_policy_share=1", f"empo2.off_policy_old={old}")
+    run = tmp_path / "run"
+    steps = trained(run, "empo2", *FULL, *shares, steps=3)
+    guided = [t for t in read_episodes(run) if t.used]
+    assert guided, "tips were shown"
+    assert len(views) == len(guided)
+    for trajectory, version, text in views:
+        assert version == (BEHAVIOUR if old == "with_tips" else STEP_START)
+        shown = [s.text for s in trajectory.segments if s.origin == "experience"]
+        assert shown
+        assert not any(tip in text for tip in shown)
+    updates = [line for line in steps if line["step"] > 1 and line["actor/updates"]]
+    assert updates, "the actor was trained on stripped episodes"
+    for line in updates:
+        # One update per step: only the dropped tips can change the log-probs.
+        changed = line["actor/approx_kl"] > 1e-6
+        assert changed == (old == "with_tips"), line["actor/approx_kl"]
+
+
 REFLEXION = ("reflexion.writer=extractor", "tasks.room.eval.online_places=1")
 
 
@@ -247,6 +283,10 @@ def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
     assert {mode for one in modes for mode in one} == {"guided", "free"}
     used = [use for members in by_step.values() for t in members for use in t.used]
     assert used, "tips were shown"
+    off_policy = MemorySteps(2 / 3, 0, "update mode")
+    stripped = {s for s, members in by_step.items() if any(t.used for t in members)}
+    assert any(step in off_policy for step in stripped), "an off-policy step"
+    assert any(step not in off_policy for step in stripped), "an on-policy step with tips"
     assert all(
         t.task.goal == goal
         for t in by_step[max(by_step)]
