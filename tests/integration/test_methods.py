@@ -266,8 +266,8 @@ def test_reflexion_resumes_beside_attempts_of_the_next_step(tmp_path: Path) -> N
 
 
 EMPO2 = (
-    "empo2.writer=extractor", "empo2.memory_share=0.5", "tasks.room.eval.online_places=1",
-    "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "eval.probe_every=0",
+    "empo2.writer=extractor", "empo2.memory_share=0.5", "empo2.off_policy_share=0.5",
+    "tasks.room.eval.online_places=1", "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "eval.probe_every=0",
 )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
     assert {mode for one in modes for mode in one} == {"guided", "free"}
     used = [use for members in by_step.values() for t in members for use in t.used]
     assert used, "tips were shown"
-    off_policy = MemorySteps(2 / 3, 0, "update mode")
+    off_policy = MemorySteps(0.5, 0, "update mode")
     stripped = {s for s, members in by_step.items() if any(t.used for t in members)}
     assert any(step in off_policy for step in stripped), "an off-policy step"
     assert any(step not in off_policy for step in stripped), "an on-policy step with tips"
