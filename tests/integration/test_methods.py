@@ -267,7 +267,8 @@ def test_reflexion_resumes_beside_attempts_of_the_next_step(tmp_path: Path) -> N
 
 EMPO2 = (
     "empo2.writer=extractor", "empo2.memory_share=0.5", "empo2.off_policy_share=0.5",
-    "tasks.room.eval.online_places=1", "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "eval.probe_every=0",
+    "tasks.room.eval.online_places=1", "tasks.room.stream.places=2",
+    "tasks.room.stream.permanent=2", "eval.probe_every=0",
 )  # fmt: skip
 
 
