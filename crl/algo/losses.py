@@ -55,7 +55,7 @@ def clipped_surrogate(
     arXiv 2507.18071).
 
     With `dual_clip` = c, the term of a token with Â_it < 0 is at least c · Â_it, so that a large
-    ratio cannot dominate the loss (arXiv 1912.09729, eq. 5).
+    ratio cannot dominate the loss (arXiv 1912.09729).
 
     `logp`, `old_logp`, `mask`: [b, t]. `adv`: [b] or [b, t]. `weights`: [b], default 1/b. A
     sequence without unmasked tokens adds 0. `clip_fraction` is the share of tokens at which a

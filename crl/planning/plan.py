@@ -272,7 +272,8 @@ def _experience(config: RunConfig) -> str:
         else "every episode is distilled"
     )
     writing = "frozen: nothing is distilled" if bank.frozen else writing
-    sizes = {" per goal": bank.max_per_goal, "": bank.max_entries}
+    place = "variation" if bank.scope == "variation" else "goal"
+    sizes = {f" per {place}": bank.max_per_goal, "": bank.max_entries}
     bounds = [
         f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
     ]
