@@ -15,6 +15,7 @@ from crl.rollout.rerender import Rerenderer
 from crl.run import models
 from crl.types import BEHAVIOUR, STEP_START, Trajectory
 from support.documented_metrics import undocumented
+from support.paths import ROOT
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics
 
 SETS = (
@@ -304,6 +305,71 @@ def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
     assert resumed == whole
     for mode in ("none", "bank", "online"):
         assert crl("eval", run, "--experience", mode).exit_code == 0
+
+
+VARIATIONS = '''
+"""Rooms with one goal, whose tasks name the place as their variation."""
+
+from dataclasses import replace
+
+from crl.envs.base import EnvTasks
+from crl.envs.room import SPEC as ROOM
+
+
+def anonymous(task):
+    return replace(
+        task, name="rooms", goal="Room: the old hall. Reach the stairs down (>).",
+        params={**task.params, "variation": task.params["place"]},
+    )
+
+
+class Stream:
+    def __init__(self, seed, settings):
+        self._stream = ROOM.tasks.train_stream(seed, settings)
+        self.observe, self.state = self._stream.observe, self._stream.state
+        self.load_state = self._stream.load_state
+
+    def draw(self, n):
+        return list(map(anonymous, self._stream.draw(n)))
+
+
+def eval_tasks(split, n, seed, settings):
+    return tuple(map(anonymous, ROOM.tasks.eval_tasks(split, n, seed, settings)))
+
+
+SPEC = replace(ROOM, name="rooms", tasks=EnvTasks(Stream, eval_tasks))
+'''
+
+
+def test_tips_guide_only_episodes_of_their_own_variation(tmp_path: Path) -> None:
+    """In ScienceWorld, for example, the variations of a task share one goal."""
+    (tmp_path / "rooms.py").write_text(VARIATIONS, "utf-8")
+    file = tmp_path / "rooms.toml"
+    shipped = (ROOT / "tasks" / "room.toml").read_text("utf-8")
+    file.write_text(shipped.replace('env = "room"', 'env = "rooms.py:SPEC"'), "utf-8")
+    sets = (
+        "empo2.writer=extractor", "empo2.memory_share=1", "tasks.rooms.stream.places=2",
+        "tasks.rooms.stream.permanent=2", "eval.probe_every=0", "rollout.groups=4",
+        "rollout.group_size=4", "retrieval.min_similarity=-1", "tasks.rooms.eval.seen=2",
+        "tasks.rooms.eval.unseen=2", "tasks.rooms.eval.online_places=0",
+        "tasks.rooms.eval.probe_places=0", *DETERMINISTIC,
+    )  # fmt: skip
+    variations: dict[str, set[str]] = {}
+    for scope in ("variation", "goal"):
+        run = tmp_path / scope
+        result = crl(*arguments(run, str(file), (*sets, f"bank.scope={scope}"), 3, 0, "empo2"))
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        written = {entry["uid"]: entry["variation"] for entry in tips(run)}
+        assert len(set(written.values())) == 2
+        episodes = list(read_episodes(run))
+        assert {t.task.goal for t in episodes} == {"Room: the old hall. Reach the stairs down (>)."}
+        assert any(t.used for t in episodes)
+        variations[scope] = {
+            "own" if written[uid] == t.task.variation else "other"
+            for t in episodes
+            for uid in shown(t)
+        }
+    assert variations == {"variation": {"own"}, "goal": {"own", "other"}}
 
 
 def test_the_actor_writes_in_an_online_evaluation_too(
