@@ -107,13 +107,24 @@ class Task:
     split: Split
     goal: str
     params: Mapping[str, Param] = field(default_factory=dict)
-    """Parameters beyond `seed`, such as NetHack's seeds `lgen` (layout) and `core` (dynamics)."""
+    """Parameters beyond `seed`, such as NetHack's seeds `lgen` (layout) and `core` (dynamics).
+
+    `variation` separates places with the same goal (`Task.variation`).
+    """
 
     def __post_init__(self) -> None:
         _check_choice("split", self.split, Split)
         if not self.name:
             raise ValueError("a task's name must not be empty")
         object.__setattr__(self, "params", dict(self.params))
+
+    @property
+    def variation(self) -> str:
+        """Name of the variation among the task's games with this goal: the parameter `variation`.
+
+        Empty without this parameter: the goal then identifies the place.
+        """
+        return str(self.params.get("variation", ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
     ratio: Ratio = "token",
+    dual_clip: float | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Return the clipped surrogate loss of CRL eq. 4 and 5, and its metrics.
@@ -53,13 +54,18 @@ def clipped_surrogate(
     length-normalised ratio ρ_i = exp(mean over i's unmasked tokens of logp − old_logp) (GSPO,
     arXiv 2507.18071).
 
-    `logp`, `old_logp`, `mask`: [b, t]. `adv`: [b] or [b, t]. `weights`: [b], default 1/b. A
-    sequence without unmasked tokens adds 0. `clip_fraction` is the share of tokens at which the
-    clipped branch is smaller, so that they have no gradient.
+    With `dual_clip` = c, the term of a token with Â_it < 0 is at least c · Â_it, so that a large
+    ratio cannot dominate the loss (arXiv 1912.09729).
 
-    Raise `ValueError` on wrong shapes, an unknown ratio or a negative clip.
+    `logp`, `old_logp`, `mask`: [b, t]. `adv`: [b] or [b, t]. `weights`: [b], default 1/b. A
+    sequence without unmasked tokens adds 0. `clip_fraction` is the share of tokens at which a
+    clipped branch is chosen, so that they have no gradient.
+
+    Raise `ValueError` on wrong shapes, an unknown ratio, a negative clip or a dual clip ≤ 1.
     """
     _not_negative(clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio must be 'token' or 'sequence', not {ratio!r}")
     unmasked = _unmasked(mask, logp=logp, old_logp=old_logp)
@@ -71,10 +77,11 @@ def clipped_surrogate(
         else _mean(log_ratio, unmasked, dim=1)[:, None].expand_as(log_ratio)
     ).exp()
     unclipped, clipped = ratios * advantage, ratios.clamp(1 - clip_low, 1 + clip_high) * advantage
-    loss = -(
-        _weights(weights, logp) * _mean(torch.minimum(unclipped, clipped), unmasked, dim=1)
-    ).sum()
-    return loss, _ratio_metrics(log_ratio, ratios, clipped < unclipped, unmasked)
+    terms = torch.minimum(unclipped, clipped)
+    if dual_clip is not None:
+        terms = torch.where(advantage < 0, torch.maximum(terms, dual_clip * advantage), terms)
+    loss = -(_weights(weights, logp) * _mean(terms, unmasked, dim=1)).sum()
+    return loss, _ratio_metrics(log_ratio, ratios, terms != unclipped, unmasked)
 
 
 def cispo(

@@ -67,8 +67,11 @@ BankFile = Annotated[str, AfterValidator(lambda path: path and _absolute_path(pa
 """Path of a bank file, made absolute like a `PromptFile`. Empty = none."""
 Reference = Annotated[str, AfterValidator(absolute_reference)]
 """Bundled name, or reference to a user's object (see `crl.plugins`)."""
-Scope = Literal["goal", "task", "shared"]
+Scope = Literal["variation", "goal", "task", "shared"]
 """Range of episodes that an experience may guide, see `BankSection.scope`."""
+
+GOAL_SCOPES: frozenset[Scope] = frozenset({"variation", "goal"})
+"""Scopes in which an experience guides only episodes with its own goal."""
 EvictionOrder = Literal["fifo", "lru", "credit"]
 """Eviction order of experiences, see `BankSection.evict`."""
 Device = Literal["auto", "cpu", "cuda"]
@@ -469,7 +472,8 @@ class BankSection(Section):
     scope: Scope = "task"
     """Range of episodes that an experience may guide.
 
-    goal = episodes of its own task with the same goal; task = episodes of its own task; shared =
+    goal = episodes of its own task with the same goal; variation = of these, the episodes of the
+    same variation, where several games have one goal; task = episodes of its own task; shared =
     episodes of any task. A shared bank is merged as a whole.
     """
     frozen: bool = False
@@ -484,7 +488,10 @@ class BankSection(Section):
     The run starts from a copy of it. Empty = start with an empty bank.
     """
     max_per_goal: Count | None = None
-    """Maximum number of active experiences per goal. Unset = no limit."""
+    """Maximum number of active experiences per goal. Unset = no limit.
+
+    With scope = "variation", it is the maximum number per variation.
+    """
     max_entries: Count | None = None
     """Maximum number of active experiences in the whole bank.
 
@@ -1374,10 +1381,7 @@ def _check_actor(actor: ActorSection) -> None:
                     getattr(actor, key),
                     'is too wide for actor.ratio = "sequence": a length-normalised sequence '
                     "ratio stays so close to 1 that nothing would be clipped",
-                    (
-                        f"Leave it out (the default is {SEQUENCE_CLIP:g}), or use "
-                        "--set actor.ratio=token"
-                    ),
+                    f"Add --set actor.{key}={SEQUENCE_CLIP:g}, or use --set actor.ratio=token",
                 )
     if actor.importance_cap is not None and actor.old_logp != "recompute":
         raise ConfigError(

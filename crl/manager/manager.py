@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from crl.config.schema import GOAL_SCOPES
 from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager.calls import CallClock
 from crl.manager.credit import ExtractorSample, ReadyUnit, batch_samples, choose_batch
@@ -106,7 +107,7 @@ class ExperienceManager:
         self._sampled_tokens = 0
         self._create_empty_bank()
         self._step = 0
-        self._rules = settings.rules
+        self._rules = replace(settings.rules, distinct_texts=prompts.state_keys)
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._duplicate_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
@@ -554,7 +555,8 @@ class ExperienceManager:
         Searches and distillation continue during the pass. Entries are merged only with entries
         that the same searches can find. In a shared bank these are all entries (CRL §3.2.1),
         otherwise the entries of the same task. If goals are part of the keys or of the scope, the
-        goal must be the same too. A merged entry has the task and the goal of its first source.
+        goal must be the same too; with bank.scope=variation also the variation. A merged entry has
+        the task, the goal and the variation of its first source.
 
         If another merge is in progress, nothing is done, and the skipped merge is counted. Raise
         `EngineError` if the engine can no longer serve.
@@ -564,12 +566,14 @@ class ExperienceManager:
             return
         self._merging = True
         try:
-            partitions: dict[tuple[str, str], list[Entry]] = {}
+            partitions: dict[tuple[str, str, str], list[Entry]] = {}
+            scope = self._settings.bank.scope
+            of_goal = self._settings.goals_in_keys or scope in GOAL_SCOPES
             for entry in self._bank.entries.values():
-                task = "" if self._settings.bank.scope == "shared" else entry.task
-                of_goal = self._settings.goals_in_keys or self._settings.bank.scope == "goal"
+                task = "" if scope == "shared" else entry.task
                 goal = entry.goal if of_goal else ""
-                partitions.setdefault((task, goal), []).append(entry)
+                variation = entry.variation if scope == "variation" else ""
+                partitions.setdefault((task, goal, variation), []).append(entry)
             for entries in partitions.values():
                 if len(entries) > 1:
                     await self._merge_partition(entries)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.algo.experience import experience_reward
-from crl.config.schema import EvictionOrder
+from crl.config.schema import EvictionOrder, Scope
 from crl.protocols import Hit
 from crl.types import (
     NO_COUNTERS,
@@ -293,13 +293,20 @@ class ApplyRules:
     malformed_reward: float | None
     """Reward of a generation without a usable op; None: the generation is not stored."""
     max_per_goal: int | None
-    """Maximum number of active entries with the same task and goal; None for no limit."""
+    """Maximum number of active entries with the same task and goal; None for no limit.
+
+    With the scope variation, it is the maximum number per variation.
+    """
     max_entries: int | None
     """Maximum number of active entries of the bank; None for no limit."""
     evict: EvictionOrder
     """Eviction order when `max_per_goal` or `max_entries` is exceeded."""
     evict_votes: int | None
     """Net down votes at which an entry is evicted; None: votes never evict."""
+    scope: Scope = "task"
+    """Range of episodes that an entry may guide."""
+    distinct_texts: bool = False
+    """True if an add is dropped whose text an active entry for the same episodes has."""
 
 
 @dataclass(slots=True)
@@ -314,6 +321,8 @@ class Entry:
     provenance: Provenance
     counters: Counters = NO_COUNTERS
     status: ExperienceStatus = "active"
+    variation: str = ""
+    """`Task.variation` of the episode that the entry is about."""
 
     @property
     def unit(self) -> UnitKey:

@@ -152,4 +152,5 @@ class ManagerSettings:
             max_entries=None if bank.frozen else bank.max_entries,
             evict=bank.evict,
             evict_votes=bank.evict_votes,
+            scope=bank.scope,
         )

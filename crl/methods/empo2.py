@@ -1,10 +1,13 @@
 """EMPO² (Liu et al., arXiv 2602.23008): GRPO with a memory of tips, on- and off-policy.
 
-After each episode, the actor writes a tip into a memory for the task's goal. A step is played with
-memory with probability p: before every turn, the tips near the state are shown. Otherwise it is
-played without. Steps with memory are trained in one of two modes. On-policy, the prompts keep the
-tips. Off-policy (probability q), the episodes are rendered again without them, so that the actor
-learns to act without tips (eq. 2, appendix C). Novel states give an intrinsic reward (§4.2).
+After each episode, the actor writes a tip into a memory for the variation of the task. Its key is
+the last observation of the episode. A step is played with memory with probability p: before every
+turn, the tips near the last observation are shown, the best record first. They stay in the
+conversation, so that a later turn reads those of all turns before it; tips_t of the paper are those
+of turn t alone. Otherwise the step is played without. Steps with memory are trained in one of two
+modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are rendered
+again without them, so that the actor learns to act without tips (eq. 2, appendix C). Novel states
+give an intrinsic reward (§4.2).
 
 Algorithm 1 and the text contradict each other; the settings name the readings.
 """
@@ -16,16 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from crl.config.method import (
-    NOTE_DEFAULTS,
-    Guidance,
-    MethodSection,
-    MethodSpec,
-    Notes,
-    check_notes,
-    parts_with_writer,
-)
+from crl.config.method import Guidance, MethodSection, MethodSpec, Notes, parts_with_writer
 from crl.config.section import Count
+from crl.methods.parts.memory_settings import MEMORY_DEFAULTS, check_memory
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -60,6 +56,11 @@ class Empo2Section(MethodSection):
 
     The paper gives no value. The default is the log-prob −5 of the released code.
     """
+    dual_clip: Annotated[float, Field(gt=1)] = 10.0
+    """c of the dual clip: with a negative advantage A, the term of a token is at least c · A.
+
+    The paper's "clipping ratio coefficient" (D.2).
+    """
     tips: Count = 10
     """Maximum number of tips that are retrieved before a turn."""
     writer: Literal["actor", "extractor"] = "actor"
@@ -68,6 +69,8 @@ class Empo2Section(MethodSection):
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
     The paper adds it without a weight to scores of up to 100, which are rewards of up to 1 here.
+    With actor.advantage_scale = "std", the weight has no effect in a group of equal outcomes: its
+    advantages have the standard deviation 1 whatever the weight is.
     """
     novelty_similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Cosine similarity at or above which two states count as similar. The paper gives no value."""
@@ -88,7 +91,9 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     actor, seed = config.actor, config.run.seed
     old = BEHAVIOUR if settings.off_policy_old == "with_tips" else STEP_START
     off_policy = MemorySteps(settings.off_policy_share, seed, "update mode")
-    loss = SurrogateLoss(actor.clip_low, actor.clip_high, actor.ratio, settings.low_probability)
+    loss = SurrogateLoss(
+        actor.clip_low, actor.clip_high, actor.ratio, settings.low_probability, settings.dual_clip
+    )
     return Method(
         planner=MemorySteps(settings.memory_share, seed, "rollout mode"),
         context=replace(context.without_records(), retrieve_by_state=True),
@@ -123,11 +128,6 @@ SPEC = MethodSpec(
             f"{settings.tips} tips before every turn"
         ),
     ),
-    # Listing 1 of the paper: tips above the threshold, sorted by score.
-    defaults={
-        **NOTE_DEFAULTS,
-        "bank": {"scope": "goal", "max_per_goal": 1000, "evict": "fifo"},
-        "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": 0.5, "candidates": 1000},
-    },
-    check=check_notes,
+    defaults=MEMORY_DEFAULTS,
+    check=check_memory,
 )

@@ -21,6 +21,7 @@ from crl.config.models import (
 from crl.config.models.shapes import PUBLISHED_SHAPES, ModelShape
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
+    GOAL_SCOPES,
     EmbedderSection,
     RetrievalSection,
     RunConfig,
@@ -241,6 +242,23 @@ def _counted_parameters(name: str, key: str) -> str:
         return "size unknown"
 
 
+NO_SEARCH_RESULTS = (
+    "warning: searches find hardly any experience, because it guides only episodes with its own "
+    "goal, and every group has a new place"
+)
+"""Note on a task whose places never return, for a bank in which a goal has its own experiences."""
+
+
+def _searches_own_goal(config: RunConfig) -> bool:
+    """Return whether training episodes search for experiences with their own goal.
+
+    The attempts of Reflexion get their notes without a search.
+    """
+    notes = config.spec.notes
+    searches = config.guides and (notes is None or notes.by_state)
+    return searches and config.bank.scope in GOAL_SCOPES
+
+
 def _experience(config: RunConfig) -> str:
     extractor, bank, retrieval = config.extractor, config.bank, config.retrieval
     training = (
@@ -254,11 +272,16 @@ def _experience(config: RunConfig) -> str:
         else "every episode is distilled"
     )
     writing = "frozen: nothing is distilled" if bank.frozen else writing
-    sizes = {" per goal": bank.max_per_goal, "": bank.max_entries}
+    place = "variation" if bank.scope == "variation" else "goal"
+    sizes = {f" per {place}": bank.max_per_goal, "": bank.max_entries}
     bounds = [
         f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
     ]
-    ranges = {"shared": ", shared by all tasks", "goal": ", each experience for its own goal"}
+    ranges = {
+        "shared": ", shared by all tasks",
+        "goal": ", each experience for its own goal",
+        "variation": ", each experience for its own variation of a task",
+    }
     shared = ranges.get(bank.scope, "")
     limits = (
         f"at most {' and '.join(bounds)} (evicts by {bank.evict})"
@@ -334,6 +357,7 @@ def _tasks(config: RunConfig) -> str:
             else "set in the config"
         )
         extra_turns = task.extra_turns if config.plays_overtime else 0
+        unfound = name in tasks_with_places and _searches_own_goal(config)
         lines += [
             f"{name}  {task.rendering} rendering: {reason}",
             f"  {counted(task.max_turns, 'turn')} of at most "
@@ -345,14 +369,20 @@ def _tasks(config: RunConfig) -> str:
                 else ""
             ),
             *([f"  {_places(task.stream)}"] if name in tasks_with_places else []),
+            *([f"  {NO_SEARCH_RESULTS}"] if unfound and _never_returns(task.stream) else []),
             *([f"  {data_notes[name]}"] if name in data_notes else []),
         ]
     return "\n".join(lines)
 
 
+def _never_returns(stream: StreamSection) -> bool:
+    """Return whether every group of a train stream has a new place."""
+    return stream.permanent == 0 and stream.visits == 1
+
+
 def _places(stream: StreamSection) -> str:
     """Return the text for the places of a train stream."""
-    if stream.permanent == 0 and stream.visits == 1:
+    if _never_returns(stream):
         return "a new place in every group"
     return (
         f"{counted(stream.places, 'place')}, {stream.permanent} permanent, "

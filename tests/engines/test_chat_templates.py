@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +22,28 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from crl.engines.scripted import ScriptedEngine
+from crl.methods.parts.memory import MemorySteps, StrippedView
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokenizer_files import read_tokenizer
 from crl.modeling.tokens import ChatRenderer, Conversation
-from crl.types import Completion, Segment, Task, TokenTrace
+from crl.protocols import Advice, Hit, Question, SearchRequest
+from crl.rollout.episode import EpisodeKey, Limits
+from crl.rollout.rerender import Rerenderer
+from crl.types import (
+    BEHAVIOUR,
+    Completion,
+    Condition,
+    ExperienceUse,
+    RolloutPlan,
+    Segment,
+    Task,
+    TokenTrace,
+    Trajectory,
+)
+from support.doors import RULES, open_host, runner
+from support.doors import TASK as DOORS
 
 TRL = importlib.util.find_spec("trl")
 if TRL is None:
@@ -249,6 +267,63 @@ def test_answers_without_thoughts_are_one_sample_except_in_harmony(
     """
     traces = play(renderer, family, thinking=False).conversation.traces
     assert len(traces) == (len(ACTIONS) if name == "gptoss" else 1)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+async def test_the_stripped_view_of_empo2_holds_no_token_of_a_tip(
+    renderer: ChatRenderer, family: Family, window: int | None
+) -> None:
+    """The view of a guided episode is the training samples of the same answers without tips."""
+    guided, free = [
+        await tipped_episode(renderer, family, condition, window)
+        for condition in ("guided", "free")
+    ]
+    text = "".join(renderer.decode(trace.ids) for trace in guided.traces)
+    assert all(f"zebra {n}." in text for n in range(len(ACTIONS)))
+    limits = {DOORS.name: Limits(len(ACTIONS), 64, window)}
+    always = MemorySteps(1.0, 0, "mode")
+    view = StrippedView(always, BEHAVIOUR, mask_truncated=False)(
+        guided, Rerenderer(renderer, limits)
+    )
+    assert [trace.ids for trace in view] == [trace.ids for trace in free.traces]
+    assert [trace.mask for trace in view] == [trace.mask for trace in free.traces]
+    assert "zebra" not in "".join(renderer.decode(trace.ids) for trace in view)
+
+
+class Tips:
+    """`Retriever` with another tip for every search."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    async def search(self, requests: Sequence[SearchRequest]) -> list[Hit | None]:
+        uses = [f"t{self._count + i}" for i in range(len(requests))]
+        self._count += len(requests)
+        return [
+            Hit(f"Mind the zebra {uid[1:]}.", ExperienceUse(uid, 1, uid, "start")) for uid in uses
+        ]
+
+    async def refine(self, question: Question, hit: Hit) -> Hit:
+        return hit
+
+
+async def tipped_episode(
+    renderer: ChatRenderer, family: Family, condition: Condition, window: int | None
+) -> Trajectory:
+    """Return an episode with a tip before every turn if it is guided."""
+    answers = iter(
+        f"{family.thought.format(thought)}{action}"
+        for thought, action in zip(THOUGHTS, ("wait", "shout", "open"), strict=True)
+    )
+    engine = ScriptedEngine(renderer, lambda prompt: next(answers))
+    advice = Advice(1, every_turn=True)
+    limits = {DOORS.name: Limits(len(ACTIONS), 64, window, advice=advice)}
+    context = ChatContext({DOORS.name: RULES}, retrieve_by_state=True)
+    async with open_host() as hosted:
+        play = runner(
+            engine, hosted.host, limits=limits, retriever=Tips(), renderer=renderer, context=context
+        ).play
+        return await play(EpisodeKey("train", 0, 0, 0), DOORS, RolloutPlan(condition))
 
 
 def test_actions_are_parsed_after_the_thoughts(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crl.records.reader import read_episodes
 from support.engine_runs import DEEPSPEED, VLLM, metrics, train
 
 for package in ("vllm", "deepspeed"):
@@ -31,3 +32,23 @@ def test_methods_run_with_vllm_and_ranks(method: str, tmp_path: Path) -> None:
     sets = [s for s in FULL if method not in ("gigpo", "grpo") or not s.startswith("extractor")]
     train(run, *VLLM, *DEEPSPEED, *sets, steps=3, method=method)
     assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("old", ["with_tips", "without_tips"])
+def test_empo2_is_trained_off_policy_with_vllm_and_ranks(old: str, tmp_path: Path) -> None:
+    """Every step has memory and is trained off-policy."""
+    run = tmp_path / "run"
+    sets = (
+        "empo2.memory_share=1", "empo2.off_policy_share=1", f"empo2.off_policy_old={old}",
+        "tasks.room.stream.places=1", "tasks.room.stream.permanent=1",
+        "retrieval.min_similarity=-1", "rollout.max_staleness=0",
+    )  # fmt: skip
+    train(run, *VLLM, *DEEPSPEED, *FULL, *sets, steps=3, method="empo2")
+    guided = {t.address.step for t in read_episodes(run) if t.used}
+    assert guided, "tips were shown"
+    lines = [line for line in metrics(run, "train") if line["step"] - 1 in guided]
+    updates = [line for line in lines if line["actor/updates"]]
+    assert updates, "the actor was trained on stripped episodes"
+    if old == "with_tips":  # the prompts of the old log-probs differ
+        assert any(line["actor/approx_kl"] > 1e-4 for line in updates)

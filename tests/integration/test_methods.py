@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from crl.methods.parts.memory import MemorySteps
 from crl.records.reader import read_episodes
+from crl.rollout.rerender import Rerenderer
 from crl.run import models
-from crl.types import Trajectory
+from crl.types import BEHAVIOUR, STEP_START, Trajectory
 from support.documented_metrics import undocumented
+from support.paths import ROOT
 from support.whole_runs import DETERMINISTIC, arguments, crl, metrics
 
 SETS = (
@@ -135,6 +138,40 @@ def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: 
     assert ("actor/updates" in steps[-1]) == (method != "reflexion")
 
 
+@pytest.mark.parametrize("old", ["with_tips", "without_tips"])
+def test_empo2_is_trained_off_policy_with_the_profile_of_language_models(
+    old: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step has memory and is trained off-policy."""
+    views: list[tuple[Trajectory, int, str]] = []
+    without = Rerenderer.without
+
+    def recorded(self: Rerenderer, trajectory: Trajectory, *args: Any, version: Any) -> Any:
+        traces = without(self, trajectory, *args, version=version)
+        text = "".join(self.renderer.decode(trace.ids) for trace in traces)
+        views.append((trajectory, version, text))
+        return traces
+
+    monkeypatch.setattr(Rerenderer, "without", recorded)
+    shares = ("empo2.memory_share=1", "empo2.off_policy_share=1", f"empo2.off_policy_old={old}")
+    run = tmp_path / "run"
+    steps = trained(run, "empo2", *FULL, *shares, steps=3)
+    guided = [t for t in read_episodes(run) if t.used]
+    assert guided, "tips were shown"
+    assert len(views) == len(guided)
+    for trajectory, version, text in views:
+        assert version == (BEHAVIOUR if old == "with_tips" else STEP_START)
+        shown = [s.text for s in trajectory.segments if s.origin == "experience"]
+        assert shown
+        assert not any(tip in text for tip in shown)
+    updates = [line for line in steps if line["step"] > 1 and line["actor/updates"]]
+    assert updates, "the actor was trained on stripped episodes"
+    for line in updates:
+        # One update per step: only the dropped tips can change the log-probs.
+        changed = line["actor/approx_kl"] > 1e-6
+        assert changed == (old == "with_tips"), line["actor/approx_kl"]
+
+
 REFLEXION = ("reflexion.writer=extractor", "tasks.room.eval.online_places=1")
 
 
@@ -230,8 +267,9 @@ def test_reflexion_resumes_beside_attempts_of_the_next_step(tmp_path: Path) -> N
 
 
 EMPO2 = (
-    "empo2.writer=extractor", "empo2.memory_share=0.5", "tasks.room.eval.online_places=1",
-    "tasks.room.stream.places=2", "tasks.room.stream.permanent=2", "eval.probe_every=0",
+    "empo2.writer=extractor", "empo2.memory_share=0.5", "empo2.off_policy_share=0.5",
+    "tasks.room.eval.online_places=1", "tasks.room.stream.places=2",
+    "tasks.room.stream.permanent=2", "eval.probe_every=0",
 )  # fmt: skip
 
 
@@ -247,6 +285,10 @@ def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
     assert {mode for one in modes for mode in one} == {"guided", "free"}
     used = [use for members in by_step.values() for t in members for use in t.used]
     assert used, "tips were shown"
+    off_policy = MemorySteps(0.5, 0, "update mode")
+    stripped = {s for s, members in by_step.items() if any(t.used for t in members)}
+    assert any(step in off_policy for step in stripped), "an off-policy step"
+    assert any(step not in off_policy for step in stripped), "an on-policy step with tips"
     assert all(
         t.task.goal == goal
         for t in by_step[max(by_step)]
@@ -263,6 +305,71 @@ def test_empo2_resumes_to_the_same_result(tmp_path: Path) -> None:
     assert resumed == whole
     for mode in ("none", "bank", "online"):
         assert crl("eval", run, "--experience", mode).exit_code == 0
+
+
+VARIATIONS = '''
+"""Rooms with one goal, whose tasks name the place as their variation."""
+
+from dataclasses import replace
+
+from crl.envs.base import EnvTasks
+from crl.envs.room import SPEC as ROOM
+
+
+def anonymous(task):
+    return replace(
+        task, name="rooms", goal="Room: the old hall. Reach the stairs down (>).",
+        params={**task.params, "variation": task.params["place"]},
+    )
+
+
+class Stream:
+    def __init__(self, seed, settings):
+        self._stream = ROOM.tasks.train_stream(seed, settings)
+        self.observe, self.state = self._stream.observe, self._stream.state
+        self.load_state = self._stream.load_state
+
+    def draw(self, n):
+        return list(map(anonymous, self._stream.draw(n)))
+
+
+def eval_tasks(split, n, seed, settings):
+    return tuple(map(anonymous, ROOM.tasks.eval_tasks(split, n, seed, settings)))
+
+
+SPEC = replace(ROOM, name="rooms", tasks=EnvTasks(Stream, eval_tasks))
+'''
+
+
+def test_tips_guide_only_episodes_of_their_own_variation(tmp_path: Path) -> None:
+    """In ScienceWorld, for example, the variations of a task share one goal."""
+    (tmp_path / "rooms.py").write_text(VARIATIONS, "utf-8")
+    file = tmp_path / "rooms.toml"
+    shipped = (ROOT / "tasks" / "room.toml").read_text("utf-8")
+    file.write_text(shipped.replace('env = "room"', 'env = "rooms.py:SPEC"'), "utf-8")
+    sets = (
+        "empo2.writer=extractor", "empo2.memory_share=1", "tasks.rooms.stream.places=2",
+        "tasks.rooms.stream.permanent=2", "eval.probe_every=0", "rollout.groups=4",
+        "rollout.group_size=4", "retrieval.min_similarity=-1", "tasks.rooms.eval.seen=2",
+        "tasks.rooms.eval.unseen=2", "tasks.rooms.eval.online_places=0",
+        "tasks.rooms.eval.probe_places=0", *DETERMINISTIC,
+    )  # fmt: skip
+    variations: dict[str, set[str]] = {}
+    for scope in ("variation", "goal"):
+        run = tmp_path / scope
+        result = crl(*arguments(run, str(file), (*sets, f"bank.scope={scope}"), 3, 0, "empo2"))
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        written = {entry["uid"]: entry["variation"] for entry in tips(run)}
+        assert len(set(written.values())) == 2
+        episodes = list(read_episodes(run))
+        assert {t.task.goal for t in episodes} == {"Room: the old hall. Reach the stairs down (>)."}
+        assert any(t.used for t in episodes)
+        variations[scope] = {
+            "own" if written[uid] == t.task.variation else "other"
+            for t in episodes
+            for uid in shown(t)
+        }
+    assert variations == {"variation": {"own"}, "goal": {"own", "other"}}
 
 
 def test_the_actor_writes_in_an_online_evaluation_too(

@@ -92,20 +92,21 @@ def small_data() -> Data:
 
 
 def _task(split: Split, number: int) -> Task:
-    game = _games(split)[number]
+    game, use = _games(split)[number], SPLIT_DRAW_NAMES[split]
+    variation = f"{use} {number}"  # games with the same chore differ in their rooms
     if isinstance(game, str):
         chore = official_chore(game)
         assert chore is not None
-        return Task(NAME, number, split, _sentence(phrase(chore)), {"game": game})
+        params = {"game": game, "variation": variation}
+        return Task(NAME, number, split, _sentence(phrase(chore)), params)
     from crl.envs.alfworld import floorplans
 
-    use = SPLIT_DRAW_NAMES[split]
     return Task(
         NAME,
         number,
         split,
         _sentence(phrase(floorplans.house(use, number).chore)),
-        {"use": use, "number": number},
+        {"use": use, "number": number, "variation": variation},
     )
 
 

@@ -1,11 +1,11 @@
 """Exports as JSON lines.
 
-The first line is {"crl_bank": 3, "entries": 1}: the version of the format and the number of
+The first line is {"crl_bank": 4, "entries": 1}: the version of the format and the number of
 entries. Each other line holds one active entry (shown here on several lines):
 
-    {"task": "room", "goal": "Reach the stairs down.", "text": "Go west.", "uid": "run/0/0/0#0",
-     "version": 1, "parents": [], "retrieved": 5, "credited": 4, "credit": 2.0, "votes": 1,
-     "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
+    {"task": "room", "goal": "Reach the stairs down.", "variation": "", "text": "Go west.",
+     "uid": "run/0/0/0#0", "version": 1, "parents": [], "retrieved": 5, "credited": 4,
+     "credit": 2.0, "votes": 1, "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
 
 Only crl_bank, task, goal and text are required. A text must not be longer than an extractor may
 write it. An exported bank does not contain evicted entries, the log, training data of the
@@ -29,8 +29,11 @@ from crl.manager.inspection.reading import EntryView
 from crl.manager.records import Entry
 from crl.types import Counters, Lift, Provenance
 
-FORMAT_VERSION = 3
-"""Version of the exported lines. Version 1 had no votes, version 2 no lift."""
+FORMAT_VERSION = 4
+"""Version of the exported lines.
+
+Version 1 had no votes, version 2 no lift, version 3 no variation.
+"""
 
 ROUNDING = 1e-6
 """Tolerance for rounding errors in sums of floating-point numbers."""
@@ -91,6 +94,7 @@ class _ExportedEntry(BaseModel):
 
     task: Annotated[str, AfterValidator(_not_blank)]
     goal: str
+    variation: str = ""
     text: Annotated[str, Field(max_length=OpLimits().max_chars), AfterValidator(_not_blank)]
     uid: str = ""
     version: Annotated[int, Field(ge=1, lt=2**31)] = 1
@@ -197,7 +201,10 @@ def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
         lift=Lift(**parsed.lift.model_dump()) if parsed.lift else None,
     )
     provenance = Provenance("import", (0, 0), parsed.parents)
-    return Entry(uid, parsed.version, parsed.text, parsed.task, parsed.goal, provenance, counters)
+    return Entry(
+        uid, parsed.version, parsed.text, parsed.task, parsed.goal, provenance, counters,
+        variation=parsed.variation,
+    )  # fmt: skip
 
 
 def new_entry(path: Path, number: int, uid: str, fields: Mapping[str, str]) -> Entry:

@@ -68,6 +68,7 @@ class EntryView(Entry):
             "status": self.status,
             "task": self.task,
             "goal": self.goal,
+            "variation": self.variation,
             "text": self.text,
             "parents": provenance.parents,
             "step": self.step,
@@ -391,8 +392,10 @@ class BankReader:
         votes = "votes" if version > 2 else "0 AS votes"  # older schemas have no votes
         lift = "lift_groups, lift_mean, lift_m2" if version > 3 else "0 AS lift_groups"
         counters = f"retrieved, last_returned_step, credited, credit, {votes}, {lift}"
+        variation = "variation" if version > 5 else "'' AS variation"
         columns = (
-            f"uid, version, status, task, goal, text, parents, generation, start, stop, {counters}"
+            f"uid, version, status, task, goal, {variation}, text, parents, generation, start, "
+            f"stop, {counters}"
         )
         sql = (
             f"SELECT {columns} FROM entries JOIN units USING (uid, version) "
@@ -402,7 +405,7 @@ class BankReader:
         return [
             EntryView(
                 e.uid, e.version, e.text, e.task, e.goal, e.provenance, e.counters, e.status,
-                step=steps.get(e.unit),
+                e.variation, step=steps.get(e.unit),
             )
             for e in entries
         ]  # fmt: skip

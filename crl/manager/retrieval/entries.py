@@ -1,7 +1,7 @@
 """Active entries in memory, for searches.
 
-The store is authoritative. This is a copy of its active entries, with one index per goal, per task
-or for all tasks.
+The store is authoritative. This is a copy of its active entries, with one index per variation, per
+goal, per task or for all tasks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from crl.config.schema import RetrievalSection, Scope
+from crl.config.schema import GOAL_SCOPES, RetrievalSection, Scope
 from crl.manager.records import Entry, UnitKey
 from crl.manager.retrieval.choice import Candidate, choose_entries, is_trial
 from crl.manager.retrieval.index import Accept, Index, Neighbour
@@ -46,7 +46,7 @@ class Bank:
         self, dim: int, scope: Scope, settings: RetrievalSection, seed: int, *, exact: bool = False
     ) -> None:
         self.entries: dict[str, Entry] = {}  # in the order in which they were last written
-        self._indexes: dict[tuple[str, str], Index] = {}
+        self._indexes: dict[tuple[str, str, str], Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
         self._exact = exact
         self._group_choices: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"
@@ -59,14 +59,14 @@ class Bank:
             self.entries.pop(entry.uid, None)
             self.entries[entry.uid] = entry
             self._indexes.setdefault(
-                self._index_key(entry.task, entry.goal), Index(self._dim, exact=self._exact)
+                self._key_of_entry(entry), Index(self._dim, exact=self._exact)
             ).put(entry.uid, vector)
 
     def remove(self, uid: str) -> None:
         """Remove an entry, so that no search returns it. Do nothing if it is not in the bank."""
         entry = self.entries.pop(uid, None)
         if entry is not None:
-            self._indexes[self._index_key(entry.task, entry.goal)].remove(uid)
+            self._indexes[self._key_of_entry(entry)].remove(uid)
 
     def add_credit(self, unit: UnitKey, reward: float) -> None:
         """Add a credited episode to the unit if it is the current version of an entry."""
@@ -96,12 +96,13 @@ class Bank:
         At most `retrieval.candidates` entries are returned. Entries that `accept` refuses are left
         out before this limit.
         """
-        index = self._indexes.get(self._index_key(task.name, task.goal))
+        index = self._indexes.get(self._index_key(task.name, task.goal, task.variation))
         return index.nearest(query, self._settings.candidates, accept) if index else []
 
     def size(self, task: Task) -> int:
         """Return the number of entries that may guide `task`."""
-        return len(self._indexes.get(self._index_key(task.name, task.goal), ()))
+        key = self._index_key(task.name, task.goal, task.variation)
+        return len(self._indexes.get(key, ()))
 
     def indexes_to_rebuild(self) -> list[Index]:
         """Return the indexes whose next snapshot should be built now."""
@@ -234,9 +235,17 @@ class Bank:
     def _is_shared(self, request: SearchRequest) -> bool:
         return self._settings.per == "group" and not request.question
 
-    def _index_key(self, task: str, goal: str) -> tuple[str, str]:
-        """Return the key of the index that the episodes of a task with this goal search."""
-        return ("" if self._scope == "shared" else task, goal if self._scope == "goal" else "")
+    def _key_of_entry(self, entry: Entry) -> tuple[str, str, str]:
+        """Return the key of the index that holds the entry."""
+        return self._index_key(entry.task, entry.goal, entry.variation)
+
+    def _index_key(self, task: str, goal: str, variation: str) -> tuple[str, str, str]:
+        """Return the key of the index that the episodes of a task's variation search."""
+        return (
+            task if self._scope != "shared" else "",
+            goal if self._scope in GOAL_SCOPES else "",
+            variation if self._scope == "variation" else "",
+        )
 
 
 def start_hit(entry: Entry) -> Hit:

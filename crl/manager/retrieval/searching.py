@@ -36,8 +36,8 @@ A smaller bank takes at most 0.14 ms per query, as long as passing the query to 
 Vectors = dict[str, Vector | BaseException]
 """Map from a query to its embedding, or to the error of the embedder."""
 
-Nearest = dict[tuple[str, str, str], list[Neighbour] | BaseException]
-"""Map from (task, goal, query) to the nearest entries, or to the error of the comparison."""
+Nearest = dict[tuple[str, str, str, str], list[Neighbour] | BaseException]
+"""Map from (task, goal, variation, query) to the nearest entries, or to the comparison's error."""
 
 T = TypeVar("T")
 
@@ -292,8 +292,9 @@ class Searcher:
                 index.swap(build)
 
 
-def _query_key(request: SearchRequest) -> tuple[str, str, str]:
-    return request.task.name, request.task.goal, request.query
+def _query_key(request: SearchRequest) -> tuple[str, str, str, str]:
+    task = request.task
+    return task.name, task.goal, task.variation, request.query
 
 
 def _value_or_raise(value: T | BaseException) -> T:

@@ -1,4 +1,4 @@
--- The bank, version 5. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
+-- The bank, version 6. `log` is what happened, in order. `snapshots.py` adds to every other table what its rows were at a snapshot.
 
 CREATE TABLE log (
     seq       INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -55,7 +55,8 @@ CREATE TABLE entries (
     goal    TEXT NOT NULL,
     parents TEXT NOT NULL,        -- JSON list of uid@version
     status  TEXT NOT NULL CHECK (status IN ('active', 'evicted', 'merged')),
-    vector  BLOB NOT NULL         -- embedding of its key, little-endian float32
+    vector  BLOB NOT NULL,        -- embedding of its key, little-endian float32
+    variation TEXT NOT NULL DEFAULT ''  -- variation of the task; empty if the goal identifies the place
 );
 
 CREATE INDEX entries_active ON entries (goal) WHERE status = 'active';

@@ -54,6 +54,7 @@ from crl.manager.storage.tables import (
     evict_for_request,
     evict_to_bounds,
     fact,
+    has_text,
     import_entry,
     last_seq,
     last_stamp,
@@ -352,13 +353,18 @@ class Store:
             if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
             changed = [
-                (write_entry(db, request, write, stamp), write) for write in distilled.writes
+                (write_entry(db, request, write, stamp), write)
+                for write in distilled.writes
+                if write.targets
+                or not rules.distinct_texts
+                or not has_text(db, request, write.text, rules.scope)
             ]
             if distilled.returns:
                 log(db, stamp, "return", request.id, 0, {"count": distilled.returns})
             votes = [vote for vote in distilled.votes if count_vote(db, request, vote, stamp)]
             other_drops = {
                 "near duplicate": distilled.duplicates,
+                "known text": len(distilled.writes) - len(changed),
                 "stale target": len(distilled.votes) - len(votes),
             }
             log_dropped(

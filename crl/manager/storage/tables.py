@@ -17,7 +17,7 @@ from sqlite3 import Connection, Row
 import numpy as np
 from numpy.typing import NDArray
 
-from crl.config.schema import EvictionOrder
+from crl.config.schema import EvictionOrder, Scope
 from crl.manager.records import (
     ApplyRules,
     Credit,
@@ -76,6 +76,14 @@ EVICTION_ORDER: dict[EvictionOrder, str] = {
 
 Retrievals since the last flush are not in the tables yet.
 """
+
+SCOPE_COLUMNS: dict[Scope, tuple[str, ...]] = {
+    "variation": ("task", "goal", "variation"),
+    "goal": ("task", "goal"),
+    "task": ("task",),
+    "shared": (),
+}
+"""Columns of entries that guide the same episodes, by scope of the bank."""
 
 EXTRA_EVICTION_DIVISOR = 100
 """Divisor for additional evictions.
@@ -139,9 +147,22 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
     else:
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
     provenance = Provenance(request.id, write.span, tuple(map(str, write.targets)))
-    entry = Entry(*unit, write.text, request.task.name, request.task.goal, provenance)
+    task = request.task
+    entry = Entry(*unit, write.text, task.name, task.goal, provenance, variation=task.variation)
     _write_version(db, kind, entry, write, stamp)
     return entry
+
+
+def has_text(db: Connection, request: DistilRequest, text: str, scope: Scope) -> bool:
+    """Return whether an active entry has this text and may guide the same episodes as a new one."""
+    values = _origin(request, SCOPE_COLUMNS[scope]) | {"text": text}
+    sql = f"SELECT 1 FROM entries WHERE status = 'active' {_where(values)} LIMIT 1"
+    return db.execute(sql, values).fetchone() is not None
+
+
+def _where(columns: Iterable[str]) -> str:
+    """Return the SQL condition, after another one, that columns have the values of their names."""
+    return " ".join(f"AND {column} = :{column}" for column in columns)
 
 
 def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stamp) -> Entry:
@@ -150,7 +171,10 @@ def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stam
     `name` is the id of the generation. `first` is the row of the first target.
     """
     provenance = Provenance(name, write.span, tuple(map(str, write.targets)))
-    entry = Entry(f"{name}#{write.op}", 1, write.text, first["task"], first["goal"], provenance)
+    entry = Entry(
+        f"{name}#{write.op}", 1, write.text, first["task"], first["goal"], provenance,
+        variation=first["variation"],
+    )  # fmt: skip
     _write_version(db, "merge", entry, write, stamp)
     return entry
 
@@ -221,9 +245,10 @@ def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) 
         json.dumps(entry.provenance.parents),
         entry.status,
         vector,
+        entry.variation,
     )
-    columns = "written, uid, version, text, task, goal, parents, status, vector"
-    db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    columns = "written, uid, version, text, task, goal, parents, status, vector, variation"
+    db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def current_rows(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
@@ -323,9 +348,8 @@ def evict_for_request(
 
     Return their uids.
     """
-    return _evict_over_bounds(
-        db, [(request.task.name, request.task.goal)], rules, {"for": request.id}, stamp
-    )
+    goal = _origin(request, _bounded_by(rules))
+    return _evict_over_bounds(db, [goal], rules, {"for": request.id}, stamp)
 
 
 def evict_to_bounds(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str]:
@@ -333,32 +357,46 @@ def evict_to_bounds(db: Connection, rules: ApplyRules, stamp: Stamp) -> list[str
 
     The bank was made with other bounds.
     """
+    columns = ", ".join(names := _bounded_by(rules))
     over_bound = (
-        "SELECT task, goal FROM entries WHERE status = 'active' "
-        "GROUP BY task, goal HAVING COUNT(*) > ?"
+        f"SELECT {columns} FROM entries WHERE status = 'active' "
+        f"GROUP BY {columns} HAVING COUNT(*) > ?"
     )
     goals = (
         []
         if rules.max_per_goal is None
-        else [(task, goal) for task, goal in db.execute(over_bound, (rules.max_per_goal,))]
+        else [
+            dict(zip(names, row, strict=True))
+            for row in db.execute(over_bound, (rules.max_per_goal,))
+        ]
     )
     return _evict_over_bounds(db, goals, rules, {"reason": "bounds"}, stamp)
 
 
+def _bounded_by(rules: ApplyRules) -> tuple[str, ...]:
+    """Return the columns of entries that share the bound `max_per_goal`."""
+    return SCOPE_COLUMNS["variation" if rules.scope == "variation" else "goal"]
+
+
+def _origin(request: DistilRequest, columns: Iterable[str]) -> dict[str, str]:
+    """Return the values of some columns of the entries that are written about a request."""
+    task = request.task
+    values = {"task": task.name, "goal": task.goal, "variation": task.variation}
+    return {name: values[name] for name in columns}
+
+
 def _evict_over_bounds(
     db: Connection,
-    goals: Iterable[tuple[str, str]],
+    goals: Iterable[Mapping[str, str]],
     rules: ApplyRules,
     data: Mapping[str, object],
     stamp: Stamp,
 ) -> list[str]:
     evicted = []
     if rules.max_per_goal is not None:
-        for task, goal in goals:
-            of_goal = "AND task = :task AND goal = :goal"
-            surplus = _surplus(
-                db, rules.evict, rules.max_per_goal, 0, of_goal, task=task, goal=goal
-            )
+        for goal in goals:
+            of_goal = _where(goal)
+            surplus = _surplus(db, rules.evict, rules.max_per_goal, 0, of_goal, **goal)
             evicted += _evict(db, surplus, data, stamp)
     if rules.max_entries is not None:
         extra = rules.max_entries // EXTRA_EVICTION_DIVISOR
@@ -500,7 +538,7 @@ def read_entry(row: Row) -> Entry:
     )  # fmt: skip
     return Entry(
         row["uid"], row["version"], row["text"], row["task"], row["goal"], provenance, counters,
-        row["status"],
+        row["status"], row["variation"],
     )  # fmt: skip
 
 

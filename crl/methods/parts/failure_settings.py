@@ -34,10 +34,10 @@ LIBRARY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 def check_library(config: RunConfig) -> None:
     """Raise `ConfigError` if the settings would lose failures or not find them."""
     bank, merge_every = config.bank, config.extractor.merge_every
-    by_goal, duplicates = bank.scope == "goal", bank.duplicate_similarity
+    by_goal, duplicates = bank.scope in ("goal", "variation"), bank.duplicate_similarity
     for key, value, refused, reason in (
         ("bank.frozen", True, bank.frozen, "no failure could be added to the bank"),
-        ("bank.scope", "goal", by_goal, "failures with other goals would not be found"),
+        ("bank.scope", bank.scope, by_goal, "failures with other goals would not be found"),
         (
             "bank.duplicate_similarity",
             duplicates,

@@ -14,20 +14,26 @@ from crl.protocols import Embedder, State
 from crl.types import Trajectory
 
 MAX_STATES = 1000
-"""Maximum number of distinct states per goal. The oldest are forgotten first."""
+"""Maximum number of distinct states per variation. The oldest are forgotten first."""
 
-MAX_GOALS = 256
-"""Maximum number of goals with states. The goal that was played least recently is forgotten."""
+MAX_VARIATIONS = 256
+"""Maximum number of variations with states. The least recently played one is forgotten."""
+
+Variation = tuple[str, str, str]
+"""Task name, goal and `Task.variation`."""
 
 
 @dataclass
 class _States:
-    """Distinct states of one goal."""
+    """Distinct states of one variation."""
 
     texts: list[str] = field(default_factory=list)
     visits: list[int] = field(default_factory=list)
     vectors: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """Embeddings of the texts: float32 [states, dim]."""
+
+    def copy(self) -> _States:
+        return _States([*self.texts], [*self.visits], self.vectors)
 
     def visit(self, text: str, vector: NDArray[np.float32], similarity: float) -> int:
         """Return the number of visits to states similar to `text`, this one included."""
@@ -47,17 +53,19 @@ class _States:
 class StateNovelty:
     """`IntrinsicReward`: coef · Σ 1/n over the states in which an episode acted.
 
-    A memory holds the distinct states of each goal. n is the number of visits to the most similar
-    one, the current visit included; a state that is similar to none is new, and n is 1. **Ours**:
-    the paper rewards new states and defines n as "the number of similar past states", which is 0
-    for them.
+    A memory holds the distinct states of each variation of a task. n is the number of visits to the
+    most similar one, in earlier steps and so far in the episode, the current visit included. A
+    state that is similar to none is new, and n is 1. **Ours**: the paper rewards new states and
+    defines n as "the number of similar past states", which is 0 for them.
 
-    Episodes are processed in the order of the batch. Those with an error get no reward.
+    Visits of other episodes of the same step do not count: episodes with the same states get the
+    same reward. Their states are added to the memory after the step. Rewards and memory do not
+    depend on the order of the batch. Episodes with an error get no reward and are not remembered.
     """
 
     def __init__(self, coef: float, similarity: float) -> None:
         self._coef, self._similarity = coef, similarity
-        self._goals: dict[tuple[str, str], _States] = {}
+        self._known: dict[Variation, _States] = {}
 
     async def add(self, batch: Sequence[Trajectory], embedder: Embedder) -> list[Trajectory]:
         """Return the trajectories with the reward channel `novelty`."""
@@ -65,39 +73,57 @@ class StateNovelty:
         texts = list(dict.fromkeys(text for t in batch for text in t.turn_observations))
         embedded = await embedder.embed(texts) if texts else ()
         vectors = dict(zip(texts, embedded, strict=True))
-        return [t if t.error else self._rewarded(t, vectors) for t in batch]
+        rewarded = [t if t.error else self._rewarded(t, vectors) for t in batch]
+        for t in sorted(batch, key=lambda t: (_variation(t), t.turn_observations)):
+            if not t.error:
+                self._remember(t, vectors)
+        return rewarded
 
     def _rewarded(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> Trajectory:
-        goal = (t.task.name, t.task.goal)
-        states = self._goals[goal] = self._goals.pop(goal, None) or _States()
-        if len(self._goals) > MAX_GOALS:
-            del self._goals[next(iter(self._goals))]
-        visits = [
-            states.visit(text, vectors[text], self._similarity) for text in t.turn_observations
-        ]
-        novelty = self._coef * sum(1 / n for n in visits)
+        known = self._known.get(_variation(t))
+        novelty = self._coef * sum(
+            1 / n for n in self._visits(known.copy() if known else _States(), t, vectors)
+        )
         return t.with_rewards({**t.rewards, "novelty": novelty})
+
+    def _remember(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> None:
+        """Add the states of an episode to the memory."""
+        variation = _variation(t)
+        states = self._known[variation] = self._known.pop(variation, None) or _States()
+        if len(self._known) > MAX_VARIATIONS:
+            del self._known[next(iter(self._known))]
+        self._visits(states, t, vectors)
+
+    def _visits(
+        self, states: _States, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]
+    ) -> list[int]:
+        """Visit the states of an episode, in order. Return the number of visits n of each."""
+        return [states.visit(text, vectors[text], self._similarity) for text in t.turn_observations]
 
     async def _embed_loaded(self, embedder: Embedder) -> None:
         """Embed the states of a loaded memory again. A checkpoint has only their texts."""
-        for states in self._goals.values():
+        for states in self._known.values():
             if len(states.vectors) < len(states.texts):
                 states.vectors = np.asarray(await embedder.embed(states.texts), np.float32)
 
     def state(self) -> State:
         return {
             "states": [
-                [task, goal, list(zip(states.texts, states.visits, strict=True))]
-                for (task, goal), states in self._goals.items()
+                [*variation, list(zip(states.texts, states.visits, strict=True))]
+                for variation, states in self._known.items()
             ]
         }
 
     def load_state(self, state: State) -> None:
         loaded: list[Any] = state["states"]
-        self._goals = {
-            (task, goal): _States([text for text, _ in states], [n for _, n in states])
-            for task, goal, states in loaded
+        self._known = {
+            (task, goal, variation): _States([text for text, _ in states], [n for _, n in states])
+            for task, goal, variation, states in loaded
         }
+
+
+def _variation(t: Trajectory) -> Variation:
+    return t.task.name, t.task.goal, t.task.variation
 
 
 def novelty_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:

@@ -180,7 +180,7 @@ class FullView:
 class SurrogateLoss:
     """`Loss`: the clipped surrogate (CRL eq. 4, 5), weighted over the whole minibatch.
 
-    The first three fields are those of `crl.algo.clipped_surrogate`.
+    The fields except `low_probability` are those of `crl.algo.clipped_surrogate`.
     """
 
     clip_low: float
@@ -191,6 +191,7 @@ class SurrogateLoss:
 
     The token still counts in the mean over tokens. 0 = off.
     """
+    dual_clip: float | None = None
 
     def __call__(
         self,
@@ -210,7 +211,8 @@ class SurrogateLoss:
             unlikely = {"low_probability_fraction": share}
         loss, metrics = clipped_surrogate(
             logp, old_logp, advantage, mask,
-            clip_low=self.clip_low, clip_high=self.clip_high, ratio=self.ratio, weights=weights,
+            clip_low=self.clip_low, clip_high=self.clip_high, ratio=self.ratio,
+            dual_clip=self.dual_clip, weights=weights,
         )  # fmt: skip
         return loss, metrics | unlikely
 

@@ -64,6 +64,28 @@ def test_both_clip_sides_and_both_signs(rho, adv, loss, grad, clipped, ratio):
     assert metrics["clip_fraction"].item() == clipped
 
 
+@pytest.mark.parametrize(
+    ("rho", "adv", "loss", "grad", "clipped"),
+    [
+        # c = 3: with A < 0 the term is at least 3 · A.
+        (2.0, -2.0, 4.0, 4.0, 0.0),  # max(−4, −6): below the bound, full gradient
+        (5.0, -2.0, 6.0, 0.0, 1.0),  # max(−10, −6)
+        (0.5, -2.0, 1.6, 0.0, 1.0),  # max(min(−1.0, −1.6), −6): the clip alone
+        (5.0, 2.0, -2.6, 0.0, 1.0),  # A > 0: the clip alone
+        (0.5, 2.0, -1.0, -1.0, 0.0),
+    ],
+)
+def test_the_dual_clip_bounds_terms_of_negative_advantages(rho, adv, loss, grad, clipped):
+    logp = leaf([[math.log(rho) - 1.0]])
+    value, metrics = clipped_surrogate(
+        logp, torch.tensor([[-1.0]]), torch.tensor([adv]), torch.ones(1, 1),
+        clip_low=0.2, clip_high=0.3, dual_clip=3.0,
+    )  # fmt: skip
+    assert float(value) == pytest.approx(loss)
+    assert gradient(value, logp) == approx([[grad]])
+    assert float(metrics["clip_fraction"]) == clipped
+
+
 def test_the_mean_is_per_sequence_and_the_default_weight_one_over_b():
     # ρ = 1. Row 0: two tokens, A 3; row 1: one token, A −1. Loss −(½ · 3 + ½ · −1) = −1.
     # Gradient −w A / tokens: −½ · 3 / 2 = −0.75 per token of row 0, and −½ · −1 / 1 = 0.5 in row 1.
@@ -479,6 +501,10 @@ X, A = torch.zeros(2, 3), torch.zeros(2)
         (
             lambda: clipped_surrogate(X, X, torch.zeros(3), X, clip_low=0.1, clip_high=0.2),
             r"adv must be \[2\] or \[2, 3\], not \[3\]",
+        ),
+        (
+            lambda: clipped_surrogate(X, X, A, X, clip_low=0.1, clip_high=0.2, dual_clip=1.0),
+            "dual_clip must be above 1",
         ),
         (
             lambda: clipped_surrogate(

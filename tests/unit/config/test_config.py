@@ -544,8 +544,8 @@ def test_the_sequence_ratio_has_its_own_clip(model: Path):
     text = config_error(model, "actor.ratio=sequence", "actor.clip_high=0.2")
     assert text == (
         'actor.clip_high = 0.2: is too wide for actor.ratio = "sequence": a length-normalised '
-        "sequence ratio stays so close to 1 that nothing would be clipped. Leave it out (the "
-        "default is 0.0003), or use --set actor.ratio=token."
+        "sequence ratio stays so close to 1 that nothing would be clipped. Add --set "
+        "actor.clip_high=0.0003, or use --set actor.ratio=token."
     )
 
 

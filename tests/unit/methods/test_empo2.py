@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import AddedToken
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from crl.config import load
 from crl.embedders.hash import HashEmbedder
 from crl.engines.scripted import ScriptedEngine
+from crl.envs.registry import get_spec
 from crl.errors import ConfigError
+from crl.learners.step import Trainer, TrainSettings
 from crl.methods.parts import novelty as novelty_module
 from crl.methods.parts.memory import MemorySteps, StrippedView
 from crl.methods.parts.novelty import StateNovelty
 from crl.methods.parts.rollouts import ChatContext
-from crl.methods.parts.training import SurrogateLoss
+from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.planning import tasks
@@ -33,9 +38,13 @@ from crl.types import (
     STEP_START,
     Condition,
     ExperienceUse,
+    Minibatch,
+    OldPolicy,
     RolloutPlan,
     Segment,
+    StreamSettings,
     TokenTrace,
+    TrainSample,
     Trajectory,
 )
 from support.doors import RULES, TASK, open_host, runner
@@ -95,12 +104,17 @@ def family(name: str, folder: Path) -> ChatRenderer:
 
 
 async def episode(
-    renderer: ChatRenderer, condition: Condition, tips: Tips, step: int = 2
+    renderer: ChatRenderer,
+    condition: Condition,
+    tips: Tips,
+    step: int = 2,
+    window: int | None = None,
 ) -> Trajectory:
     actions = iter(("wait", "shout", "open"))
     engine = ScriptedEngine(renderer, lambda prompt: next(actions))
+    limits = replace(LIMITS["doors"], advice=Advice(2, every_turn=True), window=window)
     parts = {
-        "limits": {"doors": replace(LIMITS["doors"], advice=Advice(2, every_turn=True))},
+        "limits": {"doors": limits},
         "retriever": tips, "renderer": renderer,
         "context": ChatContext({"doors": RULES}, retrieve_by_state=True),
     }  # fmt: skip
@@ -113,14 +127,21 @@ def read(renderer: ChatRenderer, traces: Sequence[TokenTrace]) -> list[str]:
     return [renderer.decode(trace.ids) for trace in traces]
 
 
+@pytest.mark.parametrize("window", [None, 2, 1])
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_the_stripped_view_holds_no_token_of_a_tip(name: str, tiny_actor: Path) -> None:
+async def test_the_stripped_view_holds_no_token_of_a_tip(
+    name: str, window: int | None, tiny_actor: Path
+) -> None:
+    """Tests with the templates of published models are in tests/engines/test_chat_templates.py."""
     renderer = family(name, tiny_actor)
-    guided = await episode(renderer, "guided", Tips())
-    free = await episode(renderer, "free", Tips())
-    assert "".join(read(renderer, guided.traces)).count("zebra") == 6, "two tips before each turn"
-    rerender = Rerenderer(renderer, LIMITS)
+    guided = await episode(renderer, "guided", Tips(), window=window)
+    free = await episode(renderer, "free", Tips(), window=window)
+    samples = read(renderer, guided.traces)
+    assert len(samples) == (3 if window else 1)
+    assert {f"zebra {n}" in "".join(samples) for n in range(6)} == {True}
+    rerender = Rerenderer(renderer, {"doors": replace(LIMITS["doors"], window=window)})
     view = StrippedView(ALWAYS, BEHAVIOUR, mask_truncated=False)(guided, rerender)
+    assert "zebra" not in "".join(read(renderer, view))
     assert read(renderer, view) == read(renderer, free.traces)
 
 
@@ -191,8 +212,58 @@ def test_the_ratio_of_the_three_cases_by_hand() -> None:
     # only if the advantage is negative: min(0.5 · −1, 0.8 · −1) = −0.8.
     assert loss([0.4], [0.8], 1.0, 0.0)[0] == pytest.approx(-0.5)
     assert loss([0.4], [0.8], -1.0, 0.0)[0] == pytest.approx(0.8)
-    # Old log-probs without tips: the ratio starts at 1.
-    assert loss([0.4], [0.4], 1.0, 0.0)[0] == pytest.approx(-1.0)
+    # Old log-probs without tips: the token had 0.4 at the start of the step. Now it has 0.5, and
+    # the ratio is 1.25. With the log-prob of the rollout, 0.8, it would be 0.625.
+    assert loss([0.5], [0.4], -1.0, 0.0)[0] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(
+    ("off_policy", "old", "ratio", "positive", "negative"),
+    [
+        (NEVER, BEHAVIOUR, 0.5, -0.5, 0.8),
+        (ALWAYS, BEHAVIOUR, 0.5, -0.5, 0.8),  # the log-probs of the rollout, with tips
+        (ALWAYS, STEP_START, 1.0, -1.0, 1.0),  # those of the trainer, without tips
+    ],
+)
+async def test_the_ratio_of_the_three_cases_in_the_trainer(
+    off_policy: MemorySteps, old: OldPolicy, ratio: float, positive: float, negative: float,
+    tiny_actor: Path,
+) -> None:  # fmt: skip
+    """For the trainer all tokens are equally likely. With tips, they were twice as likely."""
+    renderer = family("chatml", tiny_actor)
+    guided = await episode(renderer, "guided", Tips())
+    sampled = math.log(2 / V)
+    traces = tuple(
+        replace(t, logprobs=tuple(sampled * bool(m) for m in t.mask)) for t in guided.traces
+    )
+    view = StrippedView(off_policy, old, mask_truncated=False)
+    (trace,) = view(replace(guided, traces=traces), Rerenderer(renderer, LIMITS))
+    for advantage, expected in ((1.0, positive), (-1.0, negative)):
+        model = uniform_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        loss = SurrogateLoss(0.2, 0.3, "token")
+        trainer = Trainer(model, optimizer, schedule, loss, TrainSettings(1.0, 4096, 1e9))
+        batch = Minibatch((TrainSample(trace, advantage, 1.0),), sum(trace.mask))
+        stats = trainer.step([batch], version=0)
+        assert stats.metrics["ratio_mean"] == pytest.approx(ratio, rel=1e-4)
+        assert stats.metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+V = 2048
+"""Vocabulary of the uniform model, larger than that of the tokenizer."""
+
+
+def uniform_model() -> PreTrainedModel:
+    """Return a model for which all tokens are equally likely: log p = −log V."""
+    config = Qwen2Config(
+        vocab_size=V, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, intermediate_size=8, max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
+    return model
 
 
 def test_tokens_of_low_probability_have_no_advantage_by_hand() -> None:
@@ -219,30 +290,37 @@ def test_advantages_per_token_are_masked_too() -> None:
     assert float(value) == pytest.approx(-1.0)
 
 
-def visited(*states: str, member: int = 0, goal: str = "Open it.", **facts: Any) -> Trajectory:
+def visited(
+    *states: str,
+    member: int = 0,
+    goal: str = "Open it.",
+    variation: int | None = None,
+    **facts: Any,
+) -> Trajectory:
     segments = tuple(
         segment
         for state in states
         for segment in (Segment("user", state, "env"), Segment("assistant", "go", "policy"))
     )
-    task = type(TASK)(TASK.name, 0, "train", goal)
+    params = {} if variation is None else {"variation": variation}
+    task = type(TASK)(TASK.name, 0, "train", goal, params)
     return build_trajectory(
         task, 0, 0, member, segments=segments, turns=len(states), reward=1.0, **facts
     )
 
 
 async def test_novelty_by_hand() -> None:
-    """1/n for the n-th visit of a state, per goal, in the order of the batch."""
+    """1/n for the n-th visit of a state, in earlier steps and in the episode, per goal."""
     novelty, embedder = StateNovelty(0.1, 0.99), HashEmbedder()
     batch = [
         visited("a red door", "a blue lake", "a red door"),  # 1 + 1 + 1/2
-        visited("a red door", member=1),  # 1/3
+        visited("a red door", member=1),  # 1: visits of other episodes of the step do not count
         visited("a red door", member=2, goal="Swim."),  # 1
         visited("a red door", member=3, error="env: lost"),
     ]
     rewarded = await novelty.add(batch, embedder)
     assert [t.rewards.get("novelty") for t in rewarded] == [
-        pytest.approx(0.25), pytest.approx(0.1 / 3), pytest.approx(0.1), None,
+        pytest.approx(0.25), pytest.approx(0.1), pytest.approx(0.1), None,
     ]  # fmt: skip
     assert rewarded[0].reward == pytest.approx(1.25)
     again = StateNovelty(0.1, 0.99)
@@ -250,6 +328,57 @@ async def test_novelty_by_hand() -> None:
     for memory in (novelty, again):
         (next_one,) = await memory.add([visited("a red door", "a blue lake")], embedder)
         assert next_one.rewards["novelty"] == pytest.approx(0.1 * (1 / 4 + 1 / 2))
+
+
+async def test_equal_episodes_of_a_group_have_equal_novelty_and_no_advantage() -> None:
+    novelty, embedder = StateNovelty(0.03, 0.99), HashEmbedder()
+    for expected in (0.06, 0.03 * 2 / 5):  # 4 visits of each state in the first step
+        batch = [visited("a red door", "a blue lake", member=n) for n in range(4)]
+        rewarded = await novelty.add(batch, embedder)
+        assert [t.rewards["novelty"] for t in rewarded] == [pytest.approx(expected)] * 4
+        assert GroupAdvantage("std")(rewarded).tolist() == [0.0] * 4
+
+
+async def test_novelty_does_not_depend_on_the_order_of_the_batch() -> None:
+    batch = [
+        visited("a red door", "a red door!", member=0),
+        visited("a red doors", "a blue lake", member=1),
+        visited("a blue lake", "a red door", member=2),
+    ]
+    seen = []
+    for order in permutations(batch):
+        novelty = StateNovelty(1.0, 0.6)
+        first = await novelty.add(order, HashEmbedder())
+        second = await novelty.add(order, HashEmbedder())
+        seen.append(
+            [{t.address.member: t.rewards["novelty"] for t in step} for step in (first, second)]
+            + [novelty.state()]
+        )
+    assert all(result == seen[0] for result in seen)
+
+
+async def test_variations_of_a_goal_have_their_own_states() -> None:
+    novelty, embedder = StateNovelty(1.0, 0.99), HashEmbedder()
+
+    async def reward(memory: StateNovelty, variation: int | None) -> float:
+        (t,) = await memory.add([visited("a red door", variation=variation)], embedder)
+        return t.rewards["novelty"]
+
+    rewards = [await reward(novelty, variation) for variation in (0, 3, None, 3)]
+    assert rewards == [1.0, 1.0, 1.0, 0.5]
+    again = StateNovelty(1.0, 0.99)
+    again.load_state(json.loads(json.dumps(novelty.state())))
+    assert [await reward(again, variation) for variation in (0, 3, 7)] == [0.5, 1 / 3, 1.0]
+
+
+async def test_the_weight_of_novelty_has_no_effect_on_std_advantages_of_equal_outcomes() -> None:
+    advantages = []
+    for coef in (0.01, 0.02):
+        batch = [visited("a red door"), visited("a red door", "a blue lake", member=1)]
+        rewarded = await StateNovelty(coef, 0.99).add(batch, HashEmbedder())
+        advantages.append(GroupAdvantage("std")(rewarded).tolist())
+    assert advantages[0] == pytest.approx(advantages[1], rel=1e-3)
+    assert advantages[0] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
 
 
 async def test_similar_states_count_as_one() -> None:
@@ -274,10 +403,13 @@ def test_a_mode_is_drawn_for_a_whole_step() -> None:
 def test_the_settings_of_the_method() -> None:
     config = load(["room"], options={"method": "empo2"})
     assert (config.bank.scope, config.bank.max_per_goal, config.bank.evict) == (
-        "goal",
+        "variation",
         1000,
         "fifo",
     )
+    assert (config.actor.clip_low, config.actor.clip_high) == (0.2, 0.3)
+    loss = build_method(config, tasks.specs(config)).actor.loss
+    assert loss == SurrogateLoss(0.2, 0.3, "token", math.exp(-5), dual_clip=10.0)
     assert (config.retrieval.min_similarity, config.retrieval.per) == (0.5, "rollout")
     assert (config.writer, config.with_extractor, config.trains_extractor) == (
         "actor",
@@ -308,6 +440,37 @@ def test_settings_that_contradict_notes(method: str, setting: str, key: str) -> 
     assert str(caught.value).startswith(key)
 
 
+@pytest.mark.parametrize(("setting", "key"), [("top_p=0.9", "top_p"), ("top_k=20", "top_k")])
+def test_old_logprobs_with_tips_need_all_tokens(setting: str, key: str) -> None:
+    def load_with(*sets: str) -> None:
+        load(["room"], options={"method": "empo2"}, sets=[f"actor.{setting}", *sets])
+
+    with pytest.raises(ConfigError, match=f"cannot be used with actor.{key}") as caught:
+        load_with()
+    assert str(caught.value).startswith("empo2.off_policy_old = 'with_tips'")
+    load_with("empo2.off_policy_old=without_tips")
+    load_with("empo2.off_policy_share=0")
+
+
+def test_variations_of_scienceworld_and_alfworld_have_their_own_memory() -> None:
+    for name in ("scienceworld", "alfworld"):
+        spec = get_spec(name)
+        played = [
+            *spec.tasks.train_stream(0, StreamSettings()).draw(80),
+            *spec.tasks.eval_tasks("unseen", 40, 0, StreamSettings()),
+        ]
+        assert len({task.goal for task in played}) < len(played), "goals do not tell them apart"
+        assert len({(task.goal, task.variation) for task in played}) == len(played)
+
+
+@pytest.mark.parametrize("name", ["room", "alfworld_small"])
+def test_elsewhere_the_goal_identifies_the_place(name: str) -> None:
+    drawn = get_spec(name).tasks.train_stream(0, StreamSettings()).draw(200)
+    assert not any(task.variation for task in drawn)
+    places = {(task.goal, task.params["lgen"]) for task in drawn}
+    assert len(places) == len({task.goal for task in drawn})
+
+
 @pytest.mark.parametrize("method", ["empo2", "reflexion"])
 def test_presets_that_ask_do_not_ask_about_notes(method: str) -> None:
     config = load(["room"], preset="node8", options={"method": method})
@@ -319,7 +482,7 @@ def test_presets_that_ask_do_not_ask_about_notes(method: str) -> None:
 async def test_states_of_goals_that_were_not_played_for_long_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(novelty_module, "MAX_GOALS", 2)
+    monkeypatch.setattr(novelty_module, "MAX_VARIATIONS", 2)
     monkeypatch.setattr(novelty_module, "MAX_STATES", 2)
     novelty, embedder = StateNovelty(1.0, 0.99), HashEmbedder()
 

@@ -27,7 +27,7 @@ from crl.monitor.run_dir import RunDir
 from crl.planning import doctor, gpu_plan, machine_checks, model_checks, preflight
 from crl.planning import plan as plan_module
 from crl.planning.gpus import Gpu
-from crl.planning.plan import dry_run
+from crl.planning.plan import dry_run, overview
 from crl.run import main
 from crl.types import Segment
 
@@ -144,7 +144,7 @@ async def bank_of(path: Path, *tasks: str) -> None:
     database = await Database.open(path)
     for number, task in enumerate(tasks, start=1):
         database.connection.execute(
-            "INSERT INTO entries VALUES (?, ?, 1, 'go east', ?, 'goal', '[]', 'active', x'')",
+            "INSERT INTO entries VALUES (?, ?, 1, 'go east', ?, 'goal', '[]', 'active', x'', '')",
             (number, f"e{number}", task),
         )
     await database.aclose()
@@ -436,6 +436,26 @@ def test_a_plan_for_another_machine_lists_what_is_missing_here() -> None:
     config = load(["room"], preset="node8", sets=["actor.max_context_tokens=40000"])
     with pytest.raises(ConfigError, match="exceeds the context of the model, which is 32768"):
         dry_run(config, shown.append)
+
+
+@pytest.mark.parametrize(
+    ("method", "sets", "warned"),
+    [
+        ("empo2", [], True),
+        ("empo2", ["tasks.search_qa.stream.permanent=8"], False),
+        ("empo2", ["bank.scope=task"], False),
+        ("complementary", ["bank.scope=goal"], True),
+        ("complementary", [], False),
+        ("reflexion", [], False),  # its attempts need no search
+        ("role_agent", [], False),
+    ],
+)
+def test_the_plan_warns_if_no_search_can_find_an_experience(
+    method: str, sets: list[str], *, warned: bool
+) -> None:
+    full = ["actor.profile=full", "extractor.profile=full"]
+    config = load(["search_qa"], options={"method": method}, sets=[*full, *sets])
+    assert ("searches find hardly any experience" in overview(config)) == warned
 
 
 def test_the_plan_is_shown_before_this_machine_is_refused() -> None:

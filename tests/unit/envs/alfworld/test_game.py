@@ -565,7 +565,10 @@ def test_the_stream_plays_every_game_once_per_round() -> None:
     assert all(re.fullmatch(r"Your task is to: .*\w\.", task.goal) for task in tasks)
     assert eval_tasks("unseen", 20, 1, SETTINGS) == eval_tasks("unseen", 134, 2, SETTINGS)[:20]
     uses = [eval_tasks(split, 1, 0, SETTINGS)[0].params for split in ("seen", "unseen")]
-    assert uses == [{"use": "known", "number": 0}, {"use": "new", "number": 0}], "fix the draws"
+    assert uses == [
+        {"use": "known", "number": 0, "variation": "known 0"},
+        {"use": "new", "number": 0, "variation": "new 0"},
+    ], "fix the draws"
     with pytest.raises(ValueError, match="135 games were requested, but there are only 134"):
         eval_tasks("unseen", 135, 0, SETTINGS)
 

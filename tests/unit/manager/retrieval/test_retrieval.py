@@ -47,7 +47,8 @@ def entry(uid: str, **fields) -> Entry:
         fields.pop("task", "room"),
         fields.pop("goal", "goal"),
         Provenance(uid, (0, 1)),
-        Counters(**fields),
+        variation=fields.pop("variation", ""),
+        counters=Counters(**fields),
     )
 
 
@@ -540,6 +541,30 @@ async def test_with_goal_scope_entries_of_other_goals_are_not_returned():
     made.remove("a")
     assert made.search(search("go west", group=20), query, 0, counted=True) is None
     assert made.size(search().task) == 0
+
+
+async def test_with_variation_scope_entries_of_other_variations_are_not_returned():
+    entries = [
+        entry("a", text="go west now", goal=GOAL, variation="3"),
+        entry("b", text="go west", goal=GOAL, variation="0"),
+        entry("c", text="go west", goal=GOAL),
+    ]
+    made, query = await bank(*entries, scope="variation", margin=0.0), await vector("go west")
+    of_goal = await bank(*entries[:2], scope="goal", margin=0.0)
+    plain = search("go west")
+
+    def found(bank: Bank, **params: int) -> str | None:
+        request = replace(plain, task=replace(plain.task, params=params))
+        hit = bank.search(request, query, 0, counted=False)
+        return hit and hit.use.uid
+
+    assert found(made, variation=3) == "a"
+    assert found(made, variation=0) == "b"
+    assert found(made, variation=7) is None
+    assert found(made, lgen=3) == found(made) == "c", "the goal identifies the place"
+    assert found(of_goal, variation=3) == "b"
+    made.remove("a")
+    assert found(made, variation=3) is None
 
 
 async def test_experiences_that_the_episode_was_shown_are_not_returned_again():

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from crl.manager.retrieval.searching import Searcher
 from crl.protocols import Hit
 from crl.types import Provenance, Task
 from support.doors import until
-from support.managers import WordEmbedder, search
+from support.managers import GOAL, WordEmbedder, search
 
 ANY = {"margin": 2.0, "min_similarity": 0.0}
 
@@ -358,6 +359,22 @@ async def test_a_large_bank_gives_the_same_answers_as_a_small_one(small_graphs, 
         assert hit is not None
         assert found[hit.text] @ vector == pytest.approx(similarity, abs=1e-6)
     assert sum(one.counters.retrieved for one in bank.entries.values()) == 400
+    await searcher.aclose()
+
+
+async def test_variations_of_a_large_bank_are_searched_apart(small_graphs):
+    bank = Bank(WordEmbedder.dim, "variation", RetrievalSection(min_similarity=-1.0), seed=0)
+    (vector,) = await WordEmbedder().embed(["go"])
+    for i in range(200):
+        entry = Entry(f"m{i}", 1, "go", "room", GOAL, Provenance("g", (0, 1)))
+        bank.put(replace(entry, variation=str(i % 2)), vector)
+    searcher = Searcher(bank, WordEmbedder(), bank._settings)
+    plain = search("go")
+    requests = [
+        replace(plain, group=i, task=replace(plain.task, params={"variation": i})) for i in (0, 1)
+    ]
+    hits = await searcher.search(requests, 0, counted=True)
+    assert [hit and int(hit.use.uid[1:]) % 2 for hit in hits] == [0, 1]
     await searcher.aclose()
 
 

@@ -51,8 +51,10 @@ from support.managers import (
     bank_of_version_2,
     bank_of_version_3,
     bank_of_version_4,
+    bank_of_version_5,
     hit,
     request,
+    task,
 )
 from support.paths import python_environment
 
@@ -614,6 +616,31 @@ async def test_a_bank_of_version_4_is_upgraded_with_its_snapshots_and_has_no_kep
     assert (await store.generations(["run/9/0/0"]))["run/9/0/0"] == new.generation
     await store.rollback(25)  # made by the previous version
     assert await trainings() == {**others, "run/0/0/1": 0}
+    await store.aclose()
+
+
+async def test_a_bank_of_version_5_is_upgraded_with_its_snapshots_and_has_no_variations(
+    tmp_path: Path,
+) -> None:
+    path = bank_of_version_5(tmp_path / "old.sqlite")
+    await (await Store.open(tmp_path / "new.sqlite")).aclose()
+    store = await Store.open(path)
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+
+    async def variations() -> dict[str, str]:
+        columns = "uid || '@' || version, variation"
+        sql = f"SELECT {columns} FROM entries WHERE status = 'active'"
+        return dict(map(tuple, await store._database.rows(sql)))
+
+    old = {"run/0/0/0#2@1": "", "run/0/0/0#0@2": "", "run/1/0/0#0@1": ""}
+    assert await variations() == old
+    game = replace(task(), params={"variation": 4})
+    new = distilled(request(9, of=game), "add")
+    await store.submit(new.request, AT)
+    await store.apply(new, AT, RULES)
+    assert (await variations())["run/9/0/0#1@1"] == "4"
+    await store.rollback(25)  # made by a previous version
+    assert await variations() == old
     await store.aclose()
 
 

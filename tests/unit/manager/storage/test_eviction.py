@@ -17,7 +17,13 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from crl.algo.experience import success_score
-from crl.config.schema import BankSection, EvictionOrder, ExtractorSection, RetrievalSection
+from crl.config.schema import (
+    BankSection,
+    EvictionOrder,
+    ExtractorSection,
+    RetrievalSection,
+    Scope,
+)
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
 from crl.manager import ExperienceManager, ManagerSettings, QueueSettings
@@ -27,6 +33,7 @@ from crl.protocols import Hit
 from crl.types import Counters, Provenance
 from support.managers import (
     GOAL,
+    PROMPTS,
     RETURN,
     WordEmbedder,
     add,
@@ -241,6 +248,58 @@ async def test_entries_of_another_run_count_as_older(
     )
     await distil(manager, request(0), request(1))
     assert texts(manager) == ["new", "new"]
+    await manager.aclose()
+
+
+@pytest.mark.parametrize("scope", ["goal", "variation"])
+async def test_with_variation_scope_every_variation_has_a_bound_of_its_own(
+    tmp_path: Path, scope: Scope
+) -> None:
+    games = [replace(task(), params={"variation": number}) for number in (0, 1)]
+    settings = bank_settings(scope=scope, max_per_goal=2)
+    path, engine = tmp_path / "bank.sqlite", answering(lambda _: add("a", "b"))
+    manager = await open_manager(path, engine, settings)
+    await distil(manager, *(request(step, of=games[step % 2]) for step in range(3)))
+    kept = [(entry.variation, entry.uid) for entry in manager._bank.entries.values()]
+    last = [("0", "run/2/0/0#0"), ("0", "run/2/0/0#1")]
+    assert kept == ([("1", "run/1/0/0#0"), ("1", "run/1/0/0#1")] * (scope == "variation")) + last
+    await manager.aclose()
+    narrow = bank_settings(scope=scope, max_per_goal=1)
+    manager = await open_manager(path, engine, narrow)
+    left = [entry.variation for entry in manager._bank.entries.values()]
+    assert left == (["1", "0"] if scope == "variation" else ["0"])
+    await manager.aclose()
+
+
+async def test_a_tip_with_the_text_of_an_active_one_is_dropped(tmp_path: Path) -> None:
+    """EMPO², Listing 1: content that a memory has is not added again."""
+    games = [replace(task(), params={"variation": number}) for number in (0, 1)]
+    notes = replace(PROMPTS, notes=True, state_keys=True)
+    tips = iter(["Go west.", "Go west.", "Go west.", "Go east.", "Go west."])
+    manager = await open_manager(
+        tmp_path / "bank.sqlite", answering(lambda _: next(tips)),
+        bank_settings(scope="variation", max_per_goal=1), prompts=notes,
+    )  # fmt: skip
+    await distil(manager, request(0, of=games[0]), request(1, of=games[0]))
+    await distil(manager, request(2, of=games[1]))
+    uids = [entry.uid for entry in manager._bank.entries.values()]
+    assert uids == ["run/0/0/0#0", "run/2/0/0#0"], "another variation has its own tips"
+    counts = await manager.stats()
+    assert (counts["dropped/known text"], counts["queue/done"]) == (1, 3)
+    await distil(manager, request(3, of=games[0]), request(4, of=games[0]))
+    assert texts(manager) == ["Go west."] * 2, "an evicted text is added again"
+    assert (await manager.stats())["dropped/known text"] == 1
+    await manager.aclose()
+
+
+async def test_other_experiences_may_repeat_a_text(tmp_path: Path) -> None:
+    """Role-Agent counts failures by their notes; reflections belong to attempts."""
+    notes = replace(PROMPTS, notes=True)
+    manager = await open_manager(
+        tmp_path / "bank.sqlite", answering(lambda _: "Go west."), prompts=notes
+    )
+    await distil(manager, request(0), request(1))
+    assert texts(manager) == ["Go west."] * 2
     await manager.aclose()
 
 
