@@ -18,7 +18,7 @@ from crl.protocols import Hit
 from crl.records.reader import read_episodes
 from crl.run.halves.commands import play_episodes
 from crl.seeds import generator
-from crl.types import Completion, ExperienceUse, Provenance, Segment, Task, Trajectory
+from crl.types import Completion, ExperienceUse, Place, Provenance, Segment, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def bank(episodes: Sequence[Episode]) -> list[Entry]:
     source = Provenance("advisor", (0, 1))
     task = episodes[0].task.name
     return [
-        Entry(hit.use.uid, hit.use.version, hit.text, task, hit.goal, source)
+        Entry(hit.use.uid, hit.use.version, hit.text, Place(task, hit.goal), source)
         for hit in hits.values()
     ]
 

@@ -287,7 +287,7 @@ async def fill_bank(path: Path, tasks: Sequence[Task]) -> None:
     store = await Store.open(path)
     source = Provenance("seed", (0, 1))
     entries = [
-        Entry(f"seed#{i}", 1, f"{t.goal} {lesson_text(i)}", t.name, t.goal, source)
+        Entry(f"seed#{i}", 1, f"{t.goal} {lesson_text(i)}", t.place, source)
         for i, t in enumerate(tasks)
     ]
     await store.import_entries(entries, Stamp(0, 0))

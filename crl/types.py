@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from crl.intervals import t_975
 
@@ -95,6 +95,16 @@ class StreamSettings:
             raise ValueError(f"visits must be at least 1, not {self.visits}")
 
 
+class Place(NamedTuple):
+    """Place that an episode is played in, as experience refers to it."""
+
+    task: str
+    """Name of the task."""
+    goal: str
+    variation: str = ""
+    """Variation among the task's games with this goal; empty if the goal names the place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Definition of one episode, including layout *and* dynamics.
@@ -109,7 +119,7 @@ class Task:
     params: Mapping[str, Param] = field(default_factory=dict)
     """Parameters beyond `seed`, such as NetHack's seeds `lgen` (layout) and `core` (dynamics).
 
-    `variation` separates places with the same goal (`Task.variation`).
+    `variation` separates places with the same goal (`Task.place`).
     """
 
     def __post_init__(self) -> None:
@@ -119,12 +129,9 @@ class Task:
         object.__setattr__(self, "params", dict(self.params))
 
     @property
-    def variation(self) -> str:
-        """Name of the variation among the task's games with this goal: the parameter `variation`.
-
-        Empty without this parameter: the goal then identifies the place.
-        """
-        return str(self.params.get("variation", ""))
+    def place(self) -> Place:
+        """Place of the episode. Its variation is the parameter `variation`."""
+        return Place(self.name, self.goal, str(self.params.get("variation", "")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,8 +206,8 @@ class EntryReport(GenerationReport):
         yield f"{single_line(entry.uid)}, version {entry.version}, {self._status()}"
         yield f"task  {single_line(entry.task)}"
         yield f"goal  {single_line(entry.goal)}"
-        if entry.variation:
-            yield f"variation  {single_line(entry.variation)}"
+        if entry.place.variation:
+            yield f"variation  {single_line(entry.place.variation)}"
         yield "text"
         yield from indented(entry.text)
         yield ""

@@ -58,7 +58,7 @@ from crl.manager.storage.store import Store
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Embedder, Engine, Hit, Question, SearchRequest, State
 from crl.seeds import derive_seed
-from crl.types import Experience, ExperienceUse, Segment, Task, lift_order
+from crl.types import Experience, ExperienceUse, Place, Segment, Task, lift_order
 
 T = TypeVar("T")
 
@@ -566,14 +566,14 @@ class ExperienceManager:
             return
         self._merging = True
         try:
-            partitions: dict[tuple[str, str, str], list[Entry]] = {}
+            partitions: dict[Place, list[Entry]] = {}
             scope = self._settings.bank.scope
             of_goal = self._settings.goals_in_keys or scope in GOAL_SCOPES
             for entry in self._bank.entries.values():
                 task = "" if scope == "shared" else entry.task
                 goal = entry.goal if of_goal else ""
-                variation = entry.variation if scope == "variation" else ""
-                partitions.setdefault((task, goal, variation), []).append(entry)
+                variation = entry.place.variation if scope == "variation" else ""
+                partitions.setdefault(Place(task, goal, variation), []).append(entry)
             for entries in partitions.values():
                 if len(entries) > 1:
                     await self._merge_partition(entries)

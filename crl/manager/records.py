@@ -23,6 +23,7 @@ from crl.types import (
     ExperienceStatus,
     ExperienceUse,
     Lift,
+    Place,
     Provenance,
     Segment,
     Split,
@@ -316,13 +317,19 @@ class Entry:
     uid: str
     version: int
     text: str
-    task: str
-    goal: str
+    place: Place
+    """Place of the episode that the entry is about."""
     provenance: Provenance
     counters: Counters = NO_COUNTERS
     status: ExperienceStatus = "active"
-    variation: str = ""
-    """`Task.variation` of the episode that the entry is about."""
+
+    @property
+    def task(self) -> str:
+        return self.place.task
+
+    @property
+    def goal(self) -> str:
+        return self.place.goal
 
     @property
     def unit(self) -> UnitKey:

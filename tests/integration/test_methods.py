@@ -365,7 +365,7 @@ def test_tips_guide_only_episodes_of_their_own_variation(tmp_path: Path) -> None
         assert {t.task.goal for t in episodes} == {"Room: the old hall. Reach the stairs down (>)."}
         assert any(t.used for t in episodes)
         variations[scope] = {
-            "own" if written[uid] == t.task.variation else "other"
+            "own" if written[uid] == t.task.place.variation else "other"
             for t in episodes
             for uid in shown(t)
         }

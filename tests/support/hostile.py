@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from crl.manager.inspection.reading import EntryView
 from crl.manager.records import Entry
-from crl.types import Counters, Lift, Provenance
+from crl.types import Counters, Lift, Place, Provenance
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -57,8 +57,9 @@ def entry(
     known = Counters(5, 6, 7, -1.0, -2, Lift(3, -1 / 3, 0.7))
     provenance = Provenance("run/0/0/0", (0, 1), (f"a#{number}@2",))
     return EntryView(
-        f"run/0/0/{number}#0", 3, text, task, goal, provenance, counters or known, step=number
-    )
+        f"run/0/0/{number}#0", 3, text, Place(task, goal), provenance, counters or known,
+        step=number,
+    )  # fmt: skip
 
 
 def kept(entries: Sequence[Entry]) -> list[tuple[object, ...]]:

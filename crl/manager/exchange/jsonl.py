@@ -27,7 +27,7 @@ from crl.errors import ConfigError
 from crl.manager.distillation.ops import OpLimits
 from crl.manager.inspection.reading import EntryView
 from crl.manager.records import Entry
-from crl.types import Counters, Lift, Provenance
+from crl.types import Counters, Lift, Place, Provenance
 
 FORMAT_VERSION = 4
 """Version of the exported lines.
@@ -202,8 +202,8 @@ def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
     )
     provenance = Provenance("import", (0, 0), parsed.parents)
     return Entry(
-        uid, parsed.version, parsed.text, parsed.task, parsed.goal, provenance, counters,
-        variation=parsed.variation,
+        uid, parsed.version, parsed.text,
+        Place(parsed.task, parsed.goal, parsed.variation), provenance, counters,
     )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def new_entry(path: Path, number: int, uid: str, fields: Mapping[str, str]) -> E
     with _field_errors(path, number, b"", "Correct the text at this line"):
         parsed = _ExportedEntry.model_validate(dict(fields))
     provenance = Provenance("import", (0, 0))
-    return Entry(uid, 1, parsed.text, parsed.task, parsed.goal, provenance, Counters())
+    return Entry(uid, 1, parsed.text, Place(parsed.task, parsed.goal), provenance, Counters())
 
 
 @contextmanager

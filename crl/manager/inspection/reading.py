@@ -68,7 +68,7 @@ class EntryView(Entry):
             "status": self.status,
             "task": self.task,
             "goal": self.goal,
-            "variation": self.variation,
+            "variation": self.place.variation,
             "text": self.text,
             "parents": provenance.parents,
             "step": self.step,
@@ -404,8 +404,8 @@ class BankReader:
         entries = [read_entry(row) for row in self._rows(sql, *parameters)]
         return [
             EntryView(
-                e.uid, e.version, e.text, e.task, e.goal, e.provenance, e.counters, e.status,
-                e.variation, step=steps.get(e.unit),
+                e.uid, e.version, e.text, e.place, e.provenance, e.counters, e.status,
+                step=steps.get(e.unit),
             )
             for e in entries
         ]  # fmt: skip

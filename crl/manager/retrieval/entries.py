@@ -19,7 +19,7 @@ from crl.manager.retrieval.choice import Candidate, choose_entries, is_trial
 from crl.manager.retrieval.index import Accept, Index, Neighbour
 from crl.protocols import Hit, SearchRequest
 from crl.seeds import generator
-from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, Task, UseKind
+from crl.types import MAX_OUTCOMES, ExperienceUse, Lift, Place, Task, UseKind
 
 Vector = NDArray[np.float32]
 
@@ -96,12 +96,12 @@ class Bank:
         At most `retrieval.candidates` entries are returned. Entries that `accept` refuses are left
         out before this limit.
         """
-        index = self._indexes.get(self._index_key(task.name, task.goal, task.variation))
+        index = self._indexes.get(self._index_key(task.place))
         return index.nearest(query, self._settings.candidates, accept) if index else []
 
     def size(self, task: Task) -> int:
         """Return the number of entries that may guide `task`."""
-        key = self._index_key(task.name, task.goal, task.variation)
+        key = self._index_key(task.place)
         return len(self._indexes.get(key, ()))
 
     def indexes_to_rebuild(self) -> list[Index]:
@@ -235,16 +235,16 @@ class Bank:
     def _is_shared(self, request: SearchRequest) -> bool:
         return self._settings.per == "group" and not request.question
 
-    def _key_of_entry(self, entry: Entry) -> tuple[str, str, str]:
+    def _key_of_entry(self, entry: Entry) -> Place:
         """Return the key of the index that holds the entry."""
-        return self._index_key(entry.task, entry.goal, entry.variation)
+        return self._index_key(entry.place)
 
-    def _index_key(self, task: str, goal: str, variation: str) -> tuple[str, str, str]:
-        """Return the key of the index that the episodes of a task's variation search."""
-        return (
-            task if self._scope != "shared" else "",
-            goal if self._scope in GOAL_SCOPES else "",
-            variation if self._scope == "variation" else "",
+    def _index_key(self, place: Place) -> Place:
+        """Return the key of the index that the episodes of a place search."""
+        return Place(
+            place.task if self._scope != "shared" else "",
+            place.goal if self._scope in GOAL_SCOPES else "",
+            place.variation if self._scope == "variation" else "",
         )
 
 

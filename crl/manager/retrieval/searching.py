@@ -25,7 +25,7 @@ from crl.manager.retrieval.entries import Bank, Vector
 from crl.manager.retrieval.index import Accept, Build, Index, Neighbour
 from crl.manager.retrieval.lock import ReadWriteLock
 from crl.protocols import Embedder, Hit, SearchRequest
-from crl.types import Task
+from crl.types import Place, Task
 
 THREADS_FROM = 4096
 """Number of entries above which worker threads compare the queries.
@@ -36,8 +36,8 @@ A smaller bank takes at most 0.14 ms per query, as long as passing the query to 
 Vectors = dict[str, Vector | BaseException]
 """Map from a query to its embedding, or to the error of the embedder."""
 
-Nearest = dict[tuple[str, str, str, str], list[Neighbour] | BaseException]
-"""Map from (task, goal, variation, query) to the nearest entries, or to the comparison's error."""
+Nearest = dict[tuple[Place, str], list[Neighbour] | BaseException]
+"""Map from place and query to the nearest entries, or to the comparison's error."""
 
 T = TypeVar("T")
 
@@ -292,9 +292,8 @@ class Searcher:
                 index.swap(build)
 
 
-def _query_key(request: SearchRequest) -> tuple[str, str, str, str]:
-    task = request.task
-    return task.name, task.goal, task.variation, request.query
+def _query_key(request: SearchRequest) -> tuple[Place, str]:
+    return request.task.place, request.query
 
 
 def _value_or_raise(value: T | BaseException) -> T:

@@ -37,6 +37,7 @@ from crl.types import (
     Counters,
     ExperienceStatus,
     Lift,
+    Place,
     Provenance,
     kept_counts,
     split_kept,
@@ -148,7 +149,7 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
     provenance = Provenance(request.id, write.span, tuple(map(str, write.targets)))
     task = request.task
-    entry = Entry(*unit, write.text, task.name, task.goal, provenance, variation=task.variation)
+    entry = Entry(*unit, write.text, task.place, provenance)
     _write_version(db, kind, entry, write, stamp)
     return entry
 
@@ -171,10 +172,7 @@ def write_merge(db: Connection, name: str, write: Write, first: Row, stamp: Stam
     `name` is the id of the generation. `first` is the row of the first target.
     """
     provenance = Provenance(name, write.span, tuple(map(str, write.targets)))
-    entry = Entry(
-        f"{name}#{write.op}", 1, write.text, first["task"], first["goal"], provenance,
-        variation=first["variation"],
-    )  # fmt: skip
+    entry = Entry(f"{name}#{write.op}", 1, write.text, _read_place(first), provenance)
     _write_version(db, "merge", entry, write, stamp)
     return entry
 
@@ -245,7 +243,7 @@ def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) 
         json.dumps(entry.provenance.parents),
         entry.status,
         vector,
-        entry.variation,
+        entry.place.variation,
     )
     columns = "written, uid, version, text, task, goal, parents, status, vector, variation"
     db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
@@ -380,8 +378,7 @@ def _bounded_by(rules: ApplyRules) -> tuple[str, ...]:
 
 def _origin(request: DistilRequest, columns: Iterable[str]) -> dict[str, str]:
     """Return the values of some columns of the entries that are written about a request."""
-    task = request.task
-    values = {"task": task.name, "goal": task.goal, "variation": task.variation}
+    values = request.task.place._asdict()
     return {name: values[name] for name in columns}
 
 
@@ -537,9 +534,13 @@ def read_entry(row: Row) -> Entry:
         row["votes"], read_lift(row),
     )  # fmt: skip
     return Entry(
-        row["uid"], row["version"], row["text"], row["task"], row["goal"], provenance, counters,
-        row["status"], row["variation"],
+        row["uid"], row["version"], row["text"], _read_place(row), provenance, counters,
+        row["status"],
     )  # fmt: skip
+
+
+def _read_place(row: Row) -> Place:
+    return Place(row["task"], row["goal"], row["variation"])
 
 
 def set_outcomes(entries: Iterable[Entry], credits: Iterable[Row]) -> None:

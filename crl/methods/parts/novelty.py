@@ -11,21 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.protocols import Embedder, State
-from crl.types import Trajectory
+from crl.types import Place, Trajectory
 
 MAX_STATES = 1000
-"""Maximum number of distinct states per variation. The oldest are forgotten first."""
+"""Maximum number of distinct states per place. The oldest are forgotten first."""
 
-MAX_VARIATIONS = 256
-"""Maximum number of variations with states. The least recently played one is forgotten."""
-
-Variation = tuple[str, str, str]
-"""Task name, goal and `Task.variation`."""
+MAX_PLACES = 256
+"""Maximum number of places with states. The least recently played one is forgotten."""
 
 
 @dataclass
 class _States:
-    """Distinct states of one variation."""
+    """Distinct states of one place."""
 
     texts: list[str] = field(default_factory=list)
     visits: list[int] = field(default_factory=list)
@@ -53,7 +50,7 @@ class _States:
 class StateNovelty:
     """`IntrinsicReward`: coef · Σ 1/n over the states in which an episode acted.
 
-    A memory holds the distinct states of each variation of a task. n is the number of visits to the
+    A memory holds the distinct states of each place. n is the number of visits to the
     most similar one, in earlier steps and so far in the episode, the current visit included. A
     state that is similar to none is new, and n is 1. **Ours**: the paper rewards new states and
     defines n as "the number of similar past states", which is 0 for them.
@@ -65,7 +62,7 @@ class StateNovelty:
 
     def __init__(self, coef: float, similarity: float) -> None:
         self._coef, self._similarity = coef, similarity
-        self._known: dict[Variation, _States] = {}
+        self._known: dict[Place, _States] = {}
 
     async def add(self, batch: Sequence[Trajectory], embedder: Embedder) -> list[Trajectory]:
         """Return the trajectories with the reward channel `novelty`."""
@@ -74,13 +71,13 @@ class StateNovelty:
         embedded = await embedder.embed(texts) if texts else ()
         vectors = dict(zip(texts, embedded, strict=True))
         rewarded = [t if t.error else self._rewarded(t, vectors) for t in batch]
-        for t in sorted(batch, key=lambda t: (_variation(t), t.turn_observations)):
+        for t in sorted(batch, key=lambda t: (t.task.place, t.turn_observations)):
             if not t.error:
                 self._remember(t, vectors)
         return rewarded
 
     def _rewarded(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> Trajectory:
-        known = self._known.get(_variation(t))
+        known = self._known.get(t.task.place)
         novelty = self._coef * sum(
             1 / n for n in self._visits(known.copy() if known else _States(), t, vectors)
         )
@@ -88,9 +85,9 @@ class StateNovelty:
 
     def _remember(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> None:
         """Add the states of an episode to the memory."""
-        variation = _variation(t)
-        states = self._known[variation] = self._known.pop(variation, None) or _States()
-        if len(self._known) > MAX_VARIATIONS:
+        place = t.task.place
+        states = self._known[place] = self._known.pop(place, None) or _States()
+        if len(self._known) > MAX_PLACES:
             del self._known[next(iter(self._known))]
         self._visits(states, t, vectors)
 
@@ -109,21 +106,17 @@ class StateNovelty:
     def state(self) -> State:
         return {
             "states": [
-                [*variation, list(zip(states.texts, states.visits, strict=True))]
-                for variation, states in self._known.items()
+                [*place, list(zip(states.texts, states.visits, strict=True))]
+                for place, states in self._known.items()
             ]
         }
 
     def load_state(self, state: State) -> None:
         loaded: list[Any] = state["states"]
         self._known = {
-            (task, goal, variation): _States([text for text, _ in states], [n for _, n in states])
-            for task, goal, variation, states in loaded
+            Place(*place): _States([text for text, _ in states], [n for _, n in states])
+            for *place, states in loaded
         }
-
-
-def _variation(t: Trajectory) -> Variation:
-    return t.task.name, t.task.goal, t.task.variation
 
 
 def novelty_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from crl.methods.parts.judging import CompactCriticPrompt
 from crl.methods.parts.merging import CompactMergePrompt
 from crl.modeling.demonstrations import Demonstration
 from crl.protocols import Hit, Question
-from crl.types import Counters, ExperienceUse, Provenance, Segment, Task
+from crl.types import Counters, ExperienceUse, Place, Provenance, Segment, Task
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ def _random_entry(number: int, text: str, env: str, rng: random.Random) -> Entry
     guided = rng.randint(1, 10) if rng.random() < 0.7 else 0
     won = rng.randint(1, guided) if guided and rng.random() < 0.7 else 0
     counters = Counters(credited=guided, credit=2.0 * won - guided)
-    return Entry(str(number), 1, text, env, "", Provenance("drill", (0, 1)), counters)
+    return Entry(str(number), 1, text, Place(env, ""), Provenance("drill", (0, 1)), counters)
 
 
 def merge_answer(entries: Sequence[Entry], makes_claim: ClaimTest) -> str:

@@ -18,7 +18,16 @@ from crl.manager.records import Entry
 from crl.manager.retrieval.choice import Candidate, choose_entries
 from crl.planning.methods import build_method
 from crl.protocols import Method
-from crl.types import Condition, Counters, EpisodeAddress, Outcome, Provenance, Task, Trajectory
+from crl.types import (
+    Condition,
+    Counters,
+    EpisodeAddress,
+    Outcome,
+    Place,
+    Provenance,
+    Task,
+    Trajectory,
+)
 from support.paths import ROOT, benchmark
 
 coevolution = benchmark("coevolution")
@@ -33,7 +42,7 @@ def candidate(uid: str, similarity: float, *outcomes: float, retrieved: int = 0)
     counters = Counters(
         retrieved=retrieved, credited=len(outcomes), credit=sum(outcomes), outcomes=outcomes
     )
-    entry = Entry(uid, 1, "Go west.", "room", "goal", Provenance("g", (0, 1)), counters)
+    entry = Entry(uid, 1, "Go west.", Place("room", "goal"), Provenance("g", (0, 1)), counters)
     return Candidate(entry, similarity)
 
 

@@ -460,13 +460,13 @@ def test_variations_of_scienceworld_and_alfworld_have_their_own_memory() -> None
             *spec.tasks.eval_tasks("unseen", 40, 0, StreamSettings()),
         ]
         assert len({task.goal for task in played}) < len(played), "goals do not tell them apart"
-        assert len({(task.goal, task.variation) for task in played}) == len(played)
+        assert len({task.place for task in played}) == len(played)
 
 
 @pytest.mark.parametrize("name", ["room", "alfworld_small"])
 def test_elsewhere_the_goal_identifies_the_place(name: str) -> None:
     drawn = get_spec(name).tasks.train_stream(0, StreamSettings()).draw(200)
-    assert not any(task.variation for task in drawn)
+    assert not any(task.place.variation for task in drawn)
     places = {(task.goal, task.params["lgen"]) for task in drawn}
     assert len(places) == len({task.goal for task in drawn})
 
@@ -482,7 +482,7 @@ def test_presets_that_ask_do_not_ask_about_notes(method: str) -> None:
 async def test_states_of_goals_that_were_not_played_for_long_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(novelty_module, "MAX_VARIATIONS", 2)
+    monkeypatch.setattr(novelty_module, "MAX_PLACES", 2)
     monkeypatch.setattr(novelty_module, "MAX_STATES", 2)
     novelty, embedder = StateNovelty(1.0, 0.99), HashEmbedder()
 

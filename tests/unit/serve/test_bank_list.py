@@ -30,7 +30,7 @@ from crl.serve.pages.bank_list import (
     Status,
     open_list,
 )
-from crl.types import Counters, Lift, Provenance, lift_order
+from crl.types import Counters, Lift, Place, Provenance, lift_order
 from support.bank_commands import finished_run, open_bank, play_second_run
 from support.hostile import HOSTILE
 from support.managers import bank_of_version_1, hit, request
@@ -60,7 +60,8 @@ def bank_of(path: Path, counters: Sequence[Counters], texts: Sequence[str] = ())
         path,
         [
             Entry(
-                f"run/0/0/{i}#0", 1, texts[i] if texts else f"Lesson {i}.", "room", "Get out.",
+                f"run/0/0/{i}#0", 1, texts[i] if texts else f"Lesson {i}.",
+                Place("room", "Get out."),
                 Provenance("run/0/0/0", (0, 1), ()), counter,
             )
             for i, counter in enumerate(counters)

@@ -22,7 +22,7 @@ from crl.manager.records import Entry
 from crl.report.charts import Point
 from crl.serve.pages.bank import PART_CHARACTERS, some_of
 from crl.serve.security import MAX_BYTES
-from crl.types import Counters, Lift, Provenance
+from crl.types import Counters, Lift, Place, Provenance
 from crl.wording import printable_lines
 from support.bank_commands import parsed
 from support.browsed_banks import browser_of, directory_of_runs
@@ -295,8 +295,9 @@ def bank_of(run: Path, texts: list[str], uids: list[str] | None = None) -> None:
         run / "bank.sqlite",
         [
             Entry(
-                uids[i] if uids else f"run/0/0/{i}#0", 1, text, text[:2000] or "task",
-                text[::-1][:2000] or "goal", Provenance("run/0/0/0", (0, 1), (f"{text[:50]}@1",)),
+                uids[i] if uids else f"run/0/0/{i}#0", 1, text,
+                Place(text[:2000] or "task", text[::-1][:2000] or "goal"),
+                Provenance("run/0/0/0", (0, 1), (f"{text[:50]}@1",)),
                 counters,
             )
             for i, text in enumerate(texts)

@@ -18,7 +18,7 @@ from crl.errors import EngineError, RolloutError, TransientError
 from crl.manager import ExperienceManager, ManagerSettings
 from crl.manager.distillation.merge import Chunker
 from crl.manager.records import Applied, Entry
-from crl.types import Completion, Provenance, Sampling
+from crl.types import Completion, Place, Provenance, Sampling
 from support.doors import renderer
 from support.managers import (
     GOAL,
@@ -38,7 +38,7 @@ ANY = RetrievalSection(margin=2.0, min_similarity=-1.0)
 
 
 def entry(name: str) -> Entry:
-    return Entry(name, 1, name, "room", GOAL, Provenance("g", (0, 1)))
+    return Entry(name, 1, name, Place("room", GOAL), Provenance("g", (0, 1)))
 
 
 # ── chunks ────────────────────────────────────────────────────────────────────────────────────────

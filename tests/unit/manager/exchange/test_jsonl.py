@@ -25,7 +25,7 @@ from crl.manager.exchange.jsonl import export_lines, parse_export
 from crl.manager.inspection.reading import EntryView
 from crl.manager.records import Entry
 from crl.manager.storage.store import Store
-from crl.types import Counters, Lift, Provenance
+from crl.types import Counters, Lift, Place, Provenance
 from support.bank_commands import (
     SETTINGS,
     bank,
@@ -387,8 +387,7 @@ def test_any_text_can_be_exported_and_imported(
             f"run/0/0/{i}#0",
             3,
             text,
-            name,
-            goal,
+            Place(name, goal),
             Provenance("run/0/0/0", (0, 1), (f"a#{i}@2",)),
             Counters(5, 6, 7, -1.0, -2, lift),
             step=4,
@@ -405,6 +404,6 @@ def test_any_text_can_be_exported_and_imported(
     def kept(entry: Entry) -> tuple[object, ...]:
         counters = replace(entry.counters, last_returned_step=None)
         parents = entry.provenance.parents
-        return (*entry.unit, entry.task, entry.goal, entry.text, parents, counters, entry.status)
+        return (*entry.unit, entry.place, entry.text, parents, counters, entry.status)
 
     assert list(map(kept, parse_export(file))) == list(map(kept, entries))

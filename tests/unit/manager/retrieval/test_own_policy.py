@@ -17,7 +17,7 @@ from crl.manager.records import Entry
 from crl.manager.retrieval.choice import Candidate, choose_entries
 from crl.planning.plan import plan
 from crl.records.reader import read_episode_records
-from crl.types import Counters, Lift, Provenance
+from crl.types import Counters, Lift, Place, Provenance
 from support.pages import code
 from support.paths import ROOT
 
@@ -42,7 +42,7 @@ def error(choice: str, *sets: str) -> str:
 def counted(retrieved: int, lift: Lift | None) -> Candidate:
     uid = f"e{retrieved}"
     entry = Entry(
-        uid, 1, "Go west.", "room", "goal", Provenance("g", (0, 1)),
+        uid, 1, "Go west.", Place("room", "goal"), Provenance("g", (0, 1)),
         counters=Counters(retrieved=retrieved, lift=lift),
     )  # fmt: skip
     return Candidate(entry, 0.9)

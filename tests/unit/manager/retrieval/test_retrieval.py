@@ -35,7 +35,7 @@ from crl.manager.retrieval.choice import (
 from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import MIN_TAIL_ROWS, Index
 from crl.manager.retrieval.policies.diverse import diverse_scores
-from crl.types import Counters, Provenance
+from crl.types import Counters, Place, Provenance
 from support.managers import GOAL, WordEmbedder, search
 
 
@@ -44,10 +44,8 @@ def entry(uid: str, **fields) -> Entry:
         uid,
         fields.pop("version", 1),
         fields.pop("text", uid),
-        fields.pop("task", "room"),
-        fields.pop("goal", "goal"),
+        Place(fields.pop("task", "room"), fields.pop("goal", "goal"), fields.pop("variation", "")),
         Provenance(uid, (0, 1)),
-        variation=fields.pop("variation", ""),
         counters=Counters(**fields),
     )
 

@@ -20,7 +20,7 @@ from crl.manager.retrieval.entries import Bank
 from crl.manager.retrieval.index import Build, Neighbour
 from crl.manager.retrieval.searching import Searcher
 from crl.protocols import Hit
-from crl.types import Provenance, Task
+from crl.types import Place, Provenance, Task
 from support.doors import until
 from support.managers import GOAL, WordEmbedder, search
 
@@ -67,7 +67,7 @@ async def open_searcher(
 
 
 def entry(text: str) -> Entry:
-    return Entry(text, 1, text, "room", "goal", Provenance(text, (0, 1)))
+    return Entry(text, 1, text, Place("room", "goal"), Provenance(text, (0, 1)))
 
 
 def start_search(
@@ -366,8 +366,8 @@ async def test_variations_of_a_large_bank_are_searched_apart(small_graphs):
     bank = Bank(WordEmbedder.dim, "variation", RetrievalSection(min_similarity=-1.0), seed=0)
     (vector,) = await WordEmbedder().embed(["go"])
     for i in range(200):
-        entry = Entry(f"m{i}", 1, "go", "room", GOAL, Provenance("g", (0, 1)))
-        bank.put(replace(entry, variation=str(i % 2)), vector)
+        place = Place("room", GOAL, str(i % 2))
+        bank.put(Entry(f"m{i}", 1, "go", place, Provenance("g", (0, 1))), vector)
     searcher = Searcher(bank, WordEmbedder(), bank._settings)
     plain = search("go")
     requests = [

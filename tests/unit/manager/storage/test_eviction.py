@@ -30,7 +30,7 @@ from crl.manager import ExperienceManager, ManagerSettings, QueueSettings
 from crl.manager.records import Entry, Stamp
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
-from crl.types import Counters, Provenance
+from crl.types import Counters, Place, Provenance
 from support.managers import (
     GOAL,
     PROMPTS,
@@ -260,13 +260,13 @@ async def test_with_variation_scope_every_variation_has_a_bound_of_its_own(
     path, engine = tmp_path / "bank.sqlite", answering(lambda _: add("a", "b"))
     manager = await open_manager(path, engine, settings)
     await distil(manager, *(request(step, of=games[step % 2]) for step in range(3)))
-    kept = [(entry.variation, entry.uid) for entry in manager._bank.entries.values()]
+    kept = [(entry.place.variation, entry.uid) for entry in manager._bank.entries.values()]
     last = [("0", "run/2/0/0#0"), ("0", "run/2/0/0#1")]
     assert kept == ([("1", "run/1/0/0#0"), ("1", "run/1/0/0#1")] * (scope == "variation")) + last
     await manager.aclose()
     narrow = bank_settings(scope=scope, max_per_goal=1)
     manager = await open_manager(path, engine, narrow)
-    left = [entry.variation for entry in manager._bank.entries.values()]
+    left = [entry.place.variation for entry in manager._bank.entries.values()]
     assert left == (["1", "0"] if scope == "variation" else ["0"])
     await manager.aclose()
 
@@ -319,8 +319,7 @@ async def test_a_large_bank_evicts_more_than_the_surplus(
             f"old/0/0/{i}#0",
             1,
             f"text {i}",
-            "room",
-            GOAL,
+            Place("room", GOAL),
             Provenance("g", (0, 1)),
             Counters(credited=int(n), credit=float(rng.integers(0, n + 1) * 2 - n)),
         )

@@ -54,7 +54,7 @@ from crl.tiny.drills.room import (
 )
 from crl.tiny.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
 from crl.tiny.warm_start import demonstrated_trace
-from crl.types import Counters, Provenance, Sampling, Segment
+from crl.types import Counters, Place, Provenance, Sampling, Segment
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,7 @@ def entry(text: str, won: int = 0, episodes: int = 0) -> Entry:
         f"{text}/{won}/{episodes}",
         1,
         text,
-        "room",
-        "Room: the jade attic.",
+        Place("room", "Room: the jade attic."),
         Provenance("g", (0, 1)),
         Counters(credited=episodes, credit=2.0 * won - episodes),
     )
@@ -312,7 +311,7 @@ async def test_the_shipped_extractor_merges_a_bank(tiny_extractor: Path, tmp_pat
     In most places that hold a lesson twice, one copy must remain.
     """
     entries = [
-        replace(entry(text), uid=f"{place}/{i}", goal=f"Room: the {place}.")
+        replace(entry(text), uid=f"{place}/{i}", place=Place("room", f"Room: the {place}."))
         for place, direction in zip(
             ("jade attic", "red cell", "cold mill", "iron gate"), COMPASS, strict=False
         )
