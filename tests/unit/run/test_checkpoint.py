@@ -162,7 +162,7 @@ async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
     )
     with pytest.raises(
         ConfigError,
-        match=r"run = .*run': has no complete checkpoint\. Wait for the first one",
+        match=r"run = .*run': has no complete checkpoint\. Wait for the first checkpoint",
     ):
         latest_checkpoint(tmp_path / "run" / "checkpoints", print)
     await save(learner, tmp_path / "run" / "checkpoints", 3, tiny_actor)
