@@ -247,8 +247,8 @@ def test_a_run_starts_from_an_adapter(rank: int, run: Path, tmp_path: Path) -> N
         ),
         (
             ["actor.lora.rank=65", "actor.lora.targets=down_proj"],
-            "of down_proj, which is 64 × 192: a larger rank adds parameters and no "
-            "expressiveness. Choose at most 64, or train all weights with actor.lora.rank=0",
+            "of down_proj, which is 64 × 192: a larger rank only adds useless parameters. "
+            "Choose at most 64, or train all weights with actor.lora.rank=0",
         ),
         (["actor.lora.rank=513", "engine.kind=vllm"], "vLLM supports ranks up to 512"),
         (
