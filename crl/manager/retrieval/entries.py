@@ -46,7 +46,7 @@ class Bank:
         self, dim: int, scope: Scope, settings: RetrievalSection, seed: int, *, exact: bool = False
     ) -> None:
         self.entries: dict[str, Entry] = {}  # in the order in which they were last written
-        self._indexes: dict[tuple[str, str, str], Index] = {}
+        self._indexes: dict[Place, Index] = {}
         self._dim, self._scope, self._settings, self._seed = dim, scope, settings, seed
         self._exact = exact
         self._group_choices: dict[tuple[str, int], Hit | None] = {}  # only with per = "group"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from crl.config.method import check_texts
+from crl.config.schema import GOAL_SCOPES
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ LIBRARY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 def check_library(config: RunConfig) -> None:
     """Raise `ConfigError` if the settings would lose failures or not find them."""
     bank, merge_every = config.bank, config.extractor.merge_every
-    by_goal, duplicates = bank.scope in ("goal", "variation"), bank.duplicate_similarity
+    by_goal, duplicates = bank.scope in GOAL_SCOPES, bank.duplicate_similarity
     for key, value, refused, reason in (
         ("bank.frozen", True, bank.frozen, "no failure could be added to the bank"),
         ("bank.scope", bank.scope, by_goal, "failures with other goals would not be found"),

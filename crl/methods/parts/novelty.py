@@ -50,10 +50,10 @@ class _States:
 class StateNovelty:
     """`IntrinsicReward`: coef · Σ 1/n over the states in which an episode acted.
 
-    A memory holds the distinct states of each place. n is the number of visits to the
-    most similar one, in earlier steps and so far in the episode, the current visit included. A
-    state that is similar to none is new, and n is 1. **Ours**: the paper rewards new states and
-    defines n as "the number of similar past states", which is 0 for them.
+    A memory holds the distinct states of each place. n is the number of visits to the most similar
+    one, in earlier steps and so far in the episode, the current visit included. A state that is
+    similar to none is new, and n is 1. **Ours**: the paper rewards new states and defines n as "the
+    number of similar past states", which is 0 for them.
 
     Visits of other episodes of the same step do not count: episodes with the same states get the
     same reward. Their states are added to the memory after the step. Rewards and memory do not
