@@ -46,21 +46,22 @@ def advantage(results: Results, claim: Claim) -> list[float]:
     settings = claim.settings or results.figure.settings
 
     def gain(of: Sequence[str]) -> list[float | None]:
-        return _differences(
+        return differences(
             results.means(claim.metric, of, claim.better),
             results.means(claim.than or claim.metric, of, claim.worse),
         )
 
     gains = gain(settings)
     if claim.minus:
-        gains = _differences(gains, gain(claim.minus))
+        gains = differences(gains, gain(claim.minus))
     sign = -1 if results.figure.lower_is_better else 1
     return [sign * gain for gain in gains if gain is not None]
 
 
-def _differences(
+def differences(
     first: Sequence[float | None], second: Sequence[float | None]
 ) -> list[float | None]:
+    """Return the differences by seed; None where a value is missing."""
     return [None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)]
 
 
@@ -140,8 +141,8 @@ def _table(results: Results) -> list[str]:
                 columns.append(values)
                 label = task if setting == task else f"{setting}: {task}"
                 lines.append(markdown_row(name, label, *map(_cell, values)))
-                differences = [_cell(_differences(values[0], other)) for other in values[1:]]
-                lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *differences))
+                gaps = [_cell(differences(values[0], other)) for other in values[1:]]
+                lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
         lines += _aggregates(figure, name, columns)
     return lines
 

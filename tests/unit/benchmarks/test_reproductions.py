@@ -1,0 +1,74 @@
+"""Runs that were made again: differences of means by hand and by scipy, and the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scipy.stats import ttest_ind
+
+from support.paths import benchmark
+
+figures = benchmark("figures")
+reproductions = benchmark("reproductions")
+
+STORED, AGAIN = (0.5, 0.6, 0.7), (0.9, 0.5, 0.4, 0.8)
+
+
+def test_the_difference_of_two_means_is_that_of_welchs_test() -> None:
+    difference, half = reproductions.welch(AGAIN, STORED)
+    reference = ttest_ind(AGAIN, STORED, equal_var=False).confidence_interval()
+    assert difference == pytest.approx(0.05)
+    assert (difference - half, difference + half) == pytest.approx((reference.low, reference.high))
+
+
+def test_equal_values_differ_by_their_means_exactly() -> None:
+    assert reproductions.welch((0.5, 0.5), (0.25, 0.25)) == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "again", "within", "differs"),
+    [
+        # The interval of the stored values is 0.6 ± 0.248: 4.303 · 0.1 / √3.
+        (STORED, (0.5, 0.6, 0.7), True, False),
+        (STORED, (0.94, 0.95, 0.95), False, True),
+        (STORED, (0.5, 0.9, 1.3), False, False),
+        # A narrow stored interval: the new mean is outside, but itself uncertain.
+        ((0.060, 0.065, 0.070), (-0.1, -0.05, 0.05), False, False),
+    ],
+)
+def test_a_new_mean_may_be_outside_of_the_stored_interval_without_a_difference(
+    stored: Any, again: Any, within: bool, differs: bool
+) -> None:
+    row = reproductions.Row("seen", "room", "static", stored, again)
+    assert (row.within, row.differs) == (within, differs)
+
+
+def results(**rates: tuple[float | None, ...]) -> Any:
+    """Return runs of a figure with two arms, by their success in seen rooms."""
+    arms = [name.replace("_", "-") for name in rates]
+    figure = figures.Figure("", (), ("room",), tuple(arms), (0, 1, 2), ("seen",))
+
+    def run(rate: float | None) -> dict[str, Any]:
+        known = {} if rate is None else {"eval/room/seen/success/free": rate}
+        return {"metrics": [{"kind": "eval", **known}]}
+
+    runs = {("room", arm): [run(r) for r in rates[arm.replace("-", "_")]] for arm in arms}
+    return figures.Results(figure, runs)
+
+
+def test_the_table_has_arms_and_paired_differences() -> None:
+    stored = results(co_evolved=(0.5, 0.6, 0.7), none=(0.4, 0.5, 0.6))
+    again = results(co_evolved=(0.5, 0.6, 0.7), none=(0.9, 0.9, 0.9))
+    found = [*reproductions.rows(stored, again)]
+    assert [row.arm for row in found] == ["co-evolved", "none", "co-evolved − none"]
+    assert found[2].stored == pytest.approx([0.1, 0.1, 0.1])
+    assert found[2].again == pytest.approx([-0.4, -0.3, -0.2])
+    text = reproductions.table(found)
+    assert "| seen | room | none | 0.500 ± 0.248 | 0.900 ± 0.000 | +0.400 ± 0.248 " in text
+    assert "1 of 3 new means are within the stored intervals; 2 of 3 differ" in text
+
+
+def test_metrics_that_an_arm_does_not_have_are_left_out() -> None:
+    stored = results(co_evolved=(0.5, 0.6, 0.7), none=(None, None, None))
+    assert [row.arm for row in reproductions.rows(stored, stored)] == ["co-evolved"]
