@@ -137,13 +137,19 @@ def nll(logp: Tensor, mask: Tensor, weights: Tensor | None = None) -> tuple[Tens
 
 
 class NextTokenLoss:
-    """`crl.protocols.Loss` of supervised training: mean `nll` of the trained tokens."""
+    """`crl.protocols.Loss` of supervised training: `nll` of the trained tokens.
+
+    The loss is −Σ a · logp / `total_tokens` over the tokens of all samples; the advantage a is the
+    weight of a token. The metric `nll` is the weighted mean −Σ a · logp / Σ a.
+    """
 
     def __call__(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, *,
         weights: Tensor, total_tokens: int,
     ) -> tuple[Tensor, LossMetrics]:  # fmt: skip
-        return nll(logp, mask, mask.sum(-1) / total_tokens)
+        loss, metrics = nll(advantage * logp, mask, mask.sum(-1) / total_tokens)
+        mean_weight = _mean(advantage, _unmasked(mask, advantage=advantage))
+        return loss, {**metrics, "nll": metrics["nll"] / mean_weight}
 
 
 def truncated_importance_weights(

@@ -161,7 +161,7 @@ class RolloutSection(Section):
 
 
 class OptimizerSection(Section):
-    """Settings of AdamW. The learning rate is constant after the warm-up."""
+    """Settings of AdamW. The learning rate is constant after the warm-up, unless it decays."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate of AdamW after the warm-up. 0 = the weights never change (a control run)."""
@@ -178,6 +178,11 @@ class OptimizerSection(Section):
     """Number of optimizer updates over which the learning rate rises linearly from 0.
 
     0 = no warm-up.
+    """
+    decay_steps: Natural = 0
+    """Number of optimizer updates, warm-up included, after which the learning rate is 0.
+
+    It falls linearly from its value after the warm-up. Later updates change nothing. 0 = no decay.
     """
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Maximum global L2 norm of the gradient.
@@ -1245,6 +1250,7 @@ class RunConfig(Section):
         _check_learner(self.learner)
         _check_engine(self)
         _check_adapters(self)
+        _check_optimizers(self)
         _check_actor(self.actor)
         self.spec.check(self, self.method_settings)
         if not self.actor.train and not self.distils:
@@ -1433,6 +1439,19 @@ def _check_writer(config: RunConfig) -> None:
             reason,
             f"Lower it, or raise {writer}.max_context_tokens",
         )
+
+
+def _check_optimizers(config: RunConfig) -> None:
+    """Raise `ConfigError` for a learning rate that decays before the end of its warm-up."""
+    for role in ("actor", "extractor"):
+        optimizer = getattr(config, role).optimizer
+        if 0 < optimizer.decay_steps <= optimizer.warmup_steps:
+            raise ConfigError(
+                f"{role}.optimizer.decay_steps",
+                optimizer.decay_steps,
+                f"is not above {role}.optimizer.warmup_steps = {optimizer.warmup_steps}",
+                "Choose a larger number of updates, or 0 for no decay",
+            )
 
 
 def _check_perplexity(config: RunConfig) -> None:

@@ -80,7 +80,8 @@ def adamw(
 ) -> tuple[torch.optim.AdamW, LambdaLR]:  # fmt: skip
     """Return an AdamW optimizer and its schedule.
 
-    The learning rate rises linearly over the first `warmup_steps` updates and is then constant.
+    The learning rate rises linearly over the first `warmup_steps` updates. It is then constant, or
+    falls linearly to 0 until the update `decay_steps`.
     """
     betas = (section.beta1, section.beta2)
     optimizer = torch.optim.AdamW(
@@ -90,8 +91,15 @@ def adamw(
         weight_decay=section.weight_decay,
         **options,
     )
-    warmup = max(section.warmup_steps, 1)
-    return optimizer, LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
+    warmup, end = max(section.warmup_steps, 1), section.decay_steps
+
+    def factor(update: int) -> float:
+        """Return the learning rate of an update relative to that after the warm-up."""
+        rising = (update + 1) / warmup
+        falling = (end - update) / (end - warmup + 1) if end else 1.0
+        return max(0.0, min(1.0, rising, falling))
+
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from crl.config.models import model_profile, resolve_model
-from crl.modeling.loading import load_tokenizer
+from crl.modeling.loading import load_model, load_tokenizer
+from crl.run.halves.sft import minibatch
+from crl.types import TokenTrace, TrainSample
 from support.documented_metrics import undocumented
 from support.whole_runs import crl, episodes, lines, metrics, one_line
 
@@ -102,6 +105,69 @@ def test_a_tenth_of_the_updates_is_the_warm_up(
     first = [min(1.0, (update + 1) / warmup) * 1e-3 for update in range(10)]
     assert rates[0] == pytest.approx(sum(first) / 10)
     assert rates[1:] == pytest.approx([1e-3] * 3)
+
+
+def test_the_learning_rate_may_decay(tmp_path: Path) -> None:
+    file, run = tmp_path / "talks.jsonl", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 20, "utf-8")
+    options = (
+        "sft", "--from", file, "--tasks", "room", "--held-out", 0, "--epochs", 1,
+        "--batch-tokens", 1, "--learning-rate", 1e-3, "--decay", "--run-dir", run,
+    )  # fmt: skip
+    result = crl(*options)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert "at most 20 updates; warm-up of 2; learning rate 0.001, falling to 0" in result.stdout
+    rates = [line["sft/learning_rate"] for line in metrics(run, "sft")]
+    each = [5e-4, 1e-3, *(1e-3 * (20 - update) / 19 for update in range(2, 20))]
+    assert rates == pytest.approx([sum(each[:10]) / 10, sum(each[10:]) / 10])
+    shutil.rmtree(run)
+    error = one_line(crl(*options, "--set", "actor.optimizer.warmup_steps=20"))
+    assert "actor.optimizer.warmup_steps = 20: leaves no update for --decay" in error
+
+
+def test_the_other_tokens_may_have_a_weight() -> None:
+    """Check that the losses of both kinds of tokens are means, and the first token has none."""
+    traces = [
+        TokenTrace(ids=(5,) * len(mask), mask=mask, logprobs=(0.0,) * len(mask),
+                   versions=(-1,) * len(mask))
+        for mask in ((0, 0, 1, 1), (0, 1))
+    ]  # fmt: skip
+    batch = minibatch(traces, 0.5)
+    assert batch.total_tokens == 3, "the demonstrator's tokens"
+    assert [sample.trace.mask for sample in batch.samples] == [(0, 1, 1, 1), (0, 1)]
+    # One other token is predicted. Its weight is 0.5 · 3 / 1.
+    assert batch.samples[0].advantage == (1.5, 1.5, 1.0, 1.0)
+    assert minibatch(traces, 0.0).samples[0] == TrainSample(traces[0], 1.0, 1.0)
+
+
+def test_a_model_learns_the_other_tokens_too(tmp_path: Path) -> None:
+    """Check that the loss on a prompt falls only if it has a weight."""
+    file = tmp_path / "talks.jsonl"
+    file.write_text(f"{TALK}\n" * 40, "utf-8")
+    falls = []
+    for weight in (0, 1):
+        run = tmp_path / str(weight)
+        result = crl(
+            "sft", "--from", file, "--tasks", "room", "--held-out", 0, "--epochs", 2,
+            "--learning-rate", 1e-3, "--batch-tokens", 50, "--context-weight", weight,
+            "--run-dir", run,
+        )  # fmt: skip
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        first, *_, last = (
+            prompt_loss(path) for path in (resolve_model("tiny-actor"), run / "actor")
+        )
+        falls.append(first - last)
+    assert falls[1] > falls[0] + 0.5
+
+
+def prompt_loss(model: Path) -> float:
+    """Return the mean loss of a model on the prompt of `TALK`, in nats per token."""
+    loaded, tokenizer = load_model(model, torch.device("cpu")), load_tokenizer(model)
+    ids = torch.tensor(
+        [tokenizer.apply_chat_template([{"role": "user", "content": "a"}]).input_ids]
+    )
+    with torch.no_grad():
+        return float(loaded(ids, labels=ids).loss)
 
 
 def test_the_optimizer_of_a_preset_file_is_used(tmp_path: Path) -> None:

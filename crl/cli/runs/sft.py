@@ -146,6 +146,18 @@ Patience = Annotated[
         metavar="N", min=1, help="Epochs without a lower held-out loss after which it ends."
     ),
 ]
+Decay = Annotated[
+    bool,
+    typer.Option("--decay", help="Let the learning rate fall linearly to 0 until the last update."),
+]
+ContextWeight = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        min=0,
+        help="Weight of the loss on all other tokens, beside that on the demonstrator's tokens.",
+    ),
+]
 Lost = Annotated[bool, typer.Option("--lost", help="Train on lost episodes too.")]
 
 
@@ -163,6 +175,8 @@ def sft(
     learning_rate: LearningRate = None,
     held_out: HeldOut = 0.1,
     patience: Patience = 1,
+    decay: Decay = False,
+    context_weight: ContextWeight = 0.0,
     lost: Lost = False,
     seed: Seed = None,
     run_dir: NewRun = None,
@@ -204,7 +218,14 @@ def sft(
         halves.Source(source, _files(source, kind), lost, drills),
         run_dir or new_folder("sft"),
         halves.SftSettings(
-            role, epochs, batch_tokens, held_out, patience, _warmup(config, role, own)
+            role,
+            epochs,
+            batch_tokens,
+            held_out,
+            patience,
+            _warmup(config, role, own),
+            decay,
+            context_weight,
         ),
     )
 

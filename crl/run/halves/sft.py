@@ -36,7 +36,15 @@ from crl.run.sync import sync_weights
 from crl.seeds import generator
 from crl.tiny.drills import demonstrations, drills_of
 from crl.tiny.drills.drill import Part
-from crl.types import Minibatch, RoleName, StepStats, TokenTrace, TrainSample, Trajectory
+from crl.types import (
+    CURRENT_POLICY,
+    Minibatch,
+    RoleName,
+    StepStats,
+    TokenTrace,
+    TrainSample,
+    Trajectory,
+)
 from crl.wording import counted
 
 LOG_EVERY = 10
@@ -62,6 +70,10 @@ class SftSettings:
     """Number of epochs without a better held-out loss after which the training ends."""
     warmup: int | None = None
     """Number of updates over which the learning rate rises; None = a tenth of all updates."""
+    decay: bool = False
+    """True if the learning rate falls linearly to 0 over all updates after the warm-up."""
+    context_weight: float = 0.0
+    """Weight of the mean loss of the other tokens beside that of the demonstrator's tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Source:
     lost: bool = False
     """True if lost episodes are demonstrations too."""
     drills: int = 0
-    """Number of drills; 0 for other sources."""
+    """Number of demonstrations from the drills that the settings need; 0 for other sources."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +242,8 @@ async def _fine_tune(
         f"tokens; {counted(len(held_out), 'demonstration')} held out"
     )
     # All epochs now, because the warm-up depends on the number of updates.
-    epochs = [
-        list(_minibatches(samples, settings.batch_tokens, draws)) for _ in range(settings.epochs)
-    ]
-    config = _with_warmup(config, settings, sum(map(len, epochs)), monitor)
+    epochs = [list(_minibatches(samples, settings, draws)) for _ in range(settings.epochs)]
+    config = _with_schedule(config, settings, sum(map(len, epochs)), monitor)
     role = replace(role, section=getattr(config, role.name))
     gpus = assigned_gpus(config, only=settings.role)
     learner = await open_role_learner(config, gpus, role, NextTokenLoss(), stack)
@@ -261,19 +271,28 @@ async def _fine_tune(
     return result
 
 
-def _with_warmup(
+def _with_schedule(
     config: RunConfig, settings: SftSettings, updates: int, monitor: Monitor
 ) -> RunConfig:
-    """Return the config with the warm-up of a training of at most `updates` updates."""
+    """Return the config with the learning rates of a training of at most `updates` updates.
+
+    Raise `ConfigError` if the warm-up leaves no update for the decay.
+    """
     warmup = settings.warmup
     if warmup is None:
         warmup = round(WARMUP_SHARE * updates)
+    elif settings.decay and warmup >= updates:
+        reason = f"leaves no update for --decay: there are at most {updates}"
+        remedy = "Choose a smaller number, or leave out --decay"
+        raise ConfigError(f"{settings.role}.optimizer.warmup_steps", warmup, reason, remedy)
     section = getattr(config, settings.role)
     monitor.note(
         f"at most {counted(updates, 'update')}; warm-up of {warmup}; "
         f"learning rate {section.optimizer.learning_rate:g}"
+        + (", falling to 0" if settings.decay else "")
     )
-    optimizer = section.optimizer.model_copy(update={"warmup_steps": warmup})
+    schedule = {"warmup_steps": warmup} | ({"decay_steps": updates} if settings.decay else {})
+    optimizer = section.optimizer.model_copy(update=schedule)
     return config.model_copy(
         update={settings.role: section.model_copy(update={"optimizer": optimizer})}
     )
@@ -377,19 +396,39 @@ def _split(
 
 
 def _minibatches(
-    samples: Sequence[TokenTrace], budget: int, draws: random.Random
+    samples: Sequence[TokenTrace], settings: SftSettings, draws: random.Random
 ) -> Iterator[Minibatch]:
     """Yield the minibatches of an epoch, in random order and with random samples."""
     order = draws.sample(range(len(samples)), len(samples))
     # Random offsets mix samples of neighbouring lengths.
     lengths = [len(samples[i].ids) + draws.randrange(16) for i in order]
-    batches = micro_batches(lengths, budget)
+    batches = micro_batches(lengths, settings.batch_tokens)
     for batch in draws.sample(batches, len(batches)):
-        traces = [samples[order[i]] for i in batch]
-        yield Minibatch(
-            tuple(TrainSample(trace, 0.0, 1.0) for trace in traces),
-            sum(sum(trace.mask) for trace in traces),
-        )
+        yield minibatch([samples[order[i]] for i in batch], settings.context_weight)
+
+
+def minibatch(traces: Sequence[TokenTrace], context_weight: float) -> Minibatch:
+    """Return demonstrations as a minibatch for `NextTokenLoss`.
+
+    Its loss is the mean over the demonstrator's tokens plus `context_weight` times the mean over
+    the other tokens, except the first of each sample, which nothing predicts.
+    """
+    total = sum(sum(trace.mask) for trace in traces)
+    if not context_weight:
+        return Minibatch(tuple(TrainSample(trace, 1.0, 1.0) for trace in traces), total)
+    others = sum(len(trace.ids) - 1 - sum(trace.mask[1:]) for trace in traces)
+    weight = context_weight * total / max(others, 1)
+    return Minibatch(tuple(_with_context(trace, weight) for trace in traces), total)
+
+
+def _with_context(trace: TokenTrace, weight: float) -> TrainSample:
+    """Return a sample of all tokens, in which those of the context have the given weight."""
+    n = len(trace.ids)
+    return TrainSample(
+        TokenTrace(trace.ids, (0,) + (1,) * (n - 1), (0.0,) * n, (CURRENT_POLICY,) * n),
+        tuple(1.0 if sampled else weight for sampled in trace.mask),
+        1.0,
+    )
 
 
 async def _held_out_loss(engine: Engine | None, held_out: Sequence[Demonstrated]) -> float | None:

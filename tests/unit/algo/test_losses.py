@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crl.algo import cispo, clipped_surrogate, nll, truncated_importance_weights
+from crl.algo.losses import NextTokenLoss
 
 INF, NAN = float("inf"), float("nan")
 METRICS = {"ratio_mean", "ratio_max", "clip_fraction", "approx_kl", "masked_fraction"}
@@ -256,6 +257,19 @@ def test_nll_is_the_weighted_mean_of_sequence_means():
     assert metrics["masked_fraction"].item() == pytest.approx(0.25)
     # weights 0.1 and 0.2: 0.1 · 2 + 0.2 · 5 = 1.2
     assert nll(logp, mask, torch.tensor([0.1, 0.2]))[0].item() == pytest.approx(1.2)
+
+
+def test_the_loss_of_supervised_training_weighs_tokens():
+    # −(1 · −1 + 0.5 · −3 + 1 · −5) / 4 = 7.5 / 4; mean weighted by 1, 0.5, 1: 7.5 / 2.5 = 3
+    logp = leaf([[-1.0, -3.0], [INF, -5.0]])
+    weights = torch.tensor([[1.0, 0.5], [7.0, 1.0]])
+    loss, metrics = NextTokenLoss()(
+        logp, logp.detach(), weights, torch.tensor([[1, 1], [0, 1]]),
+        weights=torch.ones(2), total_tokens=4,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(1.875)
+    assert gradient(loss, logp) == [[-0.25, -0.125], [0.0, -0.25]]
+    assert metrics["nll"].item() == pytest.approx(3.0)
 
 
 def test_importance_weights_are_truncated_masked_and_detached():

@@ -614,6 +614,13 @@ def test_settings_that_contradict_each_other(model: Path):
         resolved(model, "actor.importance_cap=2.0", "actor.old_logp=recompute").actor.importance_cap
         == 2.0
     )
+    decay = "extractor.optimizer.decay_steps=8"
+    text = config_error(model, decay, "extractor.optimizer.warmup_steps=8")
+    assert text.startswith(
+        "extractor.optimizer.decay_steps = 8: is not above extractor.optimizer.warmup_steps = 8"
+    )
+    valid = resolved(model, decay, "extractor.optimizer.warmup_steps=7")
+    assert valid.extractor.optimizer.decay_steps == 8
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────

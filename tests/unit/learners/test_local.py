@@ -766,6 +766,20 @@ async def test_the_warmup_is_linear_and_the_applied_rate_is_reported() -> None:
     assert reported == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
 
 
+async def test_the_learning_rate_falls_linearly_to_zero() -> None:
+    """Check a warm-up of 2 updates, a decay over the 4 others, and that nothing changes later."""
+    model = qwen2()
+    reported = []
+    async with learning(model, learning_rate=1e-4, warmup_steps=2, decay_steps=6) as learner:
+        for seed in range(6):
+            reported.append((await learner.step([minibatch(model, seed)])).metrics["learning_rate"])
+        before = checksum(named_weights(model))
+        stats = await learner.step([minibatch(model)])
+    assert reported == pytest.approx([0.5e-4, 1e-4, 0.8e-4, 0.6e-4, 0.4e-4, 0.2e-4])
+    assert (stats.updates, stats.metrics["learning_rate"]) == (1, 0.0)
+    assert checksum(named_weights(model)) == before
+
+
 async def test_weights_without_a_gradient_decay() -> None:
     model = qwen2()
     # A token that does not occur in the batch.
