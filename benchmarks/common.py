@@ -81,9 +81,12 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the working tree, or None for a copy without history."""
+    """Return the commit of the working tree, or None for a copy without history.
+
+    It ends in -dirty if tracked files differ from the commit.
+    """
     result = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
         capture_output=True,
         text=True,
         check=False,

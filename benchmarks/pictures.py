@@ -1,6 +1,6 @@
 """Pictures of the figures of `coevolution.py`, drawn from stored runs. Needs matplotlib.
 
-A picture has a row for each task. Each metric of the figure has a column:
+A picture has a row of panels for each task, or several rows if it has many metrics:
 
 * Training metrics are curves over the steps, and over the costs `against` if there are any. Thin
   lines are seeds, thick lines are means over seeds. Values are means of `WINDOW` steps.
@@ -13,7 +13,6 @@ Equal runs give equal files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,8 +24,17 @@ from crl.intervals import Mean
 WINDOW = 5
 """Number of steps of one point of a curve."""
 
-COLOURS = ("#D55E00", "#0072B2", "#555555", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Colours of the arms: the palette of Okabe and Ito, which is safe for colour-blind readers."""
+COLOURS = (
+    "#D55E00", "#0072B2", "#555555", "#CC79A7", "#009E73", "#E69F00", "#56B4E9", "#000000",
+    "#F0E442",
+)  # fmt: skip
+"""Palette of Okabe and Ito, which is safe for colour-blind readers, and grey."""
+
+FREQUENT_ARMS = ("co-evolved", "none", "static", "experience only")
+"""Arms of several figures. They have the first colours, and the other arms have the rest."""
+
+MAX_COLUMNS = 4
+"""Maximum number of panels side by side."""
 
 STEP = "actor step"
 EARLY = "early training"
@@ -52,23 +60,33 @@ def draw(results: Results, path: Path) -> None:
         if name != EARLY
         for against in ((STEP, *figure.against) if is_curve(name) else (STEP,))
     ]
-    size = (3.4 * len(columns), 2.6 * len(rows) + 0.6)
+    width = min(len(columns), MAX_COLUMNS)
+    height = -(-len(columns) // width)
+    """Rows of panels of one task."""
+    size = (3.4 * width, 2.6 * len(rows) * height + 0.6)
+    colours = arm_colours(figure.arms)
     with matplotlib.rc_context({"svg.hashsalt": "crl", "font.size": 9}):
         picture, axes = pyplot.subplots(
-            len(rows), len(columns), figsize=size, squeeze=False, layout="constrained"
+            len(rows) * height, width, figsize=size, squeeze=False, layout="constrained"
         )
-        for panels, (setting, task) in zip(axes, rows, strict=True):
-            for panel, (name, against) in zip(panels, columns, strict=True):
-                draw_panel(panel, name, against, curves_of(results, setting), task)
+        for panels, (setting, task) in zip(axes.reshape(len(rows), -1), rows, strict=True):
+            for panel, (name, against) in zip(panels, columns, strict=False):
+                draw_panel(panel, name, against, curves_of(results, setting), task, colours)
+            for panel in panels[len(columns) :]:
+                panel.set_visible(False)
             panels[0].set_ylabel(task if setting == task else f"{setting}: {task}")
-        handles = [
-            Line2D([], [], color=colour, label=arm)
-            for arm, colour in zip(figure.arms, cycle(COLOURS))
-        ]
+        handles = [Line2D([], [], color=colours[arm], label=arm) for arm in figure.arms]
         picture.legend(handles=handles, loc="outside lower center", ncols=4)
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
         pyplot.close(picture)
+
+
+def arm_colours(arms: Sequence[str]) -> Mapping[str, str]:
+    """Return the colours of the arms of a figure."""
+    fixed: dict[str, str] = dict(zip(FREQUENT_ARMS, COLOURS, strict=False))
+    others = iter(COLOURS[len(FREQUENT_ARMS) :])
+    return {arm: fixed.get(arm) or next(others) for arm in arms}
 
 
 def curves_of(results: Results, setting: str) -> Curves:
@@ -83,9 +101,12 @@ def is_curve(name: str) -> bool:
     return isinstance(METRICS[name], TrainingMetric)
 
 
-def draw_panel(panel: Any, name: str, against: str, curves: Curves, task: str) -> None:
+def draw_panel(
+    panel: Any, name: str, against: str, curves: Curves, task: str, colours: Mapping[str, str]
+) -> None:
     """Draw one metric of one task. `panel`: axes of matplotlib."""
-    for place, (seeds, colour) in enumerate(zip(curves.values(), cycle(COLOURS))):
+    for place, (arm, seeds) in enumerate(curves.items()):
+        colour = colours[arm]
         if is_curve(name):
             draw_curves(panel, [points(lines, name, against, task) for lines in seeds], colour)
         else:

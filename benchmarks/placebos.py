@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from crl.config.schema import RunConfig
     from crl.protocols import Method
 
-FILLING_WORD = "well"
+FILLING_WORD = "the"
+"""Word without meaning that is one token of the bundled models, as most words of lessons are."""
 MAX_ACTIONS = 8
 """Number of actions of a trajectory that are shown."""
 

@@ -45,15 +45,17 @@ def advantage(results: Results, claim: Claim) -> list[float]:
     """Return by how much the claimed arm is better, for each seed where this is known."""
     settings = claim.settings or results.figure.settings
 
-    def gain(of: Sequence[str]) -> list[float | None]:
+    def gain(of: Sequence[str], metric: str = "") -> list[float | None]:
         return differences(
-            results.means(claim.metric, of, claim.better),
-            results.means(claim.than or claim.metric, of, claim.worse),
+            results.means(metric or claim.metric, of, claim.better),
+            results.means(metric or claim.than or claim.metric, of, claim.worse),
         )
 
     gains = gain(settings)
     if claim.minus:
         gains = differences(gains, gain(claim.minus))
+    if claim.minus_metric:
+        gains = differences(gains, gain(settings, claim.minus_metric))
     sign = -1 if results.figure.lower_is_better else 1
     return [sign * gain for gain in gains if gain is not None]
 
@@ -94,6 +96,7 @@ def section(name: str, results: Results) -> str:
             f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all ({processors}):",
             "",
             "```sh",
+            *sorted({command for arm in figure.arms if (command := ARMS[arm].made_by)}),
             f"python benchmarks/coevolution.py --figure {name} --jobs 2 --results build/again",
             "```",
             "",
@@ -120,8 +123,11 @@ def _claim_line(results: Results, claim: Claim) -> str:
 def _inequality(claim: Claim, sign: str) -> str:
     if claim.minus:
         settings = (", ".join(names) for names in (claim.settings, claim.minus))
-        difference = f"{claim.metric} of {claim.better} − that of {claim.worse}"
-        return f"{difference}, {f' {sign} '.join(settings)}"
+        gain = f"gain of {claim.better} over {claim.worse} in {claim.metric}"
+        return f"{gain}: {f' {sign} '.join(settings)}"
+    if claim.minus_metric:
+        gain = f"gain of {claim.better} over {claim.worse}"
+        return f"{gain}: {claim.metric} {sign} {claim.minus_metric}"
     where = f" ({', '.join(claim.settings)})" if claim.settings else ""
     other = claim.than or "that"
     return f"{claim.metric} of {claim.better} {sign} {other} of {claim.worse}{where}"
@@ -141,6 +147,10 @@ def _table(results: Results) -> list[str]:
                 columns.append(values)
                 label = task if setting == task else f"{setting}: {task}"
                 lines.append(markdown_row(name, label, *map(_cell, values)))
+                halves = [results.place_half_widths(name, setting, a, task) for a in figure.arms]
+                if any(halves):
+                    cells = (f"± {fmean(half):.3f}" if half else "–" for half in halves)
+                    lines.append(markdown_row("", "over places", *cells))
                 gaps = [_cell(differences(values[0], other)) for other in values[1:]]
                 lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
         lines += _aggregates(figure, name, columns)

@@ -318,13 +318,13 @@ def placebo(kind: type) -> ChatContext:
 def test_a_filler_has_the_length_of_the_lesson() -> None:
     assert (
         shown(placebo(placebos.Filler), task("a"), "from the start go east.")
-        == "well " * 4 + "well"
+        == "the the the the the"
     )
 
 
 def test_shuffled_lessons_are_of_other_places_in_training() -> None:
     context = placebo(placebos.Shuffled)
-    assert shown(context, task("a"), "go east") == "well well", "no other place is known"
+    assert shown(context, task("a"), "go east") == "the the", "no other place is known"
     assert shown(context, task("z", "unseen"), "go up") == "go east"
     assert shown(context, task("b"), "go west") == "go east"
     assert {shown(context, task("a"), f"go {n}") for n in range(9)} == {"go west"}
@@ -345,7 +345,7 @@ def test_the_best_trajectory_is_shown() -> None:
         )  # fmt: skip
         assert shaper.shape(trajectory) == {"outcome": reward}
 
-    assert shown(context, task("a"), "one two") == "well well"
+    assert shown(context, task("a"), "one two") == "the the"
     play(task("a"), 0.0, "north")
     assert shown(context, task("a"), "x") == "north"
     play(task("a"), 1.0, "east", "east", "south")
