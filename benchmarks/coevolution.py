@@ -107,13 +107,20 @@ class Sweep:
     def __init__(self, results: Path, folder: Path, *, quick: bool) -> None:
         self._results, self._folder, self._quick = results, folder, quick
 
+    def is_stored(self, run: Run) -> bool:
+        """Return whether a run is finished."""
+        return self._file(run).exists()
+
     def stored(self, run: Run) -> StoredRun | None:
-        """Return a finished run, or None."""
-        path = self._results / run.path.with_suffix(".json.xz")
-        if not path.exists():
+        """Return a finished run, or None. This takes a while."""
+        if not self.is_stored(run):
             return None
-        with lzma.open(path, "rt", encoding="utf-8") as file:
+        with lzma.open(self._file(run), "rt", encoding="utf-8") as file:
             return json.load(file)
+
+    def _file(self, run: Run) -> Path:
+        """Return the path of the stored run."""
+        return self._results / run.path.with_suffix(".json.xz")
 
     def results(self, figure: Figure, seeds: Sequence[int]) -> Results:
         """Return the stored runs of a figure. Raise `KeyError` if one is missing."""
@@ -150,7 +157,7 @@ class Sweep:
         with ThreadPoolExecutor(jobs) as pool:
             # A source is submitted before the runs that wait for it, so it is never behind them.
             for run in sorted(runs, key=lambda run: run.seed):
-                if run in made or self.stored(run) is not None:
+                if run in made or self.is_stored(run):
                     continue
                 source = source_of(run)
                 if source and source not in made and self._is_unfinished(source):
@@ -173,7 +180,7 @@ class Sweep:
         ]
         if not any("/success/alone" in name for name in metrics[-1]):
             metrics[-1] |= self._online_set(run)
-        if self.stored(run) is None:
+        if not self.is_stored(run):
             self._store(
                 run,
                 {
@@ -235,7 +242,7 @@ class Sweep:
         return [word for text in given for word in ("--set", text)]
 
     def _store(self, run: Run, result: StoredRun) -> None:
-        path = self._results / run.path.with_suffix(".json.xz")
+        path = self._file(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".part")
         with lzma.open(temporary, "wt", encoding="utf-8") as file:
@@ -283,7 +290,7 @@ def main() -> None:
         complete = {
             name: sweep.results(figure, figure.seeds)
             for name, figure in FIGURES.items()
-            if all(sweep.stored(run) for run in runs_of(figure, figure.seeds))
+            if all(sweep.is_stored(run) for run in runs_of(figure, figure.seeds))
         }
         document(complete, ROOT / "docs")
 

@@ -127,8 +127,8 @@ ARMS: Mapping[str, Arm] = {
     "shared bank": Arm("All tasks share one bank.", ("bank.scope=shared",)),
     "gigpo": Arm("GiGPO.", ("method=gigpo",)),
     "role agent": Arm(
-        "Role-Agent; the extractor writes, because the bundled actor was not trained to. This actor "
-        "predicts no states either, so the arm is GiGPO with replay of failed tasks.",
+        "Role-Agent; the extractor writes, because the bundled actor was not trained to. This "
+        "actor predicts no states either, so the arm is GiGPO with replay of failed tasks.",
         ("method=role_agent", "role_agent.writer=extractor"),
     ),
     "empo2": Arm(
