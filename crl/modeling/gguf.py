@@ -213,17 +213,19 @@ def _unread(file: Path, model: Any) -> set[str]:
     positions. Transformers reads neither this tensor nor the settings that it was computed from
     (rope_scaling), so it is refused like the others: attention would differ at all positions.
     """
-    from gguf import GGUFReader
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-        read_field,
-    )
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     reader = GGUFReader(file)
-    architecture = read_field(reader, "general.architecture")[0]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)()
-    # GPT-2's processor loads output.weight without the map.
-    read = {*get_gguf_hf_weights_map(model, processor), "output.weight"}
+    architecture = reader.fields["general.architecture"].contents()
+    (number,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, model.config.num_hidden_layers)
+    read = set()
+    for name in model.state_dict():
+        stem, dot, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            stem, dot, kind = name, "", ""
+        parts = stem.split(".")
+        # Transformers also loads files of a part of a model, such as BloomModel.
+        found = (names.get_name(".".join(parts[begin:])) for begin in range(len(parts)))
+        read |= {f"{found_name}{dot}{kind}" for found_name in found if found_name}
     return {tensor.name for tensor in reader.tensors} - read
