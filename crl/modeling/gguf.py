@@ -202,7 +202,7 @@ def _require_none(file: Path, problem: str, names: Collection[str]) -> None:
     if names:
         shown = ", ".join(sorted(names)[:MAX_NAMED]) + ", …" * (len(names) > MAX_NAMED)
         reason = f"the GGUF file {problem}: {shown} ({len(names)} in total)"
-        remedy = "Give a complete GGUF file of another model, or a directory in Hugging Face format"
+        remedy = "Give another GGUF file, or a directory in Hugging Face format"
         raise ConfigError("model", str(file), reason, remedy)
 
 
