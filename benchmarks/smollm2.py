@@ -1,7 +1,10 @@
 """Learning of SmolLM2-135M-Instruct in rooms, from demonstrations to RL.
 
     crl models get smollm2
-    python benchmarks/smollm2.py --arm grpo frozen complementary
+    python benchmarks/smollm2.py --arm grpo frozen complementary --set learner.precision=bfloat16
+
+The option --set, which may be repeated, changes a setting of the supervised starts and of the runs.
+The stored runs have bfloat16, which is fast on CPUs with AMX only. The default is float32.
 
 Every run starts from its own supervised start (`crl sft --from drills`, with the seed of the run)
 and has the settings of the preset smollm2:
@@ -11,8 +14,9 @@ and has the settings of the preset smollm2:
 * complementary: with a bank and a trained extractor, which starts from demonstrations too.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
-are not repeated. Interrupted ones are resumed. The output is Markdown: the evaluations before the
-first and after the last step, and means over the first and the last steps of the training.
+are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
+evaluations before the first and after the last step, and means over the first and the last steps of
+the training.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -55,22 +60,27 @@ ARMS: Mapping[str, Sequence[str]] = {
 """Options of each arm besides those of all runs."""
 
 
-def start(role: str, seed: int, folder: Path) -> Path:
-    """Return the model of the supervised start of a role. Train it if it does not exist."""
+def start(role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
+    """Return the model of the supervised start of a role. Train it if it does not exist.
+
+    `sets` are the options --set. The remains of an interrupted training are removed.
+    """
     run = folder / f"start-{role}-{seed}"
     model = run / role
     if not (model / "config.json").exists():
+        shutil.rmtree(run, ignore_errors=True)
         command = ["crl", "sft", *START, "--role", role, "--seed", str(seed), "--run-dir", str(run)]
+        command += sets
         print(" ".join(command), file=sys.stderr)
         subprocess.run([sys.executable, "-m", *command], check=True)
     return model
 
 
-def make(arm: str, seed: int, folder: Path) -> None:
-    """Train one run and store it."""
+def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
+    """Train one run and store it. `sets` are the options --set."""
     roles = ("actor", "extractor") if arm == "complementary" else ("actor",)
-    models = [f"{role}.model={start(role, seed, folder)}" for role in roles]
-    options = [*COMMON, *ARMS[arm], "--seed", str(seed)]
+    models = [f"{role}.model={start(role, seed, folder, sets)}" for role in roles]
+    options = [*COMMON, *ARMS[arm], *sets, "--seed", str(seed)]
     options += [word for text in models for word in ("--set", text)]
     run = folder / f"{arm}-{seed}"
     metrics = train_run(options, run)
@@ -165,11 +175,13 @@ def main() -> None:
     parser.add_argument("--arm", nargs="*", choices=[*ARMS], default=["grpo"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[*SEEDS])
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "smollm2")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     arguments = parser.parse_args()
+    sets = [word for text in arguments.sets for word in ("--set", text)]
     for seed in arguments.seeds:
         for arm in arguments.arm:
             if stored(arm, seed) is None:
-                make(arm, seed, arguments.folder.resolve())
+                make(arm, seed, arguments.folder.resolve(), sets)
     print(table(arguments.arm, arguments.seeds))
 
 

@@ -134,11 +134,14 @@ class Learner(Protocol):
 
     async def step(self, minibatches: Sequence[Minibatch]) -> StepStats: ...
     async def publish(self) -> PublishHandle: ...
-    async def prepare_save(self, directory: Path) -> Callable[[], None]:
+    async def prepare_save(
+        self, directory: Path, *, optimizer: bool = True
+    ) -> Callable[[], None]:  # fmt: skip
         """Copy the model and the optimizer as they are now. Return a function that writes them.
 
         The function writes the model in Hugging Face format and the optimizer state to `directory`.
-        It may be called in any thread, also while the next steps are being trained.
+        It may be called in any thread, also while the next steps are being trained. If `optimizer`
+        is false, only the model is copied and written.
         """
         ...
 

@@ -99,13 +99,14 @@ class LearnerBackend(ABC):
     @abstractmethod
     def memory(
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
-        adapter: int = 0,
+        adapter: int = 0, merged: bool = True,
     ) -> Memory:  # fmt: skip
         """Return the memory of one rank.
 
         `tokens` is the size of a micro-batch; it must cover the longest sequence. With `reference`
         a whole frozen copy of the model is included, for the KL term. `adapter` is the number of
-        parameters of the adapter that is trained; 0 = all weights are trained.
+        parameters of the adapter that is trained; 0 = all weights are trained. `merged` is true if
+        the base model with the adapter merged is published, and false if the adapter alone is.
         """
 
     def host_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
@@ -136,7 +137,7 @@ class LearnerBackend(ABC):
     @abstractmethod
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool, adapter: int = 0,
+        reference: bool, adapter: int = 0, merged: bool = True,
     ) -> GpuRequest:  # fmt: skip
         """Return the GPUs and the memory of one model's learner; see `memory`."""
 
@@ -179,7 +180,7 @@ class LocalBackend(LearnerBackend):
 
     def memory(
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
-        adapter: int = 0,
+        adapter: int = 0, merged: bool = True,
     ) -> Memory:  # fmt: skip
         """See `LearnerBackend.memory`. The learner publishes a copy of the weights.
 
@@ -188,6 +189,7 @@ class LocalBackend(LearnerBackend):
         n, element_bytes = shape.parameters, dtype_bytes(shape, section)
         trained, trained_bytes = (adapter, 4) if adapter else (n, element_bytes)
         copies = 1 + (reference and not adapter)
+        published = adapter if adapter and not merged else n
         return Memory(
             weights=n * element_bytes * copies + 4.0 * adapter,
             gradients=trained * 4.0,
@@ -195,7 +197,7 @@ class LocalBackend(LearnerBackend):
             activations=training_bytes(
                 shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
             ),
-            other=PROCESS_BYTES + n * element_bytes,
+            other=PROCESS_BYTES + published * element_bytes,
         )
 
     def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
@@ -207,14 +209,16 @@ class LocalBackend(LearnerBackend):
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool, adapter: int = 0,
+        reference: bool, adapter: int = 0, merged: bool = True,
     ) -> GpuRequest:  # fmt: skip
         states = gib_text(self.state_bytes(section, shape, adapter))
         description = (
             f"{size_text(shape)}{_adapter_text(adapter)}, in this process: {states} GiB of states; "
             f"{tokens:,} tokens at a time"
         )
-        memory = self.memory(section, shape, tokens, reference=reference, adapter=adapter)
+        memory = self.memory(
+            section, shape, tokens, reference=reference, adapter=adapter, merged=merged
+        )
         return GpuRequest(role, 1, memory, description, first_gpu=True)
 
     def describe(self, section: LearnerSection) -> str:
@@ -276,7 +280,7 @@ class DeepSpeedBackend(LearnerBackend):
 
     def memory(
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
-        adapter: int = 0,
+        adapter: int = 0, merged: bool = True,
     ) -> Memory:  # fmt: skip
         """See `LearnerBackend.memory`.
 
@@ -335,7 +339,7 @@ class DeepSpeedBackend(LearnerBackend):
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool, adapter: int = 0,
+        reference: bool, adapter: int = 0, merged: bool = True,
     ) -> GpuRequest:  # fmt: skip
         host_bytes = self.host_bytes(section, shape, adapter)
         offloaded = f", {gib_text(host_bytes)} of them in host memory" if host_bytes else ""
@@ -348,7 +352,9 @@ class DeepSpeedBackend(LearnerBackend):
         return GpuRequest(
             role,
             section.ranks,
-            self.memory(section, shape, tokens, reference=reference, adapter=adapter),
+            self.memory(
+                section, shape, tokens, reference=reference, adapter=adapter, merged=merged
+            ),
             description,
             key="learner.ranks",
             host_bytes=host_bytes,

@@ -198,7 +198,9 @@ class DeepSpeedLearner:
         """Write the model in Hugging Face format and the optimizer state to `directory`."""
         await asyncio.to_thread(await self.prepare_save(directory))
 
-    async def prepare_save(self, directory: Path) -> Callable[[], None]:
+    async def prepare_save(
+        self, directory: Path, *, optimizer: bool = True
+    ) -> Callable[[], None]:  # fmt: skip
         """Copy everything to the host memory of rank 0, which then writes the files.
 
         The returned function waits for the end of the writing. See `crl.protocols.Learner`.
@@ -208,7 +210,7 @@ class DeepSpeedLearner:
             await asyncio.wait({waiting})  # two copies are never in memory
             waiting.exception()  # the caller of the write has it; here it has no effect
         written = self._ranks[0].written = Future()
-        await self._shielded(self._command("save", directory))
+        await self._shielded(self._command("save", directory, optimizer))
         return written.result
 
     async def load(self, directory: Path) -> None:

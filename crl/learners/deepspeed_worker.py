@@ -478,15 +478,15 @@ class Rank:
             self._weights(), self._nccl_group, src=0, post_iter_func=lambda named: named[1]
         )
 
-    def save(self, directory: Path) -> None:
-        """Copy the model and the optimizer state to the host memory of rank 0.
+    def save(self, directory: Path, with_optimizer: bool) -> None:
+        """Copy the model, and the optimizer state if wanted, to the host memory of rank 0.
 
         A thread of rank 0 writes the copies to `directory` while the next commands run. It sends
         the message "written" at its end. The optimizer state is stored as whole tensors that do not
         depend on the number of ranks.
         """
         weights = dict(self._copies(self._adapter_masters() if self._adapter else self._weights()))
-        optimizer = dict(self._copies(self._optimizer_tensors()))
+        optimizer = dict(self._copies(self._optimizer_tensors())) if with_optimizer else None
         if not self._is_rank0:
             return
         if not self._adapter:
@@ -513,7 +513,7 @@ class Rank:
         self,
         directory: Path,
         weights: dict[str, torch.Tensor],
-        optimizer: dict[str, torch.Tensor],
+        optimizer: dict[str, torch.Tensor] | None,
         metadata: dict[str, str],
     ) -> None:
         """Write copies in Hugging Face format and as an optimizer file. Send the result."""
@@ -523,9 +523,10 @@ class Rank:
                 write_adapter(self._model, weights, self._adapter.base, directory)
             else:
                 self._model.save_pretrained(directory, state_dict=weights)
-            write_tensors(
-                directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
-            )
+            if optimizer is not None:
+                write_tensors(
+                    directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
+                )
         except Exception as error:  # such as a full disk; safetensors has errors of its own
             problem = f"{type(error).__name__}: {error}"
         self._pipe.send("written", problem)

@@ -83,10 +83,13 @@ class LocalLearner:
         """Write the model in Hugging Face format and the optimizer state to `directory`."""
         await asyncio.to_thread(await self.prepare_save(directory))
 
-    async def prepare_save(self, directory: Path) -> Callable[[], None]:
+    async def prepare_save(
+        self, directory: Path, *, optimizer: bool = True
+    ) -> Callable[[], None]:  # fmt: skip
         """Copy the weights and the optimizer to host memory. See `crl.protocols.Learner`."""
-        weights, optimizer, metadata = await self._compute(self._copied)
-        return lambda: self._write(directory, weights, optimizer, metadata)
+        weights = await self._compute(self._copied_weights)
+        state = await self._compute(self._copied_optimizer) if optimizer else None
+        return lambda: self._write(directory, weights, state)
 
     async def load(self, directory: Path) -> None:
         await self._compute(self._load, directory)
@@ -124,8 +127,15 @@ class LocalLearner:
         }
         return InProcessWeights.copies(matrices, self.version)
 
-    def _copied(self) -> tuple[Tensors, Tensors, Mapping[str, str]]:
-        """Return copies of the weights and of the optimizer, and the metadata of the optimizer."""
+    def _copied_weights(self) -> Tensors:
+        """Return copies of the weights."""
+        weights = adapter_parameters(self.model) if self._adapter else self.model.state_dict()
+        # Tied weights are one tensor under several names, and must remain one.
+        copies = {tensor.data_ptr(): _host_copy(tensor) for tensor in weights.values()}
+        return {name: copies[tensor.data_ptr()] for name, tensor in weights.items()}
+
+    def _copied_optimizer(self) -> tuple[Tensors, Mapping[str, str]]:
+        """Return copies of the optimizer's tensors, and the metadata of its file."""
         optimizer, schedule = self._trainer.optimizer, self._trainer.schedule
         tensors: Tensors = {}
         for name, parameter in self._optimized():
@@ -138,17 +148,10 @@ class LocalLearner:
                     if moment is None
                     else _host_copy(moment)
                 )
-        weights = adapter_parameters(self.model) if self._adapter else self.model.state_dict()
-        # Tied weights are one tensor under several names, and must remain one.
-        copies = {tensor.data_ptr(): _host_copy(tensor) for tensor in weights.values()}
-        return (
-            {name: copies[tensor.data_ptr()] for name, tensor in weights.items()},
-            tensors,
-            optimizer_metadata(schedule.last_epoch),
-        )
+        return tensors, optimizer_metadata(schedule.last_epoch)
 
     def _write(
-        self, directory: Path, weights: Tensors, optimizer: Tensors, metadata: Mapping[str, str]
+        self, directory: Path, weights: Tensors, optimizer: tuple[Tensors, Mapping[str, str]] | None
     ) -> None:
         """Write copied weights and a copied optimizer. Raise `LearnerError` on failure."""
         try:
@@ -156,9 +159,11 @@ class LocalLearner:
                 write_adapter(self.model, weights, self._adapter.base, directory)
             else:
                 self.model.save_pretrained(directory, state_dict=weights)
-            write_tensors(
-                directory / OPTIMIZER_FILE, manifest_of(optimizer), optimizer.values(), metadata
-            )
+            if optimizer:
+                tensors, metadata = optimizer
+                write_tensors(
+                    directory / OPTIMIZER_FILE, manifest_of(tensors), tensors.values(), metadata
+                )
         except Exception as error:  # such as a full disk; safetensors has errors of its own
             raise _failure(error) from error
 

@@ -96,7 +96,7 @@ def adamw(
     def factor(update: int) -> float:
         """Return the learning rate of an update relative to that after the warm-up."""
         rising = (update + 1) / warmup
-        falling = (end - update) / (end - warmup + 1) if end else 1.0
+        falling = (end - update) / max(end - warmup + 1, 1) if end else 1.0
         return max(0.0, min(1.0, rising, falling))
 
     return optimizer, LambdaLR(optimizer, factor)

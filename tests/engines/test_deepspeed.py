@@ -462,7 +462,12 @@ async def test_a_saved_model_is_a_hugging_face_model(model: Path, tmp_path: Path
     async with ranks(model, zero=3) as learner:
         await learner.step(STEPS[0])
         await learner.save(tmp_path)
+        alone = new_folder(tmp_path / "alone")
+        await asyncio.to_thread(await learner.prepare_save(alone, optimizer=False))
         published = (await published_file(learner)).tensors
+    assert not (alone / OPTIMIZER_FILE).exists()
+    weights = [folder / "model.safetensors" for folder in (tmp_path, alone)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     saved = named_weights(load_model(tmp_path, torch.device("cpu")))
     assert list(saved) == list(published)
     assert all(torch.equal(saved[name], published[name]) for name in saved)

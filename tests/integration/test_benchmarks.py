@@ -6,6 +6,7 @@ checked.
 
 from __future__ import annotations
 
+import importlib
 import json
 import lzma
 import os
@@ -259,6 +260,27 @@ assert "lessons, co-evolved − 3 × lessons, untrained, co-evolved: -0.300 ± 1
 assert "advice, co-evolved − 0.9 × advice, start, co-evolved: 0.080 ± 0.000" in table
 assert METRICS["advice"](runs[0], "room") == 0.8
 """
+
+
+def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that settings are passed on, and that the remains of a training are removed."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    smollm2 = importlib.import_module("smollm2")
+    (remains := tmp_path / "start-actor-20").mkdir()
+    (remains / "config.json").touch()
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *, check: bool) -> None:
+        assert not remains.exists()
+        commands.append(command)
+        (remains / "actor").mkdir(parents=True)
+        (remains / "actor" / "config.json").touch()
+
+    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    setting = ["--set", "learner.precision=bfloat16"]
+    for _ in range(2):
+        assert smollm2.start("actor", 20, tmp_path, setting) == remains / "actor"
+    assert [command[-2:] for command in commands] == [setting]
 
 
 def test_only_runs_with_equal_options_are_compared(tmp_path: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from crl.config.load import load_saved
 from crl.config.models import model_profile, resolve_model
 from crl.modeling.loading import load_model, load_tokenizer
 from crl.run.halves.sft import minibatch
@@ -123,6 +124,21 @@ def test_the_learning_rate_may_decay(tmp_path: Path) -> None:
     shutil.rmtree(run)
     error = one_line(crl(*options, "--set", "actor.optimizer.warmup_steps=20"))
     assert "actor.optimizer.warmup_steps = 20: leaves no update for --decay" in error
+
+
+def test_the_decay_of_a_preset_file_does_not_apply(tmp_path: Path) -> None:
+    file, run, preset = (tmp_path / name for name in ("talks.jsonl", "run", "mine.toml"))
+    file.write_text(f"{TALK}\n" * 10, "utf-8")
+    preset.write_text('base = "cpu"\n[actor.optimizer]\ndecay_steps = 3\n', "utf-8")
+    result = crl(
+        "sft", "--from", file, "--tasks", "room", "--preset", preset, "--held-out", 0,
+        "--epochs", 1, "--batch-tokens", 1, "--learning-rate", 1e-3, "--run-dir", run,
+        "--set", "actor.optimizer.warmup_steps=4",
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    (line,) = metrics(run, "sft")
+    assert line["sft/learning_rate"] == pytest.approx(1e-3 * (0.25 + 0.5 + 0.75 + 7) / 10)
+    assert load_saved(run).config.actor.optimizer.decay_steps == 0
 
 
 def test_the_other_tokens_may_have_a_weight() -> None:
@@ -300,7 +316,11 @@ def test_demonstrations_that_cannot_be_used(demonstrated: Path, tmp_path: Path) 
     assert "--held-out = 1.5: leaves nothing to train on" in error("--held-out", 1.5)
     assert "actor.kl_coef = 0.05: does not apply" in error("--set", "actor.kl_coef=0.05")
     assert "actor.temperature = 2.0: does not apply" in error("--set", "actor.temperature=2.0")
+    decay = error("--set", "actor.optimizer.decay_steps=80")
+    assert "actor.optimizer.decay_steps = 80: does not apply" in decay
+    assert "use --decay" in decay
     assert "no epoch has a lower held-out loss" in error("--learning-rate", 0)
+    assert not list(tmp_path.glob("run*/actor")), "no empty directory of a model"
 
 
 def test_sources_without_a_demonstration_are_named(demonstrated: Path, tmp_path: Path) -> None:

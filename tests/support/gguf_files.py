@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -28,14 +29,27 @@ NAMES = {
 }
 
 
-def write_gguf(source: Path, file: Path) -> None:
+def write_gguf(
+    source: Path,
+    file: Path,
+    *,
+    without: Collection[str] = (),
+    added: Mapping[str, Sequence[int]] | None = None,
+    experts: int = 0,
+) -> None:
     """Write a bundled model in the directory `source`, or a copy of one, as a GGUF file.
 
     A copy may lack the chat template.
+
+    `without`: names in the GGUF file of tensors that are left out. `added`: sizes of further
+    tensors, by name. `experts`: number of experts that the header declares; 0 = a dense model.
     """
     config = json.loads((source / "config.json").read_text("utf-8"))
     tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
-    writer = gguf.GGUFWriter(file, "qwen2")
+    writer = gguf.GGUFWriter(file, "qwen2moe" if experts else "qwen2")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(1)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -64,7 +78,10 @@ def write_gguf(source: Path, file: Path) -> None:
         if name.startswith("model.layers."):
             _, _, layer, *path, kind = name.split(".")
             names[name] = f"blk.{layer}.{LAYER_NAMES['.'.join(path)]}.{kind}"
-        writer.add_tensor(names[name], tensor.astype(np.float32))
+        if names[name] not in without:
+            writer.add_tensor(names[name], tensor.astype(np.float32))
+    for name, size in (added or {}).items():
+        writer.add_tensor(name, np.ones(size, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

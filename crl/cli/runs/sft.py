@@ -192,6 +192,7 @@ def sft(
     }
     kind = _kind(source)
     _refuse_unused(kind, given)
+    _refuse_decay(role, sets)
     if role == "extractor" and kind in (SCRIPTED, "recorded"):
         reason = f"cannot learn from {source}, where only the actor answers"
         raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
@@ -259,6 +260,7 @@ def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
     settings: dict[str, Any] = {f"{role}.{name}": value for name, value in OBJECTIVE.items()}
     if model is not None:
         settings[f"{role}.model"] = model
+    settings[_decay_key(role)] = 0  # not that of a run or of a preset; see --decay
     # With the method grpo, no other model is needed.
     return settings | {f"{role}.train": True} | ({"method": "grpo"} if role == "actor" else {})
 
@@ -266,6 +268,21 @@ def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
 def _rate_key(role: RoleName) -> str:
     """Return the key of the learning rate of a role."""
     return f"{role}.optimizer.learning_rate"
+
+
+def _decay_key(role: RoleName) -> str:
+    """Return the key of the update at which the learning rate of a role is 0."""
+    return f"{role}.optimizer.decay_steps"
+
+
+def _refuse_decay(role: RoleName, sets: Sequence[str] | None) -> None:
+    """Raise `ConfigError` if `--set` gives the update at which the learning rate is 0."""
+    from crl.config.layers import leaves, parse_set
+
+    for key, value in (leaf for text in sets or () for leaf in leaves(parse_set(text).data)):
+        if key == _decay_key(role):
+            reason = "does not apply: supervised fine-tuning computes the number of updates itself"
+            raise ConfigError(key, value, reason, "Leave it out; use --decay for a decay")
 
 
 def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:

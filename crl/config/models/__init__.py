@@ -147,13 +147,23 @@ def _gguf_file(path: Path, key: str) -> Path | None:
 
     Return None if there is none. Raise `ConfigError` under `key` if there are several.
     """
-    if path.suffix == ".gguf" and path.is_file():
+    if is_gguf(path):
         return path
-    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    files = gguf_files(path) if path.is_dir() else []
     if len(files) > 1:
         reason = f"the directory contains several GGUF files ({', '.join(f.name for f in files)})"
         raise ConfigError(key, str(path), reason, "Give the path of one of them")
     return files[0] if files else None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether `path` is a file with the suffix of GGUF files, in small or large letters."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files in a directory, sorted by name."""
+    return sorted(filter(is_gguf, folder.iterdir()))
 
 
 def cached_model(name: str) -> Path | None:

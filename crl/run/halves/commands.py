@@ -101,7 +101,7 @@ def fine_tune_on(
         _check_shards(source.files, "give one file of the others")
     run = _new_folder(config, folder)
     role = settings.role
-    (target := run.path / role).mkdir()
+    target = run.path / role
 
     async def tuned(monitor: Monitor) -> str:
         demonstrations = source

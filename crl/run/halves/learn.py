@@ -11,7 +11,6 @@ from crl.algo.training_batch import training_batch
 from crl.config.schema import RunConfig
 from crl.errors import CrlError
 from crl.failures import reported
-from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.modeling.files import copy_model_files
 from crl.planning import tasks
 from crl.planning.gpu_plan import assigned_gpus
@@ -75,11 +74,10 @@ async def _learn(
 
 async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
     """Write the model to `target` in Hugging Face format, with the tokenizer of `initial`."""
-    write = await learner.prepare_save(target)
+    write = await learner.prepare_save(target, optimizer=False)
 
     def finish() -> None:
         write()
         copy_model_files(initial.path, target, initial.section.profile)
-        (target / OPTIMIZER_FILE).unlink()
 
     await asyncio.to_thread(finish)

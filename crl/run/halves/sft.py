@@ -16,7 +16,6 @@ from crl.algo.losses import NextTokenLoss
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError, CrlError
 from crl.failures import reported
-from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.modeling.demonstrations import demonstrated_traces
 from crl.modeling.files import copy_model_files
 from crl.modeling.loading import first_line
@@ -291,7 +290,7 @@ def _with_schedule(
         f"learning rate {section.optimizer.learning_rate:g}"
         + (", falling to 0" if settings.decay else "")
     )
-    schedule = {"warmup_steps": warmup} | ({"decay_steps": updates} if settings.decay else {})
+    schedule = {"warmup_steps": warmup, "decay_steps": updates if settings.decay else 0}
     optimizer = section.optimizer.model_copy(update=schedule)
     return config.model_copy(
         update={settings.role: section.model_copy(update={"optimizer": optimizer})}
@@ -325,11 +324,10 @@ async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
     """Write the model to `target` with the tokenizer of `initial`. It replaces an earlier one."""
     part = target.with_name(f".{target.name}.part")
     part.mkdir()
-    write = await learner.prepare_save(part)
+    write = await learner.prepare_save(part, optimizer=False)
 
     def finish() -> None:
         write()
-        (part / OPTIMIZER_FILE).unlink()
         copy_model_files(initial.path, part, initial.section.profile)
         if target.exists():
             shutil.rmtree(target)

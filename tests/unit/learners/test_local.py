@@ -23,7 +23,8 @@ from crl.algo import cispo
 from crl.config.schema import OptimizerSection
 from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
-from crl.learners.step import Trainer, TrainSettings, mismatch, mismatch_moments
+from crl.learners.optimizer_file import OPTIMIZER_FILE
+from crl.learners.step import Trainer, TrainSettings, adamw, mismatch, mismatch_moments
 from crl.methods.parts.training import SurrogateLoss
 from crl.modeling.loading import checksum, named_weights, token_logprobs
 from crl.protocols import Loss
@@ -653,6 +654,20 @@ async def test_gradients_of_half_precision_micro_batches_are_summed_in_float32()
     assert norms[1] == pytest.approx(norms[0], rel=5e-3)
 
 
+@pytest.mark.parametrize("half", [False, True])
+async def test_a_model_is_saved_without_its_optimizer(half: bool, tmp_path: Path) -> None:
+    model = to_bfloat16(qwen2()) if half else qwen2()
+    async with learning(model, learning_rate=1e-4) as learner:
+        await learner.step([minibatch(model)])
+        for name, optimizer in (("with", True), ("without", False)):
+            (tmp_path / name).mkdir()
+            (await learner.prepare_save(tmp_path / name, optimizer=optimizer))()
+    names = {path.name for path in (tmp_path / "with").iterdir()}
+    assert names - {path.name for path in (tmp_path / "without").iterdir()} == {OPTIMIZER_FILE}
+    saved = [tmp_path / name / "model.safetensors" for name in ("with", "without")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+
+
 async def test_a_resumed_learner_in_half_precision_is_bit_identical(tmp_path: Path) -> None:
     model = to_bfloat16(qwen2())
     batches = [[minibatch(model, i)] for i in range(2)]
@@ -778,6 +793,16 @@ async def test_the_learning_rate_falls_linearly_to_zero() -> None:
     assert reported == pytest.approx([0.5e-4, 1e-4, 0.8e-4, 0.6e-4, 0.4e-4, 0.2e-4])
     assert (stats.updates, stats.metrics["learning_rate"]) == (1, 0.0)
     assert checksum(named_weights(model)) == before
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(7, 6), (9, 6), (6, 6), (3, 1)])
+def test_a_warm_up_that_is_longer_than_the_decay(warmup: int, decay: int) -> None:
+    """The config refuses it, except for settings that are copied without a check."""
+    section = OptimizerSection(learning_rate=1.0, warmup_steps=warmup, decay_steps=decay)
+    _, schedule = adamw([torch.zeros(1)], section)
+    rates = [schedule.lr_lambdas[0](update) for update in range(12)]
+    assert all(0.0 <= rate <= 1.0 for rate in rates)
+    assert rates[decay:] == [0.0] * (12 - decay)
 
 
 async def test_weights_without_a_gradient_decay() -> None:

@@ -23,10 +23,17 @@ from crl.errors import ConfigError, LearnerError
 from crl.learners.local import LocalLearner
 from crl.learners.step import MetricAccumulator, MicroBatch, Trainer, TrainSettings, adamw
 from crl.methods.parts.training import SurrogateLoss
+from crl.modeling import loading
 from crl.modeling.adapters import BaseModel
 from crl.modeling.files import copy_model_files
 from crl.modeling.gguf import converted, described
-from crl.modeling.loading import load_model, meta_model, named_weights, token_logprobs
+from crl.modeling.loading import (
+    InProcessWeights,
+    load_model,
+    meta_model,
+    named_weights,
+    token_logprobs,
+)
 from crl.modeling.lora import (
     ADAPTER_WEIGHTS,
     Adapter,
@@ -36,6 +43,7 @@ from crl.modeling.lora import (
     default_targets,
     dropout_layers,
     dropout_of,
+    merged_weights,
     shared_base,
     without_adapter,
 )
@@ -210,6 +218,24 @@ async def test_training_saves_and_restores_the_adapter(
     # In bfloat16, merging rounds the sum of weight and adapter.
     mismatch = float((logp(decoder.model) - logp(model)).abs().mean())
     assert mismatch < (1e-5 if dtype == torch.float32 else 0.2)
+
+
+def test_a_snapshot_copies_no_merged_weight(
+    tiny_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged weights are new. A second copy would double the memory of a snapshot."""
+    model, merged = adapted(tiny_actor), {}
+    disturb(model)
+    monkeypatch.setattr(
+        loading, "merged_weights", lambda model: merged.update(merged_weights(model)) or merged
+    )
+    snapshot = InProcessWeights.snapshot(model, 1)
+    held = {parameter.data_ptr() for parameter in model.parameters()}
+    assert snapshot.tensors.keys() == merged.keys()
+    for name, tensor in snapshot.tensors.items():
+        assert tensor.data_ptr() not in held, "training does not change a snapshot"
+        assert (tensor is merged[name]) == name.endswith("_proj.weight")
+        assert torch.equal(tensor, merged[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -193,3 +194,56 @@ def test_a_damaged_file(tmp_path: Path) -> None:
         described(file, "actor.model")
     with pytest.raises(ConfigError, match="the GGUF file cannot be converted"):
         converted(file, "actor.model", print)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"without": {"blk.1.attn_q.weight", "blk.0.ffn_up.weight"}},
+            "lacks weights: model.layers.0.mlp.up_proj.weight, "
+            "model.layers.1.self_attn.q_proj.weight",
+        ),
+        (
+            {"without": {f"blk.{i}.attn_{name}.bias" for i in range(3) for name in "qkv"}},
+            "lacks weights: model.layers.0.self_attn.k_proj.bias, "
+            "model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.v_proj.bias, …",
+        ),
+        (
+            {"added": {"rope_freqs.weight": (8,), "blk.1.attn_q.scale": (4,)}},
+            "has tensors that transformers does not read: blk.1.attn_q.scale, rope_freqs.weight",
+        ),
+        (
+            {"without": {"output_norm.weight"}, "added": {"output_norm.weight": (3,)}},
+            "has weights of another shape: model.norm.weight",
+        ),
+    ],
+)
+def test_files_whose_tensors_are_not_those_of_the_model(
+    changes: dict[str, Any], reason: str, tiny_actor: Path, tmp_path: Path
+) -> None:
+    """Transformers would write random weights, or would drop tensors."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_actor, file, **changes)
+    with pytest.raises(ConfigError) as caught:
+        converted(file, "extractor.model", print)
+    assert (caught.value.key, caught.value.value) == ("extractor.model", str(file))
+    assert caught.value.reason.startswith(f"the GGUF file {reason}")
+    assert "a directory in Hugging Face format" in caught.value.remedy
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_an_output_head_of_its_own(tiny_actor: Path, tmp_path: Path) -> None:
+    vocabulary, hidden = load_model(tiny_actor, torch.device("cpu")).lm_head.weight.shape
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_actor, file, added={"output.weight": (vocabulary, hidden)})
+    model = load_model(converted(file, "actor.model", print), torch.device("cpu"))
+    assert bool((model.lm_head.weight == 1).all())
+
+
+def test_a_suffix_in_capitals(tiny_actor: Path, tmp_path: Path) -> None:
+    write_gguf(tiny_actor, file := tmp_path / "TINY.GGUF")
+    for name in (file, tmp_path):
+        assert resolve_model(str(name)) == file
+    assert planned_shape(str(file)) == planned_shape("tiny-actor")
+    assert (converted(file, "actor.model", print) / "model.safetensors").is_file()

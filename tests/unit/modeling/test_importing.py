@@ -109,6 +109,28 @@ def test_a_file_without_a_chat_template_is_refused(tiny_actor: Path, tmp_path: P
     assert imported_models() == []
 
 
+def test_models_that_cannot_be_trained_are_refused(
+    tiny_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused before their weights are converted, which takes minutes."""
+    monkeypatch.setattr(importing, "convert", lambda *_: pytest.fail("the weights are converted"))
+    write_gguf(tiny_actor, file := tmp_path / "experts.gguf", experts=4)
+    with pytest.raises(ConfigError) as caught:
+        import_file(file, "experts", "float32", print)
+    assert str(caught.value).startswith(f"import = '{file}': Qwen2MoeConfig is a mixture of 4 exp")
+    assert caught.value.remedy == "Use a dense causal language model"
+    assert imported_models() == []
+
+
+def test_a_file_with_a_suffix_in_capitals_is_imported(file: Path) -> None:
+    capitals = file.rename(file.with_name("TINY.GGUF"))
+    import_file(capitals, "capitals", "float32", print)
+    assert imported_models() == ["capitals"]
+    with pytest.raises(ConfigError) as caught:
+        import_file(file.parent, "a", "float32", print)
+    assert caught.value.remedy == f"Give the GGUF file in it: {capitals}"
+
+
 def test_a_damaged_model_is_listed_with_the_reason(file: Path, tiny_actor: Path) -> None:
     names = ("cut", "garbled", "good", "odd", "unset")
     folders = {name: imported_folder(name) for name in names}
@@ -177,6 +199,15 @@ def test_a_model_of_an_installed_package(installed: Path) -> None:
     assert find_model("smollm2") == folder.resolve()
     assert get_packaged("smollm2", "float32", lines.append) == folder
     assert lines[1:] == [f"smollm2 is already in {folder}"]
+    with pytest.raises(ConfigError) as caught:
+        get_packaged("smollm2", "bfloat16", print)
+    assert str(caught.value) == (
+        f"dtype = 'bfloat16': the model is already in {folder}, in float32. Remove it first: "
+        f"rm -r {folder}."
+    )
+    shutil.rmtree(folder)
+    get_packaged("smollm2", "bfloat16", print)
+    assert get_packaged("smollm2", "bfloat16", print) == folder
 
 
 def test_a_package_that_is_downloaded(

@@ -137,6 +137,9 @@ def test_an_adapter_of_a_billion_parameters() -> None:
     memory = LEARNERS["local"].memory(section, SMALL, 1, reference=True, adapter=10_000_000)
     # A float32 adapter beside 16-bit weights, with gradients and two moments; no reference.
     assert (memory.weights, memory.gradients, memory.optimizer) == (2e9 + 4e7, 4e7, 8e7)
+    assert memory.other == PROCESS_BYTES + 2e9, "a copy of the merged weights is published"
+    alone = LEARNERS["local"].memory(section, SMALL, 1, adapter=10_000_000, merged=False)
+    assert alone.other == PROCESS_BYTES + 2e7, "the adapter alone is published, in 16 bits"
     assert LEARNERS["local"].state_bytes(section, SMALL, 10_000_000) == 2e9 + 16e7
 
 

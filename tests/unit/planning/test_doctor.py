@@ -237,6 +237,33 @@ def test_memory_for_offloaded_optimizers(monkeypatch: pytest.MonkeyPatch):
     assert (status("node8", 493), status("node8", 492), status("cpu", 4)) == ("ok", "fail", "ok")
 
 
+def test_memory_of_models_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 9 * GIB}.__getitem__)
+
+    def needed(*sets: str) -> float:
+        settings = load(["room"], preset="smollm2", sets=sets)
+        return float(doctor._memory(settings).text.split()[-2])
+
+    parameters = PUBLISHED_SHAPES["smollm2"].parameters
+    # Weights, gradients, moments and a published copy of the actor; the same and a reference of the
+    # extractor; three engines; copies for a checkpoint.
+    each = 20 + 24 + 3 * 4 + 2 * 14
+    float32 = "learner.precision=float32"
+    assert needed(float32) == pytest.approx(1 + each * parameters / GIB, abs=0.05)
+    assert needed(float32) == needed("learner.precision=auto"), "there are no GPUs"
+    # Half the weights, and master weights.
+    each = 20 + 22 + 3 * 2 + 2 * 14
+    assert needed("learner.precision=bfloat16") == pytest.approx(
+        1 + each * parameters / GIB, abs=0.05
+    )
+    assert doctor._memory(config("smollm2")).status == "fail"
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: gpus(1))
+    assert needed(float32) == pytest.approx(2 * 14 * parameters / GIB, abs=0.05)
+    on_cpu = needed(float32, "learner.device=cpu")
+    assert on_cpu == pytest.approx(1 + (44 + 28) * parameters / GIB, abs=0.05)
+    assert doctor._cpu_bytes(config("node8")) == doctor._cpu_bytes(config("gpu1")) == 0
+
+
 @pytest.mark.parametrize(
     ("sets", "copies"),
     [

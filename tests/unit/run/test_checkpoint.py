@@ -145,7 +145,9 @@ async def test_a_failed_save_leaves_no_checkpoint_and_can_be_repeated(
         def __init__(self) -> None:
             self.saved = learner
 
-        async def prepare_save(self, directory: Path) -> Callable[[], None]:
+        async def prepare_save(
+            self, directory: Path, *, optimizer: bool = True
+        ) -> Callable[[], None]:  # fmt: skip
             await self.saved.save(directory)
             if early:
                 raise LearnerError("the disk is full")
