@@ -87,8 +87,7 @@ class LocalLearner:
         self, directory: Path, *, optimizer: bool = True
     ) -> Callable[[], None]:  # fmt: skip
         """Copy the weights and the optimizer to host memory. See `crl.protocols.Learner`."""
-        weights = await self._compute(self._copied_weights)
-        state = await self._compute(self._copied_optimizer) if optimizer else None
+        weights, state = await self._compute(self._copied, optimizer)
         return lambda: self._write(directory, weights, state)
 
     async def load(self, directory: Path) -> None:
@@ -126,6 +125,12 @@ class LocalLearner:
             for name, matrix in adapter_parameters(self.model).items()
         }
         return InProcessWeights.copies(matrices, self.version)
+
+    def _copied(
+        self, with_optimizer: bool
+    ) -> tuple[Tensors, tuple[Tensors, Mapping[str, str]] | None]:
+        """Return copies of the weights, and of the optimizer if wanted, between two steps."""
+        return self._copied_weights(), self._copied_optimizer() if with_optimizer else None
 
     def _copied_weights(self) -> Tensors:
         """Return copies of the weights."""

@@ -6,6 +6,7 @@ Some numbers are worked by hand, for a model whose tokens are all equally likely
 from __future__ import annotations
 
 import copy
+import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -751,6 +752,22 @@ async def test_a_step_with_only_nan_changes_nothing(tmp_path: Path) -> None:
         assert all(math.isfinite(value) for value in stats.metrics.values())
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "after" / file).read_bytes()
+
+
+async def test_a_save_is_not_divided_by_a_step(tmp_path: Path) -> None:
+    """Check that weights and optimizer are of the same step if another step waits meanwhile."""
+    model = qwen2()
+    async with learning(model) as learner:
+        await learner.step([minibatch(model)])
+        (tmp_path / "alone").mkdir()
+        (tmp_path / "beside").mkdir()
+        await learner.save(tmp_path / "alone")
+        write, _ = await asyncio.gather(
+            learner.prepare_save(tmp_path / "beside"), learner.step([minibatch(model, 1)])
+        )
+        write()
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "alone" / file).read_bytes() == (tmp_path / "beside" / file).read_bytes()
 
 
 async def test_a_step_without_minibatches_makes_no_update() -> None:
