@@ -5,8 +5,8 @@ Some numbers are worked by hand, for a model whose tokens are all equally likely
 
 from __future__ import annotations
 
-import copy
 import asyncio
+import copy
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
