@@ -202,7 +202,8 @@ def test_frozen_models_of_the_arms(monkeypatch: pytest.MonkeyPatch) -> None:
         "memrl retrieval": (True, True),
         "skillos": (False, True),
     }
-    assert figures.FIGURES["rivals"].arms == ("co-evolved", *rivals.RIVALS)
+    arms = ("co-evolved", *rivals.RIVALS, "experience only")
+    assert figures.FIGURES["rivals"].arms == arms
 
 
 def test_memrl_searches_by_intent_without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
