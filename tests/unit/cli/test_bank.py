@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from crl.cli.bank_text import history
+from crl.cli.bank import _report_on
+from crl.cli.bank_text import history, stats_lines
 from crl.cli.output import table
 from crl.config.load import dump, load
 from crl.embedders.hash import HashEmbedder
@@ -70,29 +71,29 @@ goal  Find the exit of the azure cellar.
 text
   Go southwest.
 
-retrieved once, last at step 2
+retrieved once, last after step 2
 won 1 of 1 credited episode (of this version)
 lift +0.50 ± 12.71 over one group: success rate of guided minus free members (of this version)
 
 lineage, newest first
-  step  how     uid        by         text
-     1  update  0/0/0#0@2  run/1/0/0  Go southwest.
-     0  add     0/0/0#0@1  run/0/0/0  Go west.
+  after step  how     uid        by         text
+           1  update  0/0/0#0@2  run/1/0/0  Go southwest.
+           0  add     0/0/0#0@1  run/0/0/0  Go west.
 
 derived versions
-  step  how  uid        by         text
-     1  add  1/0/1#0@1  run/1/0/1  Go southeast.
+  after step  how  uid        by         text
+           1  add  1/0/1#0@1  run/1/0/1  Go southeast.
 
 lift and credit over time (of all versions)
   when             lift  won
-  step 1  +0.25 ± 12.71  1/2
-  step 2  +0.50 ± 12.71  1/1
+  step 2  +0.25 ± 12.71  1/2
+  step 3  +0.50 ± 12.71  1/1
 
 guided episodes
   step  episode    version  reward
-     1  run/1/0/0        1      +1
-     1  run/1/0/1        1      -1
-     2  run/2/0/0        2      +1
+     2  run/1/0/0        1      +1
+     2  run/1/0/1        1      -1
+     3  run/2/0/0        2      +1
 
 written by run/1/0/0: extractor version 0, 39 tokens, finish reason stop
 never trained on
@@ -110,7 +111,7 @@ answer
   [{"op": "update", "target": 1, "text": "Go southwest."}]<|im_end|>"""
 
 STATS = """\
-vectors     hash-char_wb-2-4-384: goal + 0.1 text
+vectors     search key: goal, plus 0.1 × text (embedder hash-char_wb-2-4-384)
 used        1 of 5 active experiences retrieved, 1 credited
 operations  add 6  credit 3  dead 1  drop 1  evict 1  lift 2  retrieve 1  return 1  \
 submit 9  update 1
@@ -323,7 +324,42 @@ def test_on_a_terminal_texts_are_cut_to_the_width():
     assert table(columns, 300) == table(columns, None)
 
 
+def test_a_huge_cell_does_not_pad_the_other_rows():
+    text = "x" * 1_000_000
+    columns = {"uid": ["a", text, "b"], "text": ["short", text, "short"]}
+    rows = table(columns, None)
+    assert rows[2] == f"{text}  {text}", "nothing is lost"
+    assert sum(map(len, rows)) < 2_010_000
+    assert sum(map(len, table(columns, 80))) < 1_010_000
+
+
+def test_long_lists_are_broken_to_the_width_of_the_terminal(bank_run: Path):
+    with open_reader(bank_run / "bank.sqlite") as reader:
+        stats = reader.stats()
+        whole, narrow = (list(stats_lines(stats, width)) for width in (None, 60))
+    assert max(map(cell_len, narrow[1:])) <= 60  # the first one has a path
+    assert " ".join("\n".join(narrow).split()) == " ".join("\n".join(whole).split())
+
+
 # ── show ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_show_prints_the_commands_that_show_its_episodes(bank_copy: Path):
+    assert not any("crl replay" in line for line in lines("show", bank_copy, "0/0/0#0"))
+    (bank_copy / "episodes").mkdir()
+    shown = lines("show", bank_copy, "0/0/0#0")
+    start = f"  show the episode: crl replay {bank_copy} run"
+    guided = shown.index("guided episodes")
+    assert shown[guided + 5 : guided + 7] == [f"{start}/2/0/0", ""]
+    written = next(i for i, line in enumerate(shown) if line.startswith("written by run/1/0/0: "))
+    assert shown[written + 1] == f"{start}/1/0/0"
+
+
+def test_show_fits_the_terminal(bank_run: Path):
+    with open_reader(bank_run / "bank.sqlite") as reader:
+        report = _report_on(reader, "run/0/0/0#0")
+        shown = list(report.lines(short_uids(reader.uids()), 60))
+    assert max(map(cell_len, shown)) <= 60
 
 
 def test_show_prints_everything_about_an_experience(bank_run: Path):
