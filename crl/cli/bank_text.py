@@ -473,7 +473,7 @@ def stats_lines(stats: Mapping[str, Any], width: int | None) -> Iterator[str]:
             f"{stats['bytes'] / 2**20:,.1f} MiB, "
             f"{counted(stats['log'], 'operation')}{last}{earlier}",
         ],
-        "vectors": [_key_text(stats["keys"])],
+        "vectors": _key_text(stats["keys"]).split(" "),
         "used": [
             f"{used['retrieved']:,} of {counted(used['active'], 'active experience')} retrieved,",
             f"{used['credited']:,} credited{voted}",
@@ -486,7 +486,7 @@ def stats_lines(stats: Mapping[str, Any], width: int | None) -> Iterator[str]:
         ),
     }
     for name, parts in rows.items():
-        separator = " " if name in ("bank", "used") else "  "
+        separator = " " if name in ("bank", "vectors", "used") else "  "
         for number, line in enumerate(filled(parts, width and width - 12, separator)):
             yield f"{'' if number else name:<10}  {line}"
     yield ""

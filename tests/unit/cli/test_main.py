@@ -345,7 +345,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
         ),
         (
             "retrieval  4 of 8 members are guided, one experience per rollout, chosen by "
-            "success record; 50% of searches choose the least retrieved one"
+            "success record; 50 % of searches choose the least retrieved one"
         ),
     ):
         assert line in result.output.splitlines()

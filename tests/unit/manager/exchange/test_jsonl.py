@@ -137,8 +137,8 @@ def test_an_imported_bank_holds_what_was_exported(bank_run: Path, tmp_path: Path
     ]
     shown = lines("show", new, "0/0/0#0")
     assert shown[11:13] == [
-        "  step  how     uid        by           text",
-        "     –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
+        "  after step  how     uid        by           text",
+        "           –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
     assert shown[13] == "  sources that are not in this bank: run/0/0/0#0@1"
     assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[17], (

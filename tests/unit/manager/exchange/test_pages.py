@@ -101,6 +101,18 @@ def check_skill(skill: Path) -> None:
     assert all(c.isprintable() or c == "\n" for c in text)
 
 
+def test_a_skill_says_when_to_use_it_and_counts_different_experiences(tmp_path: Path):
+    """Entries with equal texts are one experience."""
+    entries = [entry(i, text) for i, text in enumerate(("Go west.", "Go west.", "Wait."))]
+    (skill,) = write_folder(tmp_path / "skills", entries).iterdir()
+    _, front, body = (skill / PAGE).read_text("utf-8").split("---\n", 2)
+    assert yaml.safe_load(front)["description"] == (
+        "Gives 2 different experiences (3 entries) from training episodes for the task room, with "
+        "their measured effect on success. Use for the task room with goals such as: Get out."
+    )
+    assert "\n2 different experiences (3 entries) of the run **mine**" in body
+
+
 def test_control_characters_and_html_reach_no_page(tmp_path: Path):
     entries = [
         entry(len(HOSTILE) * i + j, text, task, goal)
