@@ -42,21 +42,26 @@ DEMO := runs/demo
 DEMO_STEPS := 40
 
 ## demo: set up, train the tiny models in the room (about 2 minutes on 2 cores), show what they do
-demo: setup $(DEMO)/checkpoints/$(DEMO_STEPS)
+demo: setup
+	@# A finished run has a summary. An interrupted one continues, or starts again before the first
+	@# checkpoint.
+	@if grep -qs '"interrupted": false' $(DEMO)/summary.json; then \
+		echo "demo: the run in $(DEMO) is finished; remove it to train again"; \
+	elif ls $(DEMO)/checkpoints/*/manifest.json >/dev/null 2>&1; then \
+		echo "demo: continuing the run in $(DEMO)"; \
+		$(BIN)/crl resume $(DEMO); \
+	else \
+		echo "demo: training for $(DEMO_STEPS) steps (about 2 minutes)"; \
+		rm -rf $(DEMO); \
+		$(BIN)/crl train --tasks room --steps $(DEMO_STEPS) --run-dir $(DEMO) \
+			--set tasks.room.eval.seen=64 --set tasks.room.eval.unseen=64 \
+			--set tasks.room.eval.online_places=16 --set eval.probe_every=0; fi
 	@echo; echo "demo: the best experiences (crl bank ls $(DEMO))"
 	@$(BIN)/crl bank ls $(DEMO) --limit 5
 	@echo; echo "demo: success over the steps (crl plot $(DEMO))"
 	@$(BIN)/crl plot $(DEMO)
 	@echo; echo "demo: curves, experiences and episodes as one page (crl report $(DEMO))"
 	@$(BIN)/crl report $(DEMO)
-
-# An interrupted demo continues.
-$(DEMO)/checkpoints/$(DEMO_STEPS): | setup
-	@echo "demo: training for $(DEMO_STEPS) steps (about 2 minutes)"
-	@if [ -d $(DEMO)/checkpoints ]; then $(BIN)/crl resume $(DEMO); else \
-		$(BIN)/crl train --tasks room --steps $(DEMO_STEPS) --run-dir $(DEMO) \
-			--set tasks.room.eval.seen=64 --set tasks.room.eval.unseen=64 \
-			--set tasks.room.eval.online_places=16 --set eval.probe_every=0; fi
 
 # Two processes, so that two cores are enough. Each file of tests stays in one of them.
 PARALLEL := -n 2 --dist loadfile

@@ -141,14 +141,17 @@ def t_975(degrees: float) -> float:
 
 def plus_minus(value: float, half_width: float, digits: int = 3) -> str:
     """Return text like "+0.250 ± 0.120". A NaN half width is written as a dash."""
-    return f"{value:+.{digits}f} ± {number_text(half_width, f'.{digits}f')}"
+    return f"{number_text(value, f'+.{digits}f')} ± {number_text(half_width, f'.{digits}f')}"
 
 
 def interval_text(value: float, low: float, high: float, spec: str = ".3f") -> str:
     """Return text like "0.250 [0.120, 0.380]". A NaN end is written as a dash."""
-    return f"{value:{spec}} [{number_text(low, spec)}, {number_text(high, spec)}]"
+    return f"{number_text(value, spec)} [{number_text(low, spec)}, {number_text(high, spec)}]"
 
 
 def number_text(value: float, spec: str) -> str:
-    """Return a formatted number, or a dash for NaN."""
-    return "–" if math.isnan(value) else f"{value:{spec}}"
+    """Return a formatted number without the sign of a negative zero, or a dash for NaN."""
+    if math.isnan(value):
+        return "–"
+    text = f"{value:{spec}}"
+    return text if text.strip("-0.") else text.removeprefix("-")

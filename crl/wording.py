@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from crl.intervals import plus_minus
 from crl.types import Lift
@@ -24,9 +24,25 @@ def counted(n: int, singular: str, plural: str | None = None) -> str:
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
+def times(n: int) -> str:
+    """Return a positive number of times in words. Examples: once; twice; 1,200 times."""
+    return {1: "once", 2: "twice"}.get(n, f"{n:,} times")
+
+
+def listed(items: Iterable[object]) -> str:
+    """Return items in words. Examples: 0; 0 and 2; 0, 2 and 5."""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def lift_text(lift: Lift | None) -> str:
     """Return a lift ± half its 95 % interval, or "–" if the lift is unknown."""
     return plus_minus(lift.mean, lift.half_width, 2) if lift else "–"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share as text. Example: 72.5 %."""
+    return f"{100 * share:.{digits}f} %"
 
 
 def duration(seconds: float | None) -> str:

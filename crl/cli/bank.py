@@ -202,7 +202,8 @@ def show(
     if as_json:
         _print_json(report)
     else:
-        print_lines(report.lines(short))
+        has_episodes = (file.parent / "episodes").is_dir()
+        print_lines(report.lines(short, terminal_width(), file.parent if has_episodes else None))
 
 
 @app.command(cls=Command)
@@ -258,7 +259,7 @@ def stats(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(metrics)
     else:
-        print_lines(stats_lines(metrics))
+        print_lines(stats_lines(metrics, terminal_width()))
 
 
 @app.command(cls=Command)
@@ -507,8 +508,8 @@ def prune(
             metavar="STEP",
             min=0,
             help=(
-                "Evict experiences that were neither written nor retrieved at this step or later "
-                "in this run."
+                "Evict experiences that were neither written nor retrieved after this step "
+                "(0 = from the start) in this run."
             ),
         ),
     ] = None,

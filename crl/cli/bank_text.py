@@ -5,14 +5,16 @@ The contents of a bank are model output. Every character that a terminal would i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from crl.cli.draw import one_line
-from crl.cli.output import table
+from crl.cli.output import filled, table, wrapped
+from crl.cli.runs.episodes import EPISODE_ID
 from crl.manager.inspection.failures import FailureView, ModeView
 from crl.manager.inspection.reading import (
     WIN_RATE_BINS,
@@ -28,7 +30,7 @@ from crl.manager.inspection.reading import (
     VersionView,
     pooled_lift,
 )
-from crl.wording import counted, lift_text, printable
+from crl.wording import counted, lift_text, printable, times
 
 MAX_LISTED = 10
 """Number of episodes, questions and versions that `show` lists."""
@@ -47,14 +49,14 @@ def won_of(won: int, credited: int) -> str:
     return f"{won}/{credited}" if credited else "–"
 
 
-def _step(step: int | None) -> str:
-    """Return the step, or "–" for a step of another run."""
-    return "–" if step is None else str(step)
+def _completed(steps: int | None) -> str:
+    """Return the completed steps at an operation, or "–" for an operation of another run."""
+    return "–" if steps is None else str(steps)
 
 
-def _when(step: int | None) -> str:
-    """Return the step in words. None = in another run."""
-    return "in an earlier run" if step is None else f"at step {step}"
+def _when(completed: int | None) -> str:
+    """Return the completed steps at an operation in words. None = in another run."""
+    return "in an earlier run" if completed is None else f"after step {completed}"
 
 
 def entry_table(
@@ -72,7 +74,7 @@ def entry_table(
         "lift": [lift_text(c.lift) for c in counters],
         "won": [won_of(c.won, c.credited) for c in counters],
         "retrieved": [str(c.retrieved) for c in counters],
-        "step": [_step(entry.step) for entry in entries],
+        "step": [_completed(entry.step) for entry in entries],
     }
     if any(c.votes for c in counters):
         columns["votes"] = [f"{c.votes:+d}" if c.votes else "0" for c in counters]
@@ -92,7 +94,7 @@ def mode_table(modes: Sequence[ModeView], width: int | None) -> list[str]:
             "mode": [mode.mode for mode in modes],
             "failures": [f"{mode.failures:,}" for mode in modes],
             "goals": [f"{mode.goals:,}" for mode in modes],
-            "last step": [_step(mode.step) for mode in modes],
+            "last step": [_completed(mode.step) for mode in modes],
             "last lesson": [mode.lesson for mode in modes],
         },
         width,
@@ -106,7 +108,7 @@ def failure_table(
     return table(
         {
             "uid": [short[failure.uid] for failure in failures],
-            "step": [_step(failure.step) for failure in failures],
+            "step": [_completed(failure.step) for failure in failures],
             "goal": [failure.goal for failure in failures],
             "lesson": [failure.note.lesson for failure in failures],
         },
@@ -164,23 +166,27 @@ class GenerationReport:
     unreadable: str | None = None
     """Reason why prompt and answer could not be decoded."""
 
-    def _generation_lines(self) -> Iterator[str]:
-        """Yield the lines about the generation."""
+    def _generation_lines(self, width: int | None, replay: Replay) -> Iterator[str]:
+        """Yield the lines about the generation. `width`, `replay`: as in `lines`."""
         generation = self.generation
         if generation is None:
-            yield (
+            yield from wrapped(
                 "The extractor's answer is not in this bank: it was not imported, or training no "
-                "longer needs it."
+                "longer needs it.",
+                width,
             )
             return
-        last = "" if generation.trained_at is None else f", last at step {generation.trained_at}"
-        yield (
+        last = "" if generation.trained_at is None else f", last {_when(generation.trained_at)}"
+        yield from wrapped(
             f"written by {single_line(generation.id)}: extractor version {generation.extractor}, "
-            f"{len(generation.sampled)} tokens, finish reason {generation.finish}"
+            f"{counted(len(generation.sampled), 'token')}, finish reason {generation.finish}",
+            width,
         )
+        yield from replay(generation.id)
         yield f"{_count_in_words('trained on', generation.trained)}{last}"
         if self.prompt is None or self.answer is None:
-            yield f"The answer cannot be decoded: {single_line(self.unreadable or '')}"
+            reason = single_line(self.unreadable or "")
+            yield from wrapped(f"The answer cannot be decoded: {reason}", width)
             return
         yield "prompt"
         yield from indented(self.prompt)
@@ -200,8 +206,45 @@ class EntryReport(GenerationReport):
     refinements: Sequence[RefinementView]
     eviction: Eviction | None
 
-    def lines(self, short: ShortUids) -> Iterator[str]:
-        """Yield the output of `show`. `short`: printed uid by full uid."""
+    def lines(
+        self, short: ShortUids, width: int | None = None, run: Path | None = None
+    ) -> Iterator[str]:
+        """Yield the output of `show`. `short`: printed uid by full uid.
+
+        `width`: maximum number of terminal cells in a line, except in texts and commands. `run`:
+        run with the episodes of the bank; None if it is unknown.
+        """
+        replay = _replay(run if self.entry.step is not None else None)
+        for line in self._facts():
+            yield from wrapped(line, width)
+        table_width = width and width - 2
+        title = _first_title(
+            "lineage, newest first", min(MAX_LISTED, len(self.lineage)), len(self.lineage)
+        )
+        yield from _titled(title, _versions(self.lineage[:MAX_LISTED], short, table_width))
+        if self.missing_parents:
+            missing = ", ".join(map(single_line, self.missing_parents))
+            yield from wrapped(f"  sources that are not in this bank: {missing}", width)
+        yield from _titled(
+            _latest_title("derived versions", len(self.offspring)),
+            _versions(self.offspring[-MAX_LISTED:], short, table_width),
+        )
+        yield from _titled(
+            "lift and credit over time (of all versions)", history(self.uses, self.lifts)
+        )
+        yield from _titled(
+            _latest_title("guided episodes", len(self.uses)), _uses(self.uses[-MAX_LISTED:])
+        )
+        yield from _replay_last(self.uses, run)
+        yield from _titled(
+            _latest_title("answered questions", len(self.refinements)),
+            _refinements(self.refinements[-MAX_LISTED:], table_width),
+        )
+        yield ""
+        yield from self._generation_lines(width, replay)
+
+    def _facts(self) -> Iterator[str]:
+        """Yield the lines above the tables."""
         entry, counters = self.entry, self.entry.counters
         yield f"{single_line(entry.uid)}, version {entry.version}, {self._status()}"
         yield f"task  {single_line(entry.task)}"
@@ -232,29 +275,6 @@ class EntryReport(GenerationReport):
             )
         if counters.votes:
             yield f"{counters.votes:+d} votes of the extractor (of this version)"
-        title = _first_title(
-            "lineage, newest first", min(MAX_LISTED, len(self.lineage)), len(self.lineage)
-        )
-        yield from _titled(title, _versions(self.lineage[:MAX_LISTED], short))
-        if self.missing_parents:
-            missing = ", ".join(map(single_line, self.missing_parents))
-            yield f"  sources that are not in this bank: {missing}"
-        yield from _titled(
-            _latest_title("derived versions", len(self.offspring)),
-            _versions(self.offspring[-MAX_LISTED:], short),
-        )
-        yield from _titled(
-            "lift and credit over time (of all versions)", history(self.uses, self.lifts)
-        )
-        yield from _titled(
-            _latest_title("guided episodes", len(self.uses)), _uses(self.uses[-MAX_LISTED:])
-        )
-        yield from _titled(
-            _latest_title("answered questions", len(self.refinements)),
-            _refinements(self.refinements[-MAX_LISTED:]),
-        )
-        yield ""
-        yield from self._generation_lines()
 
     @property
     def missing_parents(self) -> list[str]:
@@ -290,8 +310,10 @@ class RefinementReport(GenerationReport):
     refinement: RefinementView
     uses: Sequence[UseView]
 
-    def lines(self, short: ShortUids) -> Iterator[str]:
-        """Yield the output of `show`. `short`: printed uid by full uid."""
+    def lines(
+        self, short: ShortUids, width: int | None = None, run: Path | None = None
+    ) -> Iterator[str]:
+        """Yield the output of `show`. The arguments are those of `EntryReport.lines`."""
         refinement = self.refinement
         yield f"{single_line(refinement.id)}, answer to a question {_when(refinement.step)}"
         uid = short.get(refinement.uid, refinement.uid)
@@ -302,8 +324,30 @@ class RefinementReport(GenerationReport):
             yield "text"
             yield from indented(refinement.text)
         yield from _titled("guided episode", _uses(self.uses))
+        yield from _replay_last(self.uses, run)
         yield ""
-        yield from self._generation_lines()
+        yield from self._generation_lines(width, _replay(None))
+
+
+Replay = Callable[[str], Iterator[str]]
+"""Function that yields the line with the command that shows an episode, by its id."""
+
+
+def _replay(run: Path | None) -> Replay:
+    """Return the function that yields the commands. `run` = None: it yields nothing."""
+
+    def lines(episode: str) -> Iterator[str]:
+        if run is not None and EPISODE_ID.fullmatch(episode):
+            yield f"  show the episode: crl replay {shlex.quote(str(run))} {shlex.quote(episode)}"
+
+    return lines
+
+
+def _replay_last(uses: Sequence[UseView], run: Path | None) -> Iterator[str]:
+    """Yield the line with the command that shows the last guided episode of the run."""
+    episodes = [use.episode for use in uses if use.step is not None]
+    if episodes:
+        yield from _replay(run)(episodes[-1])
 
 
 def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -317,24 +361,24 @@ def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield from (f"  {text}" for text in lines)
 
 
-def _versions(versions: Sequence[VersionView], short: ShortUids) -> list[str]:
+def _versions(versions: Sequence[VersionView], short: ShortUids, width: int | None) -> list[str]:
     """Return a table of versions, or nothing if there are none."""
     if not versions:
         return []
     columns = {
-        "step": [_step(version.step) for version in versions],
+        "after step": [_completed(version.step) for version in versions],
         "how": [version.kind for version in versions],
         "uid": [f"{short.get(version.uid, version.uid)}@{version.version}" for version in versions],
         "by": [version.by for version in versions],
         "text": [version.text for version in versions],
     }
-    return table(columns, None)
+    return table(columns, width)
 
 
 def _uses(uses: Sequence[UseView]) -> list[str]:
     """Return a table of credited episodes, or nothing if there are none."""
     columns = {
-        "step": [_step(use.step) for use in uses],
+        "step": [_episode_step(use) for use in uses],
         "episode": [use.episode for use in uses],
         "version": [str(use.version) for use in uses],
         "reward": [f"{use.reward:+g}" for use in uses],
@@ -342,10 +386,15 @@ def _uses(uses: Sequence[UseView]) -> list[str]:
     return table(columns, None) if uses else []
 
 
-def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
+def _episode_step(use: UseView) -> str:
+    """Return the step of a credited episode, or "–" for an episode of another run."""
+    return "–" if use.step is None else str(use.step + 1)
+
+
+def _refinements(refinements: Sequence[RefinementView], width: int | None) -> list[str]:
     """Return a table of answers to questions, or nothing if there are none."""
     columns = {
-        "step": [_step(refinement.step) for refinement in refinements],
+        "after step": [_completed(refinement.step) for refinement in refinements],
         "answer": [refinement.id for refinement in refinements],
         "version": [str(refinement.version) for refinement in refinements],
         "text": [
@@ -353,7 +402,7 @@ def _refinements(refinements: Sequence[RefinementView]) -> list[str]:
             for refinement in refinements
         ],
     }
-    return table(columns, None) if refinements else []
+    return table(columns, width) if refinements else []
 
 
 def _latest_title(title: str, total: int) -> str:
@@ -392,46 +441,54 @@ def history(uses: Sequence[UseView], lifts: Sequence[LiftView] = ()) -> list[str
 
 
 def _period(first: int | None, last: int | None) -> str:
-    """Return the name of a period. `first` = None: earlier runs."""
-    if first is None:
+    """Return the name of a period. `first` = None: earlier runs.
+
+    Episodes are credited in their step, so their step is that after the completed ones.
+    """
+    if first is None or last is None:
         return "earlier runs"
-    return f"step {first}" if first == last else f"steps {first}–{last}"
+    return f"step {first + 1}" if first == last else f"steps {first + 1}–{last + 1}"
 
 
 def _count_in_words(action: str, n: int) -> str:
     """Return how often something happened, in words."""
-    return f"never {action}" if n == 0 else f"{action} once" if n == 1 else f"{action} {n:,} times"
+    return f"{action} {times(n)}" if n else f"never {action}"
 
 
 # ── stats ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the output of `stats`. `stats`: result of `BankReader.stats`."""
+def stats_lines(stats: Mapping[str, Any], width: int | None) -> Iterator[str]:
+    """Yield the output of `stats`. `stats`: result of `BankReader.stats`.
+
+    `width`: maximum number of terminal cells in a line; None: nothing is broken.
+    """
     used = stats["used"]
     voted = f", {used['voted']:,} voted on" if used["voted"] else ""
-    last = "" if stats["step"] is None else f", last at step {stats['step']}"
+    last = "" if stats["step"] is None else f", last {_when(stats['step'])}"
     earlier = f", and {stats['earlier']:,} in earlier runs" if stats["earlier"] else ""
     rows = {
-        "bank": (
-            f"{single_line(stats['bank'])}: {stats['bytes'] / 2**20:,.1f} MiB, "
-            f"{stats['log']:,} operations{last}{earlier}"
-        ),
-        "vectors": single_line(
-            stats["keys"] or "none yet: the run that opens the bank computes them"
-        ),
-        "used": (
-            f"{used['retrieved']:,} of {used['active']:,} active experiences retrieved, "
-            f"{used['credited']:,} credited{voted}"
-        ),
-        "operations": _counts(stats["ops"]) or "–",
-        "dropped": _counts(stats["dropped"]) or "–",
+        "bank": [
+            f"{single_line(stats['bank'])}:",
+            f"{stats['bytes'] / 2**20:,.1f} MiB, "
+            f"{counted(stats['log'], 'operation')}{last}{earlier}",
+        ],
+        "vectors": _key_text(stats["keys"]).split(" "),
+        "used": [
+            f"{used['retrieved']:,} of {counted(used['active'], 'active experience')} retrieved,",
+            f"{used['credited']:,} credited{voted}",
+        ],
+        "operations": _counts(stats["ops"]) or ["–"],
+        "dropped": _counts(stats["dropped"]) or ["–"],
         "queue": _counts(stats["queue"]),
         "training": _counts(
             {"stored answers": stats["generations"], "credit units ready": stats["ready"]}
         ),
     }
-    yield from (f"{name:<10}  {text}" for name, text in rows.items())
+    for name, parts in rows.items():
+        separator = " " if name in ("bank", "vectors", "used") else "  "
+        for number, line in enumerate(filled(parts, width and width - 12, separator)):
+            yield f"{'' if number else name:<10}  {line}"
     yield ""
     tasks = stats["entries"]
     columns = {
@@ -449,9 +506,20 @@ def stats_lines(stats: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    """Return counts by name on one line."""
-    return "  ".join(f"{single_line(name)} {number:,}" for name, number in counts.items())
+def _counts(counts: Mapping[str, int]) -> list[str]:
+    """Return counts with their names."""
+    return [f"{single_line(name)} {number:,}" for name, number in counts.items()]
+
+
+def _key_text(keys: str | None) -> str:
+    """Return the name of the keys of a search (`KeyVectors.name`) in words."""
+    if keys is None:
+        return "none yet: the run that opens the bank computes them"
+    embedder, _, formula = single_line(keys).partition(": ")
+    formula = formula.removesuffix(" text")
+    weight = formula.removeprefix("goal + ")
+    key = f"goal, plus {weight} × text" if weight != formula else formula or "text"
+    return f"search key: {key} (embedder {embedder})"
 
 
 def _lift_counts(counts: Mapping[str, int]) -> list[str]:

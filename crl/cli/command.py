@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import re
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -67,7 +68,9 @@ class Command(TyperCommand):
     """Command whose help shows an argument by its name, without braces and without its type."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        pieces = [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
+        # A name such as RUN... already shows that it may be repeated.
+        return [piece.replace("......", "...") for piece in pieces]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         records = [(p.param_type_name, p.get_help_record(ctx)) for p in self.get_params(ctx)]

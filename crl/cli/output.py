@@ -11,11 +11,14 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from crl.wording import printable
+
+if TYPE_CHECKING:
+    from crl.evaluation.comparison import RunResult
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print all fields, as JSON.")]
 Limit = Annotated[int, typer.Option(metavar="N", min=0, help="Maximum number of rows; 0 = all.")]
@@ -83,6 +86,14 @@ def warn_of_damage(metrics: Path, lines: int) -> None:
         typer.echo(f"warning: {printable(str(metrics))}: {damage_text(lines)}", err=True)
 
 
+def warn_of_repeated_seeds(runs: Sequence[RunResult]) -> None:
+    """Warn on stderr if runs that are pooled have equal seeds."""
+    from crl.evaluation.comparison import repeated_seeds
+
+    for text in repeated_seeds(runs):
+        typer.echo(f"warning: {printable(text)}", err=True)
+
+
 def report_count(shown: int, total: int) -> None:
     """Report on stderr if rows were left out or if there are none."""
     if shown < total:
@@ -110,40 +121,102 @@ def _escape(character: str) -> str:
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-def table(columns: Mapping[str, Sequence[str]], width: int | None) -> list[str]:
+def table(
+    columns: Mapping[str, Sequence[str]], width: int | None, *, optional: Sequence[str] = ()
+) -> list[str]:
     """Return a header line and one line per row. `columns`: cells by column name.
 
     `width`: maximum number of terminal cells in a line. Only the last two columns are cut, and
-    together they keep at least 20 cells. None: nothing is cut.
+    together they keep at least `MIN_CUT` cells. None: nothing is cut. `optional`: columns that are
+    left out, in this order, while the lines are too long. A cell with more than `MAX_PADDED` cells
+    is longer than its column.
     """
     from rich.cells import cell_len
 
     from crl.cli.draw import one_line
 
-    cells = [
-        [name, *(one_line(cell, len(cell)) for cell in column)] for name, column in columns.items()
-    ]
-    widths = [max(map(cell_len, column)) for column in cells]
+    cells = {
+        name: [name, *(one_line(cell, len(cell)) for cell in column)]
+        for name, column in columns.items()
+    }
+    widths = {
+        name: max(min(cell_len(cell), MAX_PADDED) for cell in column)
+        for name, column in cells.items()
+    }
+    cut: dict[str, int] = {}
     if width is not None:
-        *fixed, second, last = widths
-        available = max(20, width - sum(fixed) - 2 * (len(widths) - 1))
-        second = min(second, max(available - last, available * 2 // 5))
-        widths = [*fixed, second, min(last, available - second)]
+        for name in optional:
+            if _available(widths, width) < MIN_CUT and name in widths:
+                del cells[name], widths[name]
+        second, last = list(widths)[-2:]
+        available = max(MIN_CUT, _available(widths, width))
+        wanted = max(available - widths[last], available * 2 // 5)
+        cut[second] = min(widths[second], wanted)
+        cut[last] = min(widths[last], available - cut[second])
     padded = [
-        [_fitted(cell, width, name in LEFT_ALIGNED) for cell in column]
-        for name, column, width in zip(columns, cells, widths, strict=True)
+        [
+            _padded(
+                _cut(cell, cut[name]) if name in cut else cell,
+                cut.get(name, widths[name]),
+                left=name in LEFT_ALIGNED,
+            )
+            for cell in column
+        ]
+        for name, column in cells.items()
     ]
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def _fitted(text: str, width: int, left: bool) -> str:
-    """Return a text of exactly `width` cells: cut with an ellipsis, or padded with spaces."""
+MIN_CUT = 20
+"""Minimum number of cells of the two columns of a table that are cut."""
+
+MAX_PADDED = 500
+"""Maximum number of cells that a cell is padded to."""
+
+
+def _available(widths: Mapping[str, int], width: int) -> int:
+    """Return the number of cells that are left for the last two columns of a table."""
+    return width - sum(list(widths.values())[:-2]) - 2 * (len(widths) - 1)
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text of at most `width` cells, cut with an ellipsis."""
     from rich.cells import cell_len, set_cell_size
 
-    if cell_len(text) > width:
-        return set_cell_size(text, width - 1) + "…"
+    return set_cell_size(text, width - 1) + "…" if cell_len(text) > width else text
+
+
+def _padded(text: str, width: int, *, left: bool) -> str:
+    """Return a text of at least `width` cells. `left`: the text is on the left of the spaces."""
+    from rich.cells import cell_len
+
     padding = " " * (width - cell_len(text))
     return text + padding if left else padding + text
+
+
+def filled(parts: Iterable[str], width: int | None, separator: str = " ") -> list[str]:
+    """Return lines of at most `width` terminal cells that hold as many parts as fit.
+
+    A longer part has its own line. `width` = None: all parts are on one line.
+    """
+    from rich.cells import cell_len
+
+    lines: list[str] = []
+    for part in parts:
+        added = f"{lines[-1]}{separator}{part}" if lines else part
+        if lines and (width is None or cell_len(added) <= width):
+            lines[-1] = added
+        else:
+            lines.append(part)
+    return lines
+
+
+def wrapped(line: str, width: int | None) -> list[str]:
+    """Return a line, broken between words to `width` cells. Later lines are indented."""
+    if width is None or len(line) <= width // 2:  # a character has at most two cells
+        return [line]
+    first, *others = filled(line.split(" "), width - 2)
+    return [first, *(f"  {other}" for other in others)]
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -6,12 +6,14 @@ Modules that need more than typer are imported inside the command.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crl.cli.command import command
+from crl.cli.output import filled, print_lines, terminal_width
 
 if TYPE_CHECKING:
     from crl.planning.installed import TaskInfo
@@ -48,11 +50,19 @@ def list_tasks(
         ]
     )
     rows.append(["", "FILE.py:NAME", "threads", "", "your own environment; crl new-task NAME"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print_lines(_lines(rows, terminal_width()))
+
+
+def _lines(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:
+    """Yield aligned lines. The last cell is broken between words to `width` terminal cells."""
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    indent = sum(widths) + 2 * len(widths)
+    left = None if width is None else max(20, width - indent)
     for row in rows:
-        typer.echo(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        head = "".join(f"{cell:<{size}}  " for cell, size in zip(row, widths, strict=False))
+        first, *others = filled(row[-1].split(" "), left)
+        yield f"{head}{first}".rstrip()
+        yield from (f"{'':<{indent}}{other}" for other in others)
 
 
 def _row(info: TaskInfo) -> list[str]:

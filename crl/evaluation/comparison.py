@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from crl.evaluation.saved import read, saved_files
 from crl.intervals import Mean, interval_text, t_975
 from crl.monitor.files import damage_text, read_metrics
 from crl.monitor.run_dir import RunDir
-from crl.wording import counted
+from crl.wording import counted, times
 
 SEED = "run.seed"
 
@@ -282,6 +283,20 @@ def arms_of(runs: Sequence[RunResult]) -> list[Arm]:
     for run, settings in zip(runs, _compared_settings(runs), strict=True):
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     return [Arm(_name(i), group) for i, group in enumerate(groups.values())]
+
+
+def repeated_seeds(runs: Sequence[RunResult]) -> list[str]:
+    """Return a warning for each seed that an arm has more than once, as after a copy of a run."""
+    warnings = []
+    for arm in arms_of(runs):
+        for seed, number in Counter(arm.seeds).items():
+            if number > 1:
+                paths = ", ".join(str(run.path) for run in arm.runs if run.seed == seed)
+                warnings.append(
+                    f"seed {seed} occurs {times(number)} in {paths}: runs with equal settings and "
+                    "seeds are not independent. Leave out the copies"
+                )
+    return warnings
 
 
 def _compared_settings(runs: Sequence[RunResult]) -> list[dict[str, Any]]:

@@ -233,9 +233,16 @@ class PlainMonitor(Monitor):
 
     def __init__(self, *, steps: int | None = None, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
+        self._last_bank = ""
 
     def log(self, step: int, kind: str, metrics: Metrics) -> None:
-        self.note(render_line(step, kind, metrics, steps=self._steps))
+        line = render_line(step, kind, metrics, steps=self._steps)
+        if kind == "bank":
+            # The bank is measured again after the last step. Often nothing has changed since.
+            if line == self._last_bank:
+                return
+            self._last_bank = line
+        self.note(line)
 
     def note(self, text: str) -> None:
         print(printable_lines(text), file=self._stream, flush=True)

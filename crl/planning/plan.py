@@ -46,7 +46,7 @@ from crl.planning.model_checks import adapted_layers, model_sections
 from crl.planning.model_size import dense_shape, parse_size, planned_shape
 from crl.planning.step_time import estimate
 from crl.types import RoleName
-from crl.wording import counted, device_text
+from crl.wording import counted, device_text, percent
 
 
 def dry_run(config: RunConfig, show: Callable[[str], object], *, size: str | None = None) -> None:
@@ -275,7 +275,9 @@ def _experience(config: RunConfig) -> str:
     place = "variation" if bank.scope == "variation" else "goal"
     sizes = {f" per {place}": bank.max_per_goal, "": bank.max_entries}
     bounds = [
-        f"{limit:,} experiences{scope}" for scope, limit in sizes.items() if limit is not None
+        f"{counted(limit, 'experience')}{scope}"
+        for scope, limit in sizes.items()
+        if limit is not None
     ]
     ranges = {
         "shared": ", shared by all tasks",
@@ -322,7 +324,7 @@ def _experience(config: RunConfig) -> str:
 def _choice(retrieval: RetrievalSection) -> str:
     policy = retrieval_policy(retrieval.choice)
     return policy.description + (
-        f"; {retrieval.trial_share:.0%} of searches choose the least retrieved one"
+        f"; {percent(retrieval.trial_share)} of searches choose the least retrieved one"
         if retrieval.trial_share and policy.trials
         else ""
     )

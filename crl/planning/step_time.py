@@ -34,6 +34,7 @@ from crl.engines.backends import ENGINES
 from crl.modeling.memory import GpuUser, dtype_bytes
 from crl.planning.gpu_plan import GpuPlan
 from crl.planning.model_checks import model_sections
+from crl.wording import percent
 
 FLOPS_SHARE = 0.4
 """Share of the peak FLOP/s that training and prefill reach.
@@ -243,8 +244,8 @@ def estimate(
         f"{'time of a step':<18} about {_duration(step_seconds(config, plan, seconds))} if all "
         f"episodes fill their context of {actor_work(config).tokens:,} tokens: {parts}\n"
         f"{'':<18} estimate, not measured, for "
-        f"{speed.name}{'' if known else ' (assumed)'}, at {FLOPS_SHARE:.0%} of {peak:,.0f} TFLOP/s "
-        f"and {BANDWIDTH_SHARE:.0%} of {speed.bandwidth / 1e12:.2f} TB/s"
+        f"{speed.name}{'' if known else ' (assumed)'}, at {percent(FLOPS_SHARE)} of "
+        f"{peak:,.0f} TFLOP/s and {percent(BANDWIDTH_SHARE)} of {speed.bandwidth / 1e12:.2f} TB/s"
     )
 
 

@@ -70,7 +70,7 @@ def time_spent(arms: Arms) -> list[Chart]:
                 if line["kind"] not in ("train", "extractor", "eval", "probe", "warmup"):
                     continue
                 for name, value in line.items():
-                    if name.startswith("time/") and isinstance(value, int | float):
+                    if name.startswith("time/") and _is_finite(value):
                         seconds[_part(name, line["kind"])] += value / steps
         if seconds:
             ordered = sorted(seconds.items(), key=lambda item: -item[1])
@@ -234,7 +234,7 @@ def _rates(run: RunRecord, key: EvalKey) -> list[Point]:
     return [
         Point(step, rates[key].value, rates[key].low, rates[key].high)
         for step, rates in run.evaluations.items()
-        if key in rates
+        if key in rates and math.isfinite(rates[key].value)
     ]
 
 
@@ -266,11 +266,14 @@ def _uneven(arms: Arms) -> str:
 
 
 def metric(run: RunRecord, kind: str, name: str) -> list[Point]:
-    """Return the values of a metric in the lines of a kind, one per step: the last one."""
-    values = {
-        line["step"]: line[name] for line in run.of(kind) if isinstance(line.get(name), int | float)
-    }
+    """Return the finite values of a metric in the lines of a kind, one per step: the last one."""
+    values = {line["step"]: line[name] for line in run.of(kind) if _is_finite(line.get(name))}
     return [Point(step, value) for step, value in values.items()]
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a number other than NaN and the infinities."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 ANY = (-math.inf, math.inf)

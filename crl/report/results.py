@@ -13,7 +13,7 @@ from crl.config.command import repeated
 from crl.evaluation.evaluate import CONDITION_LABELS
 from crl.intervals import interval_text, number_text, plus_minus
 from crl.report.run_record import RunRecord
-from crl.wording import counted
+from crl.wording import counted, percent
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _cost(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if bank is not None:
             share = (
                 "; calls of the model that writes the bank were in progress in "
-                f"{bank / seconds:.1%} of it"
+                f"{percent(bank / seconds, 1)} of it"
             )
         yield "Time of the steps", f"{seconds:.0f} s{share}"
     within = record["attempts"]["success_within"]

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from crl.manager.settings import Progress
 from crl.protocols import Monitor
 from crl.run.models import print_to_stderr
+from crl.wording import counted
 
 EMBEDDING = "embedding of the bank"
 """Stage in which the experiences of a bank are embedded."""
@@ -33,7 +34,7 @@ def embedding_progress(monitor: Monitor, *, progress_bar: bool = True) -> Progre
         bar = progress_bar and sys.stderr.isatty()
         if change or not bar:
             reason = f" again ({change})" if change else ""
-            monitor.note(f"embedding {total:,} experiences of the bank{reason}")
+            monitor.note(f"embedding {counted(total, 'experience')} of the bank{reason}")
         finished = 0
         with ExitStack() as stack:
             draw = stack.enter_context(_bar("embedding the bank", total)) if bar else None

@@ -102,7 +102,10 @@ class SuccessReport:
         return sum(e.errors for e in (self.before, self.after) if e)
 
     def short_lines(self) -> list[str]:
-        """Return a heading, and the rates of the only task, or the means of all tasks."""
+        """Return a heading, and the rates of the only task, or the means of all tasks.
+
+        Return nothing if no evaluation had an episode.
+        """
         if self.before is None or self.last is None:
             return ["stopped before the first evaluation"]
         first, last = _all_rates(self.before), _all_rates(self.last)
@@ -122,7 +125,7 @@ class SuccessReport:
             change = f"   {_change(first[key], last[key])}" if key in first else ""
             rows.append(f"{label} {before:<5} → {number_text(last[key].value, '.3f')}{change}")
         what = f"success, mean of {counted(len(tasks), 'task')}" if len(tasks) > 1 else "success"
-        return [f"{what} [95 % interval]:", *rows]
+        return [f"{what} [95 % interval]:", *rows] if rows else []
 
     def record(self) -> list[dict[str, Any]]:
         """Return the rates of both evaluations as JSON, in the order of `lines`."""

@@ -18,6 +18,7 @@ from crl.intervals import (
     effective_clusters,
     effective_number,
     interval_text,
+    number_text,
     plus_minus,
     t_975,
     wilson_interval,
@@ -89,6 +90,12 @@ def test_intervals_as_text() -> None:
     assert plus_minus(0.5, math.nan) == "+0.500 ± –"
     assert interval_text(0.5, 0.25, math.nan) == "0.500 [0.250, –]"
     assert interval_text(0.5, 0.25, 0.75, "+.2f") == "+0.50 [+0.25, +0.75]"
+
+
+def test_a_negative_zero_has_no_sign() -> None:
+    assert number_text(-0.00001, "+.4f") == "0.0000"
+    assert number_text(-0.00006, "+.4f") == "-0.0001"
+    assert number_text(0.00001, "+.4f") == "+0.0000"
 
 
 def test_effective_clusters_by_hand() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crl.types import Lift
-from crl.wording import lift_text
+from crl.wording import lift_text, listed, percent, times
 
 
 def test_a_lift_has_half_its_interval_also_beyond_the_lowest_lift():
@@ -12,3 +12,9 @@ def test_a_lift_has_half_its_interval_also_beyond_the_lowest_lift():
     assert lift_text(lift) == f"-1.00 ± {lift.half_width:.2f}" == "-1.00 ± 12.71"
     assert lift_text(Lift(4, 0.25, 0.0)) == "+0.25 ± 0.69"
     assert lift_text(None) == "–"
+
+
+def test_numbers_in_words():
+    assert [times(n) for n in (1, 2, 3, 1200)] == ["once", "twice", "3 times", "1,200 times"]
+    assert [listed(items) for items in ([0], [0, 2], [0, 2, 5])] == ["0", "0 and 2", "0, 2 and 5"]
+    assert (percent(0.725, 1), percent(0.5)) == ("72.5 %", "50 %")

@@ -35,7 +35,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare the success of runs, paired over seeds if possible."""
-    from crl.cli.output import print_lines, warn_of_damage
+    from crl.cli.output import print_lines, warn_of_damage, warn_of_repeated_seeds
     from crl.evaluation.comparison import compare, read_run
     from crl.monitor.run_dir import RunDir
 
@@ -43,6 +43,7 @@ def compare(
     comparison = compare(results)
     for result in results:
         warn_of_damage(RunDir(result.path).metrics, result.damaged_lines)
+    warn_of_repeated_seeds(results)
     print_lines(_arms(comparison))
     _print_results(comparison)
 

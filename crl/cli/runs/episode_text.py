@@ -32,7 +32,10 @@ STYLES: Mapping[Origin, str] = {
 
 
 def episode_table(records: Sequence[Record], width: int | None) -> list[str]:
-    """Return a table of episodes. The task is left out if it is equal in all rows."""
+    """Return a table of episodes. The task is left out if it is equal in all rows.
+
+    Tokens, turns and rewards are left out, in this order, if the lines are too long.
+    """
     columns = {
         "step": [str(r["step"]) for r in records],
         "group": [str(r["group"]) for r in records],
@@ -48,14 +51,14 @@ def episode_table(records: Sequence[Record], width: int | None) -> list[str]:
     }
     if len(set(columns["task"])) == 1:
         del columns["task"]
-    return table(columns, width)
+    return table(columns, width, optional=("tokens", "turns", "reward"))
 
 
 def outcome(success: bool, error: str | None, truncated: bool) -> str:
-    """Return the outcome of an episode in a word or two."""
+    """Return the outcome of an episode in a word or two. An episode that is cut off is lost."""
     if error:
         return "error"
-    return "won" if success else "lost, cut" if truncated else "lost"
+    return "won" if success else "cut off" if truncated else "lost"
 
 
 def _use_name(use: Mapping[str, Any]) -> str:
@@ -106,10 +109,8 @@ def _facts(t: Trajectory) -> Iterator[Text]:
     yield Text(f"goal    {goal}")
     channels = ", ".join(f"{printable(name)} {value:g}" for name, value in t.rewards.items())
     score = "" if t.outcome.score is None else f", score {t.outcome.score:g}"
-    yield Text(
-        f"result  {outcome(t.success, t.error, t.truncated)} in {counted(t.turns, 'turn')}, "
-        f"reward {t.reward:g}" + (f" ({channels})" if len(t.rewards) > 1 else "") + score
-    )
+    parts = f" ({channels})" if len(t.rewards) > 1 else ""
+    yield Text(f"result  {_result(t)}, reward {t.reward:g}{parts}{score}")
     context = sum(trace.mask.count(0) for trace in t.traces)
     samples = f", {context:,} of context in {counted(len(t.traces), 'training sample')}"
     yield Text(f"tokens  {t.activity.sampled_tokens:,} sampled{samples if t.traces else ''}")
@@ -118,6 +119,14 @@ def _facts(t: Trajectory) -> Iterator[Text]:
         yield Text(
             f"guided by  {_use_text(use)}" if use in t.used else f"rejected  {_use_text(use)}"
         )
+
+
+def _result(t: Trajectory) -> str:
+    """Return the outcome of an episode and its number of turns."""
+    turns = counted(t.turns, "turn")
+    if t.truncated and not (t.success or t.error):
+        return f"lost: cut off after {turns}"
+    return f"{outcome(t.success, t.error, t.truncated)} in {turns}"
 
 
 def _use_text(use: ExperienceUse) -> str:

@@ -7,6 +7,7 @@ the commands.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,12 +37,22 @@ if TYPE_CHECKING:
 
     from crl.types import Trajectory
 
+EPISODE_ID = re.compile(r"[^/]+/([0-9]{1,9})/([0-9]{1,9})/([0-9]{1,9})")
+"""Id of an episode: run/step/group/member. It counts steps from 0, and `--step` from 1."""
+
 LINES_AT_ONCE = 1000
 """Number of lines of an episode that are printed at once."""
 
 Run = Annotated[
     Path,
     typer.Argument(metavar="RUN", help="Directory of a run.", autocompletion=completion.runs),
+]
+EpisodeId = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="EPISODE",
+        help="Only this episode: its id, run/STEP/GROUP/MEMBER, as crl bank show prints it.",
+    ),
 ]
 Step = Annotated[
     int | None, typer.Option(metavar="S", min=1, help="Only episodes of this training step.")
@@ -92,6 +103,18 @@ class Selection:
                     chosen.append(record)
         return chosen, total
 
+    def explain(self, run: Path, total: int) -> None:
+        """Print on stderr which steps have episodes if none was chosen."""
+        from crl.records.reader import episode_shards
+
+        if not total:
+            steps = list(episode_shards(run))
+            typer.echo(
+                f"the run has episodes of the steps {steps[0]} to {steps[-1]}, counted from 1; "
+                "ids of episodes count them from 0",
+                err=True,
+            )
+
     def _chooses(self, record: dict[str, Any]) -> bool:
         wanted = {"group": self.group, "member": self.member, "task": self.task}
         return (
@@ -103,16 +126,32 @@ class Selection:
         )
 
 
+def _address(
+    episode: str | None, step: int | None, group: int | None, member: int | None
+) -> tuple[int | None, int | None, int | None]:
+    """Return the chosen step, group and member: those of the id `episode`, if there is one."""
+    if episode is None:
+        return step, group, member
+    if not (step is group is member is None):
+        reason = "excludes --step, --group and --member"
+        raise ConfigError("episode", episode, reason, "Leave out the options or the id")
+    match = EPISODE_ID.fullmatch(episode)
+    if match is None:
+        remedy = "Give an id such as run/2/47/3, or --step 3 --group 47 --member 3"
+        raise ConfigError("episode", episode, "is not the id of an episode", remedy)
+    return int(match[1]) + 1, int(match[2]), int(match[3])
+
+
 @command
 def episodes(
-    run: Run, step: Step = None, group: Group = None, member: Member = None,
-    task: TaskName = None, won: Won = False, failed: Failed = False, guided: Guided = False,
-    free: Free = False, limit: Limit = 20, as_json: AsJson = False,
+    run: Run, episode: EpisodeId = None, step: Step = None, group: Group = None,
+    member: Member = None, task: TaskName = None, won: Won = False, failed: Failed = False,
+    guided: Guided = False, free: Free = False, limit: Limit = 20, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """List training episodes of a run, the newest first. With --json one object per line."""
     from crl.cli.runs.episode_text import episode_table
 
-    selection = Selection(step, group, member, task, won, failed, guided, free)
+    selection = Selection(*_address(episode, step, group, member), task, won, failed, guided, free)
     records, total = selection.newest(run, limit)
     if as_json:
         for record in records:
@@ -120,13 +159,14 @@ def episodes(
     elif records:
         print_lines(episode_table(records, terminal_width()))
     report_count(len(records), total)
+    selection.explain(run, total)
 
 
 @command
 def replay(
-    run: Run, step: Step = None, group: Group = None, member: Member = None,
-    task: TaskName = None, won: Won = False, failed: Failed = False, guided: Guided = False,
-    free: Free = False,
+    run: Run, episode: EpisodeId = None, step: Step = None, group: Group = None,
+    member: Member = None, task: TaskName = None, won: Won = False, failed: Failed = False,
+    guided: Guided = False, free: Free = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Show sampled tokens with log-probs and versions.")
     ] = False,
@@ -139,7 +179,7 @@ def replay(
 
     from crl.cli.runs.episode_text import replay_lines
 
-    selection = Selection(step, group, member, task, won, failed, guided, free)
+    selection = Selection(*_address(episode, step, group, member), task, won, failed, guided, free)
     records, total = selection.newest(run, limit)
     decode = _decoder(run) if tokens and records else None
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -147,6 +187,7 @@ def replay(
         for trajectory in _complete(run, records):
             _print_lines(console, replay_lines(trajectory, console.width, decode))
     report_count(len(records), total)
+    selection.explain(run, total)
 
 
 def _print_lines(console: Console, lines: Iterable[Text]) -> None:

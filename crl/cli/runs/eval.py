@@ -15,6 +15,7 @@ import typer
 from crl.cli import completion
 from crl.cli.command import chosen, command
 from crl.errors import ConfigError
+from crl.wording import printable_lines
 
 if TYPE_CHECKING:
     from crl.evaluation.report import ReportRow
@@ -130,7 +131,7 @@ def evaluate(
         return _show(subject / "eval" if is_run(subject) else subject)
     if is_run(subject) and not options.given and out is None:
         return _repeat(subject)
-    request = resolve(subject, options, lambda text: typer.echo(text, err=True))
+    request = resolve(subject, options, lambda text: typer.echo(printable_lines(text), err=True))
     from crl.evaluation.saved import read
     from crl.run.evaluating.evaluate import evaluate
 

@@ -12,6 +12,7 @@ import typer
 
 from crl.cli import completion
 from crl.cli.command import command
+from crl.cli.output import print_lines, warn_of_repeated_seeds
 from crl.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File to write (default: RUN/report.html)."),
+        typer.Option(metavar="FILE", help="File to write (default for one run: RUN/report.html)."),
     ] = None,
 ) -> None:
     """Write a report on runs as one HTML file, which needs no network.
@@ -35,11 +36,16 @@ def report(
     from crl.report.document import report as render
     from crl.report.run_record import read_runs
 
+    records = read_runs(runs)
+    if out is None and len(runs) > 1:
+        remedy = "Give a file, for example --out report.html"
+        raise ConfigError("--out", None, "is required for several runs", remedy)
     file = out or runs[0] / "report.html"
-    text = render(read_runs(runs))
+    warn_of_repeated_seeds([record.result for record in records])
+    text = render(records)
     try:
         file.write_text(text, "utf-8", errors="backslashreplace")
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
         raise ConfigError("--out", str(file), reason, "Choose another file") from error
-    typer.echo(f"{file} ({len(text.encode()) / 2**20:.1f} MiB)")
+    print_lines([f"{file} ({len(text.encode()) / 2**20:.1f} MiB)"])

@@ -25,12 +25,15 @@ RECORDS_START, RECORDS_END = "<!-- crl bank records", "-->"
 def write_markdown(entries: Sequence[EntryView], origin: Origin) -> Iterator[str]:
     """Yield the lines of an export."""
     tried = sum(entry.counters.credited > 0 for entry in entries)
+    tasks = sorted({entry.task for entry in entries})
+    by_task = {task: lessons_by_goal(e for e in entries if e.task == task) for task in tasks}
+    different = sum(len(lessons) for goals in by_task.values() for lessons in goals.values())
     yield from write_front_matter(origin.fields(len(entries)))
     yield from ("", f"# Experiences of {markdown(visible_line(origin.bank))}", "")
-    yield from origin.lines(len(entries), tried)
-    for task in sorted({entry.task for entry in entries}):
+    yield from origin.lines(different, len(entries), tried)
+    for task, goals in by_task.items():
         yield from ("", f"## Task: {markdown(visible_line(task))}")
-        yield from goal_sections(lessons_by_goal(e for e in entries if e.task == task), 3)
+        yield from goal_sections(goals, 3)
     yield from ("", RECORDS_START)
     yield from map(_in_comment, export_lines(entries))
     yield RECORDS_END

@@ -62,10 +62,11 @@ class Origin:
         }
         return {name: visible_line(value) for name, value in known.items() if value}
 
-    def lines(self, experiences: int, tried: int) -> Iterator[str]:
+    def lines(self, different: int, entries: int, tried: int) -> Iterator[str]:
         """Yield paragraphs on the origin, in Markdown.
 
-        `experiences`, `tried`: number of exported experiences, and of those that guided an episode.
+        `different`: number of exported experiences with different goals or texts. `entries`,
+        `tried`: number of exported entries, and of those that guided an episode.
         """
         models = [
             f"{role} {markdown(visible_line(name))}"
@@ -78,10 +79,18 @@ class Origin:
         )
         name = markdown(visible_line(self.bank))
         yield (
-            f"{counted(experiences, 'experience')} of the {self.kind} **{name}**"
-            f"{step}{f' ({details})' if details else ''}; {tried:,} of them guided an episode."
+            f"{experiences_text(different, entries)} of the {self.kind} **{name}**"
+            f"{step}{f' ({details})' if details else ''}; {tried:,} of "
+            f"{'them' if different == entries else 'the entries'} guided an episode."
         )
         yield from ("", MEASUREMENT, "", CAUTION)
+
+
+def experiences_text(different: int, entries: int) -> str:
+    """Return the number of experiences in words. Entries with equal goals and texts are one."""
+    if different == entries:
+        return counted(entries, "experience")
+    return f"{counted(different, 'different experience')} ({counted(entries, 'entry', 'entries')})"
 
 
 def origin_of(bank: Path, step: int | None) -> Origin:

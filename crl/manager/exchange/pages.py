@@ -38,7 +38,7 @@ from crl.manager.exchange.jsonl import line_error, new_entry
 from crl.manager.inspection.reading import EntryView, pooled_lift
 from crl.manager.records import Entry
 from crl.types import Lift, lift_order
-from crl.wording import counted, lift_text
+from crl.wording import counted, lift_text, listed, times
 
 EVIDENCE = "*Evidence:"
 """Start of the line about the evidence. In a text, `markdown` would escape the star."""
@@ -84,17 +84,18 @@ class Lesson:
         sources = dict.fromkeys(
             visible_line(parent) for entry in self.entries for parent in entry.provenance.parents
         )
-        times = f" {len(self.entries)} times" if len(self.entries) > 1 else ""
-        at = f" at step {', '.join(map(str, steps))}" if steps else ""
+        number = len(self.entries)
+        often = f" {times(number)}" if number > 1 and number != len(steps) else ""
+        at = f" after step{'s' if len(steps) > 1 else ''} {listed(steps)}" if steps else ""
         parts = [
             _lift_words(self.lift) if self.lift else "",
             f"won {sum(c.won for c in counters):,} of {counted(credited, 'guided episode')}, "
             f"credit {credit:+g}"
             if credited
             else "no guided episode yet",
-            f"retrieved {counted(retrieved, 'time')}" if retrieved else "",
+            f"retrieved {times(retrieved)}" if retrieved else "",
             f"votes {votes:+d}" if votes else "",
-            f"written{times}{at}" if times or at else "",
+            f"written{often}{at}" if often or at else "",
             f"made from {', '.join(sources)}" if sources else "",
         ]
         return "; ".join(part for part in parts if part)

@@ -29,7 +29,7 @@ from crl.manager.exchange.escapes import markdown, visible_line
 from crl.manager.exchange.front_matter import write_front_matter
 from crl.manager.exchange.jsonl import export_lines, parse_export
 from crl.manager.exchange.markdown import read_lines
-from crl.manager.exchange.origin import Origin
+from crl.manager.exchange.origin import Origin, experiences_text
 from crl.manager.exchange.pages import (
     Imported,
     Lesson,
@@ -41,7 +41,6 @@ from crl.manager.exchange.pages import (
 )
 from crl.manager.inspection.reading import EntryView
 from crl.manager.records import Entry
-from crl.wording import counted
 
 PAGE, RECORDS = "SKILL.md", "assets/experiences.jsonl"
 """Paths of the files of a skill, in its folder."""
@@ -96,20 +95,23 @@ def _page(
     """Yield the lines of a skill's page. `lessons`: those of `entries` by goal."""
     tried = sum(entry.counters.credited > 0 for entry in entries)
     metadata = {"task": visible_line(task)} | origin.fields(len(entries))
-    description = _description(task, lessons)
+    description = _description(task, lessons, len(entries))
     yield from write_front_matter({"name": name, "description": description, "metadata": metadata})
     yield from ("", f"# Lessons for {markdown(visible_line(task))}", "")
-    yield from origin.lines(len(entries), tried)
+    yield from origin.lines(sum(map(len, lessons.values())), len(entries), tried)
     yield from goal_sections(lessons, 2)
 
 
-def _description(task: str, lessons: Mapping[str, Sequence[Lesson]]) -> str:
-    """Return what the skill does and when to use it. It names as many goals as there is space."""
-    total = sum(map(len, lessons.values()))
+def _description(task: str, lessons: Mapping[str, Sequence[Lesson]], entries: int) -> str:
+    """Return what the skill does and when to use it. It names as many goals as there is space.
+
+    `entries`: number of entries of the lessons.
+    """
+    number = experiences_text(sum(map(len, lessons.values())), entries)
+    name = visible_line(task[:100])
     text = (
-        f"Gives {counted(total, 'experience')} from training episodes for the task "
-        f"{visible_line(task[:100])}, with their measured effect on success. Use when the task is "
-        "this one and the goal is like: "
+        f"Gives {number} from training episodes for the task {name}, with their measured effect "
+        f"on success. Use for the task {name} with goals such as: "
     )
     goals = " · ".join(visible_line(goal[:200]) for goal in sorted(lessons))
     cut = len(text) + len(goals) > MAX_DESCRIPTION

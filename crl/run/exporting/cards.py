@@ -95,9 +95,9 @@ def bank_card(saved: SavedRun, checkpoint: Path, entries: int) -> str:
         "",
         "## Limits",
         "",
-        "The experiences are output of a model and were not checked by a person. They help in the "
-        "tasks of the run, and with a model that was trained to read them. Their lift is "
-        "measured with the actor of the run.",
+        "The experiences are output of a model and were not checked by a person. They are "
+        "meant for the tasks of the run, and for a model that was trained to read them. Their lift "
+        "is measured with the actor of the run.",
         "",
         "## Use",
         "",

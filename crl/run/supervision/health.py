@@ -12,7 +12,7 @@ from crl.errors import CrlError, RolloutError
 from crl.protocols import Metrics, State
 from crl.rollout.episode import Report
 from crl.types import Trajectory
-from crl.wording import counted
+from crl.wording import counted, percent
 
 FIRST_EPISODES = 16
 """Number of first episodes of a task. A run ends if all of them fail with an error."""
@@ -124,7 +124,7 @@ class EpisodeHealth:
         if len(failed) >= MIN_ERROR_WINDOW and share > self._max_error_rate:
             raise self._failure(
                 task,
-                f"{share:.0%} of the last {len(failed)} episodes failed, more than "
+                f"{percent(share)} of the last {len(failed)} episodes failed, more than "
                 f"run.max_error_rate = {self._max_error_rate:g}",
             )
 

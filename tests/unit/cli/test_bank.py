@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from crl.cli.bank_text import history
+from crl.cli.bank import _report_on
+from crl.cli.bank_text import history, stats_lines
 from crl.cli.output import table
 from crl.config.load import dump, load
 from crl.embedders.hash import HashEmbedder
@@ -70,29 +71,29 @@ goal  Find the exit of the azure cellar.
 text
   Go southwest.
 
-retrieved once, last at step 2
+retrieved once, last after step 2
 won 1 of 1 credited episode (of this version)
 lift +0.50 ± 12.71 over one group: success rate of guided minus free members (of this version)
 
 lineage, newest first
-  step  how     uid        by         text
-     1  update  0/0/0#0@2  run/1/0/0  Go southwest.
-     0  add     0/0/0#0@1  run/0/0/0  Go west.
+  after step  how     uid        by         text
+           1  update  0/0/0#0@2  run/1/0/0  Go southwest.
+           0  add     0/0/0#0@1  run/0/0/0  Go west.
 
 derived versions
-  step  how  uid        by         text
-     1  add  1/0/1#0@1  run/1/0/1  Go southeast.
+  after step  how  uid        by         text
+           1  add  1/0/1#0@1  run/1/0/1  Go southeast.
 
 lift and credit over time (of all versions)
   when             lift  won
-  step 1  +0.25 ± 12.71  1/2
-  step 2  +0.50 ± 12.71  1/1
+  step 2  +0.25 ± 12.71  1/2
+  step 3  +0.50 ± 12.71  1/1
 
 guided episodes
   step  episode    version  reward
-     1  run/1/0/0        1      +1
-     1  run/1/0/1        1      -1
-     2  run/2/0/0        2      +1
+     2  run/1/0/0        1      +1
+     2  run/1/0/1        1      -1
+     3  run/2/0/0        2      +1
 
 written by run/1/0/0: extractor version 0, 39 tokens, finish reason stop
 never trained on
@@ -110,7 +111,7 @@ answer
   [{"op": "update", "target": 1, "text": "Go southwest."}]<|im_end|>"""
 
 STATS = """\
-vectors     hash-char_wb-2-4-384: goal + 0.1 text
+vectors     search key: goal, plus 0.1 × text (embedder hash-char_wb-2-4-384)
 used        1 of 5 active experiences retrieved, 1 credited
 operations  add 6  credit 3  dead 1  drop 1  evict 1  lift 2  retrieve 1  return 1  \
 submit 9  update 1
@@ -323,7 +324,43 @@ def test_on_a_terminal_texts_are_cut_to_the_width():
     assert table(columns, 300) == table(columns, None)
 
 
+def test_a_huge_cell_does_not_pad_the_other_rows():
+    text = "x" * 1_000_000
+    columns = {"uid": ["a", text, "b"], "text": ["short", text, "short"]}
+    rows = table(columns, None)
+    assert rows[2] == f"{text}  {text}", "nothing is lost"
+    assert sum(map(len, rows)) < 2_010_000
+    assert sum(map(len, table(columns, 80))) < 1_010_000
+
+
+def test_long_lists_are_broken_to_the_width_of_the_terminal(bank_run: Path):
+    with open_reader(bank_run / "bank.sqlite") as reader:
+        stats = reader.stats()
+        whole, narrow = (list(stats_lines(stats, width)) for width in (None, 78))
+    assert max(map(cell_len, whole[1:])) > 78
+    assert max(map(cell_len, narrow[1:])) <= 78  # the first one has a path
+    assert " ".join("\n".join(narrow).split()) == " ".join("\n".join(whole).split())
+
+
 # ── show ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_show_prints_the_commands_that_show_its_episodes(bank_copy: Path):
+    assert not any("crl replay" in line for line in lines("show", bank_copy, "0/0/0#0"))
+    (bank_copy.parent / "episodes").mkdir()
+    shown = lines("show", bank_copy, "0/0/0#0")
+    start = f"  show the episode: crl replay {bank_copy.parent} run"
+    guided = shown.index("guided episodes")
+    assert shown[guided + 5 : guided + 7] == [f"{start}/2/0/0", ""]
+    written = next(i for i, line in enumerate(shown) if line.startswith("written by run/1/0/0: "))
+    assert shown[written + 1] == f"{start}/1/0/0"
+
+
+def test_show_fits_the_terminal(bank_run: Path):
+    with open_reader(bank_run / "bank.sqlite") as reader:
+        report = _report_on(reader, "run/0/0/0#0")
+        shown = list(report.lines(short_uids(reader.uids()), 60))
+    assert max(map(cell_len, shown)) <= 60
 
 
 def test_show_prints_everything_about_an_experience(bank_run: Path):
@@ -344,7 +381,7 @@ def test_show_as_json(bank_run: Path):
 def test_show_prints_the_reason_of_an_eviction(bank_run: Path):
     assert (
         lines("show", bank_run, "run/0/0/0#1")[0]
-        == "run/0/0/0#1, version 1, evicted at step 2 to free space for run/2/0/0"
+        == "run/0/0/0#1, version 1, evicted after step 2 to free space for run/2/0/0"
     )
 
 
@@ -460,14 +497,14 @@ async def play_with_questions(folder: Path, *answers: str, text: str = "Go west.
 REFINED, KEPT = '[{"op": "refine", "text": "Two rooms west."}]', '[{"op": "return"}]'
 
 SHOW_ANSWER = """\
-run/train/1/4/0/1, answer to a question at step 1
+run/train/1/4/0/1, answer to a question after step 1
 source  0/0/0#0@1
 text
   Two rooms west.
 
 guided episode
   step  episode    version  reward
-     1  run/1/4/0        1      +1
+     2  run/1/4/0        1      +1
 
 written by run/train/1/4/0/1: extractor version 0, 30 tokens, finish reason stop
 never trained on
@@ -488,12 +525,12 @@ def test_an_answer_to_a_question_is_shown_by_its_generation(tmp_path: Path):
     shown = lines("show", tmp_path, "0/0/0#0")
     first = shown.index("answered questions")
     assert shown[first + 1 : first + 4] == [
-        "  step  answer             version  text",
-        "     1  run/train/1/4/0/1        1  Two rooms west.",
-        "     1  run/train/1/4/0/2        1  (unchanged)",
+        "  after step  answer             version  text",
+        "           1  run/train/1/4/0/1        1  Two rooms west.",
+        "           1  run/train/1/4/0/2        1  (unchanged)",
     ]
     assert lines("show", tmp_path, "run/train/1/4/0/2")[:4] == [
-        "run/train/1/4/0/2, answer to a question at step 1",
+        "run/train/1/4/0/2, answer to a question after step 1",
         "source  0/0/0#0@1",
         "The agent received the retrieved experience unchanged.",
         "",
@@ -545,15 +582,15 @@ def test_a_long_history_is_divided_into_few_periods():
     ]
     assert history(uses, lifts) == [
         "when                  lift  won",
-        "steps 0–2                –  0/6",
-        "steps 3–5                –  0/6",
-        "steps 6–8                –  0/6",
-        "steps 9–11    +0.50 ± 1.30  4/6",
-        "steps 12–14              –  6/6",
-        "steps 15–17              –  6/6",
-        "steps 18–19  -0.75 ± 12.71  4/4",
+        "steps 1–3                –  0/6",
+        "steps 4–6                –  0/6",
+        "steps 7–9                –  0/6",
+        "steps 10–12   +0.50 ± 1.30  4/6",
+        "steps 13–15              –  6/6",
+        "steps 16–18              –  6/6",
+        "steps 19–20  -0.75 ± 12.71  4/4",
     ]
-    assert history(uses[:2]) == ["when    lift  won", "step 0     –  0/2"]
+    assert history(uses[:2]) == ["when    lift  won", "step 1     –  0/2"]
     assert history([]) == []
 
 
@@ -674,7 +711,7 @@ def test_entries_created_and_discarded_by_a_merge(tmp_path: Path):
     name = uid.removesuffix("#0")
     assert (
         lines("show", path, "run/0/0/0#2")[0]
-        == f"run/0/0/0#2, version 1, evicted at step 5 by {name}"
+        == f"run/0/0/0#2, version 1, evicted after step 5 by {name}"
     )
     assert parsed("stats", path)["ops"].items() >= {"chunk": 1, "merge": 1, "discard": 1}.items()
     new = tmp_path / "new.sqlite"
@@ -744,15 +781,15 @@ def test_steps_of_earlier_runs_are_not_shown_as_steps_of_this_run(bank_run: Path
         "0/1/0#0     –    –          0     –  Leave the long hall.  Follow the left wall.",
     ]
     shown = lines("show", path, "0/0/0#0")
-    assert shown[6] == "retrieved 2 times, last at step 1"
+    assert shown[6] == "retrieved twice, last after step 1"
     assert shown[12:14] == [
-        "     –  update  0/0/0#0@2  run/1/0/0  Go southwest.",
-        "     –  add     0/0/0#0@1  run/0/0/0  Go west.",
+        "           –  update  0/0/0#0@2  run/1/0/0  Go southwest.",
+        "           –  add     0/0/0#0@1  run/0/0/0  Go west.",
     ]
     first = shown.index("lift and credit over time (of all versions)")
     assert shown[first + 2 : first + 4] == [
         "  earlier runs  +0.38 ± 2.18  2/3",
-        "  step 1                   –  0/1",
+        "  step 2                   –  0/1",
     ]
     assert "     –  run/1/0/1          1      -1" in shown
     assert (
@@ -775,7 +812,7 @@ def test_operations_of_earlier_runs_are_counted_separately(bank_run: Path, tmp_p
     assert (now["log"], now["step"], now["earlier"]) == (4, 1, earlier["log"])
     assert (earlier["step"], earlier["earlier"]) == (2, 0)
     assert lines("stats", path)[0].endswith(
-        f"MiB, 4 operations, last at step 1, and {earlier['log']} in earlier runs"
+        f"MiB, 4 operations, last after step 1, and {earlier['log']} in earlier runs"
     )
     asyncio.run(ExperienceManager.start_from(path, tmp_path / "third.sqlite"))
     assert lines("stats", tmp_path / "third.sqlite")[0].endswith(

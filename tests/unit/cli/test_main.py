@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from click import Command, Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -209,6 +211,21 @@ def test_each_error_is_one_line(model: str, tmp_path: Path):
     assert ": exists and is not empty" in one_line_error(taken)
 
 
+def usages(command: Command, context: Context) -> Iterator[str]:
+    """Yield the usage lines of a command and of all its subcommands."""
+    yield command.get_usage(context)
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from usages(sub, type(context)(sub, info_name=name, parent=context))
+
+
+def test_usages_show_arguments_by_their_names_only() -> None:
+    root: Any = get_command(app)
+    found = list(usages(root, root.make_context("crl", ["doctor"], resilient_parsing=True)))
+    assert "Usage: crl compare [OPTIONS] RUN..." in found
+    assert "Usage: crl bank dead [OPTIONS] RUN [EPISODE]..." in found
+    assert [text for text in found if re.search(r"[{}]|\.{4}", text)] == []
+
+
 def test_usage_errors_exit_with_2():
     for args in (
         ["train"],
@@ -328,7 +345,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
         ),
         (
             "retrieval  4 of 8 members are guided, one experience per rollout, chosen by "
-            "success record; 50% of searches choose the least retrieved one"
+            "success record; 50 % of searches choose the least retrieved one"
         ),
     ):
         assert line in result.output.splitlines()

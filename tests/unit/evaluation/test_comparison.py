@@ -11,7 +11,14 @@ import pytest
 
 from crl.config.load import dump, load, load_saved
 from crl.errors import ConfigError
-from crl.evaluation.comparison import RunResult, arms_of, compare, read_run, welch_half_width
+from crl.evaluation.comparison import (
+    RunResult,
+    arms_of,
+    compare,
+    read_run,
+    repeated_seeds,
+    welch_half_width,
+)
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate
 from crl.evaluation.saved import save
@@ -113,6 +120,21 @@ def test_a_rate_that_a_run_lacks_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("seeds", "found"),
+    [
+        ([0, 1, 2], []),
+        ([0, 0, 1], ["seed 0 occurs twice in r0, r1: "]),
+        ([3, 3, 3], ["seed 3 occurs 3 times in r0, r1, r2: "]),
+    ],
+)
+def test_a_seed_that_an_arm_has_twice_is_named(seeds: list[int], found: list[str]) -> None:
+    runs = [run(f"r{i}", seed, 0.5) for i, seed in enumerate(seeds)]
+    other = run("other arm", seeds[0], 0.5, lr=2)
+    warnings = repeated_seeds([*runs, other])
+    assert [text[: len(start)] for text, start in zip(warnings, found, strict=True)] == found
+
+
+@pytest.mark.parametrize(
     ("runs", "reason"), [(["a"], "is a single run"), (["a", "b", "a"], "is given twice")]
 )
 def test_fewer_than_two_runs_are_refused(runs: list[str], reason: str) -> None:
@@ -171,7 +193,8 @@ def test_damaged_lines_of_metrics_are_reported(tmp_path: Path) -> None:
     assert (read_run(whole).damaged_lines, read_run(path).damaged_lines) == (0, 1)
     result = crl("compare", whole, path)
     assert result.exit_code == 0
-    assert result.stderr == f"warning: {path}/metrics.jsonl: 1 damaged line is left out\n"
+    damage = f"warning: {path}/metrics.jsonl: 1 damaged line is left out\n"
+    assert result.stderr.startswith(f"{damage}warning: seed 5 occurs twice in {whole}, {path}: ")
 
 
 def test_a_damaged_last_evaluation_is_the_reason(tmp_path: Path) -> None:

@@ -363,6 +363,15 @@ def test_the_plain_monitor_prints_lines_and_notes():
     assert stream.getvalue() == "train 1/9  success 0.500\nhello\n"
 
 
+def test_a_line_on_the_bank_is_printed_once():
+    """The bank is measured after the last step and again at the end of the run."""
+    stream = io.StringIO()
+    monitor = PlainMonitor(steps=2, stream=stream)
+    for step, size in ((1, 5), (2, 5), (2, 5), (2, 6)):
+        monitor.log(step, "bank", {"bank/size": size})
+    assert stream.getvalue() == "bank  1/2  size 5\nbank  2/2  size 5\nbank  2/2  size 6\n"
+
+
 # ── other monitors ────────────────────────────────────────────────────────────────────────────────
 
 

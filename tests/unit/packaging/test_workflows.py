@@ -21,7 +21,11 @@ MORE_PERMISSIONS = {
     ("release.yml", "publish"): {"id-token": "write"},
 }
 """Permissions of the jobs that may do more than read."""
-OTHER_COMMANDS = {'gh release create "$TAG" dist/* --verify-tag --generate-notes'}
+OTHER_COMMANDS = {
+    'gh release create "$TAG" dist/* --verify-tag --generate-notes',
+    "apt-get update",
+    "apt-get install --yes --no-install-recommends chromium",
+}
 """Commands that are no targets of make."""
 
 workflows = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -105,6 +109,14 @@ def test_ci_has_the_python_versions_of_the_package() -> None:
     jobs = workflow(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]
     for name in ("test", "test-wheel"):
         assert jobs[name]["strategy"]["matrix"]["python"] == versions
+
+
+def test_ci_has_every_target_of_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    called = {step.get("run") for step in steps(ROOT / ".github" / "workflows" / "ci.yml")}
+    targets = {f"make {name}" for name in re.findall(r"^(test[a-z-]*):", makefile, re.MULTILINE)}
+    assert targets
+    assert targets - called == set()
 
 
 def test_publishing_is_off_by_default() -> None:

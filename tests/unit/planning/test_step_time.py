@@ -195,10 +195,11 @@ def test_the_estimate_states_its_assumptions() -> None:
         "actor engine 62 min, actor learner 23 min"
     )
     assert second.strip() == (
-        "estimate, not measured, for H100 SXM (assumed), at 40% of 989 TFLOP/s and 60% of 3.35 TB/s"
+        "estimate, not measured, for H100 SXM (assumed), at 40 % of 989 TFLOP/s and "
+        "60 % of 3.35 TB/s"
     )
     known = estimate(config, plan, shapes, "NVIDIA H200").splitlines()[1]
-    assert "for H200, at 40% of 989 TFLOP/s and 60% of 4.80 TB/s" in known
+    assert "for H200, at 40 % of 989 TFLOP/s and 60 % of 4.80 TB/s" in known
 
 
 def test_tiny_models_are_not_estimated() -> None:

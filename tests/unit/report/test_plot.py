@@ -49,6 +49,16 @@ def test_lines_of_charts():
     assert none.split() == ["none", "0", "s"]
 
 
+def test_curves_are_shorter_in_a_narrow_terminal():
+    points = [Point(i, i / 100, 0.1, 0.9) for i in range(101)]
+    lines = LineChart("t" * 70, "share", [Line("with the run's bank", points)])
+    bars = BarChart("b", "s per step", {"a part with a long name": 4.0, "other": 0.0})
+    for width in (70, 80, 100):
+        shown = list(chart_lines([lines, bars], width))
+        assert max(map(len, shown)) <= width
+    assert max(map(len, chart_lines([bars], 80))) == 80
+
+
 @pytest.mark.parametrize(
     ("what", "texts"),
     [

@@ -302,6 +302,43 @@ def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path
     assert "Differences of success" not in html
 
 
+def test_a_copy_of_a_run_is_no_second_seed(run: Path, trained: Path, tmp_path: Path):
+    for command in (("compare",), ("plot",), ("report", "--out", tmp_path / "both.html")):
+        result = crl(*command, run, trained)
+        assert result.exit_code == 0
+        start = f"warning: seed 0 occurs twice in {run}, {trained}: "
+        assert result.stderr.startswith(start)
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_name_that_a_terminal_would_interpret_is_escaped(run: Path):
+    hostile = run.rename(run.with_name("\x1b[31m\u202erun"))
+    for command in (("report",), ("plot", "--out", hostile / "plot.svg")):
+        result = crl(*command, hostile)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert "\\x1b[31m\\u202erun" in result.stdout
+        assert not {"\x1b", "\u202e"} & set(result.stdout)
+
+
+def test_values_that_are_not_finite_are_left_out(run: Path):
+    """Metrics of a run that diverged: a chart has the other values."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "train" and line["step"] == 2:
+            line |= {"actor/loss": float("nan"), "time/train": float("nan"),
+                     "time/wait": float("inf"), "rollout/success/free": float("nan")}  # fmt: skip
+        if line["kind"] == "eval" and line["step"] == 3:
+            line["eval/room/seen/success/free"] = float("nan")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for what in ("success", "time", "actor"):
+        result = crl("plot", run, "--what", what)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert not re.search(r"\b(nan|inf)\b", result.stdout)
+    pictures = re.findall(r"<svg.*?</svg>", report(read_runs([run])), re.DOTALL)
+    assert pictures
+    assert not re.search(r"\b(nan|inf)\b", " ".join(pictures))
+
+
 def test_runs_that_are_not_finished_are_no_result(run: Path, trained: Path, tmp_path: Path):
     """The second arm has a finished run and one whose last evaluation is that before training."""
     runs = [run]
@@ -366,7 +403,7 @@ def test_damaged_lines_of_metrics_are_reported(run: Path, tmp_path: Path, runs: 
     copies = [Path(shutil.copytree(run, tmp_path / f"copy{n}")) for n in range(1, runs)]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "ki\n[]\n{"step": 3, "kind"')
-    page = Page(written(run, *copies))
+    page = Page(report(read_runs([run, *copies])))
     note = "run: the metrics cannot be read in full. metrics.jsonl: 2 damaged lines are left out"
     assert page.text.count(note) == 1
     assert page.text.count("cannot be read in full") == 1
@@ -377,11 +414,12 @@ def test_damaged_lines_of_metrics_are_reported(run: Path, tmp_path: Path, runs: 
     [
         (("{run}", "{run}"), "is given twice"),
         (("{run}/none",), "is not a run directory"),
+        (("{run}", "{trained}"), "--out = None: is required for several runs. Give a file"),
         (("{run}", "--out", "{run}/no/folder.html"), "cannot be written"),
     ],
 )
-def test_errors(run: Path, arguments: tuple[str, ...], reason: str):
-    result = crl("report", *(text.format(run=run) for text in arguments))
+def test_errors(run: Path, trained: Path, arguments: tuple[str, ...], reason: str):
+    result = crl("report", *(text.format(run=run, trained=trained) for text in arguments))
     assert result.exit_code == 2
     assert reason in result.stderr
     assert not re.search(r"\bTraceback\b", result.stderr)

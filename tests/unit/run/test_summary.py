@@ -86,6 +86,12 @@ def test_a_run_stopped_in_its_first_evaluation() -> None:
     assert "98,765 sampled tokens\nstopped before the first evaluation\n\ntrained models" in text
 
 
+def test_a_run_without_evaluations_has_no_heading_for_them() -> None:
+    empty = Evaluation({}, {}, 0)
+    text = replace(SUMMARY, success=SuccessReport(1.0, empty, empty)).text()
+    assert "95 % interval" not in text
+
+
 def test_errors_and_skipped_updates_are_reported() -> None:
     success = SuccessReport(1.0, replace(BEFORE, errors=1), replace(AFTER, errors=4))
     summary = replace(SUMMARY, skipped_updates=2, success=success)

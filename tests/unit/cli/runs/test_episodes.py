@@ -12,7 +12,7 @@ from rich.console import Console, PagerContext
 from typer.testing import CliRunner, Result
 
 from crl.cli.main import app
-from crl.cli.runs.episode_text import replay_lines
+from crl.cli.runs.episode_text import episode_table, replay_lines
 from crl.cli.runs.episodes import _paged, _print_lines
 from crl.records.shards import write_shard
 from crl.types import ExperienceUse, Segment, Task, TokenTrace, Trajectory
@@ -83,13 +83,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_newest_episodes_come_first(run: Path):
     result = crl("episodes", run, "--limit", 3)
     assert result.stdout.splitlines() == [
-        "step  group  member  task     how     outcome    reward  turns  tokens  "
+        "step  group  member  task     how     outcome  reward  turns  tokens  "
         "guided by            goal",
-        "   2      5       2  room     guided  won          0.50      2       5  "
+        "   2      5       2  room     guided  won      0.50      2       5  "
         "run/0/1/2#0@3, e2@1  find the \\x1b[31mexit",
-        "   2      5       1  room     free    lost         0.00      1       0  "
+        "   2      5       1  room     free    lost     0.00      1       0  "
         "–                    find the \\x1b[31mexit",
-        "   2      5       0  webshop  free    lost, cut    0.00      1       0  "
+        "   2      5       0  webshop  free    cut off  0.00      1       0  "
         "–                    find the \\x1b[31mexit",
     ]
     assert result.stderr == "showing 3 of 5; use --limit 0 for all\n"
@@ -106,13 +106,20 @@ def test_the_newest_episodes_come_first(run: Path):
         ("--failed --step 1", [(1, 1), (1, 0)]),
         ("--guided", [(2, 2)]),
         ("--free --step 2", [(2, 1), (2, 0)]),
+        ("run/1/5/2", [(2, 2)]),
+        ("run-3/0/5/1", [(1, 1)]),
+        ("run/0/5/2", []),
     ],
 )
 def test_episodes_are_chosen(run: Path, options: str, chosen: list):
     result = crl("episodes", run, "--json", *options.split())
     records = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(record["step"], record["member"]) for record in records] == chosen
-    assert result.stderr == ("" if chosen else "no results\n")
+    hint = (
+        "no results\nthe run has episodes of the steps 1 to 2, counted from 1; ids of episodes "
+        "count them from 0\n"
+    )
+    assert (result.exit_code, result.stderr) == (0, "" if chosen else hint)
 
 
 def test_an_episode_is_replayed_with_its_experience_and_rewards(run: Path):
@@ -156,6 +163,30 @@ def test_hostile_texts_are_escaped(tmp_path: Path, name: str):
         assert not FORBIDDEN & set(result.stdout)
         assert "\x1b" not in result.stdout
         assert result.stdout.encode("utf-8")
+
+
+def test_an_episode_that_is_cut_off_is_lost(run: Path):
+    result = crl("replay", run, "--task", "webshop")
+    assert "\nresult  lost: cut off after 1 turn, reward 0\n" in result.stdout
+
+
+def test_columns_are_left_out_in_a_narrow_terminal():
+    facts = {
+        "step": 1, "group": 5, "member": 2, "condition": "free", "success": True, "error": None,
+        "truncated": False, "reward": 0.5, "turns": 2, "sampled_tokens": 5, "used": [],
+        "goal": "g" * 50,
+    }  # fmt: skip
+    records = [{**facts, "task": task} for task in ("room", "scienceworld")]
+    for width in (75, 80, 120):
+        assert max(map(len, episode_table(records, width))) <= width
+    assert "tokens" in episode_table(records, 120)[0]
+    assert "tokens" not in episode_table(records, 80)[0]
+
+
+def test_an_episode_is_replayed_by_its_id(run: Path):
+    result = crl("replay", run, "run/1/5/1")
+    assert result.stdout.startswith("step 2, group 5, member 1: room, free\n")
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_tokens_stand_with_their_answers():
@@ -237,6 +268,10 @@ def test_wrong_input_is_refused(run: Path, tmp_path: Path, command: str):
         ((tmp_path / "none",), "has no episodes. Use the directory of a run"),
         ((run, "--won", "--failed"), "excludes --failed"),
         ((run, "--guided", "--free"), "excludes --free"),
+        ((run, "2/5/1"), "'2/5/1': is not the id of an episode. Give an id such as run/2/47/3,"),
+        ((run, "run/1/5/1#0"), "is not the id of an episode"),
+        ((run, "run/1/5/1", "--step", 2), "excludes --step, --group and --member"),
+        ((run, "run/9/5/1"), "has no episodes of these steps"),
     ):
         result = crl(command, *options)
         assert (result.exit_code, result.stdout) == (2, "")

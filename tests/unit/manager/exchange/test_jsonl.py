@@ -73,7 +73,7 @@ def test_votes_are_listed_and_exported(bank_copy: Path, tmp_path: Path):
     ]
     assert "+2 votes of the extractor (of this version)" in lines("show", bank_copy, "0/0/0#0")
     assert lines("show", bank_copy, "2/0/0#1")[0].endswith(
-        "evicted at step 0 by votes, the last from run/5/0/0"
+        "evicted after step 0 by votes, the last from run/5/0/0"
     )
     assert lines("stats", bank_copy)[2].endswith("1 credited, 1 voted on")
     assert parsed("stats", bank_copy)["ops"].items() >= {"up": 2, "down": 1}.items()
@@ -137,8 +137,8 @@ def test_an_imported_bank_holds_what_was_exported(bank_run: Path, tmp_path: Path
     ]
     shown = lines("show", new, "0/0/0#0")
     assert shown[11:13] == [
-        "  step  how     uid        by           text",
-        "     –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
+        "  after step  how     uid        by           text",
+        "           –  import  0/0/0#0@2  run/0/0/0#0  Go southwest.",
     ]
     assert shown[13] == "  sources that are not in this bank: run/0/0/0#0@1"
     assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[17], (
@@ -188,7 +188,7 @@ def test_show_names_evictions_to_smaller_bounds(bank_run: Path, tmp_path: Path, 
     assert len(uids(tmp_path / "bank.sqlite")) == 1
     first, *_ = lines("show", tmp_path / "bank.sqlite", "run/0/1/0#0")
     assert first == (
-        "run/0/1/0#0, version 1, evicted at step 0 to meet the bounds of the run that "
+        "run/0/1/0#0, version 1, evicted after step 0 to meet the bounds of the run that "
         "opened the bank"
     )
 

@@ -101,6 +101,18 @@ def check_skill(skill: Path) -> None:
     assert all(c.isprintable() or c == "\n" for c in text)
 
 
+def test_a_skill_says_when_to_use_it_and_counts_different_experiences(tmp_path: Path):
+    """Entries with equal texts are one experience."""
+    entries = [entry(i, text) for i, text in enumerate(("Go west.", "Go west.", "Wait."))]
+    (skill,) = write_folder(tmp_path / "skills", entries).iterdir()
+    _, front, body = (skill / PAGE).read_text("utf-8").split("---\n", 2)
+    assert yaml.safe_load(front)["description"] == (
+        "Gives 2 different experiences (3 entries) from training episodes for the task room, with "
+        "their measured effect on success. Use for the task room with goals such as: Get out."
+    )
+    assert "\n2 different experiences (3 entries) of the run **mine**" in body
+
+
 def test_control_characters_and_html_reach_no_page(tmp_path: Path):
     entries = [
         entry(len(HOSTILE) * i + j, text, task, goal)
@@ -163,16 +175,16 @@ def test_a_page_shows_evidence_best_first(tmp_path: Path):
     assert page.split("\n## ")[1].split("\n<!--")[0] == (
         "Task: room\n\n### Goal: Get out.\n\n- Go west.\n"
         f"  *Evidence: lift +{lift.mean:.2f} ± {lift.half_width:.2f} over 4 groups; won 4 of 4 "
-        "guided episodes, credit +4; retrieved 5 times; votes +1; written 2 times at step 1, 2; "
+        "guided episodes, credit +4; retrieved 5 times; votes +1; written after steps 1 and 2; "
         "made from a#1@2, a#2@2.*\n"
-        "- Wait.\n  *Evidence: no guided episode yet; written at step 0; made from a#0@2.*\n\n"
+        "- Wait.\n  *Evidence: no guided episode yet; written after step 0; made from a#0@2.*\n\n"
         "### Goal: First.\n\n- Go east.\n"
-        "  *Evidence: no guided episode yet; written at step 3; made from a#3@2.*\n"
+        "  *Evidence: no guided episode yet; written after step 3; made from a#3@2.*\n"
     )
     front = yaml.safe_load(page.split("---\n")[1])
     assert front["run"] == "mine"
     assert (front["step"], front["experiences"], front["actor"]) == ("4", "4", "tiny-actor")
-    assert "4 experiences of the run **mine** after 4 steps" in page
+    assert "3 different experiences (4 entries) of the run **mine** after 4 steps" in page
     assert "; 2 of them guided an episode." in page
     assert "half its 95 % interval" in page
 

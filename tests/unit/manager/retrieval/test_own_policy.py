@@ -87,7 +87,7 @@ def test_a_run_retrieves_by_an_own_policy(policy: Path, tmp_path: Path):
         [*command, "--run-dir", str(tmp_path / "run"), *words], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "by lift; 50% of searches choose the least retrieved one" in plan(
+    assert "by lift; 50 % of searches choose the least retrieved one" in plan(
         load(["room"], sets=sets)
     )
     assert any(episode["used"] for episode in read_episode_records(tmp_path / "run"))

@@ -40,7 +40,7 @@ def test_a_share_of_errors_ends_the_run():
     health = EpisodeHealth(0.25)
     for episode in range(63):
         play(health, "toy", ERROR if episode % 2 else None)
-    with pytest.raises(CrlError, match=r"50% of the last 64 episodes failed, more"):
+    with pytest.raises(CrlError, match=r"50 % of the last 64 episodes failed, more"):
         play(health, "toy", ERROR)
     health = EpisodeHealth(0.25)
     for episode in range(1000):
@@ -53,7 +53,7 @@ def test_only_the_last_episodes_count():
         play(health, "toy", None)
     for _ in range(128):
         play(health, "toy", ERROR)
-    with pytest.raises(CrlError, match="50% of the last 256 episodes failed"):
+    with pytest.raises(CrlError, match="50 % of the last 256 episodes failed"):
         play(health, "toy", ERROR)
 
 
@@ -82,7 +82,7 @@ def test_a_working_episode_may_reveal_that_others_before_it_failed():
         first, *others = [stack.enter_context(health.episode("toy")) for _ in range(64)]
         for end in others:
             end(ERROR)
-        with pytest.raises(CrlError, match="98% of the last 64 episodes failed") as caught:
+        with pytest.raises(CrlError, match="98 % of the last 64 episodes failed") as caught:
             first(None)
     assert caught.value.__cause__ is ERROR
 
