@@ -10,7 +10,7 @@ from crl.manager.settings import Progress
 from crl.protocols import Monitor
 from crl.run.models import print_to_stderr
 
-EMBEDDING = "embedding of the bank"
+EMBEDDING = "embedding the bank"
 """Stage in which the experiences of a bank are embedded."""
 
 

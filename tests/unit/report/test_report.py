@@ -131,7 +131,23 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line(run: Path):
     (run / "metrics.jsonl").write_text("".join(lines[: upto + 1]) + lines[-1][:40])
     text = Page(written(run)).text
     assert "1 of 3 steps" in text
-    assert "It is interrupted." in text
+    assert "The run ended before its last evaluation. It may have been killed." in text
+
+
+@pytest.mark.parametrize(
+    ("log", "sentence"),
+    [
+        ("2026-01-01 00:00:00 interrupted: writing a checkpoint\n", "The run was interrupted."),
+        ("Traceback (most recent call last):\nValueError\n", "The run failed: see its log."),
+    ],
+)
+def test_a_run_without_its_last_step_says_how_it_ended(run: Path, log: str, sentence: str):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    upto = next(i for i, line in enumerate(lines) if '"kind": "train"' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[: upto + 1]))
+    with (run / "log.txt").open("a") as file:
+        file.write(log)
+    assert sentence in Page(written(run)).text
 
 
 def test_a_run_without_any_step(run: Path):
