@@ -7,14 +7,17 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from crl.manager.inspection.reading import LiftView, open_reader
 from crl.monitor.run_dir import RunDir
 from crl.report.document import report
-from crl.report.lessons import lift_curve
+from crl.report.lessons import Lessons, lift_curve
 from crl.report.run_record import read_runs, unique_names
+from crl.types import Lift
 from support.html_pages import Page
 from support.report_runs import train_for_report
 from support.whole_runs import crl
@@ -52,6 +55,7 @@ def test_report_of_a_run(run: Path):
     for title in ("Success", "Time", "Training of the actor", "Bank", "Experiences", "Episodes",
                   "Log"):  # fmt: skip
         assert title in page.texts
+    assert "a copy of the bank that is also written during the evaluation" in page.text
     named = page.text.replace("Right lessons", "")
     assert not re.search(r"\b(lessons?|entry|entries)\b", named, re.IGNORECASE)
     for setting in ("rollout.group_size", "tasks.room.stream.places"):
@@ -81,6 +85,26 @@ def test_results_are_those_of_the_summary(run: Path):
     assert f"{record['totals']['total/env_turns']:,} environment turns" in page.text
     assert all(sentence in page.text for sentence in record["judgements"])
     assert f"crl resume {run} --steps 6" in page.texts
+
+
+@pytest.mark.parametrize(
+    ("lifts", "note"),
+    [
+        ([], ""),
+        ([Lift(1, 0.5), Lift(2, 0.5)], "No experience is shown to help: all intervals include 0."),
+        ([Lift(40, 0.5)], "1 of 1 listed is shown to help: the interval excludes 0."),
+        (
+            [Lift(40, 0.5), Lift(40, 0.25), Lift(1, 0.5)],
+            "2 of 3 listed are shown to help: the interval excludes 0.",
+        ),
+    ],
+)
+def test_the_best_experiences_say_how_many_are_shown_to_help(lifts: list[Lift], note: str):
+    stories: Any = [
+        SimpleNamespace(entry=SimpleNamespace(counters=SimpleNamespace(lift=lift)))
+        for lift in lifts
+    ]
+    assert Lessons({}, [], stories, []).best_note == note
 
 
 def test_a_run_that_was_killed_has_no_results(run: Path):
