@@ -419,6 +419,11 @@ class Lift:
         """Lower end of the 95 % credible interval, at least −1 (the lowest possible lift)."""
         return max(-1.0, self.mean - self.half_width)
 
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % credible interval, at most 1 (the highest possible lift)."""
+        return min(1.0, self.mean + self.half_width)
+
 
 def lift_order(lift: Lift | None) -> tuple[float, float]:
     """Return a sort key: the highest `low` first, then the highest mean; None last.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from crl.intervals import plus_minus
+from crl.intervals import interval_text
 from crl.types import Lift
 
 SEGMENT_TITLES: Mapping[str, str] = {
@@ -17,6 +17,32 @@ SEGMENT_TITLES: Mapping[str, str] = {
     "tool_result": "answer to the question",
 }
 """Title of a text of a conversation, by its origin."""
+
+
+OPERATION_WORDS: Mapping[str, str] = {
+    "submit": "submitted",
+    "add": "added",
+    "update": "updated",
+    "return": "returned",
+    "up": "voted up",
+    "down": "voted down",
+    "drop": "refused",
+    "merge": "merged",
+    "discard": "discarded",
+    "evict": "evicted",
+    "refine": "refined",
+    "malformed": "malformed",
+    "dead": "given up",
+    "import": "imported",
+    "retrieve": "retrieved",
+    "credit": "credited",
+    "stray": "unknown version",
+    "lift": "lift measured",
+    "train": "trained on",
+    "snapshot": "snapshots",
+    "chunk": "chunks of merges",
+}
+"""Words for the operations of a bank, by the kind in its log (`ops/` in docs/metrics.md)."""
 
 
 def counted(n: int, singular: str, plural: str | None = None) -> str:
@@ -36,8 +62,11 @@ def listed(items: Iterable[object]) -> str:
 
 
 def lift_text(lift: Lift | None) -> str:
-    """Return a lift ± half its 95 % interval, or "–" if the lift is unknown."""
-    return plus_minus(lift.mean, lift.half_width, 2) if lift else "–"
+    """Return a lift with its 95 % interval, such as "+0.25 [-0.44, +0.94]".
+
+    Return "–" if the lift is unknown.
+    """
+    return interval_text(lift.mean, lift.low, lift.high, "+.2f") if lift else "–"
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -66,13 +66,13 @@ class AdviceProbe:
         with the half width of its 95 % interval. The random draws are the same for all kinds of
         advice.
         """
-        if self._cached_texts is None:  # an advisor may play the game
-            self._cached_texts = await asyncio.to_thread(self._texts)
-        texts = self._cached_texts
         arms = [(name, advice) for name in self._tasks for advice in ADVICE_KINDS]
-        parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
         places = sum(len(task.places) for task in self._tasks.values())
         with self._scheduler.expecting(places * len(ADVICE_KINDS)):
+            if self._cached_texts is None:  # an advisor may play the game
+                self._cached_texts = await asyncio.to_thread(self._texts)
+            texts = self._cached_texts
+            parts = [partial(self._play, *arm, texts.get(arm)) for arm in arms]
             results = await self._scheduler.gather(parts)
         successes = dict(zip(arms, results, strict=True))
         metrics: dict[str, float] = {}

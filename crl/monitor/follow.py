@@ -32,6 +32,12 @@ MAX_LINE_BYTES = 16 << 20
 LOG_BYTES = 1 << 20
 """Bytes at the end of log.txt that are read at first."""
 
+END_BYTES = 1 << 16
+"""Bytes at the end of log.txt that tell how a run ended."""
+
+KILLED = "The run ended before its last evaluation. It may have been killed."
+"""State of a run that neither finished, nor failed, nor was interrupted."""
+
 
 class GrowingFile:
     """Reader of the complete lines of a text file that grows.
@@ -156,18 +162,37 @@ class RunFollower:
         if not self._run.log.exists():
             return "not started"
         # Commands such as crl rollout make no evaluation.
-        return "ended" if self._evaluated < 0 else "ended before its last evaluation (killed?)"
+        return "ended" if self._evaluated < 0 else KILLED
 
     # ── notes ─────────────────────────────────────────────────────────────────────────────────────
 
     def _observe_note(self, line: str, note: str) -> None:
         """Record the way in which the process of the run ended, as far as the log tells."""
-        if note is not line and note.startswith("run "):  # the run was started or resumed
-            self._ending = ""
-        elif line.startswith("Traceback (most recent call last)"):
-            self._ending = "failed: see the log"
-        elif note.startswith("interrupted"):
-            self._ending = "interrupted"
+        self._ending = _ending_after(self._ending, line, note)
+
+
+def ending_in_log(log: Path) -> str:
+    """Return the way in which the process of a run ended: "interrupted" or "failed: see the log".
+
+    Return an empty text if the log does not tell, for example after the process was killed.
+    """
+    ending = ""
+    with suppress(OSError):
+        for line in GrowingFile(log, END_BYTES).lines():
+            ending = _ending_after(ending, line, _without_time(line))
+    return ending
+
+
+def _ending_after(ending: str, line: str, note: str) -> str:
+    """Return the way in which a run ended, as far as the log up to a line tells.
+
+    `ending`: the way before the line. `note`: the line without its time.
+    """
+    if note is not line and note.startswith("run "):  # the run was started or resumed
+        return ""
+    if line.startswith("Traceback (most recent call last)"):
+        return "failed: see the log"
+    return "interrupted" if note.startswith("interrupted") else ending
 
 
 def _without_time(line: str) -> str:

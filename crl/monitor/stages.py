@@ -20,6 +20,9 @@ from crl.protocols import Monitor
 WRITE_INTERVAL_S = 1.0
 """Minimum number of seconds between two versions of progress.json with the same stages."""
 
+MIN_SHARE = 0.1
+"""Share of the parts of a stage that must be finished before their pace gives an estimate."""
+
 MAX_STAGES = 20
 """Maximum number of stages that are shown or read."""
 
@@ -49,6 +52,17 @@ def stage(monitor: Monitor, name: str) -> Iterator[None]:
         monitor.progress(name, 1, 1)
 
 
+@dataclass(frozen=True)
+class _Running:
+    """Progress of a stage that is under way."""
+
+    start: float
+    done: int
+    total: int
+    first: tuple[float, int] | None = None
+    """Time of the first report with finished parts, and their number. None before it."""
+
+
 class Stages:
     """Stages that are under way, and durations of earlier ones.
 
@@ -57,20 +71,21 @@ class Stages:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._running: dict[str, tuple[float, int, int]] = {}  # start, done and total by name
+        self._running: dict[str, _Running] = {}
         self._durations: dict[str, float] = {}
 
     def update(self, name: str, done: int, total: int) -> bool:
         """Record the progress of a stage. Return True if it has begun or ended."""
         now = self._clock()
         begins = name not in self._running
-        start, _, _ = self._running.get(name, (now, 0, 0))
+        before = self._running.get(name, _Running(now, 0, 0))
         if done < total:
-            self._running[name] = start, done, total
+            first = before.first or ((now, done) if done else None)
+            self._running[name] = _Running(before.start, done, total, first)
             return begins
         if begins:  # a stage that has already ended
             return False
-        self._durations[name] = now - start
+        self._durations[name] = now - before.start
         del self._running[name]
         return True
 
@@ -78,20 +93,22 @@ class Stages:
         """Return the stages under way, in the order in which they began."""
         now, running = self._clock(), list(self._running.items())
         return tuple(
-            Stage(name, done, total, now - start, self._remaining(name, done, total, now - start))
-            for name, (start, done, total) in running[-MAX_STAGES:]
+            Stage(name, s.done, s.total, now - s.start, self._remaining(name, s, now))
+            for name, s in running[-MAX_STAGES:]
         )
 
-    def _remaining(self, name: str, done: int, total: int, elapsed: float) -> float | None:
+    def _remaining(self, name: str, stage: _Running, now: float) -> float | None:
         """Return the estimated seconds until the end.
 
-        The estimate assumes the mean pace so far. Without a finished part, it assumes the duration
-        of the last stage of this name.
+        The estimate assumes the mean pace since the first finished part, because the time before it
+        may include preparations. Before `MIN_SHARE` of the parts is finished, it assumes the
+        duration of the last stage of this name.
         """
-        if done > 0:
-            return elapsed * (total - done) / done
+        if stage.first and stage.done >= MIN_SHARE * stage.total:
+            start, done = stage.first if stage.done > stage.first[1] else (stage.start, 0)
+            return (now - start) * (stage.total - stage.done) / (stage.done - done)
         before = self._durations.get(name)
-        return None if before is None else max(0.0, before - elapsed)
+        return None if before is None else max(0.0, before - (now - stage.start))
 
 
 class StageFile:

@@ -24,6 +24,7 @@ class Point:
 @dataclass(frozen=True)
 class Line:
     name: str
+    """Name in the legend; empty for the only line of a chart, which needs none."""
     points: Sequence[Point]
     number: int = 0
     """Number of the line's colour. Lines of one meaning have the same number in all charts."""
@@ -48,6 +49,8 @@ class LineChart:
     """Upper end of the axis; None: from the values."""
     note: str = ""
     """Explanation for readers."""
+    possible: tuple[float, float] = (-math.inf, math.inf)
+    """Smallest and largest possible value. An axis for equal values does not go beyond them."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -61,7 +64,9 @@ class LineChart:
         ]
         low = min(values, default=0.0) if self.low is None else self.low
         high = max(values, default=1.0) if self.high is None else self.high
-        return (low, high) if low < high else (low - 0.5, low + 0.5)
+        if low < high:
+            return low, high
+        return max(low - 0.5, self.possible[0]), min(low + 0.5, self.possible[1])
 
 
 @dataclass(frozen=True)

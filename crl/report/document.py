@@ -36,7 +36,7 @@ from crl.report.figures import FIGURES, ArmRuns, arms_of_runs
 from crl.report.lessons import Lessons, read_lessons
 from crl.report.results import Results, next_commands, read_results
 from crl.report.run_record import RunRecord
-from crl.wording import counted, lift_text, printable_lines
+from crl.wording import OPERATION_WORDS, counted, lift_text, printable_lines
 
 MOST_BYTES = 5_000_000
 """Maximum size of a report whose texts are long."""
@@ -57,6 +57,15 @@ MOST_LOG_BYTES = 200_000
 """Bytes at the end of the log from which these lines are taken."""
 
 T = TypeVar("T")
+
+CONDITIONS_SENTENCES: Sequence[str] = (
+    "Free episodes are played without experience.",
+    "Guided episodes are played with the run's bank, which they search for experience.",
+    "Online episodes are played with a bank built online: a copy of the bank that is also written "
+    "during the evaluation.",
+    "The online set without a bank (alone) has the same episodes without experience.",
+)
+"""Explanations of the conditions of episodes, in the order of `CONDITION_LABELS`."""
 
 SECTIONS: Mapping[str, str] = {
     "success": "Success",
@@ -289,7 +298,8 @@ def environment(scale: float = 1.0) -> Environment:
     env.filters |= {"cut": shortened, "counted": counted, "json": _json, "value": svg.value_text}
     env.globals |= {
         "svg": svg, "lift_text": lift_text, "damage_text": damage_text, "cut": shortened,
-        "counted": counted, "condition_labels": CONDITION_LABELS, "geometry": svg.LineGeometry,
+        "counted": counted, "conditions_sentences": CONDITIONS_SENTENCES,
+        "geometry": svg.LineGeometry, "operation_words": OPERATION_WORDS,
         "trained_models": trained_models, "is_lines": lambda chart: isinstance(chart, LineChart),
     }  # fmt: skip
     return env

@@ -22,6 +22,7 @@ from crl.report.charts import (
 )
 from crl.report.lessons import read_counts
 from crl.report.run_record import RunRecord
+from crl.wording import OPERATION_WORDS
 
 WINDOW = 10
 """Steps over which the success of training episodes is averaged."""
@@ -115,6 +116,15 @@ TRAINING: Mapping[str, tuple[str, str]] = {
 }
 """Title and unit of the metrics of training, by name."""
 
+POSSIBLE: Mapping[str, tuple[float, float]] = dict.fromkeys(
+    (
+        "KL of the update", "KL to the first weights", "Entropy", "Norm of the gradient",
+        "Mismatch of engine and trainer", "Staleness", "Experiences in the bank",
+    ),
+    (0.0, math.inf),
+)  # fmt: skip
+"""Ranges of metrics that cannot be negative, by title."""
+
 
 def _training(arms: Arms, kind: str, role: str) -> Iterator[Chart]:
     names = {f"{role}/{name}": title for name, title in TRAINING.items()}
@@ -134,14 +144,10 @@ def bank(arms: Arms) -> list[Chart]:
     return charts + list(_metric_charts(arms, "train", gap, window=WINDOW))
 
 
-OPERATIONS: Mapping[str, str] = {
-    "ops/add": "added",
-    "ops/update": "updated",
-    "ops/return": "returned without an experience",
-    "ops/drop": "refused",
-    "ops/merge": "written by merges",
-    "ops/evict": "evicted",
-}
+OPERATIONS = ("add", "update", "return", "drop", "merge", "evict")
+"""Operations of the bank that are drawn."""
+
+OPERATIONS_NOTE = "returned: answers that change nothing. refused: invalid operations of answers."
 
 
 def _operations(arms: Arms) -> list[Chart]:
@@ -149,14 +155,14 @@ def _operations(arms: Arms) -> list[Chart]:
     charts = []
     for arm in arms:
         lines = [
-            Line(words, points, number)
-            for number, (name, words) in enumerate(OPERATIONS.items())
-            if (points := _mean(arm, lambda run, name=name: metric(run, "bank", name)))
+            Line(OPERATION_WORDS[name], points, number)
+            for number, name in enumerate(OPERATIONS)
+            if (points := _mean(arm, lambda run, name=name: metric(run, "bank", f"ops/{name}")))
             and points[-1].y > 0
         ]
         if lines:
             title = _titled("Operations of the bank since the start", arm, arms)
-            charts.append(LineChart(title, "", lines, low=0.0))
+            charts.append(LineChart(title, "", lines, low=0.0, note=OPERATIONS_NOTE))
     return charts
 
 
@@ -293,7 +299,7 @@ def _arm_lines(
     arms: Arms, points: Callable[[RunRecord], Sequence[Point]], ends: tuple[float, float] = ANY
 ) -> list[Line]:
     return [
-        Line(arm.name, curve, number)
+        Line(arm.name if len(arms) > 1 else "", curve, number)
         for number, arm in enumerate(arms)
         if (curve := _mean(arm, points, ends))
     ]
@@ -303,12 +309,16 @@ def _metric_charts(
     arms: Arms, kind: str, titles: Mapping[str, tuple[str, str]], *, window: int = 1,
     low: float | None = None, high: float | None = None,
 ) -> Iterator[Chart]:  # fmt: skip
-    """Yield a chart for each metric that a run has, with one line per arm."""
+    """Yield a chart for each metric that a run has, with one line per arm.
+
+    A single arm's line has no name.
+    """
     for name, (title, unit) in titles.items():
         lines = _arm_lines(arms, lambda run, name=name: averaged(metric(run, kind, name), window))
         if lines:
             note = f"Mean of the last {window} steps." if window > 1 else ""
-            yield LineChart(title, unit, lines, low, high, note)
+            possible = UNIT if unit == "share" else POSSIBLE.get(title, ANY)
+            yield LineChart(title, unit, lines, low, high, note, possible)
 
 
 def _titled(title: str, arm: ArmRuns, arms: Arms) -> str:

@@ -85,11 +85,11 @@ class LessonCounts:
         ends = [f"{i * width} to {(i + 1) * width} %" for i in range(len(bins))]
         charts = [
             BarChart(
-                "Success of the episodes that an experience guided", "experiences",
+                "Success of the episodes that an experience guided", "number of experiences",
                 dict(zip(ends, bins, strict=True)),
             ),
             BarChart(
-                "Lift of the experiences", "experiences",
+                "Lift of the experiences", "number of experiences",
                 {LIFTS[name]: number for name, number in self.stats["lift"].items()},
                 "Above and below 0: the 95 % interval excludes 0.",
             ),
@@ -107,9 +107,26 @@ class Lessons(LessonCounts):
     worst: Sequence[Story]
 
     @property
-    def any_harm(self) -> bool:
-        """True if the whole interval of a lift is below 0."""
-        return any(s.entry.counters.lift and s.entry.counters.lift.sign < 0 for s in self.worst)
+    def best_note(self) -> str:
+        """Sentence on the number of best experiences that are shown to help."""
+        return _shown_note(self.best, 1, "help")
+
+    @property
+    def worst_note(self) -> str:
+        """Sentence on the number of worst experiences that are shown to harm."""
+        return _shown_note(self.worst, -1, "harm")
+
+
+def _shown_note(stories: Sequence[Story], sign: int, effect: str) -> str:
+    """Return a sentence on the number of lifts with this sign; empty without stories."""
+    if not stories:
+        return ""
+    lifts = [story.entry.counters.lift for story in stories]
+    shown = sum(lift is not None and lift.sign == sign for lift in lifts)
+    if not shown:
+        return f"No experience is shown to {effect}: all intervals include 0."
+    verb = "is" if shown == 1 else "are"
+    return f"{shown} of {len(stories)} listed {verb} shown to {effect}: the interval excludes 0."
 
 
 def read_counts(path: Path) -> LessonCounts | None:
@@ -170,5 +187,5 @@ def lift_curve(views: Sequence[LiftView]) -> list[Point]:
     for step, group in groupby(views, key=lambda view: view.step):
         total = pooled_lift([total, *(view.lift for view in group)])
         if step is not None and total is not None:
-            points.append(Point(step, total.mean, total.low, min(1.0, -(-total).low)))
+            points.append(Point(step, total.mean, total.low, total.high))
     return points

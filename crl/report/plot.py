@@ -83,8 +83,10 @@ def _draw_lines(panel: Axes, chart: LineChart) -> None:
             panel.vlines(xs, low, high, color=colour)
     panel.set_ylim(chart.low, chart.high)
     panel.set_xlabel("step")
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.set_ylabel(_plain(chart.unit))
-    panel.legend(fontsize=8)
+    if any(line.name for line in chart.lines):
+        panel.legend(fontsize=8)
 
 
 def _plain(text: str) -> str:

@@ -15,7 +15,18 @@ from crl.evaluation.comparison import RunResult, run_settings, success_rates
 from crl.evaluation.evaluate import EvalKey
 from crl.evaluation.report import Estimate
 from crl.monitor.files import read_metrics
+from crl.monitor.follow import KILLED, ending_in_log
 from crl.monitor.run_dir import RunDir
+
+STATES: Mapping[str, str] = {
+    "not started": "It has not started.",
+    "under way": "It is under way.",
+    "finished": "It is finished.",
+    "interrupted": "The run was interrupted.",
+    "failed": "The run failed: see its log.",
+    "unfinished": KILLED,
+}
+"""Sentences about the states of a run."""
 
 Line = Mapping[str, Any]
 """Line of metrics.jsonl."""
@@ -35,6 +46,8 @@ class RunRecord:
     """True if a process trains the run."""
     damaged_lines: int = 0
     """Number of damaged lines of metrics.jsonl, which are left out."""
+    ending: str = ""
+    """Way in which the run ended, as `ending_in_log`."""
 
     @classmethod
     def read(cls, name: str, run: RunDir, last_bytes: int | None = None) -> RunRecord:
@@ -44,7 +57,8 @@ class RunRecord:
         """
         metrics = read_metrics(run.metrics, last_bytes)
         saved = load_saved(run.path)
-        return cls(name, run, saved, metrics.lines, run.is_locked(), metrics.damaged)
+        active, ending = run.is_locked(), ending_in_log(run.log)
+        return cls(name, run, saved, metrics.lines, active, metrics.damaged, ending)
 
     @property
     def seed(self) -> int:
@@ -67,14 +81,21 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """State of the run in words."""
+        """State of the run: a key of `STATES`."""
         planned = self.saved.config.run.steps
         if self.active:
             return "under way"
         if not self.lines:
             return "not started"
         evaluated = any(line["step"] == planned for line in self.of("eval"))
-        return "finished" if self.steps >= planned and evaluated else "interrupted"
+        if self.steps >= planned and evaluated:
+            return "finished"
+        return self.ending.partition(":")[0] or "unfinished"
+
+    @property
+    def state_sentence(self) -> str:
+        """Sentence about the state of the run."""
+        return STATES[self.state]
 
     def of(self, kind: str) -> list[Line]:
         """Return the lines of a kind, in their order."""

@@ -9,11 +9,14 @@ from functools import cached_property
 
 from crl.report.charts import BarChart, Line, LineChart, Point
 
-WIDTH, HEIGHT = 360, 220
+WIDTH, HEIGHT = 360, 232
 """Size of a line chart, in units of its view box. Text of 12 units is readable on a phone."""
 
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 26
-"""Margins of the plot."""
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 40
+"""Margins of the plot. The left one is wider for long labels."""
+
+CHARACTER = 6.5
+"""Approximate width of a character of a label."""
 
 TICKS = 5
 """Approximate number of ticks of an axis."""
@@ -39,11 +42,17 @@ class LineGeometry:
     def _x(self) -> tuple[float, float]:
         xs = [point.x for line in self.chart.lines for point in line.points]
         low, high = min(xs, default=0.0), max(xs, default=1.0)
-        return (low, high) if low < high else (low - 1, high + 1)
+        return (low, high) if low < high else (max(0.0, low - 1), high + 1)
+
+    @cached_property
+    def left(self) -> float:
+        """Left margin of the plot, wide enough for the labels of the y axis."""
+        longest = max(len(text) for _, text in ticks(*self.chart.bounds))
+        return max(LEFT, math.ceil(8 + CHARACTER * longest))
 
     def x(self, value: float) -> float:
         low, high = self._x
-        return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
+        return round(self.left + (value - low) / (high - low) * (WIDTH - self.left - RIGHT), 1)
 
     def y(self, value: float) -> float:
         low, high = self.chart.bounds
@@ -52,7 +61,7 @@ class LineGeometry:
 
     @property
     def x_ticks(self) -> list[Tick]:
-        return [Tick(self.x(value), text) for value, text in ticks(*self._x)]
+        return [Tick(self.x(value), text) for value, text in ticks(*self._x, whole=True)]
 
     @property
     def y_ticks(self) -> list[Tick]:
@@ -82,7 +91,8 @@ class LineGeometry:
         """Return (x, y, text) of the points of a short line."""
         if len(line.points) > MOST_BARS:
             return []
-        return [(self.x(p.x), self.y(p.y), f"{line.name}, {point_text(p)}") for p in line.points]
+        name = f"{line.name}, " if line.name else ""
+        return [(self.x(p.x), self.y(p.y), f"{name}{point_text(p)}") for p in line.points]
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ def bars(chart: BarChart) -> list[Bar]:
     """Return the bars of a chart with their lengths."""
     longest = max((abs(value) for value in chart.bars.values()), default=0.0) or 1.0
     return [
-        Bar(name, f"{value_text(value)} {chart.unit}".strip(), round(100 * abs(value) / longest, 1))
+        Bar(name, value_text(value), round(100 * abs(value) / longest, 1))
         for name, value in chart.bars.items()
     ]
 
@@ -120,15 +130,31 @@ def sparkline(
     )
 
 
-def ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Return round values between two ends, with their texts, at distances of 1, 2 or 5 · 10^k."""
+def ticks(low: float, high: float, *, whole: bool = False) -> list[tuple[float, str]]:
+    """Return round values between two ends, with their texts, at distances of 1, 2 or 5 · 10^k.
+
+    The texts differ. `whole`: the values are whole numbers, such as steps.
+    """
     raw = (high - low) / TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * next((m for m in (1, 2, 5) if m * power >= raw * 0.999), 10)
+    if whole:
+        step = max(step, 1.0)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    spec = f",.{digits}f" if 1e-4 <= step < 1e6 else ".0e"
-    return [(i * step, f"{i * step:{spec}}") for i in range(first, last + 1)]
+    values = [i * step for i in range(first, last + 1)]
+    if 1e-4 <= step < 1e6:
+        return [(value, f"{value:,.{digits}f}") for value in values]
+    texts = [""]
+    for digits in range(MOST_DIGITS):
+        texts = [f"{value:.{digits}e}" if value else "0" for value in values]
+        if len({*texts}) == len(texts):
+            break
+    return list(zip(values, texts, strict=True))
+
+
+MOST_DIGITS = 17
+"""Maximum number of decimal digits of a tick. Two numbers with the same digits are equal."""
 
 
 def value_text(value: float) -> str:
@@ -151,7 +177,8 @@ def described(chart: LineChart) -> str:
     ends = []
     for line in chart.lines:
         first = f"from {value_text(line.points[0].y)} " if len(line.points) > 1 else ""
-        ends.append(f"{line.name}: {first}to {point_text(line.last)}")
+        values = f"{first}to {point_text(line.last)}"
+        ends.append(f"{line.name}: {values}" if line.name else values[0].upper() + values[1:])
     return f"{chart.title}. {'; '.join(ends)}."
 
 

@@ -202,9 +202,9 @@ async def _open_actor(
     """Start the actor's learner, if it is trained, and its engine."""
     learner = None
     if config.actor.train:
-        with stage(monitor, "start of the actor's learner"):
+        with stage(monitor, "starting the actor's learner"):
             learner = await open_role_learner(config, gpus, actor, method.actor.loss, stack)
-    with stage(monitor, "start of the actor's engine"):
+    with stage(monitor, "starting the actor's engine"):
         engine = await open_role_engine(config, gpus, actor, stack, trained=config.actor.train)
     return learner, engine
 

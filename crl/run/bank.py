@@ -211,9 +211,9 @@ async def open_experience(
     if config.with_extractor:
         role = extractor_model(config, monitor.note)
         trained = method.extractor is not None
-        with stage(monitor, "start of the extractor's engine"):
+        with stage(monitor, "starting the extractor's engine"):
             engine = await open_role_engine(config, gpus, role, stack, trained=trained)
-    with stage(monitor, "start of the embedder"):
+    with stage(monitor, "starting the embedder"):
         progress = embedding_progress(monitor, progress_bar=progress_bar)
         factory = await bank_factory(config, specs, gpus, progress, stack)
     advisors = ((name, spec.curriculum.advisor) for name, spec in specs.items())
@@ -232,7 +232,7 @@ async def open_experience(
     failures = BankFailures(manager, run_name) if replay else None
     trainer = None
     if method.extractor and role:
-        with stage(monitor, "start of the extractor's learner"):
+        with stage(monitor, "starting the extractor's learner"):
             learner = await open_role_learner(config, gpus, role, method.extractor.loss, stack)
         trainer = ExtractorTrainer(
             manager, method.extractor, learner, engine, monitor, diagnostics.answers, on_progress

@@ -281,7 +281,7 @@ class TrainingLoop:
             for task in background:
                 task.cancel()
         if self.experience and not self.stop.is_set():
-            with stage(self.outputs.monitor, "distillation of the last episodes"):
+            with stage(self.outputs.monitor, "distilling the last episodes"):
                 await self._unless_stopped(self.experience.finish())
         await self._evaluate_and_probe(self.completed_steps)
         await self.checkpoint(replace=True)
@@ -364,7 +364,7 @@ class TrainingLoop:
 
         await self.outputs.episodes.flush()
         work = asyncio.ensure_future(asyncio.to_thread(write_and_prune))
-        with stage(self.outputs.monitor, "checkpoint"):
+        with stage(self.outputs.monitor, "writing a checkpoint"):
             path, error = await finish_then_cancel(work)
         if error:
             self._warn(f"an old checkpoint cannot be deleted: {error}.")
@@ -429,7 +429,7 @@ class TrainingLoop:
                 await self.experience.observe(batch)
         stats, exchange = StepStats(0, 0), {"perf/sync_bytes": 0.0}
         if learner:
-            with stopwatch("train"), stage(self.outputs.monitor, "training of the actor"):
+            with stopwatch("train"), stage(self.outputs.monitor, "training the actor"):
                 stats = await learner.step(minibatches)
             with stopwatch("sync"):
                 exchange = await self._sync(learner, stats)
@@ -582,7 +582,7 @@ class TrainingLoop:
         if not self.critic or not self.critic.warmup.batches or self.warmed_up:
             return
         stopwatch = Stopwatch()
-        with stopwatch("warmup"), stage(self.outputs.monitor, "warm-up of the critic"):
+        with stopwatch("warmup"), stage(self.outputs.monitor, "warming up the critic"):
             trajectories = await self._unless_stopped(self.critic.warmup.play())
         if trajectories is None:
             return

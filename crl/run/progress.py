@@ -11,7 +11,7 @@ from crl.protocols import Monitor
 from crl.run.models import print_to_stderr
 from crl.wording import counted
 
-EMBEDDING = "embedding of the bank"
+EMBEDDING = "embedding the bank"
 """Stage in which the experiences of a bank are embedded."""
 
 

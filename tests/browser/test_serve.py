@@ -172,7 +172,7 @@ def test_a_run_is_followed(page: Any, root: Path) -> None:
         monitor.log(3, "train", {"rollout/success/free": 0.75})
         page.locator("#state-title ~ *", has_text="step 3 of 3").first.wait_for()
         monitor.close()
-    page.locator(".badge", has_text="interrupted").wait_for()
+    page.locator(".badge", has_text="unfinished").wait_for()
     assert page.locator("section[data-part=success] circle").count() > 3
     assert page.evaluate("window.marked")
 

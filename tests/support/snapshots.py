@@ -27,7 +27,8 @@ from crl.types import (
 
 
 def experience(text: str, *, uid: str = "e1", task: str = "room", **counters: Any) -> Experience:
-    return Experience(uid, 1, text, task, "", Provenance("g1", (0, 0)), Counters(**counters))
+    goal = f"{task.title()}: Amber Hall. Reach the stairs down (>)."
+    return Experience(uid, 1, text, task, goal, Provenance("g1", (0, 0)), Counters(**counters))
 
 
 class Clock:

@@ -6,11 +6,12 @@ from crl.types import Lift
 from crl.wording import lift_text, listed, percent, times
 
 
-def test_a_lift_has_half_its_interval_also_beyond_the_lowest_lift():
+def test_a_lift_has_its_interval_within_the_possible_lifts():
     lift = Lift(1, -1.0)
-    assert lift.low == -1
-    assert lift_text(lift) == f"-1.00 ± {lift.half_width:.2f}" == "-1.00 ± 12.71"
-    assert lift_text(Lift(4, 0.25, 0.0)) == "+0.25 ± 0.69"
+    assert (lift.low, lift.high) == (-1, 1)
+    assert lift_text(lift) == "-1.00 [-1.00, +1.00]"
+    assert lift_text(Lift(4, 0.25, 0.0)) == "+0.25 [-0.44, +0.94]"
+    assert lift_text(Lift(3, 0.5, 0.0)) == "+0.50 [-0.56, +1.00]"
     assert lift_text(None) == "–"
 
 

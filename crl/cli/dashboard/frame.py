@@ -30,6 +30,12 @@ FRAME_LINES = 5
 STAGE_BAR_WIDTH = 16
 """Width of the progress bar of a stage."""
 
+STATUS_WIDTH = 24
+"""Maximum width of a state of a run in the title. A longer one has a line."""
+
+STATUS = "bold yellow"
+"""Style of the state of a run that has ended."""
+
 
 class Page(NamedTuple):
     """Page of the dashboard."""
@@ -137,7 +143,7 @@ def draw(
     head = [
         _title(s, width),
         _progress(s, width),
-        _stages(s.progress.stages, width),
+        _ending(s) or _stages(s.progress.stages, width),
         _tabs(view, width),
     ]
     foot = [*_warning(s, width), _keys(view, keys, width)]
@@ -185,11 +191,17 @@ def _title(s: Snapshot, width: int) -> Text:
     title = Text.assemble(
         ("crl ", DIM), (name, GOOD), "  ", one_line(s.run.method, width), (" on ", DIM), task_names
     )
-    if not s.progress.status:
+    if not s.progress.status or len(s.progress.status) > STATUS_WIDTH:
         return title
-    status = Text(f"  {one_line(s.progress.status, width)}", "bold yellow")
+    status = Text(f"  {one_line(s.progress.status, width)}", STATUS)
     title.truncate(max(0, width - status.cell_len), overflow="ellipsis")
     return title + status
+
+
+def _ending(s: Snapshot) -> Text | None:
+    """Return the state of a run that has ended, if it is too long for the title."""
+    status = s.progress.status
+    return Text(one_line(status, 200), STATUS) if len(status) > STATUS_WIDTH else None
 
 
 def _progress(s: Snapshot, width: int) -> Text:
@@ -226,10 +238,10 @@ def _stages(stages: Sequence[Stage], width: int) -> Text:
 def _stage(stage: Stage) -> Text:
     """Return the progress of a stage, and an estimate of what is left."""
     left = () if stage.remaining is None else ("  ", cell("left", duration(stage.remaining)))
-    time = Text.assemble(cell("for", duration(stage.elapsed)), *left)
+    time = Text.assemble(duration(stage.elapsed), *left)
     name = Text(one_line(stage.name, 60))
     if stage.total <= 1:
-        return Text.assemble(name, "  ", time)
+        return Text.assemble(name, ", ", time)
     filled = round(STAGE_BAR_WIDTH * min(1.0, stage.done / stage.total))
     return Text.assemble(
         name,
@@ -275,7 +287,7 @@ def _keys(view: View, keys: Keys, width: int) -> Text:
 
 
 def _help(keys: Keys) -> Body:
-    """Return the help: all keys and pages."""
+    """Return the help: all keys and pages, and the conditions of episodes."""
     rows = {
         "← →  tab": "previous and next page",
         "↑ ↓  j k": "scroll by a line",
@@ -284,6 +296,10 @@ def _help(keys: Keys) -> Body:
         "n p": "next and previous member of the group, on the page of episodes",
         "?": "open and close this help",
         **keys.help,
+        "free": "episodes without experience",
+        "guided": "episodes with the run's bank, which they search for experience",
+        "online": "guided, with a copy of the bank that is also written during the evaluation",
+        "alone": "the episodes of online without experience",
     }
     pages = {f"{n}": f"{page.name}: {page.help}" for n, page in enumerate(PAGES, start=1)}
     lines = [Text.assemble((f"{key:<11}", GOOD), text) for key, text in {**pages, **rows}.items()]

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from rich.text import Text
 
 from crl.cli.dashboard.parts import (
-    EXPERIENCE_TITLE,
     Body,
     advice,
     condition_lines,
     evaluation_lines,
     experience_lines,
+    experience_title,
     rate_line,
     time_bar,
     without_lift,
@@ -39,7 +39,7 @@ from crl.cli.draw import (
 )
 from crl.config.schema import OVERALL
 from crl.monitor.snapshot import HISTORY, UPDATES, Series, Snapshot
-from crl.wording import printable
+from crl.wording import OPERATION_WORDS, printable
 
 TWO_COLUMN_WIDTH = 76
 """Minimum width at which the metrics of the run are shown to the right of the models."""
@@ -49,6 +49,10 @@ TALL_HEIGHT = 26
 
 VALUE_WIDTH = 11
 """Width of a value in the table of models."""
+
+
+OPERATIONS = ("add", "update", "drop")
+"""Operations of the bank that are shown. The page "bank" has all of them."""
 
 
 class ModelRow(NamedTuple):
@@ -98,7 +102,7 @@ def overview(s: Snapshot, width: int, height: int) -> Body:
         "stats": stats,
         "time": LineGroup(list(time_bar(s, width)), min_lines=2),
         "probe": LineGroup(list(_probes(s, width))),
-        "experiences": LineGroup(_experiences(s, width), title=EXPERIENCE_TITLE),
+        "experiences": LineGroup(_experiences(s, width), title=experience_title(width)),
         "notes": _notes(s, height),
     }
     line_counts = allocate_lines(sections, height, priority=PRIORITY_ORDER, growth=GROWTH_ORDER)
@@ -221,8 +225,7 @@ def _stat_groups(s: Snapshot) -> Iterator[tuple[str, Iterable[Text]]]:
             )
         yield "ops", metric_cells(
             s, "bank",
-            ("add", "ops/add", ",.0f"), ("update", "ops/update", ",.0f"),
-            ("return", "ops/return", ",.0f"), ("drop", "ops/drop", ",.0f"),
+            *((OPERATION_WORDS[kind], f"ops/{kind}", ",.0f") for kind in OPERATIONS),
         )  # fmt: skip
         yield "queue", queue_cells(s)
         yield "retrieval", metric_cells(

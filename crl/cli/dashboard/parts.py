@@ -28,6 +28,9 @@ from crl.wording import lift_text
 WIDE = 100
 """Minimum width of a window in which lines have further contents."""
 
+VERY_NARROW = 60
+"""Width of a window below which success rates of evaluations have no interval."""
+
 BAR_WIDTH = 20
 """Width of the bar of a success rate."""
 
@@ -116,22 +119,28 @@ def evaluation_lines(s: Snapshot, width: int, sets: Mapping[str, str]) -> Iterat
     length = max(map(cell_len, sets.values()), default=0)
     for key, name in sets.items():
         found = s.evaluations.sets[key]
-        cells = [_interval(condition, rate, wide) for condition, rate in found.rates.items()]
+        cells = [_interval(condition, rate, width) for condition, rate in found.rates.items()]
         if wide:
             cells.append(cell("after step", f"{found.step:,}"))
-        yield from flow(label, [Text(name + " " * (length - cell_len(name))), *cells], width)
+        # The name and the first rate are one cell: a name alone says nothing.
+        first = cells[0] if cells else Text()
+        shown = Text(name + " " * (length - cell_len(name)))
+        space = max(1, width - LABEL_WIDTH - 2 - first.cell_len)
+        shown.truncate(min(length, space), overflow="ellipsis")
+        yield from flow(label, [Text.assemble(shown, "  ", first), *cells[1:]], width)
         label = ""
 
 
-def _interval(condition: str, rate: RateView, wide: bool) -> Text:
-    """Return a success rate of an evaluation with its interval.
+def _interval(condition: str, rate: RateView, width: int) -> Text:
+    """Return a success rate of an evaluation, with its interval unless the window is very narrow.
 
     A wide window also shows the change since the first evaluation.
     """
+    wide = width >= WIDE
     style = GUIDED if condition in ("guided", "online") else FREE
     interval = (
         f" [{format_number(rate.low, '.3f')}, {format_number(rate.high, '.3f')}]"
-        if rate.low is not None
+        if rate.low is not None and width >= VERY_NARROW
         else ""
     )
     change = (
@@ -193,17 +202,23 @@ def part_order(part: str) -> int:
 TASK_WIDTH = 12
 """Maximum width of the name of a task in a list of experiences."""
 
-EXPERIENCE_TITLE = "experiences of recent searches: retrieved, lift, task, text"
-"""Title of a list of experiences."""
+NARROW = 76
+"""Width of a window below which a list of experiences has no names of tasks."""
+
+
+def experience_title(width: int) -> str:
+    """Return the title of a list of experiences."""
+    if width < NARROW:
+        return "recent experiences: retrieved, lift, goal, text"
+    return "experiences of recent searches: retrieved, lift, task, goal, text"
 
 
 def experience_lines(s: Snapshot, width: int) -> list[Text]:
     """Return the experiences of the snapshot, the best lift first."""
     names = [one_line(experience.task, TASK_WIDTH) for experience in s.experiences]
     task_width = min(TASK_WIDTH, max(map(cell_len, names), default=0))
-    goals = width >= WIDE and any(experience.goal for experience in s.experiences)
     return [
-        experience_line(experience, width, task_width, with_goal=goals)
+        experience_line(experience, width, task_width if width >= NARROW else 0)
         for experience in s.experiences
     ]
 
@@ -216,10 +231,11 @@ def without_lift(s: Snapshot) -> Text | None:
     return Text(f"{size - known:,.0f} of {size:,.0f} experiences of the bank have no lift yet", DIM)
 
 
-def experience_line(
-    e: Experience, width: int, task_width: int = TASK_WIDTH, *, with_goal: bool = False
-) -> Text:
-    """Return a line with retrievals, lift, task and text of an experience."""
+def experience_line(e: Experience, width: int, task_width: int = TASK_WIDTH) -> Text:
+    """Return a line with retrievals, lift, task, goal and text of an experience.
+
+    `task_width`: width of the name of the task; 0 leaves it out.
+    """
     lift = e.counters.lift
     style = ("", GUIDED, "red")[lift.sign] if lift else ""
     task = Text(one_line(e.task, width), DIM)
@@ -227,12 +243,12 @@ def experience_line(
     goal = Text(one_line(e.goal, width), DIM)
     goal.truncate(width // 4, overflow="ellipsis", pad=True)
     return Text.assemble(
-        f"{format_number(e.counters.retrieved, ',.0f', 6):>6} ",
-        (f"{lift_text(lift):>13}", style),
+        f"{format_number(e.counters.retrieved, ',.0f', 6):>6}  ",
+        (f"{lift_text(lift):>20}", style),
         "  ",
-        task,
+        *((task, "  ") if task_width else ()),
+        goal,
         "  ",
-        *((goal, "  ") if with_goal else ()),
         one_line(e.text, 4 * width),
     )
 

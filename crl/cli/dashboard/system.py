@@ -61,7 +61,7 @@ def _stage(stage: Stage, width: int) -> Text:
     return Text.assemble(
         one_line(stage.name, 60).ljust(34),
         parts,
-        ("  for ", DIM),
+        "  ",
         duration(stage.elapsed).ljust(8),
         ("left ", DIM),
         duration(stage.remaining),

@@ -14,9 +14,9 @@ from crl.wording import counted
 
 MEASUREMENT = (
     "Evidence was measured in the episodes of training. Lift is success with the experience minus "
-    "success without any, in the same groups of episodes, ± half its 95 % interval; an interval "
-    "that contains 0 shows no effect. Credit is the number of won minus the number of lost guided "
-    "episodes. Goals and their experiences are sorted by evidence, the best first."
+    "success without any, in the same groups of episodes, with its 95 % interval in brackets; an "
+    "interval that contains 0 shows no effect. Credit is the number of won minus the number of "
+    "lost guided episodes. Goals and their experiences are sorted by evidence, the best first."
 )
 """Description of the measurement of the evidence."""
 

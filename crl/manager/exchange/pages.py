@@ -9,7 +9,7 @@ that starts with `*Evidence:` is not part of its text:
     ### Goal: Reach the stairs down.
 
     - Go west.
-      *Evidence: lift +0.25 ± 0.46 over 3 groups; won 3 of 4 guided episodes.*
+      *Evidence: lift +0.25 [-0.21, +0.71] over 3 groups; won 3 of 4 guided episodes.*
 
 Entries with the same task, goal and text are one item. The evidence is written for readers; the
 counters of the entries are read from JSON lines that belong to the page. See `combined`.
@@ -76,13 +76,15 @@ class Lesson:
 
     @property
     def evidence(self) -> str:
-        """Evidence in words."""
+        """Evidence in words, as Markdown."""
         counters = [entry.counters for entry in self.entries]
         credited, credit = sum(c.credited for c in counters), sum(c.credit for c in counters)
         votes, retrieved = sum(c.votes for c in counters), sum(c.retrieved for c in counters)
         steps = sorted({entry.step for entry in self.entries if entry.step is not None})
         sources = dict.fromkeys(
-            visible_line(parent) for entry in self.entries for parent in entry.provenance.parents
+            markdown(visible_line(parent))
+            for entry in self.entries
+            for parent in entry.provenance.parents
         )
         number = len(self.entries)
         often = f" {times(number)}" if number > 1 and number != len(steps) else ""
@@ -133,7 +135,7 @@ def goal_sections(by_goal: Mapping[str, Sequence[Lesson]], level: int) -> Iterat
             first, *others = markdown_lines(visible(lesson.text))
             yield f"- {first}".rstrip()
             yield from (f"  {line}".rstrip() for line in others)
-            yield f"  {EVIDENCE} {markdown(lesson.evidence)}.*"
+            yield f"  {EVIDENCE} {lesson.evidence}.*"
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────

@@ -544,8 +544,11 @@ def _sqlite_code(error: Exception) -> str:
     """Return SQLite's name of the error.
 
     Return "" for an error of the operating system. Return "SQLITE_CORRUPT", the name for a damaged
-    file, for data that is not valid text or JSON.
+    file, for data that is not valid text or JSON. Python's module names no error for a text that
+    is not UTF-8.
     """
+    if str(error).startswith("Could not decode to UTF-8"):
+        return "SQLITE_CORRUPT"
     return (
         (getattr(error, "sqlite_errorname", "") or "")
         if isinstance(error, sqlite3.Error | OSError)

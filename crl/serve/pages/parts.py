@@ -25,11 +25,12 @@ from crl.monitor.follow import RunFollower
 from crl.monitor.run_dir import RunDir
 from crl.report.charts import Chart
 from crl.report.document import SECTIONS, run_judgements
-from crl.report.figures import FIGURES, arms_of_runs
+from crl.report.figures import FIGURES, Arms, arms_of_runs
 from crl.report.lessons import LessonCounts, read_counts
 from crl.report.run_record import RunRecord
 from crl.serve.cache import Version, version_of
 from crl.serve.site import FoundRun, Site
+from crl.wording import OPERATION_WORDS
 
 TITLES: Mapping[str, str] = {
     "state": "State",
@@ -51,19 +52,10 @@ MAX_OPERATIONS = 15
 MAX_LOG_ROWS = 5000
 """Number of last rows of a bank's log in which they are looked for."""
 
-OPERATIONS: Mapping[str, str] = {
-    "add": "added",
-    "update": "updated",
-    "merge": "written by a merge",
-    "discard": "discarded by a merge",
-    "evict": "evicted",
-    "drop": "refused",
-    "malformed": "answer that cannot be read",
-    "refine": "adapted for a question",
-    "dead": "episode given up",
-    "import": "imported",
-}
-"""Words for the operations that are listed, by kind."""
+OPERATIONS = (
+    "add", "update", "merge", "discard", "evict", "drop", "malformed", "refine", "dead", "import",
+)  # fmt: skip
+"""Kinds of the operations that are listed."""
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────
@@ -130,14 +122,24 @@ def _content(site: Site, run: FoundRun, name: str) -> Markup:
         read = record(site, run)
     except ConfigError:
         return Markup("")  # the part "state" has the reason
-    return drawn(site, lambda: FIGURES[name](arms_of_runs([read])))
+    return drawn_figures(site, name, arms_of_runs([read]))
 
 
-def drawn(site: Site, draw: Callable[[], Sequence[Chart]]) -> Markup:
-    """Return charts as HTML, or the reason why they cannot be drawn; empty if there are none."""
+def drawn_figures(site: Site, name: str, arms: Arms) -> Markup:
+    """Return the charts of a subject as HTML. Those of success explain the conditions."""
+    return drawn(site, lambda: FIGURES[name](arms), conditions=name == "success")
+
+
+def drawn(site: Site, draw: Callable[[], Sequence[Chart]], *, conditions: bool = False) -> Markup:
+    """Return charts as HTML, or the reason why they cannot be drawn; empty if there are none.
+
+    `conditions`: explain the conditions of episodes above the charts.
+    """
     try:
         charts = draw()
-        return site.fragment("charts.html", charts=charts) if charts else Markup("")
+        if not charts:
+            return Markup("")
+        return site.fragment("charts.html", charts=charts, conditions=conditions)
     except Exception as error:  # damaged files raise errors of many types
         return site.fragment("fault.html", fault=_reason(error))
 
@@ -207,11 +209,11 @@ def operations(bank: Path) -> list[Mapping[str, Any]]:
     require_bank(bank)
     with as_store_errors(bank), closing(connect_to_read(bank)) as db:
         db.row_factory = sqlite3.Row
-        rows = db.execute(sql, tuple(OPERATIONS)).fetchall()
+        rows = db.execute(sql, OPERATIONS).fetchall()
     return [
         {
             "step": row["step"],
-            "what": OPERATIONS[row["kind"]],
+            "what": OPERATION_WORDS[row["kind"]],
             "uid": row["origin"] if row["kind"] == "evict" else row["uid"],
             "text": row["text"] or row["reason"] or "",
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,11 +11,10 @@ from starlette.routing import Route
 
 from crl.errors import ConfigError
 from crl.report.document import SECTIONS, ArmTables, Part
-from crl.report.figures import FIGURES
 from crl.report.run_record import unique_names
 from crl.serve.addresses import integer_of
 from crl.serve.events import list_events, run_events
-from crl.serve.pages.parts import TITLES, drawn, part, record, row
+from crl.serve.pages.parts import TITLES, drawn_figures, part, record, row
 from crl.serve.site import Site
 
 MAX_COMPARED = 20
@@ -105,9 +103,7 @@ def compare(request: Request) -> Response:
     names = unique_names([run.dir.path for run in found])
     read = [replace(record(site, run), name=n) for run, n in zip(found, names, strict=True)]
     tables = ArmTables.of(read)
-    sections = {
-        title: drawn(site, partial(FIGURES[name], tables.arms)) for name, title in SECTIONS.items()
-    }
+    sections = {title: drawn_figures(site, name, tables.arms) for name, title in SECTIONS.items()}
     rows = list(zip(found, read, strict=True))
     banks = [run for run in found if run.dir.bank.is_file()]
     return site.render(

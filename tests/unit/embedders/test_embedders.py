@@ -788,7 +788,7 @@ async def test_a_new_embedder_embeds_the_bank_again_in_batches(
     assert words.calls == [texts[:2], texts[2:]]
     assert notes == ["embedding 3 experiences of the bank again (words → other words)"]
     steps = [(0, 3), (2, 3), (3, 3), (3, 3)]
-    assert stages == [("embedding of the bank", *step) for step in steps]
+    assert stages == [("embedding the bank", *step) for step in steps]
     async with open_embedder(EmbedderSection(model=str(random_bert))) as encoder:
         for _ in range(2):
             opened = await open_manager(

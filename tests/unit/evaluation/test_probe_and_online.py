@@ -138,6 +138,26 @@ async def test_all_kinds_of_advice_have_the_same_draws() -> None:
     assert {key.draw_name for key in keys} == {EpisodeKey("probe/room", 0, 1, 0).session}
 
 
+async def test_episodes_are_expected_before_their_advice_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two places with three kinds of advice."""
+    reports: list[tuple[int, int]] = []
+    at_advice: list[tuple[int, int]] = []
+    scheduler = EpisodeScheduler(8, report=lambda done, total: reports.append((done, total)))
+    async with room_runner(ignore_advice) as run:
+        probe = AdviceProbe(run, {"room": ProbeTask(PROBE_PLACES[:2], ADVISOR)}, scheduler)
+        texts = probe._texts
+
+        def advised() -> object:
+            at_advice.extend(reports)
+            return texts()
+
+        monkeypatch.setattr(probe, "_texts", advised)
+        await probe.measure()
+    assert at_advice == [(0, 6)]
+
+
 async def test_each_place_gets_its_own_advice() -> None:
     async with room_runner(follow_advice) as run:
         advice = {"room": ProbeTask(PROBE_PLACES[:4], ADVISOR)}

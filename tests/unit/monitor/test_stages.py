@@ -38,6 +38,19 @@ def test_the_estimate_is_the_mean_pace_or_the_last_duration():
     assert stages.now()[0].remaining == 0
 
 
+def test_the_estimate_ignores_preparations_and_waits_for_a_tenth_of_the_parts():
+    """12 s without a part, then two parts per second: 100 parts take 50 s."""
+    clock = Clock()
+    stages = Stages(clock)
+    stages.update("evaluation", 0, 100)
+    clock.now += 12
+    stages.update("evaluation", 1, 100)
+    assert stages.now()[0].remaining is None
+    clock.now += 4.5
+    stages.update("evaluation", 10, 100)
+    assert stages.now()[0].remaining == 45
+
+
 def test_a_stage_ends_if_its_work_fails():
     seen: list[tuple[str, int, int]] = []
 

@@ -45,8 +45,8 @@ def test_lines_of_charts():
     title, curve, _, bars_title, long, none, _ = chart_lines([lines, bars])
     assert (title, bars_title) == ("t (share)", "b (s)")
     assert curve.split() == ["a", "0", "▁▅█", "step", "2:", "1"]
-    assert long.split() == ["long", "█" * 40, "4", "s"]
-    assert none.split() == ["none", "0", "s"]
+    assert long.split() == ["long", "█" * 40, "4"]
+    assert none.split() == ["none", "0"]
 
 
 def test_curves_are_shorter_in_a_narrow_terminal():
@@ -56,14 +56,14 @@ def test_curves_are_shorter_in_a_narrow_terminal():
     for width in (70, 80, 100):
         shown = list(chart_lines([lines, bars], width))
         assert max(map(len, shown)) <= width
-    assert max(map(len, chart_lines([bars], 80))) == 80
+    assert max(map(len, chart_lines([bars], 60))) == 60
 
 
 @pytest.mark.parametrize(
     ("what", "texts"),
     [
         ("success", ["room, seen places (success)", "step 5: 0.75 [0.65, 0.85]", "free members"]),
-        ("time", ["wait", "2 s per step", "train", "1 s per step"]),
+        ("time", ["Wall time by part (s per step)", "wait", "█  2\n", "train"]),
         ("actor", ["Loss", "step 5: -5"]),
     ],
 )
@@ -71,6 +71,12 @@ def test_plots_in_the_terminal(run: Path, what: str, texts: list[str]):
     result = crl("plot", run, "--what", what)
     assert (result.exit_code, result.stderr) == (0, "")
     assert [text for text in texts if text not in result.stdout] == []
+
+
+def test_curves_of_one_arm_have_no_name(run: Path):
+    result = crl("plot", run, "--what", "actor")
+    (curve,) = (line for line in result.stdout.splitlines() if "step 5: -5" in line)
+    assert curve.split()[0] == "-1"
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -7,14 +7,17 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from crl.manager.inspection.reading import LiftView, open_reader
 from crl.monitor.run_dir import RunDir
 from crl.report.document import report
-from crl.report.lessons import lift_curve
+from crl.report.lessons import Lessons, lift_curve
 from crl.report.run_record import read_runs, unique_names
+from crl.types import Lift
 from support.html_pages import Page
 from support.report_runs import train_for_report
 from support.whole_runs import crl
@@ -52,6 +55,7 @@ def test_report_of_a_run(run: Path):
     for title in ("Success", "Time", "Training of the actor", "Bank", "Experiences", "Episodes",
                   "Log"):  # fmt: skip
         assert title in page.texts
+    assert "a copy of the bank that is also written during the evaluation" in page.text
     named = page.text.replace("Right lessons", "")
     assert not re.search(r"\b(lessons?|entry|entries)\b", named, re.IGNORECASE)
     for setting in ("rollout.group_size", "tasks.room.stream.places"):
@@ -81,6 +85,26 @@ def test_results_are_those_of_the_summary(run: Path):
     assert f"{record['totals']['total/env_turns']:,} environment turns" in page.text
     assert all(sentence in page.text for sentence in record["judgements"])
     assert f"crl resume {run} --steps 6" in page.texts
+
+
+@pytest.mark.parametrize(
+    ("lifts", "note"),
+    [
+        ([], ""),
+        ([Lift(1, 0.5), Lift(2, 0.5)], "No experience is shown to help: all intervals include 0."),
+        ([Lift(40, 0.5)], "1 of 1 listed is shown to help: the interval excludes 0."),
+        (
+            [Lift(40, 0.5), Lift(40, 0.25), Lift(1, 0.5)],
+            "2 of 3 listed are shown to help: the interval excludes 0.",
+        ),
+    ],
+)
+def test_the_best_experiences_say_how_many_are_shown_to_help(lifts: list[Lift], note: str):
+    stories: Any = [
+        SimpleNamespace(entry=SimpleNamespace(counters=SimpleNamespace(lift=lift)))
+        for lift in lifts
+    ]
+    assert Lessons({}, [], stories, []).best_note == note
 
 
 def test_a_run_that_was_killed_has_no_results(run: Path):
@@ -131,7 +155,23 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line(run: Path):
     (run / "metrics.jsonl").write_text("".join(lines[: upto + 1]) + lines[-1][:40])
     text = Page(written(run)).text
     assert "1 of 3 steps" in text
-    assert "It is interrupted." in text
+    assert "The run ended before its last evaluation. It may have been killed." in text
+
+
+@pytest.mark.parametrize(
+    ("log", "sentence"),
+    [
+        ("2026-01-01 00:00:00 interrupted: writing a checkpoint\n", "The run was interrupted."),
+        ("Traceback (most recent call last):\nValueError\n", "The run failed: see its log."),
+    ],
+)
+def test_a_run_without_its_last_step_says_how_it_ended(run: Path, log: str, sentence: str):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    upto = next(i for i, line in enumerate(lines) if '"kind": "train"' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[: upto + 1]))
+    with (run / "log.txt").open("a") as file:
+        file.write(log)
+    assert sentence in Page(written(run)).text
 
 
 def test_a_run_without_any_step(run: Path):
@@ -208,7 +248,10 @@ def test_hostile_texts_of_many_runs_share_one_limit(run: Path, tmp_path: Path):
             file.writelines(json.dumps(record) + "\n" for record in records)
     (run / "log.txt").write_text(long)
     runs = [run, *(Path(shutil.copytree(run, tmp_path / f"copy{i}")) for i in range(7))]
-    html = written(*runs, out=tmp_path / "all.html")
+    result = crl("report", *runs, "--out", tmp_path / "all.html")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("warning: seed 0 occurs 8 times in ")
+    html = (tmp_path / "all.html").read_text("utf-8")
     assert 1_000_000 < len(html.encode()) < 5_000_000
     page = Page(html)
     (share,) = re.findall(r"have at most (\d+) % of their usual length", page.text)

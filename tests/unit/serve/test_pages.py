@@ -175,8 +175,8 @@ def test_a_run_under_way(client: TestClient, run: Path):
         assert "under way" in text(client, "/rows/first")
         monitor.close()
     html = text(client, "/runs/first/parts/state")
-    assert re.search(r'class="badge">interrupted<', html)
-    assert "It is interrupted." in html
+    assert re.search(r'class="badge">unfinished<', html)
+    assert "The run ended before its last evaluation. It may have been killed." in html
     assert "3 of 8" not in html
 
 

@@ -20,7 +20,7 @@ from crl.errors import ConfigError
 from crl.manager.exchange.jsonl import parse_export
 from crl.manager.inspection.upkeep import create_bank
 from crl.monitor.files import FileMonitor
-from crl.monitor.follow import GrowingFile
+from crl.monitor.follow import KILLED, GrowingFile
 from crl.monitor.run_dir import RunDir
 from crl.records.shards import write_shard
 from support.snapshots import group, picture
@@ -88,8 +88,8 @@ def test_stages_of_the_process_are_shown_while_it_is_alive(run: RunDir):
     [
         ("interrupted: writing a checkpoint", "", "interrupted"),
         ("", "Traceback (most recent call last):\nValueError: x\n", "failed: see the log"),
-        ("", "", "ended before its last evaluation (killed?)"),
-        ("a model says: interrupted", "", "ended before its last evaluation (killed?)"),
+        ("", "", KILLED),
+        ("a model says: interrupted", "", KILLED),
     ],
 )
 def test_the_end_of_a_run_is_named(run: RunDir, note: str, raw: str, status: str):
@@ -109,6 +109,16 @@ def test_the_end_of_a_run_is_named(run: RunDir, note: str, raw: str, status: str
         finish(resumed)
     follower.update()
     assert follower.snapshot().progress.status == "finished"
+
+
+def test_a_long_end_has_its_own_line(run: RunDir):
+    with training(run) as monitor:
+        monitor.close()
+    follower = DashboardFollower(run.path)
+    follower.update()
+    title, _, ending, *_ = picture(follower.snapshot(), 80, 24).splitlines()
+    assert title == "crl mine  complementary on room"
+    assert ending == "The run ended before its last evaluation. It may have been killed."
 
 
 def test_other_directories_of_runs_have_a_state(run: RunDir):

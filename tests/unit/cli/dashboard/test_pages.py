@@ -154,11 +154,13 @@ def test_experiences_with_a_lift_are_shown_and_the_others_counted():
     √1.125 / 2 = 2.281826. The lower ends are −0.09, −0.25 and −1.
     """
     for name in ("overview", "bank"):
-        rows = page(complementary(), name, 80, 60).split("lift, task, text")[1].splitlines()[1:5]
+        rows = (
+            page(complementary(), name, 80, 60).split("lift, task, goal, text")[1].splitlines()[1:5]
+        )
         assert [row.split("  room")[0].split("  maze")[0].strip() for row in rows] == [
-            "41  +0.25 ± 0.34",
-            "9  +0.00 ± 0.25",
-            "7  -0.25 ± 2.28",
+            "41  +0.25 [-0.09, +0.59]",
+            "9  +0.00 [-0.25, +0.25]",
+            "7  -0.25 [-1.00, +1.00]",
             "367 of 370 experiences of the bank have no lift yet",
         ]
 
@@ -172,6 +174,21 @@ def test_a_lift_has_a_colour_if_its_interval_excludes_zero(lift: Lift | None, st
     assert [span.style for span in line.spans if span.style in (GUIDED, "red")] == (
         [style] if style else []
     )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_an_experience_has_its_goal(width: int):
+    line = experience_line(experience("Go west.", retrieved=9), width, 4 if width > 60 else 0)
+    assert " Room: Amber" in line.plain
+    assert "Go west." in line.plain[:width]
+
+
+def test_a_very_narrow_window_has_the_numbers_of_evaluations():
+    monitor = started("complementary", "room")
+    monitor.log(0, "eval", evaluation("room", 0.375))
+    for height in (20, 40):
+        drawn = picture(monitor.snapshot(), 40, height).splitlines()
+        assert any(line.split()[:4] == ["eval", "seen", "free", "0.475"] for line in drawn)
 
 
 def test_a_small_window_leaves_out_the_least_important_sections():
@@ -211,7 +228,7 @@ def test_a_warning_stays_on_every_page():
 
 def test_stages_show_their_progress_and_what_is_left():
     drawn = page(complementary(), "overview")
-    assert drawn.splitlines()[2] == "rollouts 4/16 ━━━━──────────── for 0:03  left 0:09"
+    assert drawn.splitlines()[2] == "rollouts 4/16 ━━━━──────────── 0:03  left 0:09"
     assert "rollouts" in page(complementary(), "system").split("under way")[1]
 
 
@@ -306,7 +323,7 @@ def test_the_log_shows_its_end_first():
 def test_the_help_names_pages_and_keys():
     view = pressed(View(), "?", 24)
     drawn = picture(SNAPSHOTS["complementary"], 80, 30, view=view)
-    for text in (*NUMBERS, "PgUp", "Ctrl-C", "the run continues"):
+    for text in (*NUMBERS, "PgUp", "Ctrl-C", "the run continues", "also written during"):
         assert text in drawn
     assert pressed(view, "?", 24) == pressed(view, "escape", 24) == View()
     assert pressed(view, "2", 24) == View(page=1)

@@ -29,7 +29,9 @@ def test_every_format_returns_the_bank(bank_run: Path, tmp_path: Path):
     assert folders == ["crl-maze", "crl-room"]
     page = (tmp_path / "skills" / "crl-room" / "SKILL.md").read_text("utf-8")
     assert "of the run **mine** after 2 steps (method complementary, actor tiny-actor" in page
-    assert "- Go southwest.\n  *Evidence: lift +0.50 ± 12.71 over 1 group; won 1 of 1" in page
+    assert (
+        "- Go southwest.\n  *Evidence: lift +0.50 [-1.00, +1.00] over 1 group; won 1 of 1" in page
+    )
     imported = lines("export", new, "--format", "markdown")
     assert "run: mine" not in imported
     assert "bank: skills.sqlite" in imported

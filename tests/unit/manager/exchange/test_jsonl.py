@@ -63,12 +63,12 @@ def test_votes_are_listed_and_exported(bank_copy: Path, tmp_path: Path):
     asyncio.run(votes())
     assert lines("ls", bank_copy, "--limit", "1") == [
         (
-            "uid               lift  won  retrieved  step  votes  "
+            "uid                      lift  won  retrieved  step  votes  "
             "goal                                text"
         ),
         (
-            "0/0/0#0  +0.50 ± 12.71  1/1          1     1     +2  Find the exit of the azure "
-            "cellar.  Go southwest."
+            "0/0/0#0  +0.50 [-1.00, +1.00]  1/1          1     1     +2  Find the exit of the "
+            "azure cellar.  Go southwest."
         ),
     ]
     assert "+2 votes of the extractor (of this version)" in lines("show", bank_copy, "0/0/0#0")

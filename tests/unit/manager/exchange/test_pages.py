@@ -174,9 +174,9 @@ def test_a_page_shows_evidence_best_first(tmp_path: Path):
     lift = Lift(2, 0.5, 0.0) + Lift(2, 0.75, 0.1)
     assert page.split("\n## ")[1].split("\n<!--")[0] == (
         "Task: room\n\n### Goal: Get out.\n\n- Go west.\n"
-        f"  *Evidence: lift +{lift.mean:.2f} ± {lift.half_width:.2f} over 4 groups; won 4 of 4 "
-        "guided episodes, credit +4; retrieved 5 times; votes +1; written after steps 1 and 2; "
-        "made from a#1@2, a#2@2.*\n"
+        f"  *Evidence: lift {lift.mean:+.2f} [{lift.low:+.2f}, {lift.high:+.2f}] over 4 groups; "
+        "won 4 of 4 guided episodes, credit +4; retrieved 5 times; votes +1; written after steps "
+        "1 and 2; made from a#1@2, a#2@2.*\n"
         "- Wait.\n  *Evidence: no guided episode yet; written after step 0; made from a#0@2.*\n\n"
         "### Goal: First.\n\n- Go east.\n"
         "  *Evidence: no guided episode yet; written after step 3; made from a#3@2.*\n"
@@ -185,8 +185,8 @@ def test_a_page_shows_evidence_best_first(tmp_path: Path):
     assert front["run"] == "mine"
     assert (front["step"], front["experiences"], front["actor"]) == ("4", "4", "tiny-actor")
     assert "3 different experiences (4 entries) of the run **mine** after 4 steps" in page
-    assert "; 2 of them guided an episode." in page
-    assert "half its 95 % interval" in page
+    assert "; 2 of the entries guided an episode." in page
+    assert "its 95 % interval in brackets" in page
 
 
 def test_skill_names_are_safe_folders():

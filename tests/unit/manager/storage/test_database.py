@@ -145,6 +145,14 @@ async def test_a_failed_commit_undoes_the_whole_batch(word: str, database: Datab
     assert names(database.path) == ["a", "c"]
 
 
+async def test_a_text_that_is_not_utf_8_is_damage(database: Database) -> None:
+    def read(db: sqlite3.Connection) -> object:
+        return db.execute("SELECT CAST(X'61FF' AS TEXT) AS text").fetchone()
+
+    with pytest.raises(StoreError, match=r"column 'text'.* The file is damaged: restore a copy"):
+        await database.read(read)
+
+
 async def test_the_batch_after_a_failed_one_succeeds(database: Database) -> None:
     statements = CountingConnection(database)
     statements.failing["COMMIT"] = sqlite3.OperationalError("disk I/O error")
