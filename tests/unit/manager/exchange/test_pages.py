@@ -185,7 +185,7 @@ def test_a_page_shows_evidence_best_first(tmp_path: Path):
     assert front["run"] == "mine"
     assert (front["step"], front["experiences"], front["actor"]) == ("4", "4", "tiny-actor")
     assert "3 different experiences (4 entries) of the run **mine** after 4 steps" in page
-    assert "; 2 of them guided an episode." in page
+    assert "; 2 of the entries guided an episode." in page
     assert "half its 95 % interval" in page
 
 
