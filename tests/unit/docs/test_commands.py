@@ -42,6 +42,7 @@ NOT_RUN = {
     ),
     "crl episodes runs/first --failed --limit 10": "needs a trained run; see test_episodes.py",
     "crl replay runs/first --guided --tokens": "needs a trained run; see test_episodes.py",
+    "crl replay runs/first run/2/47/3": "needs a trained run; see test_episodes.py",
     "crl rollout --tasks room --steps 2 --run-dir runs/played": (
         "plays for a while; see tests/integration/test_halves.py"
     ),
