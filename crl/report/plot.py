@@ -68,6 +68,8 @@ def _draw(panel: Axes, chart: Chart) -> None:
 
 
 def _draw_lines(panel: Axes, chart: LineChart) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for line in chart.lines:
         colour = COLOURS[line.number % len(COLOURS)]
         xs = [point.x for point in line.points]
@@ -83,7 +85,7 @@ def _draw_lines(panel: Axes, chart: LineChart) -> None:
             panel.vlines(xs, low, high, color=colour)
     panel.set_ylim(chart.low, chart.high)
     panel.set_xlabel("step")
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_ylabel(_plain(chart.unit))
     if any(line.name for line in chart.lines):
         panel.legend(fontsize=8)

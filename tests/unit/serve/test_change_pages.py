@@ -68,9 +68,9 @@ def fields(found: Page) -> dict[str, str]:
 
 def test_changes_between_two_steps(browser: TestClient):
     found = page(browser, "/runs/run/bank/steps?from=1&to=1")
-    assert "update 1 " in found.text
-    assert "credit 2 " in found.text
-    assert "retrieve" not in found.text, "it was at step 2"
+    assert "updated 1 " in found.text
+    assert "credited 2 " in found.text
+    assert "retrieved" not in found.text, "it was at step 2"
     rows = [text for text in found.texts if text in ("Go west.", "Mind the trap.", "west.")]
     assert rows == ["west."], "only the changed words of the update"
     assert ("del", {}) in found.tags
