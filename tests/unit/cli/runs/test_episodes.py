@@ -85,11 +85,11 @@ def test_the_newest_episodes_come_first(run: Path):
     assert result.stdout.splitlines() == [
         "step  group  member  task     how     outcome  reward  turns  tokens  "
         "guided by            goal",
-        "   2      5       2  room     guided  won      0.50      2       5  "
+        "   2      5       2  room     guided  won        0.50      2       5  "
         "run/0/1/2#0@3, e2@1  find the \\x1b[31mexit",
-        "   2      5       1  room     free    lost     0.00      1       0  "
+        "   2      5       1  room     free    lost       0.00      1       0  "
         "–                    find the \\x1b[31mexit",
-        "   2      5       0  webshop  free    cut off  0.00      1       0  "
+        "   2      5       0  webshop  free    cut off    0.00      1       0  "
         "–                    find the \\x1b[31mexit",
     ]
     assert result.stderr == "showing 3 of 5; use --limit 0 for all\n"
