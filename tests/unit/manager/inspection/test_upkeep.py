@@ -86,7 +86,7 @@ def test_prune_evicts_the_lowest_credit_and_keeps_the_history(bank_copy: Path):
     assert lines("prune", bank_copy, "--max-entries", "4", "--yes") == ["evicted 1, still active 4"]
     assert uids(bank_copy, "--status", "evicted", "--sort", "age")[-1] == "run/0/0/0#1"
     assert lines("show", bank_copy, "0/1/0#0")[0].startswith(
-        "run/0/1/0#0, version 1, evicted at step "
+        "run/0/1/0#0, version 1, evicted after step "
     )
     assert lines("show", bank_copy, "0/1/0#0")[0].endswith("by crl bank prune")
     assert lines("prune", bank_copy, "--max-entries", "4", "--yes") == [
@@ -131,7 +131,7 @@ def test_pruning_before_the_first_operation_uses_the_runs_clock(bank_run: Path, 
     assert lines("prune", path, "--max-entries", "4", "--yes") == ["evicted 1, still active 4"]
     assert (
         lines("show", path, "0/1/0#0")[0]
-        == "run/0/1/0#0, version 1, evicted at step 0 by crl bank prune"
+        == "run/0/1/0#0, version 1, evicted after step 0 by crl bank prune"
     )
 
 
