@@ -193,13 +193,7 @@ def sft(
     kind = _kind(source)
     _refuse_unused(kind, given)
     _refuse_decay(role, sets)
-    if role == "extractor" and kind in (SCRIPTED, "recorded"):
-        reason = f"cannot learn from {source}, where only the actor answers"
-        raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
-    if held_out >= 1:
-        raise ConfigError(
-            "--held-out", held_out, "leaves nothing to train on", "Use a share below 1"
-        )
+    _refuse_no_samples(source, kind, role, held_out)
     options = {"run.steps": steps or STEPS} | _role_settings(role, model)
     options |= {} if seed is None else {"run.seed": seed}
     rate = {_rate_key(role): LEARNING_RATE if learning_rate is None else learning_rate}
@@ -219,16 +213,10 @@ def sft(
         halves.Source(source, _files(source, kind), lost, drills),
         run_dir or new_folder("sft"),
         halves.SftSettings(
-            role,
-            epochs,
-            batch_tokens,
-            held_out,
-            patience,
-            _warmup(config, role, own),
-            decay,
+            role, epochs, batch_tokens, held_out, patience, _warmup(config, role, own), decay,
             context_weight,
         ),
-    )
+    )  # fmt: skip
 
 
 def _kind(source: str) -> str:
@@ -253,6 +241,16 @@ def _refuse_unused(kind: str, given: Mapping[str, Any]) -> None:
     for name, reason in UNUSED[kind].items():
         if given[name] is not None:
             raise ConfigError(name, given[name], reason, "Leave it out")
+
+
+def _refuse_no_samples(source: str, kind: str, role: RoleName, held_out: float) -> None:
+    """Raise `ConfigError` if nothing remains that the role can be trained on."""
+    if role == "extractor" and kind in (SCRIPTED, "recorded"):
+        reason = f"cannot learn from {source}, where only the actor answers"
+        raise ConfigError("--role", role, reason, "Give drills, or a file of conversations")
+    if held_out >= 1:
+        reason = "leaves nothing to train on"
+        raise ConfigError("--held-out", held_out, reason, "Use a share below 1")
 
 
 def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
