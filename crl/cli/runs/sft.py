@@ -198,7 +198,7 @@ def sft(
     options |= {} if seed is None else {"run.seed": seed}
     rate = {_rate_key(role): LEARNING_RATE if learning_rate is None else learning_rate}
     if kind == "recorded":
-        config, own = _config_of_run(Path(source), options | rate, sets), _settings(sets)
+        config, own = _config_of_run(Path(source), options | rate, sets), {*_settings(sets)}
     else:
         config, own = _config_of_tasks(source, tasks, preset or "cpu", options, sets)
         if learning_rate is not None or _rate_key(role) not in own:
@@ -275,12 +275,10 @@ def _decay_key(role: RoleName) -> str:
 
 def _refuse_decay(role: RoleName, sets: Sequence[str] | None) -> None:
     """Raise `ConfigError` if `--set` gives the update at which the learning rate is 0."""
-    from crl.config.layers import leaves, parse_set
-
-    for key, value in (leaf for text in sets or () for leaf in leaves(parse_set(text).data)):
-        if key == _decay_key(role):
-            reason = "does not apply: supervised fine-tuning computes the number of updates itself"
-            raise ConfigError(key, value, reason, "Leave it out; use --decay for a decay")
+    given = _settings(sets)
+    if (key := _decay_key(role)) in given:
+        reason = "does not apply: supervised fine-tuning computes the number of updates itself"
+        raise ConfigError(key, given[key], reason, "Leave it out; use --decay for a decay")
 
 
 def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
@@ -293,11 +291,11 @@ def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:
     return path if kind == "conversations" else None
 
 
-def _settings(sets: Sequence[str] | None) -> set[str]:
-    """Return the dotted keys that `--set` gives."""
+def _settings(sets: Sequence[str] | None) -> dict[str, Any]:
+    """Return the settings that `--set` gives, by dotted key."""
     from crl.config.layers import leaves, parse_set
 
-    return {key for text in sets or () for key, _ in leaves(parse_set(text).data)}
+    return {key: value for text in sets or () for key, value in leaves(parse_set(text).data)}
 
 
 def _warmup(config: RunConfig, role: RoleName, own: Collection[str]) -> int | None:
@@ -345,4 +343,4 @@ def _config_of_tasks(
         raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")
     config, origins = resolve(tasks.split(","), preset=preset, options=options, sets=sets or ())
     file = None if preset in presets() else str(preset_file(preset))
-    return config, _settings(sets) | {key for key, origin in origins.items() if origin == file}
+    return config, {*_settings(sets)} | {key for key, origin in origins.items() if origin == file}
