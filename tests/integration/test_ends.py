@@ -20,7 +20,14 @@ import pytest
 from crl.scratch import remove_stale_folders
 from support import live_runs, worker_rooms
 from support.complementary_runs import SIZES, train
-from support.live_runs import kill_all, new_shared_memory, processes, temporary_files, wait_for_end
+from support.live_runs import (
+    kill_all,
+    new_shared_memory,
+    processes,
+    temporary_files,
+    wait_for,
+    wait_for_end,
+)
 from support.whole_runs import arguments, contents, crl
 
 SETS = (
@@ -146,14 +153,6 @@ def test_nothing_survives_an_end(kind: str, mark: str, tmp_path: Path) -> None:
     assert left == []
 
 
-def wait_for(pattern: str, output: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not re.search(pattern, text := output.read_text("utf-8")):
-        assert process.poll() is None, text
-        assert time.monotonic() < deadline, text
-        time.sleep(0.02)
-
-
 def test_a_second_ctrl_c_says_which_steps_are_lost(mark: str, tmp_path: Path) -> None:
     """Interrupt a run whose checkpoint of step 2 is complete and whose later ones hang."""
     program = SLOW_CHECKPOINT.replace(
@@ -215,7 +214,7 @@ def test_an_interrupted_evaluation_says_that_nothing_is_saved(
         if program == HANGING_GAMES:
             wait_for("interrupted:", output, process)
             process.send_signal(signal.SIGINT)
-        assert process.wait(5 if program == HANGING_GAMES else 30) == 130
+        assert process.wait(30) == 130
     *first, last = (x for x in output.read_text("utf-8").splitlines() if x != "playing")
     lost = f"nothing of the evaluation of {evaluated} is saved"
     interrupted = f"interrupted: {lost} (press Ctrl-C again to exit immediately)"

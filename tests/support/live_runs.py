@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import time
@@ -65,6 +66,15 @@ def processes(mark: str, words: str = "") -> dict[int, str]:
             if state not in "XZ" and words in command:
                 found[int(folder.name)] = command
     return found
+
+
+def wait_for(pattern: str, output: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the file `output` of a run contains `pattern`, a regular expression."""
+    deadline = time.monotonic() + 60
+    while not re.search(pattern, text := output.read_text("utf-8")):
+        assert process.poll() is None, text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.02)
 
 
 def wait_for_end(mark: str, seconds: float) -> dict[int, str]:
