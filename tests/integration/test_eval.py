@@ -171,7 +171,7 @@ def test_runs_are_compared(done: Path, tmp_path: Path) -> None:
     assert f"A: {done} (seed 0)" in lines
     assert "eval.temperature: A 1.0, B 0.5" in lines
     assert "run.steps: A 3, B 1" in lines
-    assert [line for line in lines if line.startswith("room  unseen") and "B − A" in line]
+    assert [x for x in lines if x.startswith("room  unseen  without experience") and "B − A" in x]
     unfinished.mkdir()
     (unfinished / "config.json").write_text((done / "config.json").read_text())
     result = crl("compare", done, unfinished)

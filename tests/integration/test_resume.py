@@ -645,7 +645,7 @@ def test_an_exported_model_is_the_model_of_the_checkpoint_with_a_card(
         assert "- command: `crl train --tasks room" in card
         evaluation = metrics(straight, "eval")[0]
         value = evaluation["eval/room/seen/success/free"]
-        assert f"| room | seen | free | 8 | {value:.3f} [" in card
+        assert f"| room | seen | without experience | 8 | {value:.3f} [" in card
     assert contents(straight) == before
     result = crl("export", straight, tmp_path / "actor")
     assert "exists and is not an empty directory" in one_line(result)

@@ -12,9 +12,11 @@ import typer
 
 from crl.cli import completion
 from crl.cli.command import command
+from crl.cli.runs.eval import CONDITION_LABELS
 
 if TYPE_CHECKING:
     from crl.evaluation.comparison import Comparison
+    from crl.evaluation.evaluate import EvalKey
 
 
 @command
@@ -67,7 +69,7 @@ def _print_results(comparison: Comparison) -> None:
     arms = comparison.arms
     head = ["task", "split", "condition", *(arm.name for arm in arms)]
     body = [
-        [*key, *(str(mean) if mean else "–" for mean in means)]
+        [*_key_cells(key), *(str(mean) if mean else "–" for mean in means)]
         for key, means in comparison.means.items()
     ]
     typer.echo(
@@ -79,7 +81,12 @@ def _print_results(comparison: Comparison) -> None:
         head = ["task", "split", "condition", "arms", "difference", "interval"]
         typer.echo("difference of success [95 % interval]")
         body = [
-            [*difference.key, difference.arms, str(difference), difference.method]
+            [*_key_cells(difference.key), difference.arms, str(difference), difference.method]
             for difference in comparison.differences
         ]
         print_table(head, body)
+
+
+def _key_cells(key: EvalKey) -> list[str]:
+    task, split, condition = key
+    return [task, split, CONDITION_LABELS.get(condition, condition)]

@@ -25,7 +25,7 @@ CONDITION_LABELS = {
     "free": "without experience",
     "guided": "with a bank that is only read",
     "online": "with a bank built online",
-    "alone": "the online set without a bank",
+    "alone": "online set without a bank",
 }
 """Labels of the conditions (see `crl.evaluation.evaluate.EvalKey`)."""
 

@@ -14,7 +14,7 @@ from crl.config.load import SavedRun
 from crl.config.models import bundled_models, find_model, is_adapter
 from crl.config.models.naming import hub_name, public_name
 from crl.errors import ConfigError
-from crl.evaluation.evaluate import Evaluation
+from crl.evaluation.evaluate import CONDITION_LABELS, Evaluation
 from crl.evaluation.records import read_evaluation
 from crl.modeling.adapters import recorded_precision
 from crl.run.checkpoint import read_state
@@ -186,14 +186,13 @@ def _result_lines(checkpoint: Path) -> list[str]:
     evaluation: Evaluation = read_evaluation(records[step])
     lines += [
         f"Success after {counted(step, 'step')}, with its 95 % interval. The split seen has "
-        "training places, the split unseen has other places. Guided episodes read an experience, "
-        "free episodes none.",
+        "training places, the split unseen has other places.",
         "",
         "| task | split | condition | episodes | success |",
         "|---|---|---|---|---|",
     ]
     return lines + [
-        f"| {task} | {split} | {condition} | {rate.episodes} | {rate} |"
+        f"| {task} | {split} | {CONDITION_LABELS[condition]} | {rate.episodes} | {rate} |"
         for (task, split, condition), rate in evaluation.rates.items()
     ]
 

@@ -136,7 +136,7 @@ def test_a_card_has_results_with_intervals_use_and_limits(checkpoint: Path, tmp_
     state["state"]["measurements"]["evaluations"] = [[2, record]]
     (checkpoint / "manifest.json").write_text(json.dumps(state))
     text = card(checkpoint, tmp_path / "model")
-    assert f"| room | unseen | free | 4 | {rate} |" in text
+    assert f"| room | unseen | without experience | 4 | {rate} |" in text
     assert "Success after 2 steps, with its 95 % interval." in text
     assert "## Intended use and limits" in text
     assert "acts as an agent in the tasks of the run (room)" in text
