@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from crl.run.supervision import ending
+from support import live_runs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -22,3 +23,11 @@ def restore_determinism() -> Iterator[None]:
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give runs in this process time to end after a failure: their limit ends the process."""
     monkeypatch.setattr(ending, "FAILURE_LIMIT_S", 300.0)
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """Yield a mark of processes (see `support.live_runs`). Those that are left are killed."""
+    name = live_runs.mark()
+    yield name
+    live_runs.kill_all(name)

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from crl.scratch import remove_stale_folders
 from support import live_runs, worker_rooms
 from support.complementary_runs import SIZES, train
 from support.live_runs import (
-    kill_all,
     new_shared_memory,
     processes,
     temporary_files,
@@ -115,13 +113,6 @@ ENDS = {
         1, "error: task room: the first 16 episodes all failed", sets=(worker_rooms.BROKEN_SETTING,)
     ),
 }  # fmt: skip
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    name = live_runs.mark()
-    yield name
-    kill_all(name)
 
 
 SLOW = ("ctrl-c-while-starting", "sigterm", "error-rate")

@@ -11,7 +11,7 @@ import pytest
 
 from crl.config.models import resolve_model
 from crl.run.halves import commands
-from support.live_runs import mark, start, wait_for
+from support.live_runs import start, wait_for
 from support.whole_runs import (
     DETERMINISTIC,
     SETS,
@@ -255,11 +255,13 @@ LevelGame.close = lambda game: time.sleep(600)
 
 
 @pytest.mark.parametrize("program", ["", HANGING_GAMES])
-def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(program: str, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(
+    program: str, mark: str, tmp_path: Path
+) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
     words = ["rollout", "--tasks", "room", "--steps", "1000", "--run-dir", str(run), *sets(*GROUPS)]
     with output.open("w") as stream:
-        process = start(words, mark(), tmp_path, stream, python=program)
+        process = start(words, mark, tmp_path, stream, python=program)
         wait_for("train +2/1000", output, process)
         process.send_signal(signal.SIGINT)
         if program:

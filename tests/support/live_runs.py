@@ -70,7 +70,7 @@ def processes(mark: str, words: str = "") -> dict[int, str]:
 
 def wait_for(pattern: str, output: Path, process: subprocess.Popen[str]) -> None:
     """Wait until the file `output` of a run contains `pattern`, a regular expression."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not re.search(pattern, text := output.read_text("utf-8")):
         assert process.poll() is None, text
         assert time.monotonic() < deadline, text
