@@ -10,6 +10,7 @@ import importlib
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -289,36 +290,50 @@ def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
 
 
 @pytest.mark.soak
-def test_switches_are_compared_with_the_preset(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("options", "switch", "last"),
+    [
+        ([], "eq. 5 alone", []),
+        (["--grpo"], "no warm-up", ["best by the mean of training and seen"]),
+    ],
+)
+def test_switches_are_compared_with_the_preset(
+    options: list[str], switch: str, last: list[str], tmp_path: Path
+):
     out = tmp_path / "results.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "switches.py"),
-        "--quick",
-        "--seeds",
-        "0",
-        "--out",
-        str(out),
-    ]
+    script = str(ROOT / "benchmarks" / "switches.py")
+    sizes = ["--quick", "--seeds", "0", "--out", str(out)]
     done = subprocess.run(
-        [*command, "--switches", "eq. 5 alone"],
+        [sys.executable, script, *options, *sizes, "--switches", switch],
         cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,
     )
-    assert [run["arm"] for run in json.loads(out.read_text("utf-8"))["runs"]] == [
-        "the preset",
-        "eq. 5 alone",
-    ]
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
-        "the preset",
-        "eq. 5 alone",
-    ]
+    runs = json.loads(out.read_text("utf-8"))["runs"]
+    assert [run["arm"] for run in runs] == ["the preset", switch]
+    rows = [re.split(r"  |: ", line)[0] for line in done.stdout.splitlines()[1:]]
+    assert rows == ["the preset", switch, *last]
+
+
+def test_switches_are_valid():
     code = (
-        "from crl.config import load; from switches import SWITCHES; "
-        "[load(['room'], sets=list(sets)) for sets in SWITCHES.values()]"
+        "from crl.config import load; from switches import GRPO_SWITCHES, SWITCHES; "
+        "[load(['room'], sets=list(sets)) for switches in (SWITCHES, GRPO_SWITCHES)"
+        " for sets in switches.values()]"
     )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
+
+
+def test_the_best_switch_has_the_highest_mean_of_training_and_seen():
+    code = """
+from switches import best
+def run(arm, training, seen):
+    curves = {"success/free": [0.0] * 90 + [training] * 10}
+    return {"arm": arm, "curves": curves, "metrics": {"eval/room/seen/success/free": seen}}
+runs = [run("a", 0.5, 0.9), run("a", 0.5, 0.7), run("b", 0.9, 0.6), run("b", 0.7, 0.6)]
+assert best(runs, ["a", "b"]) == "b"  # 0.65 and 0.7
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
