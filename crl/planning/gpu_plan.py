@@ -287,6 +287,13 @@ def _requests(
             requests.append(_learner(config, model, shapes[model]))
     if only:
         return requests
+    if _shares_base(config):
+        requests = [
+            _without_base(config, request, shapes["extractor"])
+            if request.role == "extractor learner"
+            else request
+            for request in requests
+        ]
     if _compares_lessons(config) and uses_gpu:
         requests.append(
             _untrained_extractor(config, _engine(config, "extractor", shapes["extractor"]))
@@ -385,6 +392,25 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
         reference=bool(section.kl_coef),
         adapter=adapter_parameters(shape, section.lora),
         merged=not ENGINES[config.engine.kind].receives_adapters,
+    )
+
+
+def _shares_base(config: RunConfig) -> bool:
+    """Return whether the adapters of both learners share a base model (see `shared_base`)."""
+    return (
+        LEARNERS[config.learner.kind].in_process
+        and config.actor.model == config.extractor.model
+        and all(config.trained_adapter(role) for role in ("actor", "extractor"))
+    )
+
+
+def _without_base(config: RunConfig, request: GpuRequest, shape: ModelShape) -> GpuRequest:
+    """Return the request of a learner whose base model is in the memory of another one."""
+    base = shape.parameters * dtype_bytes(shape, config.learner)
+    return replace(
+        request,
+        memory=replace(request.memory, weights=request.memory.weights - base),
+        description=f"{request.description}; shares the base model of the actor learner",
     )
 
 

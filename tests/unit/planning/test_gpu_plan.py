@@ -131,6 +131,25 @@ def test_adapters_on_a_node() -> None:
         planned(*sets, "learner.precision=float32")
 
 
+def test_adapters_in_one_process_share_their_base_model() -> None:
+    sets = (
+        *(f"{role}.model=Qwen/Qwen2.5-0.5B-Instruct" for role in ("actor", "extractor")),
+        *(f"{role}.max_context_tokens=32768" for role in ("actor", "extractor")),
+        "actor.lora.rank=16",
+    )
+    both = planned(*sets, "extractor.lora.rank=16", preset="gpu1")
+    one = planned(*sets, preset="gpu1")
+    adapter = 4 * 8_798_208
+    base = both["actor learner"].memory.weights - adapter
+    assert both["extractor learner"].memory.weights == adapter
+    assert both["extractor learner"].request.description.endswith(
+        "; shares the base model of the actor learner"
+    )
+    assert one["extractor learner"].memory.weights == base, "all of its weights are trained"
+    ranks = planned(*sets, "extractor.lora.rank=16", "learner.kind=deepspeed", "gpus=2")
+    assert ranks["extractor learner"].memory.weights > adapter, "ranks have processes of their own"
+
+
 def test_parts_of_this_process_are_on_the_first_gpu():
     plan = planned(preset="gpu1")
     assert {placement.gpus for placement in plan.placements} == {(0,)}
