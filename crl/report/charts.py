@@ -107,8 +107,9 @@ def over_seeds(
 ) -> list[Point]:
     """Return the mean over runs at every x, with Student's interval over the runs that have it.
 
-    The interval is cut to [`low`, `high`]. It is unknown for equal values, as in `crl compare`. One
-    run keeps its own intervals.
+    A run without points is empty. The interval is cut to [`low`, `high`]. It is unknown for equal
+    values, as in `crl compare`, and where only one of several runs has the x. A single run keeps
+    its own intervals.
     """
     if len(runs) == 1:
         return list(runs[0])

@@ -32,7 +32,7 @@ from crl.monitor.files import damage_text
 from crl.report import svg
 from crl.report.charts import LineChart, Point, over_seeds
 from crl.report.episodes import Pair, sampled_pairs
-from crl.report.figures import FIGURES, ArmRuns, arms_of_runs
+from crl.report.figures import FIGURES, SINGLE_ARM, ArmRuns, arms_of_runs
 from crl.report.lessons import Lessons, read_lessons
 from crl.report.results import Results, next_commands, read_results
 from crl.report.run_record import RunRecord
@@ -196,7 +196,7 @@ def report(runs: Sequence[RunRecord]) -> str:
     content = dict(
         runs=runs,
         tables=tables,
-        arm_texts=[arm_text(arm, parts) for arm in arms] if len(arms) > 1 else [],
+        arm_texts=[arm_text(arm, parts) for arm in arms] if len(runs) > 1 else [],
         parts=parts,
         charts={title: charts[name] for name, title in SECTIONS.items() if charts[name]},
         style=Markup(style),
@@ -227,11 +227,14 @@ def arm_text(arm: ArmRuns, parts: Sequence[Part]) -> str:
     """
     members = [part for part in parts if part.run in arm.runs]
     run, config = arm.runs[0], arm.runs[0].saved.config
-    seeds = ", ".join(str(one.seed) for one in arm.runs)
+    seeds = ("seed " if len(arm.runs) == 1 else "seeds ") + ", ".join(
+        str(one.seed) for one in arm.runs
+    )
+    name = "" if arm.name == SINGLE_ARM else f"{arm.name}: "
     finished = [one for one in arm.runs if one.state == "finished"]
     of_steps = "" if len(finished) == len(arm.runs) else f", {len(finished)} of them finished"
     text = (
-        f"{arm.name}: {counted(len(arm.runs), 'run')} with seed {seeds}{of_steps}, method "
+        f"{name}{counted(len(arm.runs), 'run')} with {seeds}{of_steps}, method "
         f"{config.method}, {counted(config.run.steps, 'step')}. Trained "
         f"{trained_models(config)} on {', '.join(run.tasks)}."
     )
@@ -244,7 +247,8 @@ def arm_text(arm: ArmRuns, parts: Sequence[Part]) -> str:
             if (rate := one.result.rates.get((task, split, condition)))
         ]
         if last:
-            (mean,) = over_seeds(last, 0.0, 1.0)
+            others = [[]] * (len(arm.runs) - len(last))
+            (mean,) = over_seeds([*last, *others], 0.0, 1.0)
             interval = interval_text(mean.y, mean.low, mean.high)
             rates.append(f"{split} {CONDITION_LABELS[condition]} {interval}")
     if rates:

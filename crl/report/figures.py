@@ -27,6 +27,9 @@ from crl.wording import OPERATION_WORDS
 WINDOW = 10
 """Steps over which the success of training episodes is averaged."""
 
+SINGLE_ARM = "run"
+"""Name of the only arm."""
+
 MOST_POINTS = 200
 """Maximum number of points of a line."""
 
@@ -44,13 +47,16 @@ class ArmRuns:
 
 Arms = Sequence[ArmRuns]
 
+Curve = Callable[[RunRecord], Sequence[Point]]
+"""Function that returns the points of a run."""
+
 
 def arms_of_runs(runs: Sequence[RunRecord]) -> list[ArmRuns]:
     """Return the arms of runs, in the order of their first runs. A single arm has no letter."""
     by_path = {run.dir.path: run for run in runs}
     arms = arms_of([run.result for run in runs])
     return [
-        ArmRuns(arm.name if len(arms) > 1 else "run", [by_path[one.path] for one in arm.runs])
+        ArmRuns(arm.name if len(arms) > 1 else SINGLE_ARM, [by_path[one.path] for one in arm.runs])
         for arm in arms
     ]
 
@@ -61,12 +67,16 @@ def success(arms: Arms) -> list[Chart]:
 
 
 def time_spent(arms: Arms) -> list[Chart]:
-    """Return the seconds of each part per step, one chart per arm: means over its runs."""
+    """Return the seconds of each part per step, one chart per arm: means over its runs.
+
+    Runs without a completed step are left out.
+    """
     charts = []
     for arm in arms:
         seconds: dict[str, float] = defaultdict(float)
-        for run in arm.runs:
-            steps = max(1, len(run.of("train"))) * len(arm.runs)
+        trained = [run for run in arm.runs if run.of("train")]
+        for run in trained:
+            steps = len(run.of("train")) * len(trained)
             for line in run.lines:
                 if line["kind"] not in ("train", "extractor", "eval", "probe", "warmup"):
                     continue
@@ -204,28 +214,34 @@ def _evaluated(arms: Arms) -> Iterator[Chart]:
             lines = _arm_lines(arms, lambda run, key=key: _rates(run, key), UNIT)
             yield LineChart(
                 f"{_task(task)}, {split} places, {CONDITION_LABELS.get(condition, condition)}",
-                "success", lines, 0.0, 1.0, _band(arms),
+                "success", lines, 0.0, 1.0, _band(arms, [lambda run, key=key: _rates(run, key)]),
             )  # fmt: skip
         return
     for task, split in dict.fromkeys((task, split) for task, split, _ in keys):
-        lines = []
+        lines, curves = [], []
         for number, (condition, label) in enumerate(CONDITION_LABELS.items()):
-            key = (task, split, condition)
-            if points := _mean(arms[0], lambda run, key=key: _rates(run, key), UNIT):
+
+            def curve(run: RunRecord, key: EvalKey = (task, split, condition)) -> list[Point]:
+                return _rates(run, key)
+
+            curves.append(curve)
+            if points := _mean(arms[0], curve, UNIT):
                 lines.append(Line(label, points, number))
-        yield LineChart(f"{_task(task)}, {split} places", "success", lines, 0.0, 1.0, _band(arms))
+        band = _band(arms, curves)
+        yield LineChart(f"{_task(task)}, {split} places", "success", lines, 0.0, 1.0, band)
 
 
 def _trained(arms: Arms) -> Iterator[Chart]:
     tasks = dict.fromkeys(task for arm in arms for run in arm.runs for task in run.tasks)
-    note = f"Mean of the last {WINDOW} steps.{_uneven(arms)}"
     for task in tasks:
-        single = []
+        single, curves = [], []
         for number, which in enumerate(("free", "guided")):
 
             def points(run: RunRecord, task: str = task, which: str = which) -> list[Point]:
                 return _rollouts(run, task, which)
 
+            curves.append(points)
+            note = f"Mean of the last {WINDOW} steps.{_uneven(arms, curves)}"
             if len(arms) == 1:
                 if curve := _mean(arms[0], points, UNIT):
                     single.append(Line(f"{which} members", curve, number))
@@ -255,15 +271,19 @@ def _task(task: str) -> str:
     return "All tasks" if task == OVERALL else task
 
 
-def _band(arms: Arms) -> str:
+def _band(arms: Arms, curves: Sequence[Curve]) -> str:
     single = all(len(arm.runs) == 1 for arm in arms)
     unit = "over episodes or places" if single else "of the mean over seeds"
-    return f"95 % intervals {unit}.{_uneven(arms)}"
+    return f"95 % intervals {unit}.{_uneven(arms, curves)}"
 
 
-def _uneven(arms: Arms) -> str:
-    """Return a note if the runs of an arm have different numbers of steps."""
-    if all(len({run.steps for run in arm.runs}) == 1 for arm in arms):
+def _uneven(arms: Arms, curves: Sequence[Curve]) -> str:
+    """Return a note if a curve has points at different steps in the runs of an arm."""
+    if all(
+        len({tuple(point.x for point in curve(run)) for run in arm.runs}) == 1
+        for arm in arms
+        for curve in curves
+    ):
         return ""
     return " Not all runs have all steps: a mean is over the runs that have the step."
 
@@ -287,17 +307,12 @@ UNIT = (0.0, 1.0)
 """Range of a rate, to which intervals are cut."""
 
 
-def _mean(
-    arm: ArmRuns, points: Callable[[RunRecord], Sequence[Point]], ends: tuple[float, float] = ANY
-) -> list[Point]:
+def _mean(arm: ArmRuns, points: Curve, ends: tuple[float, float] = ANY) -> list[Point]:
     """Return the mean over the runs of an arm that have points."""
-    curves = [curve for run in arm.runs if (curve := points(run))]
-    return thinned(over_seeds(curves, *ends), MOST_POINTS) if curves else []
+    return thinned(over_seeds([points(run) for run in arm.runs], *ends), MOST_POINTS)
 
 
-def _arm_lines(
-    arms: Arms, points: Callable[[RunRecord], Sequence[Point]], ends: tuple[float, float] = ANY
-) -> list[Line]:
+def _arm_lines(arms: Arms, points: Curve, ends: tuple[float, float] = ANY) -> list[Line]:
     return [
         Line(arm.name if len(arms) > 1 else "", curve, number)
         for number, arm in enumerate(arms)

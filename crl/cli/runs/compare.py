@@ -12,7 +12,6 @@ import typer
 
 from crl.cli import completion
 from crl.cli.command import command
-from crl.cli.runs.eval import CONDITION_LABELS
 
 if TYPE_CHECKING:
     from crl.evaluation.comparison import Comparison
@@ -88,5 +87,7 @@ def _print_results(comparison: Comparison) -> None:
 
 
 def _key_cells(key: EvalKey) -> list[str]:
+    from crl.evaluation.evaluate import CONDITION_LABELS
+
     task, split, condition = key
     return [task, split, CONDITION_LABELS.get(condition, condition)]

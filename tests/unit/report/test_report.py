@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from crl.manager.inspection.reading import LiftView, open_reader
 from crl.monitor.run_dir import RunDir
 from crl.report.document import report
+from crl.report.figures import arms_of_runs
+from crl.report.figures import success as success_charts
 from crl.report.lessons import Lessons, lift_curve
 from crl.report.run_record import read_runs, unique_names
 from crl.types import Lift
@@ -110,7 +113,12 @@ def test_the_best_experiences_say_how_many_are_shown_to_help(lifts: list[Lift], 
 def test_a_run_that_was_killed_has_no_results(run: Path):
     (run / "summary.json").unlink()
     page = Page(written(run))
-    assert "The run has no summary.json: it has not ended, or was killed." in page.texts
+    assert "The run has no summary.json. It is finished." in page.texts
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:1]))
+    page = Page(written(run))
+    assert "The run has no summary.json. The run ended before its last evaluation." in page.text
+    assert "Wall time by part" not in page.text, "no step is completed"
 
 
 def test_rates_in_the_report_are_those_of_the_run(run: Path):
@@ -341,8 +349,34 @@ def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path
     (other / "config.json").write_text(json.dumps(saved))
     html = report(read_runs([run, other]))
     assert "95 % intervals of the mean over seeds." in html
-    assert "with seed 0, 1" not in html, "one arm has no paragraph of its own"
+    assert "Not all runs have all steps" not in html
+    assert "<p>2 runs with seeds 0, 1, method complementary, 3 steps. Trained both models" in html
     assert "Differences of success" not in html
+
+
+def test_a_run_without_its_last_evaluation_is_left_out_of_the_mean(
+    run: Path, trained: Path, tmp_path: Path
+) -> None:
+    others = []
+    for seed in (1, 2, 3):
+        other = Path(shutil.copytree(trained, tmp_path / f"seed{seed}"))
+        saved = json.loads((other / "config.json").read_text())
+        saved["config"]["run"]["seed"] = seed
+        (other / "config.json").write_text(json.dumps(saved))
+        lines = (other / "metrics.jsonl").read_text().splitlines(keepends=True)
+        kept = [x for x in lines if (json.loads(x)["kind"], json.loads(x)["step"]) != ("eval", 3)]
+        (other / "metrics.jsonl").write_text("".join(kept))
+        others.append(other)
+    html = report(read_runs([run, *others]))
+    assert "4 runs with seeds 0, 1, 2, 3, 1 of them finished, method" in html
+    assert "Not all runs have all steps" in html
+    success = re.search(r"Success after the last step: (.*?)\. The banks", html)
+    assert success
+    intervals = set(re.findall(r"\[(.*?)\]", success[1]))
+    assert intervals == {"–, –"}, "an interval over seeds needs two of them"
+    online = [chart for chart in success_charts(arms_of_runs(read_runs([run, *others])))
+              if "unseen places" in chart.title]  # fmt: skip
+    assert all(math.isnan(line.last.low) for chart in online for line in chart.lines)
 
 
 def test_a_copy_of_a_run_is_no_second_seed(run: Path, trained: Path, tmp_path: Path):
