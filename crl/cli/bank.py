@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +30,7 @@ from crl.cli.output import (
 )
 from crl.errors import ConfigError
 from crl.types import Counters, Lift, lift_order
-from crl.wording import counted
+from crl.wording import counted, printable
 
 if TYPE_CHECKING:
     from crl.cli.bank_text import EntryReport, RefinementReport, ShortUids
@@ -164,6 +164,7 @@ def list_entries(
             lifts = {entry.uid: entry.counters.lift for entry in matching}
             matching.sort(key=lambda entry: lift_order((lift := lifts[entry.uid]) and -lift))
     _print_rows(matching, limit, as_json, lambda rows: entry_table(rows, short, terminal_width()))
+    _report_tasks(task, {entry.task for entry in entries})
 
 
 @app.command(cls=Command)
@@ -225,13 +226,15 @@ def search(
     from crl.manager.inspection.reading import open_reader, short_uids
 
     _require_unicode("text", text)
+    if not text.strip():
+        raise ConfigError("text", text, "is empty", "Give a text, such as the goal of a task")
     file = _bank_file(run)
     with open_reader(file) as bank:
         keys, entries = (
             bank.keys(),
             [entry for entry in bank.entries() if task in (None, entry.task)],
         )
-        short = short_uids(bank.uids())
+        short, tasks = short_uids(bank.uids()), {entry.task for entry in bank.entries()}
     cosines = asyncio.run(_similarities(text, entries, keys, file))
     found = sorted(zip(cosines, entries, strict=True), key=lambda pair: -pair[0])
     rows = found[: limit or None]
@@ -245,6 +248,7 @@ def search(
             entry_table([entry for _, entry in rows], short, terminal_width(), cosine=column)
         )
     report_count(len(rows), len(found))
+    _report_tasks(task, tasks)
 
 
 @app.command(cls=Command)
@@ -386,10 +390,9 @@ def diff(
     Experiences are the same if their task, goal and text are equal.
     """
     from crl.cli.bank_text import diff_lines
-    from crl.manager.inspection.reading import Comparison, compare, open_reader
+    from crl.manager.inspection.reading import Comparison, compare_banks
 
-    with open_reader(_bank_file(run)) as a, open_reader(_bank_file(other)) as b:
-        found = compare(a.entries(), b.entries())
+    found = compare_banks(_bank_file(run), _bank_file(other))
     if as_json:
         end = limit or None
         shown = Comparison(found.only_a[:end], found.only_b[:end], found.both[:end])
@@ -411,6 +414,7 @@ def export_entries(
         typer.Option(
             "--format",
             metavar=metavar(Format),
+            autocompletion=completion.choices(Format),
             help=(
                 "JSON lines, one Markdown file for readers, or a directory of Agent Skills "
                 "(SKILL.md) for coding agents."
@@ -632,6 +636,13 @@ def _print_rows(
     elif rows:
         print_lines(table(rows))
     report_count(len(rows), len(found))
+
+
+def _report_tasks(task: str | None, tasks: Collection[str]) -> None:
+    """Report on stderr which tasks the bank has if it has no experience of `task`."""
+    if task is not None and tasks and task not in tasks:
+        names = ", ".join(sorted(tasks))
+        typer.echo(printable(f"--task {task}: the bank has experiences of {names}"), err=True)
 
 
 def _failures(file: Path, entries: Iterable[EntryView]) -> list[EntryView]:

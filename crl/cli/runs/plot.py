@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 CURVE, MIN_CURVE = 40, 10
 """Columns of a curve in the terminal, and the minimum in a narrow one."""
 
+PLOTS = ("success", "time", "actor", "extractor", "bank", "credit")
+"""Names in `crl.report.figures.FIGURES`."""
+
 
 @command
 def plot(
@@ -32,7 +35,11 @@ def plot(
     ],
     what: Annotated[
         str,
-        typer.Option(metavar="NAME", help="success, time, actor, extractor, bank or credit."),
+        typer.Option(
+            metavar="NAME",
+            autocompletion=completion.choices(PLOTS),
+            help=f"{', '.join(PLOTS[:-1])} or {PLOTS[-1]}.",
+        ),
     ] = "success",
     out: Annotated[
         Path | None,
@@ -53,8 +60,8 @@ def plot(
     from crl.report.figures import FIGURES, arms_of_runs
     from crl.report.run_record import read_runs
 
-    if what not in FIGURES:
-        remedy = f"Choose {', '.join(list(FIGURES)[:-1])} or {list(FIGURES)[-1]}"
+    if what not in PLOTS:
+        remedy = f"Choose {', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
         raise ConfigError("--what", what, "is not a plot", remedy)
     records = read_runs(runs)
     for record in records:

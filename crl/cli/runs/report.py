@@ -5,6 +5,7 @@ Modules that need more than typer are imported inside the command.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -48,4 +49,4 @@ def report(
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
         raise ConfigError("--out", str(file), reason, "Choose another file") from error
-    print_lines([f"{file} ({len(text.encode()) / 2**20:.1f} MiB)"])
+    print_lines([f"{file} ({math.ceil(len(text.encode()) / 2**10):,} KiB)"])

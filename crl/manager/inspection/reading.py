@@ -662,12 +662,17 @@ class BankReader:
         }
 
 
-def compare(a: Sequence[EntryView], b: Sequence[EntryView]) -> Comparison:
-    """Return the comparison of the entries of two banks.
+def compare_banks(a: Path, b: Path) -> Comparison:
+    """Return the comparison of the active entries of two banks.
 
-    Entries with the same task, goal and text are combined into one lesson.
+    Entries with the same task, goal and text are combined into one lesson. Raise errors as
+    `open_reader` does. They name the bank that has the fault.
     """
-    of_a, of_b = _lessons(a), _lessons(b)
+    lessons = []
+    for path in (a, b):
+        with open_reader(path) as bank:
+            lessons.append(_lessons(bank.entries()))
+    of_a, of_b = lessons
     both = [(lesson, of_b[key]) for key, lesson in of_a.items() if key in of_b]
     both.sort(key=lambda pair: _difference_key(*pair), reverse=True)
     return Comparison(

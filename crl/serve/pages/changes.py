@@ -27,7 +27,7 @@ from crl.manager.inspection.reading import (
     BankReader,
     EntryView,
     VersionView,
-    compare,
+    compare_banks,
     open_reader,
 )
 from crl.manager.inspection.upkeep import evict, lowest_credit, not_used_since, retry_dead
@@ -69,6 +69,8 @@ def steps(request: Request) -> Response:
         to = last if to is None else to
         first = integer_of(request, "from")
         first = max(0, (to or 0) - DEFAULT_STEPS + 1) if first is None else first
+        if to is not None and first > to:
+            raise HTTPException(400, f"Step {first} is after step {to}. Exchange them.")
         found = {} if to is None else _changes(bank, first, to)
     return site.render(request, "steps.html", first=first, to=to, last=last, **found)
 
@@ -136,8 +138,7 @@ def difference(request: Request) -> Response:
             raise HTTPException(400, "Choose another run: this is the same bank.")
         if not other.dir.bank.is_file():
             raise HTTPException(404, "The other run has no bank.")
-        with open_reader(bank_of(request)) as a, open_reader(other.dir.bank) as b:
-            found = compare(a.entries(), b.entries())
+        found = compare_banks(bank_of(request), other.dir.bank)
         longest = max(len(found.only_a), len(found.only_b), len(found.both))
         pages = max(1, -(-longest // MAX_ROWS))
         page = min(page, pages)

@@ -299,7 +299,11 @@ def test_rows_that_are_left_out_are_reported_on_stderr(bank_run: Path):
     )
     for command in (["ls", bank_run], ["search", bank_run, "west"]):
         nothing = bank(*command, "--task", "none")
-        assert (nothing.stdout, nothing.stderr) == ("", "no results\n")
+        assert nothing.stdout == ""
+        assert nothing.stderr == "no results\n--task none: the bank has experiences of maze, room\n"
+    assert error_line("search", bank_run, "") == (
+        "error: text = '': is empty. Give a text, such as the goal of a task."
+    )
 
 
 def test_a_bank_file_can_be_given_instead_of_its_run(bank_run: Path):
@@ -758,6 +762,13 @@ def test_diff(bank_run: Path, bank_copy: Path):
 
 
 # ── a bank that started with entries of another run ───────────────────────────────────────────────
+
+
+def test_a_diff_names_the_damaged_bank(bank_run: Path, bank_copy: Path):
+    with closing(sqlite3.connect(bank_copy)) as db, db:
+        db.execute("UPDATE entries SET text = CAST(x'ff' AS TEXT)")
+    for command in (["diff", bank_run, bank_copy], ["diff", bank_copy, bank_run]):
+        assert error_line(*command, code=1).startswith(f"error: {bank_copy}: ")
 
 
 def test_a_diff_as_json_has_the_same_limit(bank_run: Path, bank_copy: Path):

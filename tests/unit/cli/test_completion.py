@@ -18,6 +18,7 @@ from crl.cli.main import app
 from crl.config import catalog
 from crl.config.method import BUNDLED_METHODS
 from crl.config.reference import settings
+from crl.report.figures import FIGURES
 from support.paths import python_environment
 
 COMMAND = [sys.executable, "-m", "crl"]
@@ -80,6 +81,8 @@ def test_values(line: str, expected: list[str], here: Path) -> None:
 def test_all_values_are_offered(here: Path) -> None:
     assert completions("crl train --method ") == [*BUNDLED_METHODS]
     assert completions("crl doctor --preset ") == catalog.presets()
+    assert completions("crl plot runs/mine --what ") == [*FIGURES]
+    assert completions("crl bank export runs/mine --format ") == ["jsonl", "markdown", "skills"]
     assert completions("crl config show --tasks ") == catalog.tasks()
     keys = [setting.key for setting in settings()]
     assert completions("crl config explain ") == keys

@@ -250,7 +250,7 @@ def test_a_long_curve_ends_with_its_last_value():
 def test_lineage_of_a_merge_can_be_followed(browser: TestClient):
     (uid,) = lessons(page(browser, "/runs/merged/bank"))
     found = page(browser, f"/runs/merged/bank/lesson?uid={quote(uid, safe='')}")
-    assert "merge at step 5" in found.text
+    assert "merge after step 5" in found.text
     parents = list(dict.fromkeys(lessons(found)))
     assert parents == ["run/0/0/0#1", "run/0/0/0#0"] or set(parents) == {
         "run/0/0/0#0", "run/0/0/0#1",
@@ -265,7 +265,7 @@ def test_lineage_of_a_merge_can_be_followed(browser: TestClient):
 def test_answered_questions(browser: TestClient):
     found = page(browser, "/runs/asked/bank/lesson?uid=run/0/0/0%230")
     assert "Two rooms west." in found.text
-    assert "run/train/1/4/0/1, version 1, at step 1" in found.text
+    assert "run/train/1/4/0/1, version 1, after step 1" in found.text
     assert "run/1/4/0 (not recorded) won" in found.text
     assert browser.get("/runs/asked/bank/text?uid=run/train/1/4/0/1").text == "Two rooms west.\n"
 

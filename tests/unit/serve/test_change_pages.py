@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from crl.manager.inspection.reading import compare, open_reader
+from crl.manager.inspection.reading import compare_banks, open_reader
 from crl.manager.inspection.upkeep import lowest_credit, not_used_since
 from crl.manager.storage.writer import WriterLock
 from crl.monitor.run_dir import RunDir
@@ -83,7 +83,8 @@ def test_changes_between_two_steps(browser: TestClient):
     assert "+0.38" in last.text, "the lift over the groups of these steps"
     assert "bounds (run/2/0/0)" in last.text
     assert "Nothing was changed" in page(browser, "/runs/run/bank/steps?from=7&to=9").text
-    assert "Nothing was changed" in page(browser, "/runs/run/bank/steps?from=2&to=1").text
+    reversed_range = page(browser, "/runs/run/bank/steps?from=2&to=1", 400)
+    assert "Step 2 is after step 1. Exchange them." in reversed_range.text
 
 
 def test_effects_of_some_steps(root: Path):
@@ -107,11 +108,7 @@ def test_differences_of_words():
 
 
 def test_difference_of_two_banks(browser: TestClient, root: Path):
-    with (
-        open_reader(root / "run" / "bank.sqlite") as a,
-        open_reader(root / "other" / "bank.sqlite") as b,
-    ):
-        expected = compare(a.entries(), b.entries())
+    expected = compare_banks(root / "run" / "bank.sqlite", root / "other" / "bank.sqlite")
     found = page(browser, "/runs/run/bank/diff?other=other")
     assert expected.only_a
     assert expected.only_b
