@@ -353,6 +353,17 @@ class TaskReplay(TaskSource, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedLine:
+    """Line of metrics.jsonl."""
+
+    step: int
+    kind: str
+    seconds: float | None
+    """Seconds since the start of the run; None in a deterministic run."""
+    metrics: Metrics
+
+
 class Monitor:
     """Sink for metrics, notes and records. A subclass overrides the methods that it needs.
 
@@ -382,6 +393,12 @@ class Monitor:
 
     def note(self, text: str) -> None:
         """Write a line for readers to the log and the screen."""
+
+    def resumed(self, lines: Sequence[LoggedLine], seconds: float) -> None:
+        """Show what a run logged before the checkpoint at which it is resumed.
+
+        `seconds`: duration of the run until this checkpoint.
+        """
 
     def close(self) -> None:
         """Release files and threads."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from crl.config.load import load_saved
 from crl.errors import ConfigError
@@ -21,7 +20,7 @@ from crl.monitor.files import RESERVED_FIELDS
 from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import RunInfo, Snapshot, SnapshotMonitor
 from crl.monitor.stages import read_stages
-from crl.protocols import Monitor
+from crl.protocols import LoggedLine, Monitor
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a file that are read at once."""
@@ -117,13 +116,12 @@ class RunFollower:
             for monitor in monitors:
                 monitor.note(note)
         for line in self._metrics.lines():
-            if record := _record(line):
-                step, kind, seconds, metrics = record
-                self._time = seconds
-                if kind == "eval":
-                    self._evaluated = step
+            if logged := _logged(line):
+                self._time = logged.seconds
+                if logged.kind == "eval":
+                    self._evaluated = logged.step
                 for monitor in monitors:
-                    monitor.log(step, kind, metrics)
+                    monitor.log(logged.step, logged.kind, logged.metrics)
 
     def _is_replaced(self) -> bool:
         """Return whether files that were read have other contents now."""
@@ -202,8 +200,14 @@ def _without_time(line: str) -> str:
     return line[20:] if is_stamp and stamp[:4].isdecimal() else line
 
 
-def _record(line: str) -> tuple[int, str, float | None, dict[str, Any]] | None:
-    """Return step, kind, time and metrics of a line. Return None for a damaged line."""
+def logged_lines(metrics: Path, last: int) -> list[LoggedLine]:
+    """Return the undamaged lines of the file of metrics up to the step `last`."""
+    found = map(_logged, GrowingFile(metrics).lines())
+    return [line for line in found if line and line.step <= last]
+
+
+def _logged(line: str) -> LoggedLine | None:
+    """Return a parsed line of metrics.jsonl. Return None for a damaged line."""
     try:
         record = json.loads(line)
         step, kind, seconds = record["step"], record["kind"], record["time"]
@@ -213,4 +217,4 @@ def _record(line: str) -> tuple[int, str, float | None, dict[str, Any]] | None:
         return None
     known = seconds if isinstance(seconds, int | float) else None
     metrics = {name: value for name, value in record.items() if name not in RESERVED_FIELDS}
-    return step, kind, known, metrics
+    return LoggedLine(step, kind, known, metrics)

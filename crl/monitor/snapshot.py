@@ -19,7 +19,7 @@ from typing import Any
 from crl.config.schema import RunConfig
 from crl.monitor.plain import EVAL_SUCCESS
 from crl.monitor.stages import Stage, Stages
-from crl.protocols import Metrics, Monitor
+from crl.protocols import LoggedLine, Metrics, Monitor
 from crl.types import Experience, Trajectory, lift_order
 
 HISTORY = 120
@@ -360,6 +360,14 @@ class SnapshotMonitor(Monitor):
             if kind == "train":
                 self._train_times.append(self._clock())
             self._snapshot = fold(self._snapshot, step, kind, metrics)
+
+    def resumed(self, lines: Sequence[LoggedLine], seconds: float) -> None:
+        with self._lock:
+            self._start = self._clock() - seconds
+            for line in lines:
+                if line.kind == "train" and line.seconds is not None:
+                    self._train_times.append(self._start + line.seconds)
+                self._snapshot = fold(self._snapshot, line.step, line.kind, line.metrics)
 
     def experiences(self, experiences: Sequence[Experience]) -> None:
         tried = [experience for experience in experiences if experience.counters.lift]

@@ -32,6 +32,7 @@ from crl.evaluation.evaluate import Evaluation
 from crl.failures import reporting
 from crl.monitor.fan_out import FanOut
 from crl.monitor.files import FileMonitor
+from crl.monitor.follow import logged_lines
 from crl.monitor.plain import PlainMonitor
 from crl.monitor.run_dir import RunDir, require_free
 from crl.monitor.sinks import sinks
@@ -114,7 +115,9 @@ def resume_run(
             reason = f"the run has completed {counted(resumption.step, 'step')}"
             remedy = f"Extend it with --steps {resumption.step + 1} or more"
             raise ConfigError("run.steps", config.run.steps, reason, remedy)
-        started -= read_state(resumption.checkpoint)["seconds"]
+        seconds = read_state(resumption.checkpoint)["seconds"]
+        started -= seconds
+        screen.resumed(logged_lines(run.metrics, resumption.step), seconds)
         saved = load_saved(run_dir)
         others = resume.unset_changes(saved, hashes(config.prompts.files))
         opening = "\n".join([f"run {run.path}", *(f"  {change}" for change in (*changes, *others))])

@@ -11,7 +11,6 @@ from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp
 
 from crl.errors import ConfigError, StoreError
 from crl.serve.pages import bank, changes, episodes, runs
-from crl.serve.security import Headers, OwnPages, Size, Token
+from crl.serve.security import Headers, OwnHost, OwnPages, Size, Token
 from crl.serve.site import Site
 
 THREADS = 4
@@ -55,7 +54,7 @@ def create_app(
     """
     middleware = [
         Middleware(Size),
-        Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+        Middleware(OwnHost, hosts=[host.lower() for host in hosts], addresses=bool(token)),
         Middleware(OwnPages),
     ]
     if token:

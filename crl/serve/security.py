@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import math
+import re
+from collections.abc import Collection
 from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders
@@ -20,6 +23,9 @@ POLICY = (
 MAX_BYTES = 8 << 20
 """Maximum size of a response. Event streams have no such bound."""
 
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/]+)(:[0-9]{1,5})?")
+"""Host header: a name or an address, and a port."""
 
 OWN_SITES = ("same-origin", "none")
 """Values of Sec-Fetch-Site of requests that no other site makes; "none" is an entered address."""
@@ -85,6 +91,41 @@ class Size:
             await send(message)
 
         await self.app(scope, receive, bounded)
+
+
+class OwnHost:
+    """Middleware that refuses requests under a name that is not the server's (DNS rebinding).
+
+    `hosts`: names and addresses of the server. `addresses`: also accept every IP address, with
+    which no other site can name a server.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], *, addresses: bool) -> None:
+        self.app, self._hosts, self._addresses = app, hosts, addresses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if scope["type"] == "http":
+            given = Request(scope).headers.get("host", "").lower()
+            name = HOST.fullmatch(given)
+            if name is None or not self._accepts(name[1]):
+                text = (
+                    f"The host {given[:100]!r} in the address is not this server. "
+                    f"Use {', '.join(self._hosts)}{' or an IP address' * self._addresses}.\n"
+                )
+                app = PlainTextResponse(text, status_code=400)
+        await app(scope, receive, send)
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._hosts or (self._addresses and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 class OwnPages:

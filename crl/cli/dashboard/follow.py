@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,9 @@ BANK_EXPERIENCES = 200
 COST_SHARE = 20
 """Divisor of the time: reading bank and episodes takes at most 1 / COST_SHARE of it."""
 
+WARN_AT = 3
+"""Number of equal failures to read a file at which a warning is shown."""
+
 
 class DashboardFollower(RunFollower):
     """Follower of a run whose snapshots also have experiences of the bank and the last episodes."""
@@ -32,6 +35,7 @@ class DashboardFollower(RunFollower):
         self._bank_version: tuple[int, ...] = ()
         self._shard: Path | None = None
         self._episodes = Episodes()
+        self._failures: Counter[str] = Counter()
 
     def update(self, on_line: Monitor | None = None) -> None:
         """Read new metrics and notes, and at times the bank and the episodes.
@@ -51,11 +55,18 @@ class DashboardFollower(RunFollower):
         started = time.monotonic()
         if started < due:
             return due
-        # A file of the run may be damaged, or just be written.
-        with suppress(ConfigError, StoreError, OSError):
+        try:
             read()
+        except (ConfigError, StoreError, OSError) as error:
+            self._warn(str(error))
         ended = time.monotonic()
         return ended + max(1.0, COST_SHARE * (ended - started))
+
+    def _warn(self, failure: str) -> None:
+        """Show a failure that is repeated: a file may just be written, or be damaged."""
+        self._failures[failure] += 1
+        if self._failures[failure] == WARN_AT:
+            self._monitor.note(f"warning: {' '.join(failure.split())}")
 
     def _read_bank(self) -> None:
         files = (self._run.bank, self._run.bank.with_name(f"{self._run.bank.name}-wal"))

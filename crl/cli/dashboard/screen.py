@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout, suppress
 from functools import partial
+from pathlib import Path
 from typing import IO, TextIO
 
 from rich.console import Console, Group
@@ -17,9 +18,12 @@ from rich.live import Live
 
 from crl.cli.dashboard.frame import NO_KEYS, Keys, View, draw, pressed
 from crl.cli.dashboard.terminal import Keyboard, TerminalSignals, in_foreground
+from crl.errors import ConfigError
 from crl.monitor.plain import PlainMonitor
+from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import RunInfo, Snapshot, SnapshotMonitor
-from crl.protocols import Metrics, Monitor
+from crl.protocols import LoggedLine, Metrics, Monitor
+from crl.records.shards import read_records, shards, trajectory_of
 from crl.types import Experience, Trajectory
 from crl.wording import printable_lines
 
@@ -164,6 +168,15 @@ class Dashboard(Monitor):
         self._run.log(step, kind, metrics)
         if self._lines:
             self._lines.log(step, kind, metrics)
+        self._start()
+
+    def resumed(self, lines: Sequence[LoggedLine], seconds: float) -> None:
+        self._run.resumed(lines, seconds)
+        last = max((line.step for line in lines if line.kind == "train"), default=0)
+        shard = shards(RunDir(Path(self._info.path)).episodes).get(last)
+        with suppress(ConfigError, OSError):  # the file may be damaged
+            if shard:
+                self._run.trajectories([trajectory_of(record) for record in read_records(shard)])
         self._start()
 
     def trajectories(self, trajectories: Sequence[Trajectory]) -> None:

@@ -31,7 +31,7 @@ INCOMPLETE = re.compile(r"\x1b(\[[0-9;?]*)?\Z|\x1bO\Z")
 ESCAPE_WAIT_S = 0.05
 """Seconds for which the rest of a key is awaited."""
 
-RESTORING_SIGNALS = (signal.SIGTSTP, signal.SIGQUIT)
+RESTORING_SIGNALS = (signal.SIGTSTP, signal.SIGQUIT, signal.SIGHUP)
 """Signals that stop or end the process without an exception."""
 
 
@@ -124,7 +124,7 @@ class Keyboard:
 
 
 class TerminalSignals:
-    """Handler of signals that would leave the terminal as it is: Ctrl-Z, its end, and Ctrl-\\.
+    """Handler of signals that would leave the terminal as it is: Ctrl-Z, SIGCONT, Ctrl-\\, SIGHUP.
 
     `leave` restores the terminal. `enter` takes it again. Only the main thread handles signals; in
     another thread this does nothing.
@@ -155,7 +155,8 @@ class TerminalSignals:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Restore the terminal, and let the signal have its usual effect."""
-        self._leave()
+        with suppress(OSError):  # after SIGHUP, the terminal may be gone
+            self._leave()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         # The process goes on here after SIGCONT, or if the signal had no effect.

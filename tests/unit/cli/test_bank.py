@@ -302,7 +302,7 @@ def test_rows_that_are_left_out_are_reported_on_stderr(bank_run: Path):
         assert nothing.stdout == ""
         assert nothing.stderr == "no results\n--task none: the bank has experiences of maze, room\n"
     assert error_line("search", bank_run, "") == (
-        "error: text = '': is empty. Give a text, such as the goal of a task."
+        "error: text = '': is empty. Give a text, such as the goal of a task.\n"
     )
 
 

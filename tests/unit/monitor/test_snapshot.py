@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from crl.monitor.follow import logged_lines
 from crl.monitor.snapshot import (
     EPISODE_CHARS,
     EXPERIENCES,
@@ -15,8 +19,9 @@ from crl.monitor.snapshot import (
     WARNINGS,
     RateView,
 )
+from crl.protocols import LoggedLine
 from crl.types import Lift
-from support.snapshots import Clock, complementary, experience, group, started
+from support.snapshots import Clock, complementary, evaluation, experience, group, started
 
 
 def test_values_of_metrics_are_appended_and_missing_ones_are_none():
@@ -99,6 +104,34 @@ def test_the_remaining_time():
     assert monitor.snapshot().progress.remaining == 125 * 10 - 4 + 50, "one evaluation is left"
     clock.now += 10_000
     assert monitor.snapshot().progress.remaining == 50
+
+
+def test_a_resumed_run_goes_on_where_it_was():
+    """Check the snapshot of a run of 128 steps after 3 of them, which took 10 s each."""
+    clock = Clock()
+    monitor = started("grpo", "room", clock=clock)
+    lines = [LoggedLine(step, "train", 5 + 10 * step, {"actor/updates": 2}) for step in (1, 2, 3)]
+    monitor.resumed([LoggedLine(0, "eval", 5.0, evaluation("room", 0.5)), *lines], 37.0)
+    progress = monitor.snapshot().progress
+    assert (progress.step, progress.elapsed) == (3, 37)
+    assert progress.remaining == 125 * 10 - 2 + 2.5, "one evaluation is left"
+    assert monitor.snapshot().evaluations.sets["room/seen"].step == 0
+    clock.now += 8
+    monitor.log(4, "train", {"actor/updates": 2})
+    assert monitor.snapshot().progress.remaining == 124 * 10 + 2.5
+
+
+def test_the_lines_of_a_resumed_run_end_at_the_checkpoint(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": step, "kind": "train", "time": 1.5 * step, "actor/loss": step / 4}
+        for step in (1, 2, 3)
+    ]
+    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "damaged\n")
+    assert logged_lines(metrics, 2) == [
+        LoggedLine(1, "train", 1.5, {"actor/loss": 0.25}),
+        LoggedLine(2, "train", 3.0, {"actor/loss": 0.5}),
+    ]
 
 
 def test_after_the_last_step_the_remaining_time_is_that_of_the_stages():

@@ -38,6 +38,16 @@ def app(root: Path) -> Starlette:
     return create_app(Site(root))
 
 
+def test_addresses_name_a_server_with_a_token(root: Path):
+    """No other site can name a server by an IP address, so DNS rebinding needs a name."""
+    app = create_app(Site(root), hosts=("Node7",), token="t0", cookie="c")
+    for host in ("192.0.2.2:8300", "[2001:db8::1]", "node7:8300"):
+        assert request(app, "/", host=host).status == 403, "the token is missing"
+    answer = request(app, "/", host="evil.example")
+    assert answer.status == 400
+    assert answer.body.decode().endswith("Use node7 or an IP address.\n")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8300", "[::1]:8300", "LOCALHOST"])
 def test_own_hosts(app: Starlette, host: str):
     assert request(app, "/", host=host).status == 200
@@ -52,7 +62,7 @@ def test_foreign_hosts_are_refused(app: Starlette, host: str):
     for target in ("/", "/runs/run", "/events", "/static/style.css"):
         answer = request(app, target, host=host)
         assert answer.status == 400
-        assert answer.body == b"Invalid host header"
+        assert f"The host {host!r} in the address is not this server." in answer.body.decode()
 
 
 def test_headers_of_every_response(app: Starlette):

@@ -207,6 +207,17 @@ def test_damaged_lines_are_left_out(run: RunDir):
     assert "\x1b" not in drawn
 
 
+def test_a_damaged_bank_is_a_warning_once(run: RunDir):
+    run.bank.write_bytes(b"no database")
+    follower = DashboardFollower(run.path)
+    for reads in range(1, 6):
+        follower._bank_due = 0.0
+        follower.update()
+        warnings = follower.snapshot().warnings
+        assert len(warnings) == (reads >= 3), "at first, the file may just be written"
+    assert str(run.bank) in warnings[0]
+
+
 def test_a_line_is_read_when_it_is_complete(tmp_path: Path):
     path = tmp_path / "log.txt"
     file = GrowingFile(path)

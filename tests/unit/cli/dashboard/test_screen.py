@@ -30,6 +30,7 @@ from crl.monitor.snapshot import RunInfo
 # A process in the background of a shell ignores these signals, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def wait(seconds=120):
     print("waiting")  # is buffered, like the notes
@@ -84,8 +85,9 @@ HEADER = "the [bold]header[/bold]\n  of the run\n"
             f"{HEADER}waiting\nstopped\nthe summary\nafter\n",
         ),
         ("wait()", signal.SIGQUIT, -signal.SIGQUIT, ""),
+        ("wait()", signal.SIGHUP, -signal.SIGHUP, ""),
     ],
-    ids=["the end", "an error", "Ctrl-C", "SIGTERM", "SIGQUIT"],
+    ids=["the end", "an error", "Ctrl-C", "SIGTERM", "SIGQUIT", "SIGHUP"],
 )  # fmt: skip
 def test_the_terminal_is_restored(action, number, code, says):
     with dashboard(action) as terminal:
