@@ -387,7 +387,8 @@ def diff(
 ) -> None:
     """Compare the active experiences of two banks.
 
-    Experiences are the same if their task, goal and text are equal.
+    Experiences are the same if their task, goal and text are equal. The counts of equal experiences
+    in a bank are added up.
     """
     from crl.cli.bank_text import diff_lines
     from crl.manager.inspection.reading import Comparison, compare_banks
