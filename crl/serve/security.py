@@ -121,11 +121,11 @@ class OwnHost:
 
 
 def _is_address(name: str) -> bool:
+    """Return whether a name is the IP address of a machine."""
     try:
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return not ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_unspecified
     except ValueError:
         return False
-    return True
 
 
 class OwnPages:
