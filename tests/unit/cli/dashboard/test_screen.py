@@ -15,10 +15,13 @@ from crl.cli.main import _screen
 from crl.cli.output import is_terminal
 from crl.config.load import load
 from crl.monitor.plain import PlainMonitor
+from crl.monitor.run_dir import RunDir
 from crl.monitor.snapshot import RunInfo
+from crl.records.shards import write_shard
 
 pytest.importorskip("pyte")
 
+from support.snapshots import group
 from support.terminals import ENTER, HIDE, LEAVE, SHOW, Terminal
 
 APPLICATION = """
@@ -107,6 +110,25 @@ def test_the_terminal_is_restored(action, number, code, says):
     assert "0.500" in live
     assert seen.startswith(ENTER), "nothing was printed before"
     assert "\x1b" not in after.replace(SHOW, "").replace(LEAVE, "").split("Traceback")[0]
+
+
+def test_a_resumed_run_shows_its_steps_and_its_last_episodes(tmp_path):
+    run = RunDir.create(tmp_path / "run")
+    write_shard(run.episodes, 3, group(1, "You see the stairs."))
+    line = "LoggedLine(3, 'train', 30.0, {'rollout/success': 0.75})"
+    action = (
+        "from crl.protocols import LoggedLine; "
+        f"screen._info = RunInfo('one', 'grpo', ('room',), 5, {str(run.path)!r}); "
+        f"screen.resumed([{line}], 40.0); wait()"
+    )
+    with dashboard(action) as terminal:
+        terminal.wait_for("step 3/5")
+        assert "elapsed 0:4" in terminal.text
+        assert "0.750" in terminal.text
+        terminal.type("7")
+        terminal.wait_for("go <east>, then north.")
+        terminal.signal(signal.SIGINT)
+        terminal.wait()
 
 
 LAUNCHER = """
