@@ -433,7 +433,7 @@ FIGURES: Mapping[str, Figure] = {
         SINGLE, ("co-evolved", "none"), THREE, ("actions",), lower_is_better=True,
         paper="It requires \"1.5× fewer actions on MiniHack Room and 2× fewer actions on "
         "ALFWorld\", and more on SWE-Bench.",
-        note=NO_SWE_BENCH,
+        note=f"{NO_SWE_BENCH} The figure was run again: see [Reproductions](#reproductions).",
     ),
     "8": Figure(
         "In the mixture, co-evolution is better than no experience and than a static extractor.",
