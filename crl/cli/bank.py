@@ -230,11 +230,8 @@ def search(
         raise ConfigError("text", text, "is empty", "Give a text, such as the goal of a task")
     file = _bank_file(run)
     with open_reader(file) as bank:
-        keys, entries = (
-            bank.keys(),
-            [entry for entry in bank.entries() if task in (None, entry.task)],
-        )
-        short, tasks = short_uids(bank.uids()), {entry.task for entry in bank.entries()}
+        keys, active, short = bank.keys(), bank.entries(), short_uids(bank.uids())
+    entries = [entry for entry in active if task in (None, entry.task)]
     cosines = asyncio.run(_similarities(text, entries, keys, file))
     found = sorted(zip(cosines, entries, strict=True), key=lambda pair: -pair[0])
     rows = found[: limit or None]
@@ -248,7 +245,7 @@ def search(
             entry_table([entry for _, entry in rows], short, terminal_width(), cosine=column)
         )
     report_count(len(rows), len(found))
-    _report_tasks(task, tasks)
+    _report_tasks(task, {entry.task for entry in active})
 
 
 @app.command(cls=Command)

@@ -200,10 +200,12 @@ def _without_time(line: str) -> str:
     return line[20:] if is_stamp and stamp[:4].isdecimal() else line
 
 
-def logged_lines(metrics: Path, last: int) -> list[LoggedLine]:
-    """Return the undamaged lines of the file of metrics up to the step `last`."""
-    found = map(_logged, GrowingFile(metrics).lines())
-    return [line for line in found if line and line.step <= last]
+def logged_lines(metrics: Path, length: int) -> list[LoggedLine]:
+    """Return the undamaged lines among the first `length` bytes of the file of metrics."""
+    with suppress(FileNotFoundError), metrics.open("rb") as file:
+        lines = file.read(length).decode("utf-8", "replace").splitlines()
+        return [logged for line in lines if (logged := _logged(line))]
+    return []
 
 
 def _logged(line: str) -> LoggedLine | None:

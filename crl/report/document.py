@@ -232,9 +232,9 @@ def arm_text(arm: ArmRuns, parts: Sequence[Part]) -> str:
     )
     name = "" if arm.name == SINGLE_ARM else f"{arm.name}: "
     finished = [one for one in arm.runs if one.state == "finished"]
-    of_steps = "" if len(finished) == len(arm.runs) else f", {len(finished)} of them finished"
+    state = "" if len(finished) == len(arm.runs) else f"; {len(finished)} finished"
     text = (
-        f"{name}{counted(len(arm.runs), 'run')} with {seeds}{of_steps}, method "
+        f"{name}{counted(len(arm.runs), 'run')} ({seeds}{state}), method "
         f"{config.method}, {counted(config.run.steps, 'step')}. Trained "
         f"{trained_models(config)} on {', '.join(run.tasks)}."
     )

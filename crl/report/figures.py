@@ -233,6 +233,7 @@ def _evaluated(arms: Arms) -> Iterator[Chart]:
 
 def _trained(arms: Arms) -> Iterator[Chart]:
     tasks = dict.fromkeys(task for arm in arms for run in arm.runs for task in run.tasks)
+    note = f"Mean of the last {WINDOW} steps."
     for task in tasks:
         single, curves = [], []
         for number, which in enumerate(("free", "guided")):
@@ -241,15 +242,15 @@ def _trained(arms: Arms) -> Iterator[Chart]:
                 return _rollouts(run, task, which)
 
             curves.append(points)
-            note = f"Mean of the last {WINDOW} steps.{_uneven(arms, curves)}"
             if len(arms) == 1:
                 if curve := _mean(arms[0], points, UNIT):
                     single.append(Line(f"{which} members", curve, number))
             elif lines := _arm_lines(arms, points, UNIT):
                 title = f"{task}, training episodes, {which} members"
-                yield LineChart(title, "success", lines, 0.0, 1.0, note)
+                yield LineChart(title, "success", lines, 0.0, 1.0, note + _uneven(arms, [points]))
         if single:
-            yield LineChart(f"{task}, training episodes", "success", single, 0.0, 1.0, note)
+            title = f"{task}, training episodes"
+            yield LineChart(title, "success", single, 0.0, 1.0, note + _uneven(arms, curves))
 
 
 def _rates(run: RunRecord, key: EvalKey) -> list[Point]:
@@ -271,6 +272,9 @@ def _task(task: str) -> str:
     return "All tasks" if task == OVERALL else task
 
 
+UNEVEN = "Not all runs have all steps: a mean is over the runs that have the step."
+
+
 def _band(arms: Arms, curves: Sequence[Curve]) -> str:
     single = all(len(arm.runs) == 1 for arm in arms)
     unit = "over episodes or places" if single else "of the mean over seeds"
@@ -285,7 +289,7 @@ def _uneven(arms: Arms, curves: Sequence[Curve]) -> str:
         for curve in curves
     ):
         return ""
-    return " Not all runs have all steps: a mean is over the runs that have the step."
+    return f" {UNEVEN}"
 
 
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
@@ -329,9 +333,13 @@ def _metric_charts(
     A single arm's line has no name.
     """
     for name, (title, unit) in titles.items():
-        lines = _arm_lines(arms, lambda run, name=name: averaged(metric(run, kind, name), window))
-        if lines:
+
+        def points(run: RunRecord, name: str = name) -> list[Point]:
+            return averaged(metric(run, kind, name), window)
+
+        if lines := _arm_lines(arms, points):
             note = f"Mean of the last {window} steps." if window > 1 else ""
+            note += _uneven(arms, [points])
             possible = UNIT if unit == "share" else POSSIBLE.get(title, ANY)
             yield LineChart(title, unit, lines, low, high, note, possible)
 

@@ -115,9 +115,10 @@ def resume_run(
             reason = f"the run has completed {counted(resumption.step, 'step')}"
             remedy = f"Extend it with --steps {resumption.step + 1} or more"
             raise ConfigError("run.steps", config.run.steps, reason, remedy)
-        seconds = read_state(resumption.checkpoint)["seconds"]
-        started -= seconds
-        screen.resumed(logged_lines(run.metrics, resumption.step), seconds)
+        state = read_state(resumption.checkpoint)
+        started -= state["seconds"]
+        length = state["records"][run.metrics.name]
+        screen.resumed(logged_lines(run.metrics, length), state["seconds"])
         saved = load_saved(run_dir)
         others = resume.unset_changes(saved, hashes(config.prompts.files))
         opening = "\n".join([f"run {run.path}", *(f"  {change}" for change in (*changes, *others))])

@@ -109,9 +109,10 @@ class OwnHost:
             given = Request(scope).headers.get("host", "").lower()
             name = HOST.fullmatch(given)
             if name is None or not self._accepts(name[1]):
+                other = " or an IP address of the machine" * self._addresses
                 text = (
                     f"The host {given[:100]!r} in the address is not this server. "
-                    f"Use {', '.join(self._hosts)}{' or an IP address' * self._addresses}.\n"
+                    f"Use the address that crl serve has printed{other}.\n"
                 )
                 app = PlainTextResponse(text, status_code=400)
         await app(scope, receive, send)

@@ -23,7 +23,8 @@ COST_SHARE = 20
 """Divisor of the time: reading bank and episodes takes at most 1 / COST_SHARE of it."""
 
 WARN_AT = 3
-"""Number of equal failures to read a file at which a warning is shown."""
+"""Number of failures in a row to read a file at which a warning is shown: it is not being written.
+"""
 
 
 class DashboardFollower(RunFollower):
@@ -35,7 +36,7 @@ class DashboardFollower(RunFollower):
         self._bank_version: tuple[int, ...] = ()
         self._shard: Path | None = None
         self._episodes = Episodes()
-        self._failures: Counter[str] = Counter()
+        self._failures: Counter[Callable[[], object]] = Counter()
 
     def update(self, on_line: Monitor | None = None) -> None:
         """Read new metrics and notes, and at times the bank and the episodes.
@@ -57,16 +58,13 @@ class DashboardFollower(RunFollower):
             return due
         try:
             read()
+            self._failures[read] = 0
         except (ConfigError, StoreError, OSError) as error:
-            self._warn(str(error))
+            self._failures[read] += 1
+            if self._failures[read] == WARN_AT:
+                self._monitor.note(f"warning: {' '.join(str(error).split())}")
         ended = time.monotonic()
         return ended + max(1.0, COST_SHARE * (ended - started))
-
-    def _warn(self, failure: str) -> None:
-        """Show a failure that is repeated: a file may just be written, or be damaged."""
-        self._failures[failure] += 1
-        if self._failures[failure] == WARN_AT:
-            self._monitor.note(f"warning: {' '.join(failure.split())}")
 
     def _read_bank(self) -> None:
         files = (self._run.bank, self._run.bank.with_name(f"{self._run.bank.name}-wal"))

@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from crl.evaluation.report import ReportRow
     from crl.evaluation.saved import SavedEvaluation
 
-CONDITION_LABELS = {
-    "free": "without experience",
-    "guided": "with a bank that is only read",
-    "online": "with a bank built online",
-    "alone": "online set without a bank",
-}
-"""Labels of the conditions (see `crl.evaluation.evaluate.EvalKey`)."""
-
 SOURCE_LABELS = {
     "none": "without experience",
     "bank": "with a bank that is only read",
@@ -206,11 +198,14 @@ def _head(evaluation: SavedEvaluation) -> Iterator[str]:
 
 
 def _cells(row: ReportRow, ks: Sequence[int], *, graded: bool, condition: bool) -> list[str]:
+    from crl.evaluation.evaluate import CONDITION_LABELS
+
     task, split, name = row.key
+    label = CONDITION_LABELS.get(name, name)
     cells = [
         task,
         split,
-        *([CONDITION_LABELS.get(name, name)] if condition else []),
+        *([SOURCE_LABELS["bank"] if name == "guided" else label] if condition else []),
         f"{row.games:,}",
     ]
     cells += [str(row.success), *(str(row.pass_at[k]) if k in row.pass_at else "" for k in ks)]

@@ -69,7 +69,7 @@ def steps(request: Request) -> Response:
         to = last if to is None else to
         first = integer_of(request, "from")
         first = max(0, (to or 0) - DEFAULT_STEPS + 1) if first is None else first
-        if to is not None and first > to:
+        if text_of(request, "to") and to is not None and first > to:
             raise HTTPException(400, f"Step {first} is after step {to}. Exchange them.")
         found = {} if to is None else _changes(bank, first, to)
     return site.render(request, "steps.html", first=first, to=to, last=last, **found)

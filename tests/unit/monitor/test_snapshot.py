@@ -124,14 +124,14 @@ def test_a_resumed_run_goes_on_where_it_was():
 def test_the_lines_of_a_resumed_run_end_at_the_checkpoint(tmp_path: Path):
     metrics = tmp_path / "metrics.jsonl"
     rows = [
-        {"step": step, "kind": "train", "time": 1.5 * step, "actor/loss": step / 4}
-        for step in (1, 2, 3)
+        {"step": 1, "kind": "train", "time": 1.5, "actor/loss": 0.25},
+        {"step": 1, "kind": "extractor", "time": 2.5, "extractor/loss": 0.5},
     ]
-    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "damaged\n")
-    assert logged_lines(metrics, 2) == [
-        LoggedLine(1, "train", 1.5, {"actor/loss": 0.25}),
-        LoggedLine(2, "train", 3.0, {"actor/loss": 0.5}),
-    ]
+    before, after = (f"{json.dumps(row)}\n" for row in rows)
+    metrics.write_text(f"damaged\n{before}{after}")
+    length = len(f"damaged\n{before}")
+    assert logged_lines(metrics, length) == [LoggedLine(1, "train", 1.5, {"actor/loss": 0.25})]
+    assert logged_lines(tmp_path / "missing", length) == []
 
 
 def test_after_the_last_step_the_remaining_time_is_that_of_the_stages():

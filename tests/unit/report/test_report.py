@@ -15,6 +15,7 @@ import pytest
 
 from crl.manager.inspection.reading import LiftView, open_reader
 from crl.monitor.run_dir import RunDir
+from crl.report.charts import LineChart
 from crl.report.document import report
 from crl.report.figures import arms_of_runs
 from crl.report.figures import success as success_charts
@@ -333,7 +334,7 @@ def test_runs_of_two_arms(run: Path, trained: Path, tmp_path: Path):
     assert "0.125" in page.texts
     assert "Differences of success after the last step" in page.texts
     assert "B − A" in page.texts
-    first, second = (text for text in page.texts if re.match(r"[AB]: 1 run with seed 0", text))
+    first, second = (text for text in page.texts if re.match(r"[AB]: 1 run \(seed 0\)", text))
     rates = json.loads((run / "summary.json").read_text())["success"]
     rate = next(r for r in rates if (r["split"], r["condition"]) == ("seen", "guided"))["last"]
     interval = f"{rate['value']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}]"
@@ -350,7 +351,7 @@ def test_runs_of_two_seeds_are_averaged(run: Path, trained: Path, tmp_path: Path
     html = report(read_runs([run, other]))
     assert "95 % intervals of the mean over seeds." in html
     assert "Not all runs have all steps" not in html
-    assert "<p>2 runs with seeds 0, 1, method complementary, 3 steps. Trained both models" in html
+    assert "<p>2 runs (seeds 0, 1), method complementary, 3 steps. Trained both models" in html
     assert "Differences of success" not in html
 
 
@@ -368,14 +369,15 @@ def test_a_run_without_its_last_evaluation_is_left_out_of_the_mean(
         (other / "metrics.jsonl").write_text("".join(kept))
         others.append(other)
     html = report(read_runs([run, *others]))
-    assert "4 runs with seeds 0, 1, 2, 3, 1 of them finished, method" in html
+    assert "4 runs (seeds 0, 1, 2, 3; 1 finished), method" in html
     assert "Not all runs have all steps" in html
     success = re.search(r"Success after the last step: (.*?)\. The banks", html)
     assert success
     intervals = set(re.findall(r"\[(.*?)\]", success[1]))
     assert intervals == {"–, –"}, "an interval over seeds needs two of them"
-    online = [chart for chart in success_charts(arms_of_runs(read_runs([run, *others])))
-              if "unseen places" in chart.title]  # fmt: skip
+    charts = success_charts(arms_of_runs(read_runs([run, *others])))
+    online = [c for c in charts if isinstance(c, LineChart) and "unseen places" in c.title]
+    assert online
     assert all(math.isnan(line.last.low) for chart in online for line in chart.lines)
 
 

@@ -45,7 +45,10 @@ def test_addresses_name_a_server_with_a_token(root: Path):
         assert request(app, "/", host=host).status == 403, "the token is missing"
     answer = request(app, "/", host="evil.example")
     assert answer.status == 400
-    assert answer.body.decode().endswith("Use node7 or an IP address.\n")
+    text = answer.body.decode()
+    assert text.endswith("address that crl serve has printed or an IP address of the machine.\n")
+    assert "node7" not in text.lower()
+    assert request(app, "/", host="[::]:8300").status == 400
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8300", "[::1]:8300", "LOCALHOST"])
