@@ -263,7 +263,9 @@ def compare(runs: Sequence[RunResult]) -> Comparison:
         twice = next((path for path in paths if paths.count(path) > 1), paths[0])
         raise ConfigError("run", str(twice), reason, "Give two or more different runs")
     arms = arms_of(runs)
-    keys = dict.fromkeys(key for run in runs for key in run.rates)
+    found = dict.fromkeys(key for run in runs for key in run.rates)
+    tasks = list(dict.fromkeys(task for task, _, _ in found))
+    keys = sorted(found, key=lambda key: tasks.index(key[0]))
     return Comparison(
         arms,
         differing_settings(arms),
@@ -320,7 +322,10 @@ def _compared_settings(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
 
 
 def differing_settings(arms: Sequence[Arm]) -> dict[str, list[Any]]:
-    """Return the value in each arm of the settings that differ. See `Comparison.differing`."""
+    """Return the value in each arm of the settings that differ. See `Comparison.differing`.
+
+    Of different tasks, only the names are listed.
+    """
     runs = [run for arm in arms for run in arm.runs]
     by_path = {run.path: one for run, one in zip(runs, _compared_settings(runs), strict=True)}
     settings = [by_path[arm.runs[0].path] for arm in arms]
@@ -332,9 +337,17 @@ def differing_settings(arms: Sequence[Arm]) -> dict[str, list[Any]]:
         if "." not in name or all(name.partition(".")[0] in arm for arm in sections)
     )
     values = {name: [one.get(name, "unset") for one in settings] for name in names}
-    return {
+    differing = {
         name: of_arms for name, of_arms in values.items() if len(set(map(json.dumps, of_arms))) > 1
     }
+    tasks = [
+        sorted({name.split(".")[1] for name in one if name.startswith("tasks.")})
+        for one in settings
+    ]
+    if all(names == tasks[0] for names in tasks):
+        return differing
+    others = {name: of for name, of in differing.items() if not name.startswith("tasks.")}
+    return {"tasks": [", ".join(names) for names in tasks], **others}
 
 
 def _name(number: int) -> str:

@@ -160,7 +160,7 @@ class ArmTables:
         left_out = frozenset(run.path for arm in arms for run in arm.runs if not run.rates)
         return cls(
             arms_of_runs(runs),
-            _differing(arms),
+            differing_settings(arms),
             _differences(arms),
             [run.name for run in runs if run.dir.path in left_out],
         )
@@ -257,19 +257,6 @@ def arm_text(arm: ArmRuns, parts: Sequence[Part]) -> str:
         noun = "The bank has" if len(banks) == 1 else "The banks have on average"
         text += f" {noun} {counted(round(fmean(banks)), 'experience')}."
     return text
-
-
-def _differing(arms: Sequence[Arm]) -> dict[str, Sequence[Any]]:
-    """Return the settings that differ. Of different tasks, only the names are listed."""
-    differing = differing_settings(arms)
-    tasks = [
-        sorted({key.split(".")[1] for key in arm.runs[0].settings if key.startswith("tasks.")})
-        for arm in arms
-    ]
-    if all(names == tasks[0] for names in tasks):
-        return dict(differing)
-    others = {key: values for key, values in differing.items() if not key.startswith("tasks.")}
-    return {"tasks": [", ".join(names) for names in tasks], **others}
 
 
 def _differences(arms: Sequence[Arm]) -> list[tuple[str, str, float, str, str]]:

@@ -55,6 +55,25 @@ def test_paired_over_seeds_by_hand() -> None:
     assert mean.value == pytest.approx(0.5)
 
 
+def test_of_different_tasks_only_the_names_differ() -> None:
+    a = {"tasks.room.max_turns": 8, "tasks.room.context": "full"}
+    b = {"tasks.room.max_turns": 9, "tasks.maze.max_turns": 8}
+    assert compare([run("a", 0, 0.5, **a), run("b", 0, 0.6, **b, lr=2)]).differing == {
+        "tasks": ["room", "maze, room"],
+        "lr": ["unset", 2],
+    }
+    other = {"tasks.room.max_turns": 9, "tasks.room.context": "full"}
+    same = compare([run("a", 0, 0.5, **a), run("b", 0, 0.6, **other)])
+    assert same.differing == {"tasks.room.max_turns": [8, 9]}
+
+
+def test_rates_of_a_task_stand_together() -> None:
+    keys = [("room", "seen", "free"), ("maze", "seen", "free"), ("room", "unseen", "online")]
+    rates = dict.fromkeys(keys, Estimate(0.5, 0.4, 0.6))
+    runs = [RunResult(Path(name), 0, {"lr": name}, rates) for name in "ab"]
+    assert [*compare(runs).means] == [keys[0], keys[2], keys[1]]
+
+
 def test_other_seeds_are_not_paired() -> None:
     comparison = compare(
         [run("a0", 0, 0.2), run("a1", 1, 0.4), run("b2", 2, 0.6, lr=2), run("b3", 3, 0.8, lr=2)]
