@@ -128,11 +128,18 @@ def table(runs: Sequence[Run], switches: Sequence[str], metrics: Mapping[str, Me
 
 
 def best(runs: Sequence[Run], switches: Sequence[str]) -> str:
-    """Return the switch with the highest mean of `training` and `seen` over the seeds."""
+    """Return the switch with the highest mean of `training` and `seen` over the seeds.
+
+    Raise `ValueError` if a run lacks one of them.
+    """
 
     def score(switch: str) -> float:
         own = [run for run in runs if run["arm"] == switch]
-        return fmean(GRPO_METRICS[name](run, "room") or 0.0 for name in RULE for run in own)
+        values = [GRPO_METRICS[name](run, "room") for name in RULE for run in own]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            raise ValueError(f"a run of {switch!r} lacks {' or '.join(RULE)}")
+        return fmean(known)
 
     return max(switches, key=score)
 

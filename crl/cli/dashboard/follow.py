@@ -23,7 +23,9 @@ COST_SHARE = 20
 """Divisor of the time: reading bank and episodes takes at most 1 / COST_SHARE of it."""
 
 WARN_AT = 3
-"""Number of failures in a row to read a file at which a warning is shown: it is not being written.
+"""Number of failures in a row to read a file at which a warning is shown.
+
+Fewer may mean that the file is just being written.
 """
 
 
