@@ -2,6 +2,8 @@
 
     python benchmarks/engine_speed.py --model smollm2 --out benchmarks/results/engine_speed.json
 
+--precision bfloat16 is meant for a GPU.
+
 1, 8, 32 and 64 requests arrive together. Eight of them, a group, have the same prompt, and the
 prompts of all groups begin alike, as with the same instructions. Sampling is at temperature 1, and
 every answer has the same length. All prompt tokens are random and are not used.
@@ -10,10 +12,11 @@ every answer has the same length. All prompt tokens are random and are not used.
 * vllm: the engine in its own processes, if vLLM is installed.
 * generate: `generate` of transformers with all requests as one batch.
 
-The numbers are sampled tokens per CPU-second, so other work on the machine has little influence.
-CPU-seconds are those of all threads of this process and of the processes that it has started.
-They are medians over repetitions that alternate between the engines, each with new prompts. The
-start of an engine and a first repetition are not counted.
+Without a GPU, the numbers are sampled tokens per CPU-second, so other work on the machine has
+little influence. CPU-seconds are those of all threads of this process and of the processes that it
+has started. With a GPU, all engines use it, and the numbers are tokens per second. They are medians
+over repetitions that alternate between the engines, each with new prompts. The start of an engine
+and a first repetition are not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import asyncio
 import os
 import random
 import statistics
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
@@ -60,17 +64,20 @@ def cpu_seconds() -> float:
 
 
 async def open_engine(
-    kind: str, model: str, tokens: int, context: int, stack: AsyncExitStack
+    kind: str, arguments: argparse.Namespace, context: int, stack: AsyncExitStack
 ) -> Sampler:
-    """Start an engine as `crl train` does. Return its sampler of `tokens` tokens."""
+    """Start an engine as `crl train` does. Return its sampler of answers."""
     from crl.config.load import load
     from crl.planning.gpu_plan import assigned_gpus
     from crl.run.models import actor_model, open_role_engine
     from crl.types import Sampling
 
+    tokens = arguments.tokens
     sets = [
-        f"actor.model={model}", f"actor.max_context_tokens={context}", f"engine.kind={kind}",
-        f"tasks.room.max_response_tokens={tokens}", "method=grpo", "engine.threads=1",
+        f"actor.model={arguments.model}", f"actor.max_context_tokens={context}",
+        f"engine.kind={kind}", f"engine.max_batch={max(arguments.requests)}", "engine.threads=1",
+        f"tasks.room.max_response_tokens={tokens}", f"learner.precision={arguments.precision}",
+        "method=grpo",
     ]  # fmt: skip
     config = load(["room"], sets=sets)
     engine = await open_role_engine(config, assigned_gpus(config), actor_model(config), stack)
@@ -85,22 +92,23 @@ async def open_engine(
     return sample
 
 
-def open_generate(model: str, tokens: int) -> Sampler:
-    """Load the model into transformers. Return its sampler of `tokens` tokens."""
+def open_generate(arguments: argparse.Namespace) -> Sampler:
+    """Load the model into transformers. Return its sampler of answers."""
     import torch
 
     from crl.config import resolve_model
-    from crl.modeling.loading import load_model
+    from crl.modeling.loading import load_model, resolve_device
 
-    loaded = load_model(resolve_model(model), torch.device("cpu"))
-    config = sampling_config(tokens)
+    device, dtype = resolve_device("auto"), getattr(torch, arguments.precision)
+    loaded = load_model(resolve_model(arguments.model), device, dtype)
+    config = sampling_config(arguments.tokens)
 
     async def sample(prompts: Prompts) -> None:
-        batch = torch.tensor(prompts)
+        batch = torch.tensor(prompts, device=device)
         with torch.inference_mode():
             loaded.generate(  # pyright: ignore[reportCallIssue]
                 batch, attention_mask=torch.ones_like(batch), generation_config=config
-            )
+            ).cpu()  # waits for the GPU
 
     return sample
 
@@ -113,29 +121,31 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, float | int |
     from crl.modeling.loading import load_tokenizer
 
     torch.set_num_threads(1)
+    clock = time.perf_counter if torch.cuda.is_available() else cpu_seconds
     vocabulary = len(load_tokenizer(resolve_model(arguments.model), "actor.model"))
     tokens, context = arguments.tokens, arguments.common + arguments.own + arguments.tokens
     rates: dict[tuple[str, int], list[float]] = {}
     async with AsyncExitStack() as stack:
         samplers = {
-            kind: await open_engine(kind, arguments.model, tokens, context + 8, stack)
+            kind: await open_engine(kind, arguments, context + 8, stack)
             for kind in arguments.engines
-        } | {"generate": open_generate(arguments.model, tokens)}
+        } | {"generate": open_generate(arguments)}
         for repetition in range(arguments.repetitions + 1):
             for requests in arguments.requests:
                 rng = random.Random(f"{repetition} {requests}")
                 prompts = prompts_of(requests, arguments.common, arguments.own, vocabulary, rng)
                 for kind, sample in samplers.items():
-                    begin = cpu_seconds()
+                    begin = clock()
                     await sample(prompts)
-                    rate = requests * tokens / (cpu_seconds() - begin)
+                    rate = requests * tokens / (clock() - begin)
                     if repetition:
                         rates.setdefault((kind, requests), []).append(rate)
     return [
         {
             "engine": kind,
             "requests": requests,
-            "tokens_per_cpu_s": statistics.median(values),
+            "seconds": "seconds" if clock is time.perf_counter else "CPU-seconds",
+            "tokens_per_s": statistics.median(values),
             "ratio": statistics.median(values) / statistics.median(rates["generate", requests]),
             "repetitions": len(values),
         }
@@ -149,6 +159,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--engines", nargs="*", choices=["torch", "vllm"])
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--common", type=int, default=200, help="first tokens of every prompt")
     parser.add_argument("--own", type=int, default=40, help="further tokens of a group's prompt")
@@ -164,14 +175,16 @@ def main() -> None:
         arguments.model, arguments.requests, arguments.repetitions = "tiny-actor", [1, 16], 1
         arguments.engines = ["torch"]
     rows = asyncio.run(measure(arguments))
-    print("| requests | engine | tokens per CPU-second | ratio to generate |\n|---|---|---|---|")
+    per = str(rows[0]["seconds"])[:-1]
+    print(f"| requests | engine | tokens per {per} | ratio to generate |\n|---|---|---|---|")
     for row in sorted(rows, key=lambda row: row["requests"]):
         print(
-            f"| {row['requests']} | {row['engine']} | {row['tokens_per_cpu_s']:.1f} "
+            f"| {row['requests']} | {row['engine']} | {row['tokens_per_s']:.1f} "
             f"| {row['ratio']:.2f} |"
         )
     if arguments.out:
-        settings = {name: getattr(arguments, name) for name in ("model", "common", "own", "tokens")}
+        names = ("model", "precision", "common", "own", "tokens")
+        settings = {name: getattr(arguments, name) for name in names}
         write_results(arguments.out, {"settings": settings, "rows": rows})
 
 

@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 4, "intermediate_size": 18_944,
            "vocab_size": 152_064, "tie_word_embeddings": False},
 }  # fmt: skip
-CHECKPOINTED = {"tiny": False, "0.5B": False, "1.5B": False, "7B": True}
+CHECKPOINTED = {"tiny": False, "0.5B": False, "1.5B": True, "7B": True}
 """Use of activation checkpointing, by shape."""
 
 

@@ -4,14 +4,17 @@
     python benchmarks/smollm2.py --arm grpo frozen complementary --set learner.precision=bfloat16
 
 The option --set, which may be repeated, changes a setting of the supervised starts and of the runs.
-The stored runs have bfloat16, which is fast on CPUs with AMX only. The default is float32.
+The stored runs have bfloat16, which is fast on GPUs and on CPUs with AMX only. The default is
+float32.
 
-Every run starts from its own supervised start (`crl sft --from drills`, with the seed of the run)
-and has the settings of the preset smollm2:
+Every run starts from its own supervised start (`crl sft`, with the seed of the run) and has the
+settings of the preset smollm2:
 
-* grpo: the actor alone.
+* grpo: the actor alone, from drills.
 * frozen: the same with a learning rate of 0. Differences show the noise of the evaluation.
-* complementary: with a bank and a trained extractor, which starts from demonstrations too.
+* complementary: with a bank and a trained extractor, which starts from drills too.
+* grpo full, frozen full: as grpo and frozen, but in the full rendering, from scripted players.
+  Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
@@ -33,7 +36,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import commit, processor, train_run
+from common import commit, machine, train_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "smollm2"
@@ -42,35 +45,56 @@ SEEDS = (20, 21, 22)
 WINDOW = 5
 """Number of first and of last training steps over which training metrics are averaged."""
 
-START = (
-    "--preset", "smollm2", "--from", "drills", "--tasks", "room", "--demonstrations", "200",
-    "--epochs", "1", "--batch-tokens", "1024", "--learning-rate", "5e-5",
+COMPACT_START = (
+    "--from", "drills", "--demonstrations", "200", "--batch-tokens", "1024",
 )  # fmt: skip
-"""Options of the supervised start. It is short, so that RL has something left to teach."""
+"""Options of a supervised start. It is short, so that RL has something left to teach."""
+FULL = (
+    "--set", "actor.profile=full", "--set", "actor.max_context_tokens=4096",
+    "--set", "tasks.room.max_turns=8", "--set", "tasks.room.max_response_tokens=32",
+)  # fmt: skip
+"""Options of a supervised start and of a run in the full rendering."""
+FULL_START = ("--from", "scripted", "--steps", "2", "--batch-tokens", "4096", *FULL)
+"""Options of a supervised start on 128 scripted episodes in the full rendering."""
+START = ("--preset", "smollm2", "--tasks", "room", "--epochs", "1", "--learning-rate", "5e-5")
+"""Options of all supervised starts."""
 COMMON = (
     "--tasks", "room", "--preset", "smollm2", "--plain",
     "--set", "tasks.room.eval.seen=256", "--set", "tasks.room.eval.unseen=512",
     "--set", "eval.probe_every=0", "--set", "run.keep_last=1", "--set", "run.keep_episodes=1",
 )  # fmt: skip
+FULL_RL = ("--set", "actor.optimizer.learning_rate=4e-5", "--set", "actor.optimizer.warmup_steps=4")
+"""Learning rate of the preset's compact profile, for the full one."""
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": ("--method", "grpo"),
     "frozen": ("--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
     "complementary": ("--set", "tasks.room.eval.online_places=32"),
-}
+    "grpo full": ("--method", "grpo", *FULL, *FULL_RL),
+    "frozen full": (
+        "--method", "grpo", *FULL, *FULL_RL, "--set", "actor.optimizer.learning_rate=0",
+    ),
+}  # fmt: skip
 """Options of each arm besides those of all runs."""
 
 
-def start(role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
+def start_folder(arm: str, role: str, seed: int, folder: Path) -> Path:
+    """Return the run of the supervised start of a role."""
+    rendering = "full-" if "full" in arm else ""
+    return folder / f"start-{rendering}{role}-{seed}"
+
+
+def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
     """Return the model of the supervised start of a role. Train it if it does not exist.
 
     `sets` are the options --set. The remains of an interrupted training are removed.
     """
-    run = folder / f"start-{role}-{seed}"
+    run = start_folder(arm, role, seed, folder)
     model = run / role
     if not (model / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
-        command = ["crl", "sft", *START, "--role", role, "--seed", str(seed), "--run-dir", str(run)]
-        command += sets
+        own = FULL_START if "full" in arm else COMPACT_START
+        command = ["crl", "sft", *START, *own, "--role", role, "--seed", str(seed)]
+        command += [*sets, "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)
         subprocess.run([sys.executable, "-m", *command], check=True)
     return model
@@ -78,21 +102,23 @@ def start(role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
 
 def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
     """Train one run and store it. `sets` are the options --set."""
+    import torch  # noqa: F401  (`machine` names the GPU if torch is imported)
+
     roles = ("actor", "extractor") if arm == "complementary" else ("actor",)
-    models = [f"{role}.model={start(role, seed, folder, sets)}" for role in roles]
+    models = [f"{role}.model={start(arm, role, seed, folder, sets)}" for role in roles]
     options = [*COMMON, *ARMS[arm], *sets, "--seed", str(seed)]
     options += [word for text in models for word in ("--set", text)]
-    run = folder / f"{arm}-{seed}"
+    run = folder / f"{arm.replace(' ', '-')}-{seed}"
     metrics = train_run(options, run)
     result = {
         "command": " ".join(["crl", "train", *options]).replace(str(folder), "build/smollm2"),
         "commit": commit(),
-        "processor": processor(),
+        "machine": machine(),
         "seconds": metrics[-1]["time"],
         "start": {
             role: [
                 json.loads(line)
-                for line in (folder / f"start-{role}-{seed}" / "metrics.jsonl")
+                for line in (start_folder(arm, role, seed, folder) / "metrics.jsonl")
                 .read_text("utf-8")
                 .splitlines()
             ]

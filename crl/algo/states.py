@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from rapidfuzz.distance import LCSseq
-
 
 def similarity(first: str, second: str) -> float:
     """Return 2·m / (len(first) + len(second)), with m the length of the longest common subsequence.
 
     The value is in [0, 1] and the same in both directions. It is 1 for equal texts only.
     """
+    from rapidfuzz.distance import LCSseq
+
     length = len(first) + len(second)
     return 2 * LCSseq.similarity(first, second) / length if length else 1.0
 

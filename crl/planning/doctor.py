@@ -31,6 +31,7 @@ from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import model_sections, named_models, require_model
 from crl.planning.model_size import planned_shape
 from crl.types import RoleName
+from crl.wording import counted
 
 CheckStatus = Literal["ok", "warn", "fail"]
 
@@ -254,7 +255,8 @@ def _torch(config: RunConfig, gpus: list[Gpu]) -> Iterator[Finding]:
         )
         yield Finding("torch", "fail", f"{build}: sees {visible} of {len(gpus)} GPUs", remedy)
         return
-    yield Finding("torch", "ok", f"{build}, sees {f'{visible} GPUs' if visible else 'no GPU'}")
+    seen = counted(visible, "GPU") if visible else "no GPU"
+    yield Finding("torch", "ok", f"{build}, sees {seen}")
     several_gpus = config.gpus is not None and config.gpus > 1
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         numbers = torch.cuda.nccl.version() if visible else ()  # pyright: ignore

@@ -53,6 +53,7 @@ class Optimizer:
     beta2: float = 0.999
     weight_decay: float = 0.0
     warmup_steps: int = 0
+    decay_steps: int = 0
 
 
 def new_learner(model: PreTrainedModel, **settings: Any) -> LocalLearner:

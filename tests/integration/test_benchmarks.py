@@ -13,9 +13,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from support.paths import ROOT
 
@@ -106,13 +109,30 @@ def test_the_measured_memory_of_a_process():
     assert 32 < float(done.stdout) < 96, "64 MiB, give or take what others share with it meanwhile"
 
 
-BARE_MACHINE = """
+OF_TORCH = {
+    "accelerate", "huggingface-hub", "jinja2", "numpy", "packaging", "pyyaml", "safetensors",
+    "setuptools", "tokenizers", "torch", "transformers",
+}  # fmt: skip
+"""crl's dependencies that come with torch and transformers."""
+
+
+def hidden_modules() -> list[str]:
+    """Return the modules of crl's other dependencies, and of some that only tests use."""
+    requirements = [Requirement(text) for text in requires("crl") or ()]
+    hidden = {canonicalize_name(r.name) for r in requirements if "extra" not in str(r.marker)}
+    hidden -= OF_TORCH
+    modules = [
+        module
+        for module, packages in packages_distributions().items()
+        if hidden & {canonicalize_name(package) for package in packages}
+    ]
+    assert {"rapidfuzz", "pydantic", "Stemmer"} <= set(modules)
+    return [*modules, "deepspeed", "hypothesis", "pkg_resources", "pytest_asyncio", "vllm"]
+
+
+BARE_MACHINE = f"""
 import runpy, sys
-sys.modules.update(dict.fromkeys([
-    "bm25s", "fifolock", "gymnasium", "hnswlib", "hypothesis", "minihack", "nle", "pkg_resources",\
- "pydantic", "pytest_asyncio", "sklearn",
-    "Stemmer", "thefuzz", "threadpoolctl", "typer", "vllm", "deepspeed",
-]))
+sys.modules.update(dict.fromkeys({hidden_modules()!r}))
 """
 """First lines of a program that imitate a bare machine, like many GPU machines.
 
@@ -136,6 +156,18 @@ def test_the_gpu_tests_need_only_torch_and_transformers():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests/gpu/test_cuda.py::" in done.stdout
+
+
+def test_the_gpu_tests_can_open_a_learner() -> None:
+    """Check on the CPU that they have all settings of a learner."""
+    code = (
+        f"{BARE_MACHINE}sys.path.insert(0, 'tests/gpu')\n"
+        "import torch\n"
+        "from test_cuda import TINY_ACTOR, load_model, new_learner\n"
+        "new_learner(load_model(TINY_ACTOR, torch.device('cpu')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_learner_is_compared_with_a_plain_step(tmp_path: Path):
@@ -280,8 +312,9 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(smollm2.subprocess, "run", run)
     setting = ["--set", "learner.precision=bfloat16"]
     for _ in range(2):
-        assert smollm2.start("actor", 20, tmp_path, setting) == remains / "actor"
-    assert [command[-2:] for command in commands] == [setting]
+        assert smollm2.start("grpo", "actor", 20, tmp_path, setting) == remains / "actor"
+    assert [command[-4:-2] for command in commands] == [setting]
+    assert smollm2.start_folder("grpo full", "actor", 20, tmp_path) != remains
 
 
 def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
@@ -419,8 +452,20 @@ def test_the_speed_of_the_engine_is_compared_with_generate(tmp_path: Path):
     assert [(row["engine"], row["requests"]) for row in rows] == [
         (kind, requests) for requests in (1, 16) for kind in kinds
     ]
-    assert all(row["tokens_per_cpu_s"] > 0 and row["repetitions"] == 1 for row in rows)
+    assert all(row["tokens_per_s"] > 0 and row["repetitions"] == 1 for row in rows)
     assert all(row["ratio"] == 1 for row in rows if row["engine"] == "generate")
+
+
+def test_the_memory_of_engine_and_learner_is_measured(tmp_path: Path) -> None:
+    """Check the whole work. Without a GPU, memory is not measured."""
+    out = tmp_path / "results.json"
+    script = str(ROOT / "benchmarks" / "gpu_memory.py")
+    command = [sys.executable, script, "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    assert [row["part"] for row in rows] == ["engine", "learner", "sync"]
+    assert rows[-1]["weights_bytes"] > 1e5
+    assert min(rows[-1]["publish_s"], rows[-1]["load_s"]) > 0
 
 
 def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):

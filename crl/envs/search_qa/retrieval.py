@@ -9,11 +9,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import bm25s
 import numpy as np
-import Stemmer
 
 from crl.envs.base import EmbedTexts
+from crl.envs.bm25 import Bm25
 from crl.envs.search_qa.questions import Document
 
 logger = logging.getLogger(__name__)
@@ -34,24 +33,20 @@ class Retriever(Protocol):
 
 
 class BM25Retriever:
-    """`Retriever` by BM25 over stemmed words, with Lucene's formula and Pyserini's parameters."""
+    """`Retriever` by BM25 over stemmed words."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = tuple(documents)
-        self._bm25 = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-        words = _words([document.contents for document in documents])
-        self._bm25.index(words, show_progress=False)
+        self._bm25 = Bm25([document.contents for document in documents])
 
     def search(self, query: str, n: int) -> list[Document]:
         """Return the documents that contain any word of the query.
 
         Documents with equal scores are in the corpus's order.
         """
-        (words,) = _words([query])
-        indexed = [word for word in words if word in self._bm25.vocab_dict]
-        if not indexed:
+        scores = self._bm25.scores(query)
+        if scores is None:
             return []
-        scores = self._bm25.get_scores(indexed)
         return [self._documents[i] for i in _best(scores, n) if scores[i] > 0]
 
 
@@ -88,10 +83,3 @@ def _best(scores: Any, n: int) -> list[int]:
     else:
         candidates = np.arange(len(scores))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:n].tolist()
-
-
-def _words(texts: list[str]) -> list[list[str]]:
-    stemmer = Stemmer.Stemmer("porter")  # not safe to share between threads
-    return bm25s.tokenize(
-        texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False
-    )  # type: ignore[return-value]
