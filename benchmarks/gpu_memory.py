@@ -1,6 +1,6 @@
 """Memory of an actor's engine and learner on one GPU, compared with the GPU plan.
 
-    python benchmarks/gpu_memory.py --out benchmarks/results/gpu_memory.json
+    python benchmarks/gpu_memory.py --out benchmarks/results/h100/gpu_memory.json
 
 The settings are those of `crl train --preset gpu1 --method grpo --tasks room`. Models have the
 shapes of Qwen2.5 and random weights. Each part has the largest work that the settings allow:
