@@ -1,6 +1,7 @@
 """Cost of the environments: steps per second, reset time and memory, for 16 to 512 episodes.
 
     python benchmarks/environments.py --out benchmarks/results/environments.json
+    python benchmarks/environments.py scienceworld --episodes 16 64
 
 Every task of `crl` is measured in the rendering for language models and in the host of a run. Each
 number of episodes runs in a fresh process. Another row has 512 rooms, 512 visits to the shop and 64
@@ -219,6 +220,9 @@ def main() -> None:
     )
     parser.add_argument("tasks", nargs="*", help="tasks to measure (default: all)")
     parser.add_argument(
+        "--episodes", type=int, nargs="+", metavar="N", help="numbers of episodes of the rows"
+    )
+    parser.add_argument(
         "--quick",
         action="store_true",
         help="2 and 4 episodes, once, to test that the benchmark works",
@@ -227,7 +231,7 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.tasks or [name for name in tasks() if not mixture(task_file(name))]
     counts, min_episodes = (QUICK_EPISODES, 1) if arguments.quick else (EPISODES, MIN_EPISODES)
-    rows = [{name: n} for name in names for n in counts]
+    rows = [{name: n} for name in names for n in arguments.episodes or counts]
     if MIXTURE_EPISODES.keys() <= set(names):
         rows.append({name: 1 for name in MIXTURE_EPISODES} if arguments.quick else MIXTURE_EPISODES)
     results = measure_rows(names, rows, min_episodes)

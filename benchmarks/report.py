@@ -7,6 +7,7 @@ tasks, the value of a seed is the mean over the tasks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
@@ -36,6 +37,9 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 """Lines around the part of docs/results.md with the figures of `coevolution.py`."""
 LATENCY_BEGIN, LATENCY_END = "<!-- latency: begin -->", "<!-- latency: end -->"
 """Lines around the part with the figures of `rollout_latency.py`."""
+
+wrapped = partial(wrap, width=100, break_on_hyphens=False)
+"""Function that wraps a text into lines, but not inside the anchor of a link."""
 
 
 # ── claims ────────────────────────────────────────────────────────────────────────────────────────
@@ -81,16 +85,16 @@ def section(name: str, results: Results) -> str:
         [
             f"### {title(name)}",
             "",
-            *wrap(f"*Claim:* {figure.text}", 100),
+            *wrapped(f"*Claim:* {figure.text}"),
             "",
-            *([*wrap(f"*Paper:* {figure.paper}", 100), ""] if figure.paper else []),
+            *([*wrapped(f"*Paper:* {figure.paper}"), ""] if figure.paper else []),
             *(
                 line
                 for claim in figure.claims
-                for line in wrap(_claim_line(results, claim), 100, subsequent_indent="  ")
+                for line in wrapped(_claim_line(results, claim), subsequent_indent="  ")
             ),
             "",
-            *([*wrap(figure.note, 100), ""] if figure.note else []),
+            *([*wrapped(figure.note), ""] if figure.note else []),
             *_table(results),
             "",
             f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all ({processors}):",

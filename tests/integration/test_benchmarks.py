@@ -94,6 +94,16 @@ def test_the_environments_are_measured_separately_and_together(tmp_path: Path):
         assert row["in_all_mib"] > row["memory_mib"]
 
 
+def test_the_numbers_of_episodes_may_be_chosen() -> None:
+    script = str(ROOT / "benchmarks" / "environments.py")
+    command = [sys.executable, script, "sokoban", "--quick", "--episodes", "3", "5"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+        ["sokoban", "3"],
+        ["sokoban", "5"],
+    ]
+
+
 def test_the_measured_memory_of_a_process():
     code = (
         "from environments import memory; before = memory(); held = b'x' * (64 << 20); "
