@@ -45,10 +45,14 @@ SEEDS = (20, 21, 22)
 WINDOW = 5
 """Number of first and of last training steps over which training metrics are averaged."""
 
-COMPACT_START = (
-    "--from", "drills", "--demonstrations", "200", "--batch-tokens", "1024",
-)  # fmt: skip
-"""Options of a supervised start. It is short, so that RL has something left to teach."""
+DRILLS: Mapping[str, int] = {"actor": 200, "extractor": 1000}
+"""Demonstrations of a supervised start in the compact rendering, by role.
+
+It is short, so that RL has something left to teach. After 200 demonstrations, no lesson of an
+extractor is right, and RL cannot reinforce what is never sampled; after 1000, 4 of 96 are.
+"""
+COMPACT_START = ("--from", "drills", "--batch-tokens", "1024")
+"""Options of a supervised start in the compact rendering, besides `DRILLS`."""
 FULL = (
     "--set", "actor.profile=full", "--set", "actor.max_context_tokens=4096",
     "--set", "tasks.room.max_turns=8", "--set", "tasks.room.max_response_tokens=32",
@@ -92,7 +96,8 @@ def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()
     model = run / role
     if not (model / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
-        own = FULL_START if "full" in arm else COMPACT_START
+        drills = ("--demonstrations", str(DRILLS[role]))
+        own = FULL_START if "full" in arm else (*COMPACT_START, *drills)
         command = ["crl", "sft", *START, *own, "--role", role, "--seed", str(seed)]
         command += [*sets, "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)
