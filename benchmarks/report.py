@@ -23,6 +23,7 @@ from figures import (
     METRIC_TEXTS,
     METRICS,
     SETTINGS,
+    SEVERAL_EPISODES_PER_PLACE,
     Claim,
     Cost,
     Figure,
@@ -154,7 +155,8 @@ def _table(results: Results) -> list[str]:
                 halves = [results.place_half_widths(name, setting, a, task) for a in figure.arms]
                 if any(halves):
                     cells = (f"± {fmean(half):.3f}" if half else "–" for half in halves)
-                    lines.append(markdown_row("", "over places", *cells))
+                    unit = "episodes" if name in SEVERAL_EPISODES_PER_PLACE else "places"
+                    lines.append(markdown_row("", f"over {unit}", *cells))
                 gaps = [_cell(differences(values[0], other)) for other in values[1:]]
                 lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
         lines += _aggregates(figure, name, columns)
@@ -255,28 +257,36 @@ def _replaced(text: str, begin: str, end: str, parts: Sequence[str]) -> str:
 
 
 def summary(complete: Mapping[str, Results], latency: latency_figures.Results | None) -> list[str]:
-    """Return the table of all figures, those that disagree first."""
+    """Return the table of all figures, those that disagree first.
+
+    Claims that were fixed before the runs and claims that were added have a column each.
+    """
     verdicts = {
-        name: [verdict(advantage(results, claim)) for claim in results.figure.claims]
+        name: [(verdict(advantage(results, claim)), claim.added) for claim in results.figure.claims]
         for name, results in complete.items()
     }
     texts = {name: figure.text for name, figure in FIGURES.items()}
     for name, figure in latency_figures.FIGURES.items():
         texts[name] = figure.text
         if latency:
-            verdicts[name] = [judged for _, judged in figure.judge(latency["rows"])]
-    rows = [
-        (title(name), text, overall(verdicts[name]) if name in verdicts else NOT_RUN)
-        for name, text in texts.items()
-    ]
+            verdicts[name] = [(judged, False) for _, judged in figure.judge(latency["rows"])]
+    names = sorted(
+        texts,
+        key=lambda name: _rank(overall([v for v, _ in verdicts[name]]) if name in verdicts else ""),
+    )
     return [
-        markdown_row("figure", "claim", "here"),
-        markdown_row("---", "---", "---"),
-        *(
-            markdown_row(heading if judged == NOT_RUN else _link(heading), text, judged)
-            for heading, text, judged in sorted(rows, key=lambda row: _rank(row[-1]))
-        ),
+        markdown_row("figure", "claim", "fixed before the runs", "added after them"),
+        markdown_row(*["---"] * 4),
+        *(_summary_row(name, texts[name], verdicts.get(name)) for name in names),
     ]
+
+
+def _summary_row(name: str, text: str, verdicts: Sequence[tuple[str, bool]] | None) -> str:
+    """Return the row of a figure. `verdicts` tells for each claim whether it was added."""
+    if verdicts is None:
+        return markdown_row(title(name), text, NOT_RUN, "–")
+    cells = [[judged for judged, added in verdicts if added == column] for column in (False, True)]
+    return markdown_row(_link(title(name)), text, *(overall(c) if c else "–" for c in cells))
 
 
 def definitions(complete: Mapping[str, Results]) -> list[str]:
@@ -302,6 +312,9 @@ def _link(heading: str) -> str:
 
 
 def _rank(judged: str) -> int:
-    """Return the place of a verdict in the summary: by the worst of its claims."""
-    order = ("disagree", NOT_SHOWN, "agree", NOT_RUN)
+    """Return the place of a verdict in the summary: by the worst of its claims.
+
+    Figures that were not run have the empty verdict, and come last.
+    """
+    order = ("disagree", NOT_SHOWN, "agree", "")
     return next(place for place, word in enumerate(order) if word in judged)
