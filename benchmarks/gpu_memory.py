@@ -21,13 +21,24 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import write_results
 from learner_throughput import FULL, QUICK, SHAPES, free_memory, make_model
+
+from crl.config import RunConfig
+from crl.config.load import load
+from crl.methods.parts.training import SurrogateLoss
+from crl.modeling.loading import resolve_device
+from crl.monitor.resources import GIB, resource_metrics
+from crl.planning.gpu_plan import assigned_gpus, gpu_plan
+from crl.run.models import ModelRole, actor_model, open_role_engine, open_role_learner
+from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
 
 Work = Callable[[], Awaitable[None]]
 
@@ -44,99 +55,96 @@ def settings(model: Path, quick: bool) -> list[str]:
     return sets
 
 
+@dataclass
+class Parts:
+    """Actor's engine and learner, which are opened by their first work."""
+
+    config: RunConfig
+    role: ModelRole
+    vocabulary: int
+    stack: AsyncExitStack
+    engine: Any = None
+    learner: Any = None
+
+    async def serve(self) -> None:
+        """Open the engine, and fill its rows."""
+        self.engine = await open_role_engine(
+            self.config, assigned_gpus(self.config), self.role, self.stack, trained=True
+        )
+        shape = self.config.engine.max_batch, self.config.actor.max_context_tokens - ANSWER
+        draws = torch.Generator().manual_seed(0)
+        prompts = torch.randint(self.vocabulary - 1, shape, generator=draws).tolist()
+        never = (self.vocabulary - 1,)
+        await asyncio.gather(
+            *(
+                self.engine.generate(tuple(prompt), Sampling(ANSWER, never), rng=i)
+                for i, prompt in enumerate(prompts)
+            )
+        )
+
+    async def train(self) -> None:
+        """Open the learner, and train on two of the longest sequences."""
+        loss = SurrogateLoss(0.2, 0.2, "token")
+        self.learner = await open_role_learner(
+            self.config, assigned_gpus(self.config), self.role, loss, self.stack
+        )
+        length = self.config.actor.max_context_tokens
+        mask = (0,) * (length - ANSWER) + (1,) * ANSWER
+        logprobs, versions = tuple(-1.0 * m for m in mask), tuple(m - 1 for m in mask)
+        samples = []
+        for first, advantage in enumerate((1.0, -1.0)):
+            ids = tuple((17 * i + first) % self.vocabulary for i in range(length))
+            samples.append(TrainSample(TokenTrace(ids, mask, logprobs, versions), advantage, 0.5))
+        await self.learner.step([Minibatch(tuple(samples), 2 * ANSWER)])
+
+    async def sync(self) -> None:
+        """Send the learner's weights to the engine."""
+        await self.engine.update_weights(await self.learner.publish())
+
+    async def timed_sync(self) -> dict[str, float]:
+        """Send the weights again. Return their bytes and the seconds of both calls."""
+        begin = time.perf_counter()
+        handle = await self.learner.publish()
+        published = time.perf_counter()
+        await self.engine.update_weights(handle)
+        loaded = time.perf_counter()
+        return {
+            "weights_bytes": sum(
+                p.numel() * p.element_size() for p in self.learner.model.parameters()
+            ),
+            "publish_s": published - begin,
+            "load_s": loaded - published,
+        }
+
+
 async def measure(shape: str, quick: bool) -> list[dict[str, Any]]:
     """Return one row for each part."""
-    import torch
-
-    from crl.config.load import load
-    from crl.methods.parts.training import SurrogateLoss
-    from crl.modeling.loading import resolve_device
-    from crl.planning.gpu_plan import assigned_gpus, gpu_plan
-    from crl.run.models import actor_model, open_role_engine, open_role_learner
-    from crl.types import Minibatch, Sampling, TokenTrace, TrainSample
-
     device = resolve_device("auto")
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(shape, QUICK if quick else FULL, device, torch.bfloat16).save_pretrained(folder)
         free_memory(device)
         preset = "cpu" if quick else "gpu1"
         config = load(["room"], preset=preset, sets=settings(Path(folder), quick))
         plan = gpu_plan(config)
-        planned: Mapping[str, float] = (
-            {p.request.role: p.memory.total for p in plan.placements} if plan else {}
-        )
-
-        async def measured(part: str, role: str | None, work: Work) -> None:
-            rows.append({"shape": shape, "part": part, "planned_bytes": planned.get(role or "")})
-            rows[-1] |= await usage(work, device)
-
-        gpus, role, context = assigned_gpus(config), actor_model(config), config.actor
-        vocabulary = SHAPES[shape]["vocab_size"]
+        planned = {p.request.role: p.memory.total for p in plan.placements} if plan else {}
         async with AsyncExitStack() as stack:
-
-            async def serve() -> None:
-                nonlocal engine
-                engine = await open_role_engine(config, gpus, role, stack, trained=True)
-                never = (vocabulary - 1,)
-                length = context.max_context_tokens - ANSWER
-                draws = torch.Generator().manual_seed(0)
-                prompts = torch.randint(
-                    vocabulary - 1, (config.engine.max_batch, length), generator=draws
-                ).tolist()
-                await asyncio.gather(
-                    *(
-                        engine.generate(tuple(p), Sampling(ANSWER, never), rng=i)
-                        for i, p in enumerate(prompts)
-                    )
-                )
-
-            async def train() -> None:
-                nonlocal learner
-                loss = SurrogateLoss(0.2, 0.2, "token")
-                learner = await open_role_learner(config, gpus, role, loss, stack)
-                length = context.max_context_tokens
-                mask = (0,) * (length - ANSWER) + (1,) * ANSWER
-                traces = [
-                    TokenTrace(
-                        tuple((17 * i + k) % vocabulary for i in range(length)),
-                        mask,
-                        tuple(-1.0 * m for m in mask),
-                        tuple(m - 1 for m in mask),
-                    )
-                    for k in range(2)
-                ]
-                samples = tuple(TrainSample(t, 1.0 - 2 * k, 0.5) for k, t in enumerate(traces))
-                await learner.step([Minibatch(samples, 2 * ANSWER)])
-
-            async def sync() -> None:
-                await engine.update_weights(await learner.publish())
-
-            engine: Any = None
-            learner: Any = None
-            await measured("engine", "actor engine", serve)
-            await measured("learner", "actor learner", train)
-            await measured("sync", None, sync)
-            begin = time.perf_counter()
-            handle = await learner.publish()
-            published = time.perf_counter()
-            await engine.update_weights(handle)
-            loaded = time.perf_counter()
-            size = sum(p.numel() * p.element_size() for p in learner.model.parameters())
-            rows[-1] |= {
-                "weights_bytes": size,
-                "publish_s": published - begin,
-                "load_s": loaded - published,
-            }
+            parts = Parts(config, actor_model(config), SHAPES[shape]["vocab_size"], stack)
+            works = {"engine": parts.serve, "learner": parts.train, "sync": parts.sync}
+            rows = [
+                {
+                    "shape": shape,
+                    "part": part,
+                    "planned_bytes": planned.get(f"actor {part}"),
+                    **await usage(work, device),
+                }
+                for part, work in works.items()
+            ]
+            rows[-1] |= await parts.timed_sync()
     return rows
 
 
-async def usage(work: Work, device: Any) -> dict[str, float | None]:
+async def usage(work: Work, device: torch.device) -> dict[str, float | None]:
     """Do the work. Return its peak of allocated bytes and the bytes in use, None without a GPU."""
-    import torch
-
-    from crl.monitor.resources import GIB, resource_metrics
-
     if device.type != "cuda":
         await work()
         return {"allocated_bytes": None, "in_use_bytes": None}

@@ -81,10 +81,14 @@ ARMS: Mapping[str, Sequence[str]] = {
 """Options of each arm besides those of all runs."""
 
 
+def is_full(arm: str) -> bool:
+    """Return whether the runs of an arm have the full rendering."""
+    return FULL[1] in ARMS[arm]
+
+
 def start_folder(arm: str, role: str, seed: int, folder: Path) -> Path:
     """Return the run of the supervised start of a role."""
-    rendering = "full-" if "full" in arm else ""
-    return folder / f"start-{rendering}{role}-{seed}"
+    return folder / f"start-{'full-' if is_full(arm) else ''}{role}-{seed}"
 
 
 def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
@@ -97,7 +101,7 @@ def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()
     if not (model / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
         drills = ("--demonstrations", str(DRILLS[role]))
-        own = FULL_START if "full" in arm else (*COMPACT_START, *drills)
+        own = FULL_START if is_full(arm) else (*COMPACT_START, *drills)
         command = ["crl", "sft", *START, *own, "--role", role, "--seed", str(seed)]
         command += [*sets, "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)

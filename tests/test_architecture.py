@@ -357,21 +357,3 @@ def _assert_without_torch(statement: str):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-
-
-def test_a_bare_machine_can_train_and_sample():
-    """Check that training and sampling import where only torch and transformers are installed.
-
-    The GPU tests and the learner's benchmark run on machines without the other packages.
-    """
-    missing = ("pydantic", "typer", "hnswlib", "bm25s", "deepspeed", "vllm")
-    hidden = "\n".join(f"sys.modules[{name!r}] = None" for name in missing)
-    modules = "crl.learners.local, crl.engines.torch, crl.methods.parts.training"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{hidden}\nimport {modules}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr

@@ -306,25 +306,34 @@ assert METRICS["advice"](runs[0], "room") == 0.8
 
 
 def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that settings are passed on, and that the remains of a training are removed."""
+    """Check the options, and that the remains of a training are removed."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     smollm2 = importlib.import_module("smollm2")
-    (remains := tmp_path / "start-actor-20").mkdir()
-    (remains / "config.json").touch()
     commands: list[list[str]] = []
 
     def run(command: list[str], *, check: bool) -> None:
-        assert not remains.exists()
+        run_dir, role = Path(command[-1]), command[command.index("--role") + 1]
+        assert not run_dir.exists()
         commands.append(command)
-        (remains / "actor").mkdir(parents=True)
-        (remains / "actor" / "config.json").touch()
+        (run_dir / role).mkdir(parents=True)
+        (run_dir / role / "config.json").touch()
 
     monkeypatch.setattr(smollm2.subprocess, "run", run)
     setting = ["--set", "learner.precision=bfloat16"]
-    for _ in range(2):
-        assert smollm2.start("grpo", "actor", 20, tmp_path, setting) == remains / "actor"
-    assert [command[-4:-2] for command in commands] == [setting]
-    assert smollm2.start_folder("grpo full", "actor", 20, tmp_path) != remains
+    starts = (
+        ("grpo", "actor", "start-actor-20", "drills --demonstrations 200"),
+        ("complementary", "extractor", "start-extractor-20", "drills --demonstrations 1000"),
+        ("grpo full", "actor", "start-full-actor-20", "scripted"),
+    )
+    for arm, role, name, _ in starts:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+        for _ in range(2):
+            model = smollm2.start(arm, role, 20, tmp_path, setting)
+            assert model == tmp_path / name / role
+    assert [command[-4:-2] for command in commands] == [setting] * 3
+    for command, (*_, source) in zip(commands, starts, strict=True):
+        assert f"--from {source}" in " ".join(command).replace("--batch-tokens 1024 ", "")
 
 
 def test_only_runs_with_equal_options_are_compared(tmp_path: Path):

@@ -8,7 +8,7 @@ from support.paths import ROOT
 
 
 def test_scores() -> None:
-    """Words are stemmed, and stop words are not indexed."""
+    """Check that words are stemmed and stop words are not indexed."""
     index = Bm25(["a red shirt", "blue shoes for the beach", "red shoes"])
     scores = index.scores("The RED shoe")
     assert scores is not None
@@ -18,7 +18,7 @@ def test_scores() -> None:
 
 
 def test_jax_does_not_reserve_the_gpu(tmp_path: Path) -> None:
-    """bm25s imports JAX if it is installed, as on many GPU machines."""
+    """Check the import with a JAX that is installed, as on many GPU machines."""
     (tmp_path / "jax").mkdir()
     recorder = "import os\nprint('platforms:', os.environ.get('JAX_PLATFORMS'))\n"
     (tmp_path / "jax" / "__init__.py").write_text(recorder, "utf-8")
