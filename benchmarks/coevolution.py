@@ -88,12 +88,16 @@ def relative(path: Path) -> Path:
 
 
 def online_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the success without experience in a saved evaluation of the online set."""
-    return {
-        f"eval/{row['task']}/{row['split']}/success/alone": row["success"]["value"]
-        for row in evaluation["results"]
-        if row["condition"] == "alone"
-    }
+    """Return the success without experience, and its interval, in a saved evaluation of the online
+    set.
+    """
+    found: dict[str, float] = {}
+    for row in evaluation["results"]:
+        if row["condition"] == "alone":
+            name, success = f"eval/{row['task']}/{row['split']}/success/alone", row["success"]
+            found |= {name: success["value"]}
+            found |= {f"{name}/{end}": success[end] for end in ("low", "high")}
+    return found
 
 
 class Sweep:
