@@ -25,7 +25,6 @@ from support.paths import ROOT
 ARMS = ("off", "on", "ask", "critic")
 
 
-@pytest.mark.soak
 def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     out = tmp_path / "results.json"
     command = [
@@ -68,7 +67,6 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     ] * 2
 
 
-@pytest.mark.soak
 def test_the_environments_are_measured_separately_and_together(tmp_path: Path):
     out = tmp_path / "results.json"
     names = ["sokoban", "room", "webshop", "alfworld"]
@@ -231,7 +229,6 @@ print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
     assert float(done.stdout) == 6 * 2 * layer * 6 + 6 * 2 * 64 * (9 + 9) + 6 * 64 * 1024 * 4
 
 
-@pytest.mark.soak
 def test_arms_are_compared_over_seeds_and_finished_runs_are_not_repeated(tmp_path: Path):
     out = tmp_path / "results.json"
     arms = ["none", "co-evolved", "always right"]
@@ -341,7 +338,6 @@ def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("options", "switch", "last"),
     [

@@ -184,13 +184,14 @@ def test_the_documentation_has_all_figures_and_those_that_disagree_first(
     for _ in range(2):
         report.document({"3a": good, "6": bad}, tmp_path)
     text = page.read_text("utf-8")
-    assert text.startswith(f"# Results\n\n{report.BEGIN}\n\n| figure | claim | fixed")
+    head = "| figure | claim | fixed before the runs | added after them |"
+    assert text.startswith(f"# Results\n\n{report.BEGIN}\n\n{head}\n")
     assert text.endswith(f"\n{report.END}\n\n{latency}\n"), "without valid results, unchanged"
     assert "old" not in text
     rows = [row for row in text.splitlines() if row.startswith("| ")][2:]
-    assert [row.rpartition("| ")[2] for row in rows[:1]] == ["disagrees |"]
-    verdicts = [row.split(" | ")[-1] for row in rows[: len(figures.FIGURES) + 3]]
-    assert verdicts == ["disagrees |", "agrees |", *["not run yet |"] * (len(figures.FIGURES) + 1)]
+    verdicts = [row.split(" | ")[2:] for row in rows[: len(figures.FIGURES) + 3]]
+    others = [["not run yet", "– |"]] * (len(figures.FIGURES) + 1)
+    assert verdicts == [["disagrees", "– |"], ["agrees", "– |"], *others]
     assert rows[0].startswith("| [Figure 6](#figure-6) |")
     assert (tmp_path / "images" / "figures" / "3a.svg").exists()
     assert "![Figure 6](images/figures/6.svg)" in text
