@@ -120,12 +120,12 @@ def _claim_line(results: Results, claim: Claim) -> str:
     values = advantage(results, claim)
     added = " *Added after the runs.*" if claim.added else ""
     return (
-        f"- {_inequality(claim, '<' if results.figure.lower_is_better else '>')}: "
+        f"- {inequality(claim, '<' if results.figure.lower_is_better else '>')}: "
         f"{mean_and_interval(values)}. **{verdict(values)}**{added}"
     )
 
 
-def _inequality(claim: Claim, sign: str) -> str:
+def inequality(claim: Claim, sign: str) -> str:
     if claim.minus:
         settings = (", ".join(names) for names in (claim.settings, claim.minus))
         gain = f"gain of {claim.better} over {claim.worse} in {claim.metric}"

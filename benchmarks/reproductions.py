@@ -4,15 +4,20 @@
     python benchmarks/coevolution.py --figure 7 --jobs 2 --results build/again
     python benchmarks/reproductions.py --figure 7 --again build/again
 
-Without --again, the runs in benchmarks/results/reproductions are compared, which were made in this
-way. Runs are asynchronous, so runs with the same seed differ. For each task and metric, the table
-has the means over seeds of the arms, and of the paired differences between the first arm and the
-others, with their 95 % intervals by Student's t. Two questions are answered for each of them:
+Without --again, the runs in benchmarks/results/reproductions/FIGURE are compared, which were made
+in this way. Runs are asynchronous, so runs with the same seed differ. Arms that were not made again
+keep their stored runs.
+
+For each task and metric, the first table has the means over seeds of the arms, and of the paired
+differences between the first arm and the others, with their 95 % intervals by Student's t. Two
+questions are answered for each of them:
 
 * within: whether the new mean lies in the stored interval. Even if nothing has changed, this fails
   often with few seeds, because the new mean is uncertain too and the interval is not its own.
 * differs: whether the 95 % interval of the difference between both means, by Welch's t, is without
   0. If nothing has changed, about one of 20 rows differs.
+
+The second table has the claims of the figure with their verdicts.
 """
 
 from __future__ import annotations
@@ -20,14 +25,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from coevolution import RESULTS, Sweep
+from coevolution import RESULTS, Run, Sweep
 from common import mean_and_interval
-from figures import FIGURES, SETTINGS, Results
-from report import differences
-from verdicts import markdown_row
+from figures import FIGURES, SETTINGS, Figure, Results
+from report import advantage, differences, inequality, title
+from verdicts import markdown_row, verdict
 
 from crl.intervals import Mean, plus_minus, t_975
 
@@ -80,20 +86,31 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
 
 def rows(stored: Results, again: Results) -> Iterator[Row]:
-    """Yield the rows of a figure. Metrics that an arm does not have are left out."""
+    """Yield the rows of a figure.
+
+    Arms that were not made again are left out, and metrics that an arm does not have.
+    """
     first, *others = stored.figure.arms
     for metric in stored.figure.metrics:
         for setting in stored.figure.settings:
             for task in SETTINGS[setting]:
                 for arm in (first, *others):
-                    sets = [runs.values(metric, setting, arm, task) for runs in (stored, again)]
-                    yield from _row(metric, task, arm, *sets)
+                    if made(stored, again, setting, arm):
+                        sets = [runs.values(metric, setting, arm, task) for runs in (stored, again)]
+                        yield from _row(metric, task, arm, *sets)
                 for arm in others:
-                    sets = [
-                        differences(*(runs.values(metric, setting, a, task) for a in (first, arm)))
-                        for runs in (stored, again)
-                    ]
-                    yield from _row(metric, task, f"{first} − {arm}", *sets)
+                    if made(stored, again, setting, first, arm):
+                        pairs = [
+                            [runs.values(metric, setting, name, task) for name in (first, arm)]
+                            for runs in (stored, again)
+                        ]
+                        sets = [differences(*pair) for pair in pairs]
+                        yield from _row(metric, task, f"{first} − {arm}", *sets)
+
+
+def made(stored: Results, again: Results, setting: str, *arms: str) -> bool:
+    """Return whether one of the arms was made again in a setting."""
+    return any(again.runs[setting, arm] is not stored.runs[setting, arm] for arm in arms)
 
 
 def _row(
@@ -126,20 +143,53 @@ def table(found: Sequence[Row]) -> str:
     )
 
 
+def claims(stored: Results, again: Results) -> str:
+    """Return the claims of a figure as a Markdown table. Verdicts that differ are bold."""
+    sign = "<" if stored.figure.lower_is_better else ">"
+    lines = [markdown_row("claim", "stored", "again"), markdown_row(*["---"] * 3)]
+    for claim in stored.figure.claims:
+        settings = (*(claim.settings or stored.figure.settings), *claim.minus)
+        if not any(made(stored, again, name, claim.better, claim.worse) for name in settings):
+            continue
+        values = [advantage(results, claim) for results in (stored, again)]
+        verdicts = [verdict(each) for each in values]
+        if verdicts[0] != verdicts[1]:
+            verdicts[1] = f"**{verdicts[1]}**"
+        cells = [
+            f"{mean_and_interval(each)}, {judged}"
+            for each, judged in zip(values, verdicts, strict=True)
+        ]
+        lines.append(markdown_row(inequality(claim, sign), *cells))
+    return "\n".join(lines)
+
+
+def read(figure: Figure, folder: Path) -> tuple[Results, Results]:
+    """Return the stored runs of a figure, and the same with the runs in `folder` instead.
+
+    An arm whose runs are not all in `folder` keeps its stored ones. Raise `FileNotFoundError` if
+    this is true of all arms.
+    """
+    stored = Sweep(RESULTS, RESULTS, quick=False).results(figure, figure.seeds)
+    sweep, runs = Sweep(folder, folder, quick=False), dict(stored.runs)
+    for setting, arm in stored.runs:
+        made = [sweep.stored(Run(setting, arm, seed)) for seed in figure.seeds]
+        if None not in made:
+            runs[setting, arm] = [run for run in made if run]
+    if runs == stored.runs:
+        raise FileNotFoundError(f"{folder} has no arm of the figure with all seeds")
+    return stored, replace(stored, runs=runs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--figure", nargs="+", choices=[*FIGURES], required=True)
-    parser.add_argument("--again", type=Path, default=AGAIN, help="folder of the new runs")
+    parser.add_argument("--again", type=Path, help="folder of the new runs")
     arguments = parser.parse_args()
     for name in arguments.figure:
-        figure = FIGURES[name]
-        stored, again = (
-            Sweep(folder, folder, quick=False).results(figure, figure.seeds)
-            for folder in (RESULTS, arguments.again)
-        )
-        print(table([*rows(stored, again)]))
+        stored, again = read(FIGURES[name], arguments.again or AGAIN / name)
+        print(f"{title(name)}\n\n{table([*rows(stored, again)])}\n\n{claims(stored, again)}\n")
 
 
 if __name__ == "__main__":

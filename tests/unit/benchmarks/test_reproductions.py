@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scipy.stats import ttest_ind
 
-from support.paths import benchmark
+from support.paths import ROOT, benchmark
 
 figures = benchmark("figures")
 reproductions = benchmark("reproductions")
 
+RESULTS = ROOT / "benchmarks" / "results" / "coevolution"
 STORED, AGAIN = (0.5, 0.6, 0.7), (0.9, 0.5, 0.4, 0.8)
 
 
@@ -44,10 +47,13 @@ def test_a_new_mean_may_be_outside_of_the_stored_interval_without_a_difference(
     assert (row.within, row.differs) == (within, differs)
 
 
+CLAIMS = (figures.Claim("co-evolved", "none", "seen"),)
+
+
 def results(**rates: tuple[float | None, ...]) -> Any:
     """Return runs of a figure with two arms, by their success in seen rooms."""
     arms = [name.replace("_", "-") for name in rates]
-    figure = figures.Figure("", (), ("room",), tuple(arms), (0, 1, 2), ("seen",))
+    figure = figures.Figure("", CLAIMS, ("room",), tuple(arms), (0, 1, 2), ("seen",))
 
     def run(rate: float | None) -> dict[str, Any]:
         known = {} if rate is None else {"eval/room/seen/success/free": rate}
@@ -69,6 +75,39 @@ def test_the_table_has_arms_and_paired_differences() -> None:
     assert "1 of 3 new means are within the stored intervals; 2 of 3 differ" in text
 
 
+def test_verdicts_that_differ_are_marked() -> None:
+    stored = results(co_evolved=(0.5, 0.6, 0.7), none=(0.4, 0.5, 0.6))
+    again = results(co_evolved=(0.5, 0.6, 0.7), none=(0.9, 0.9, 0.9))
+    assert reproductions.claims(stored, again).endswith(
+        "| seen of co-evolved > that of none | 0.100 ± 0.000, agrees | "
+        "-0.300 ± 0.248, **disagrees** |"
+    )
+
+
 def test_metrics_that_an_arm_does_not_have_are_left_out() -> None:
-    stored = results(co_evolved=(0.5, 0.6, 0.7), none=(None, None, None))
-    assert [row.arm for row in reproductions.rows(stored, stored)] == ["co-evolved"]
+    stored, again = (results(co_evolved=(0.5, 0.6, 0.7), none=(None,) * 3) for _ in range(2))
+    assert [row.arm for row in reproductions.rows(stored, again)] == ["co-evolved"]
+
+
+def test_arms_that_were_not_made_again_keep_their_stored_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = replace(figures.FIGURES["3b-d"], seeds=(20, 21))
+    kept = RESULTS / "room"
+    for arm in ("co-evolved", "no-split", "cross-group"):
+        (tmp_path / "stored" / "room").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "stored" / "room" / arm).symlink_to(kept / arm)
+    monkeypatch.setattr(reproductions, "RESULTS", tmp_path / "stored")
+    folder = tmp_path / "again" / "room" / "no-split"
+    folder.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="no arm of the figure with all seeds"):
+        reproductions.read(figure, tmp_path / "again")
+    for seed in figure.seeds:
+        (folder / f"{seed}.json.xz").symlink_to(kept / "no-split" / f"{seed + 1}.json.xz")
+    stored, again = reproductions.read(figure, tmp_path / "again")
+    assert {row.arm for row in reproductions.rows(stored, again)} == {
+        "no split", "co-evolved − no split",
+    }  # fmt: skip
+    text = reproductions.claims(stored, again)
+    assert "no split" in text
+    assert "cross-group" not in text
