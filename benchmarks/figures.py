@@ -414,8 +414,8 @@ FIGURES: Mapping[str, Figure] = {
         paper="If all members are guided, the actor \"converges prematurely\" and \"fails to "
         "internalize experience\". Advantages across subgroups cause \"training to collapse\". "
         "Advantages within subgroups yield \"consistent improvement across both subgroups\".",
-        note="The figure was run again, and the claim about `seen` that agrees did not agree "
-        "there: see [Reproductions](#reproductions).",
+        note="The figure was run again twice, and the claim about `seen` that agrees was not "
+        "shown there: see [Reproductions](#reproductions).",
     ),
     "5a": Figure(
         "Merging the bank helps.", _better("merge", "training", "co-evolved"),
