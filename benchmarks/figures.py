@@ -182,6 +182,8 @@ class Claim:
     """Name of `METRICS`. Its value is the mean over the tasks of `settings`."""
     settings: tuple[str, ...] = ()
     """Settings of the comparison. Empty = all settings of the figure."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of the comparison. Empty = all tasks of the settings."""
     minus: tuple[str, ...] = ()
     """Settings whose difference is subtracted: the claim is that the difference is larger."""
     than: str = ""
@@ -357,6 +359,12 @@ NO_SWE_BENCH = (
 )
 
 
+ONLINE_BANK = (
+    "With an online bank, co-evolution also plays further episodes in these places, from which it "
+    "writes lessons; the actor alone does not."
+)
+
+
 MIXED_TRAINING = (
     "`training` of co-evolution contains guided and free episodes, that of the actor alone only "
     "free ones. `free` compares the episodes without experience."
@@ -403,7 +411,8 @@ FIGURES: Mapping[str, Figure] = {
         note="The offline bank has lessons for all places of the training stream from the first "
         "step on, by an extractor that was trained for a whole run. The other arms begin with an "
         "empty bank, or have none. The paper's offline bank is by an external extractor. The arm "
-        "`experience only` makes the offline banks; no claim of this figure is about it.",
+        f"`experience only` makes the offline banks; no claim of this figure is about it. "
+        f"{ONLINE_BANK}",
     ),
     "3b-d": Figure(
         "Subgroups are better than no split and than advantages across the group.",
@@ -470,6 +479,8 @@ FIGURES: Mapping[str, Figure] = {
          *_better("co-evolved", "seen with bank", "static", "experience only"),
          *_added(
              *_better("co-evolved", "unseen", "none", "static", "experience only"),
+             *_better("co-evolved", "unseen with online bank", "static", "experience only"),
+             Claim("co-evolved", "none", "unseen with online bank", than="unseen visits alone"),
              Claim("co-evolved", "none", "seen with bank", than="seen"),
              Claim("co-evolved", "co-evolved", "seen with bank", than="seen"),
              Claim("static", "static", "seen with bank", than="seen"),
@@ -487,17 +498,20 @@ FIGURES: Mapping[str, Figure] = {
         "[Missed aims](#missed-aims) compares co-evolution and the actor alone on other seeds. "
         "Against the GRPO of [Tuned](#tuned), co-evolution is worse without its bank in seen "
         "places (-0.151 ± 0.087). That the extractor alone does not reach the actor alone is our "
-        "reading of the paper.",
+        f"reading of the paper. {ONLINE_BANK}",
     ),
     "9a": Figure(
-        "A larger extractor is better, also per task (Figure 11).",
-        _better("large extractor", "training", "co-evolved"),
+        "A larger extractor is better.",
+        (*_better("large extractor", "training", "co-evolved"),
+         *_added(*(
+             Claim("large extractor", "co-evolved", metric)
+             for metric in ("seen with bank", "unseen with online bank")))),
         ("three",), ("large extractor", "co-evolved"), THREE,
         ("training", "seen with bank", "unseen with online bank"),
         paper="An extractor of 30B parameters \"yields consistent improvement across tasks (+5 % "
         "on average)\" over one of 4B.",
         note="The larger extractor has 2.7 times the parameters. It is not stored, and takes an "
-        "hour to make. The table has the differences per task.",
+        "hour to make.",
     ),
     "9b": Figure(
         "Self-distillation helps at first and collapses later.",
@@ -512,7 +526,7 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "9d": Figure(
         "Co-evolution is better than no experience with three and with six tasks, and the gain is "
-        "larger with six (curves: Figure 13).",
+        "larger with six.",
         (Claim("co-evolved", "none", "training", ("six",), minus=("three",)),
          *_added(*(
              Claim("co-evolved", "none", metric, (name,))
@@ -531,6 +545,26 @@ FIGURES: Mapping[str, Figure] = {
         note="The claims are about the mean over the tasks. Against the GRPO of [Tuned](#tuned), "
         "fewer actions are not shown (0.166 ± 0.176).",
     ),
+    "11": Figure(
+        "A larger extractor is better in every task.",
+        _added(*(
+            Claim("large extractor", "co-evolved", "training", tasks=(task,))
+            for task in SETTINGS["three"])),
+        ("three",), ("large extractor", "co-evolved"), THREE, ("training", "guided"),
+        paper="\"Results show that a larger experience extractor consistently yields greater "
+        "benefit across all tasks.\"",
+        note="These are the runs of [Figure 9a](#figure-9a).",
+    ),
+    "13": Figure(
+        "The curves of co-evolution are above those of the actor alone, with three and with six "
+        "tasks.",
+        _added(*(
+            Claim("co-evolved", "none", metric, (name,))
+            for metric in ("early training", "training") for name in ("three", "six"))),
+        ("three", "six"), ("co-evolved", "none"), THREE, ("training", "early training"),
+        paper="The figure shows the curves of Figure 9d, without a statement of its own.",
+        note=f"These are the runs of [Figure 9d](#figure-9d). {MIXED_TRAINING}",
+    ),
     "14a": Figure(
         "The actor as critic helps, most of all early.",
         (*_better("critic", "training", "co-evolved"),
@@ -540,7 +574,8 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "budgets": Figure(
         "Not in the paper: co-evolution is better than GRPO alone that is given all its tokens as "
-        "extra rollouts.",
+        "extra rollouts. The claims against `160 steps`, three of those fixed before the runs, do "
+        "not compare equal budgets.",
         (*_budget_claims("25 groups", "160 steps"), *_added(*_budget_claims("240 steps"))),
         ("room",), ("co-evolved", "25 groups", "160 steps", "240 steps", "none"), FIVE,
         ("training", "seen", "unseen", "unseen with online bank", "unseen visits alone", *COSTS),
@@ -576,8 +611,9 @@ FIGURES: Mapping[str, Figure] = {
         "before those of `tuned none`. The setting was chosen on rooms ([Switches of GRPO alone]"
         "(#switches-of-grpo-alone)). It had not been tried for co-evolution, so the arm "
         "`co-evolved 4 minibatches` was added when the runs of `tuned none` were finished. The "
-        "runs of `co-evolved` and `none` are of earlier code than the others; the two arms with 4 "
-        f"minibatches have equal code and equal settings. {MIXED_TRAINING}",
+        "runs of `co-evolved` and `none` are of earlier code than the others. The two arms with 4 "
+        "minibatches have equal settings; between their commits, only the search of the shop was "
+        f"moved to another module. {MIXED_TRAINING} {ONLINE_BANK}",
     ),
     "transfer": Figure(
         "Not in the paper: bank and extractor help an actor that did not make them, in the places "
@@ -641,7 +677,8 @@ FIGURES: Mapping[str, Figure] = {
         "are switches of crl; the docstring of `benchmarks/rivals.py` lists what was assumed, "
         "changed and left out. Prompts and models are those of crl. In `memrl` and `skillos` the "
         "actor is not trained, as in their papers. Their differences to co-evolution contain the "
-        "training of the actor; the arm with an equal actor is `experience only`.",
+        "training of the actor; the arm with an equal actor is `experience only`. With other runs "
+        "of `co-evolved`, three verdicts change: see [Other figures](#other-figures).",
     ),
     "methods": Figure(
         "Not in the paper: the methods of the field, by their authors' settings as far as the tiny "
@@ -687,12 +724,18 @@ class Results:
         found = [measure.half_width(run["metrics"], task) for run in self.runs[setting, arm]]
         return None if None in found else [half for half in found if half is not None]
 
-    def means(self, metric: str, settings: Sequence[str], arm: str) -> list[float | None]:
-        """Return the mean over all tasks of some settings, by seed. None if a value is missing."""
+    def means(
+        self, metric: str, settings: Sequence[str], arm: str, tasks: Sequence[str] = ()
+    ) -> list[float | None]:
+        """Return the mean over tasks of some settings, by seed. None if a value is missing.
+
+        `tasks` are all tasks of the settings if empty.
+        """
         columns = [
             self.values(metric, setting, arm, task)
             for setting in settings
             for task in SETTINGS[setting]
+            if not tasks or task in tasks
         ]
         return [
             None if None in values else fmean(value for value in values if value is not None)

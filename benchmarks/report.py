@@ -52,8 +52,8 @@ def advantage(results: Results, claim: Claim) -> list[float]:
 
     def gain(of: Sequence[str], metric: str = "") -> list[float | None]:
         return differences(
-            results.means(metric or claim.metric, of, claim.better),
-            results.means(metric or claim.than or claim.metric, of, claim.worse),
+            results.means(metric or claim.metric, of, claim.better, claim.tasks),
+            results.means(metric or claim.than or claim.metric, of, claim.worse, claim.tasks),
         )
 
     gains = gain(settings)
@@ -98,7 +98,10 @@ def section(name: str, results: Results) -> str:
             *([*wrapped(figure.note), ""] if figure.note else []),
             *_table(results),
             "",
-            f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all ({processors}):",
+            *wrapped(
+                f"{seeds} seeds, {len(runs)} runs that took {hours:.1f} hours in all "
+                f"({processors}; {_commits(results)}):"
+            ),
             "",
             "```sh",
             *sorted({command for arm in figure.arms if (command := ARMS[arm].made_by)}),
@@ -107,6 +110,18 @@ def section(name: str, results: Results) -> str:
             "",
         ]
     )
+
+
+def _commits(results: Results) -> str:
+    """Return the commits of the runs, with the arms of each if there are several."""
+    arms: dict[str, list[str]] = {}
+    for (_, arm), runs in results.runs.items():
+        for commit in sorted({run["commit"][:8] for run in runs}):
+            if arm not in arms.setdefault(commit, []):
+                arms[commit].append(arm)
+    if len(arms) == 1:
+        return f"commit {next(iter(arms))}"
+    return "commits " + ", ".join(f"{commit} of {' and '.join(of)}" for commit, of in arms.items())
 
 
 def title(name: str) -> str:
@@ -133,7 +148,8 @@ def inequality(claim: Claim, sign: str) -> str:
     if claim.minus_metric:
         gain = f"gain of {claim.better} over {claim.worse}"
         return f"{gain}: {claim.metric} {sign} {claim.minus_metric}"
-    where = f" ({', '.join(claim.settings)})" if claim.settings else ""
+    places = (*claim.settings, *claim.tasks)
+    where = f" ({', '.join(places)})" if places else ""
     other = claim.than or "that"
     return f"{claim.metric} of {claim.better} {sign} {other} of {claim.worse}{where}"
 
@@ -145,11 +161,12 @@ def _table(results: Results) -> list[str]:
         markdown_row(*["---"] * (2 + len(figure.arms))),
     ]
     for name in figure.metrics:
-        columns: list[list[list[float | None]]] = []
+        columns: dict[str, list[list[list[float | None]]]] = {}
         for setting in figure.settings:
+            group = setting if len(SETTINGS[setting]) > 1 else ""
             for task in SETTINGS[setting]:
                 values = [results.values(name, setting, arm, task) for arm in figure.arms]
-                columns.append(values)
+                columns.setdefault(group, []).append(values)
                 label = task if setting == task else f"{setting}: {task}"
                 lines.append(markdown_row(name, label, *map(_cell, values)))
                 halves = [results.place_half_widths(name, setting, a, task) for a in figure.arms]
@@ -159,29 +176,35 @@ def _table(results: Results) -> list[str]:
                     lines.append(markdown_row("", f"over {unit}", *cells))
                 gaps = [_cell(differences(values[0], other)) for other in values[1:]]
                 lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
-        lines += _aggregates(figure, name, columns)
+        for group, of_group in columns.items():
+            label = f"{group}: " if len(columns) > 1 else ""
+            lines += _aggregates(figure, name, of_group, label)
     return lines
 
 
 def _aggregates(
-    figure: Figure, name: str, columns: Sequence[Sequence[Sequence[float | None]]]
+    figure: Figure, name: str, columns: Sequence[Sequence[Sequence[float | None]]], label: str
 ) -> list[str]:
-    """Return interquartile mean and probability of improvement over several tasks."""
+    """Return interquartile mean and probability of improvement over the tasks of one setting, or
+    over tasks that were trained alone.
+    """
     scores = [_scores([column[arm] for column in columns]) for arm in range(len(figure.arms))]
     if len(columns) < 2 or isinstance(METRICS[name], Cost):
         return []
     first, *others = (
         matrix if matrix is None or not figure.lower_is_better else -matrix for matrix in scores
     )
-    means = markdown_row(
-        name, "interquartile mean", *(_statistic(interquartile_mean, s) for s in scores)
-    )
+    means = (_statistic(interquartile_mean, matrix) for matrix in scores)
     return [
         # Numbers of actions of several tasks have no common scale.
-        *([] if figure.lower_is_better else [means]),
+        *(
+            []
+            if figure.lower_is_better
+            else [markdown_row(name, f"{label}interquartile mean", *means)]
+        ),
         markdown_row(
             "",
-            f"P({figure.arms[0]} better)",
+            f"{label}P({figure.arms[0]} better)",
             "",
             *(_statistic(probability_of_improvement, first, other) for other in others),
         ),

@@ -92,7 +92,7 @@ def results(settings: tuple[str, ...], rates: dict[str, tuple[float, ...]], **pa
     claims = (figures.Claim(*[*rates][:2], "training"),)
     parts = {"claims": claims, "metrics": ("training",), **parts}
     figure = figures.Figure("The claim.", parts.pop("claims"), settings, (*rates,), (1, 2), **parts)
-    run = {"seconds": 1800.0, "processor": "a processor"}
+    run = {"seconds": 1800.0, "processor": "a processor", "commit": "0123456789"}
     return figures.Results(
         figure,
         {
@@ -118,7 +118,7 @@ def test_a_section_has_verdicts_paired_differences_and_aggregates() -> None:
     assert any(row.startswith("| training | interquartile mean | 0.40 [") for row in rows)
     # In room 0.5 and 0.6 exceed 0.3, and 0.5 and 0.4 …: all pairs are won. In sokoban all are even.
     assert any(row.startswith("|  | P(none better) |  | 0.75 [") for row in rows)
-    assert "2 seeds, 8 runs that took 4.0 hours in all (a processor):" in rows
+    assert "2 seeds, 8 runs that took 4.0 hours in all (a processor; commit 01234567):" in rows
 
 
 def test_verdicts_follow_the_interval_of_the_advantage() -> None:
@@ -143,6 +143,31 @@ def test_a_claim_may_compare_the_gains_in_two_settings() -> None:
     assert report.advantage(gains, alone) == pytest.approx([0.1, 0.1])
     both = figures.Claim("none", "static", "training")
     assert report.advantage(gains, both) == pytest.approx([0.2, 0.2]), "mean over the tasks"
+
+
+def test_a_claim_may_be_about_one_task() -> None:
+    claim = figures.Claim("none", "static", "training", tasks=("room",))
+    both = results(("room", "webshop"), {"none": (0.5, 0.2), "static": (0.3, 0.4)}, claims=(claim,))
+    assert report.advantage(both, claim) == pytest.approx([0.2, 0.2])
+    line = "- training of none > that of static (room): 0.200 ± 0.000. **agrees**"
+    assert line in report.section("8", both)
+
+
+def test_each_mixture_has_its_own_aggregates() -> None:
+    text = report.section(
+        "9d", results(("three", "six"), {"none": (0.5, 0.2), "static": (0.3, 0.2)})
+    )
+    assert [
+        row.split(" | ")[1] for row in text.splitlines() if "interquartile" in row or "P(" in row
+    ] == ["three: interquartile mean", "three: P(none better)", "six: interquartile mean",
+          "six: P(none better)"]  # fmt: skip
+
+
+def test_the_commits_of_arms_are_named() -> None:
+    both = results(("room",), {"none": (0.5,), "static": (0.3,)})
+    both.runs["room", "static"][1]["commit"] = "fedcba98765"
+    text = " ".join(report.section("8", both).split())
+    assert "commits 01234567 of none and static, fedcba98 of static):" in text
 
 
 def test_a_claim_may_compare_two_metrics_and_may_be_added_after_the_runs() -> None:
