@@ -511,7 +511,7 @@ FIGURES: Mapping[str, Figure] = {
         paper="An extractor of 30B parameters \"yields consistent improvement across tasks (+5 % "
         "on average)\" over one of 4B.",
         note="The larger extractor has 2.7 times the parameters. It is not stored, and takes an "
-        "hour to make.",
+        "hour to make. Per task: [Figure 11](#figure-11).",
     ),
     "9b": Figure(
         "Self-distillation helps at first and collapses later.",
@@ -561,7 +561,7 @@ FIGURES: Mapping[str, Figure] = {
         _added(*(
             Claim("co-evolved", "none", metric, (name,))
             for metric in ("early training", "training") for name in ("three", "six"))),
-        ("three", "six"), ("co-evolved", "none"), THREE, ("training", "early training"),
+        ("three", "six"), ("co-evolved", "none"), THREE, ("training", "early training", "free"),
         paper="The figure shows the curves of Figure 9d, without a statement of its own.",
         note=f"These are the runs of [Figure 9d](#figure-9d). {MIXED_TRAINING}",
     ),

@@ -121,7 +121,7 @@ def _commits(results: Results) -> str:
                 arms[commit].append(arm)
     if len(arms) == 1:
         return f"commit {next(iter(arms))}"
-    return "commits " + ", ".join(f"{commit} of {' and '.join(of)}" for commit, of in arms.items())
+    return "commits " + "; ".join(f"{commit}: {', '.join(of)}" for commit, of in arms.items())
 
 
 def title(name: str) -> str:

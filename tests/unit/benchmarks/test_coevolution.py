@@ -167,7 +167,7 @@ def test_the_commits_of_arms_are_named() -> None:
     both = results(("room",), {"none": (0.5,), "static": (0.3,)})
     both.runs["room", "static"][1]["commit"] = "fedcba98765"
     text = " ".join(report.section("8", both).split())
-    assert "commits 01234567 of none and static, fedcba98 of static):" in text
+    assert "commits 01234567: none, static; fedcba98: static):" in text
 
 
 def test_a_claim_may_compare_two_metrics_and_may_be_added_after_the_runs() -> None:
