@@ -88,9 +88,7 @@ def relative(path: Path) -> Path:
 
 
 def online_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Return the success without experience, and its interval, in a saved evaluation of the online
-    set.
-    """
+    """Return success without experience, with its interval, in a saved online evaluation."""
     found: dict[str, float] = {}
     for row in evaluation["results"]:
         if row["condition"] == "alone":

@@ -411,7 +411,7 @@ FIGURES: Mapping[str, Figure] = {
         note="The offline bank has lessons for all places of the training stream from the first "
         "step on, by an extractor that was trained for a whole run. The other arms begin with an "
         "empty bank, or have none. The paper's offline bank is by an external extractor. The arm "
-        f"`experience only` makes the offline banks; no claim of this figure is about it. "
+        "`experience only` makes the offline banks; no claim of this figure is about it. "
         f"{ONLINE_BANK}",
     ),
     "3b-d": Figure(

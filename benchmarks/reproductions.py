@@ -172,9 +172,9 @@ def read(figure: Figure, folder: Path) -> tuple[Results, Results]:
     stored = Sweep(RESULTS, RESULTS, quick=False).results(figure, figure.seeds)
     sweep, runs = Sweep(folder, folder, quick=False), dict(stored.runs)
     for setting, arm in stored.runs:
-        made = [sweep.stored(Run(setting, arm, seed)) for seed in figure.seeds]
-        if None not in made:
-            runs[setting, arm] = [run for run in made if run]
+        found = [sweep.stored(Run(setting, arm, seed)) for seed in figure.seeds]
+        if None not in found:
+            runs[setting, arm] = [run for run in found if run]
     if runs == stored.runs:
         raise FileNotFoundError(f"{folder} has no arm of the figure with all seeds")
     return stored, replace(stored, runs=runs)
