@@ -177,7 +177,7 @@ def _table(results: Results) -> list[str]:
                 gaps = [_cell(differences(values[0], other)) for other in values[1:]]
                 lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
         for group, of_group in columns.items():
-            label = f"{group}: " if len(columns) > 1 else ""
+            label = f"{group}: " if group and len(columns) > 1 else ""
             lines += _aggregates(figure, name, of_group, label)
     return lines
 

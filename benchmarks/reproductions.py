@@ -5,8 +5,8 @@
     python benchmarks/reproductions.py --figure 7 --again build/again
 
 Without --again, the runs in benchmarks/results/reproductions/FIGURE are compared, which were made
-in this way. Runs are asynchronous, so runs with the same seed differ. Arms that were not made again
-keep their stored runs.
+in this way. Runs are asynchronous, so runs with the same seed differ. Runs that were not made again
+keep their stored ones.
 
 For each task and metric, the first table has the means over seeds of the arms, and of the paired
 differences between the first arm and the others, with their 95 % intervals by Student's t. Two
@@ -163,21 +163,20 @@ def claims(stored: Results, again: Results) -> str:
     return "\n".join(lines)
 
 
-def read(figure: Figure, folder: Path) -> tuple[Results, Results]:
-    """Return the stored runs of a figure, and the same with the runs in `folder` instead.
+def read(figure: Figure, folder: Path) -> tuple[Results, Results, list[Run]]:
+    """Return the stored runs of a figure, the same with the runs in `folder` instead, and these.
 
-    An arm whose runs are not all in `folder` keeps its stored ones. Raise `FileNotFoundError` if
-    this is true of all arms.
+    Runs that are not in `folder` keep their stored ones.
     """
     stored = Sweep(RESULTS, RESULTS, quick=False).results(figure, figure.seeds)
     sweep, runs = Sweep(folder, folder, quick=False), dict(stored.runs)
-    for setting, arm in stored.runs:
-        found = [sweep.stored(Run(setting, arm, seed)) for seed in figure.seeds]
-        if None not in found:
-            runs[setting, arm] = [run for run in found if run]
-    if runs == stored.runs:
-        raise FileNotFoundError(f"{folder} has no arm of the figure with all seeds")
-    return stored, replace(stored, runs=runs)
+    new: list[Run] = []
+    for (setting, arm), old in stored.runs.items():
+        found = {run: sweep.stored(run) for run in (Run(setting, arm, s) for s in figure.seeds)}
+        if any(found.values()):
+            runs[setting, arm] = [a or b for a, b in zip(found.values(), old, strict=True)]
+            new += [run for run, result in found.items() if result]
+    return stored, replace(stored, runs=runs), new
 
 
 def main() -> None:
@@ -188,8 +187,12 @@ def main() -> None:
     parser.add_argument("--again", type=Path, help="folder of the new runs")
     arguments = parser.parse_args()
     for name in arguments.figure:
-        stored, again = read(FIGURES[name], arguments.again or AGAIN / name)
-        print(f"{title(name)}\n\n{table([*rows(stored, again)])}\n\n{claims(stored, again)}\n")
+        folder = arguments.again or AGAIN / name
+        stored, again, new = read(FIGURES[name], folder)
+        if not new:
+            parser.error(f"{folder} has no run of {title(name)}. Give another --again")
+        print(f"{title(name)}. New runs: {', '.join(map(str, (run.path for run in new)))}\n")
+        print(f"{table([*rows(stored, again)])}\n\n{claims(stored, again)}\n")
 
 
 if __name__ == "__main__":

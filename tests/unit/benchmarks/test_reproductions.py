@@ -89,7 +89,7 @@ def test_metrics_that_an_arm_does_not_have_are_left_out() -> None:
     assert [row.arm for row in reproductions.rows(stored, again)] == ["co-evolved"]
 
 
-def test_arms_that_were_not_made_again_keep_their_stored_runs(
+def test_runs_that_were_not_made_again_keep_their_stored_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = replace(figures.FIGURES["3b-d"], seeds=(20, 21))
@@ -100,11 +100,13 @@ def test_arms_that_were_not_made_again_keep_their_stored_runs(
     monkeypatch.setattr(reproductions, "RESULTS", tmp_path / "stored")
     folder = tmp_path / "again" / "room" / "no-split"
     folder.mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="no arm of the figure with all seeds"):
-        reproductions.read(figure, tmp_path / "again")
-    for seed in figure.seeds:
-        (folder / f"{seed}.json.xz").symlink_to(kept / "no-split" / f"{seed + 1}.json.xz")
-    stored, again = reproductions.read(figure, tmp_path / "again")
+    assert reproductions.read(figure, tmp_path / "again")[2] == []
+    (folder / "21.json.xz").symlink_to(kept / "no-split" / "22.json.xz")
+    stored, again, new = reproductions.read(figure, tmp_path / "again")
+    assert [run.path for run in new] == [Path("room/no-split/21")]
+    old, mixed = (runs.runs["room", "no split"] for runs in (stored, again))
+    assert mixed[0] is old[0]
+    assert mixed[1] != old[1]
     assert {row.arm for row in reproductions.rows(stored, again)} == {
         "no split", "co-evolved − no split",
     }  # fmt: skip
