@@ -498,7 +498,8 @@ FIGURES: Mapping[str, Figure] = {
         "[Missed aims](#missed-aims) compares co-evolution and the actor alone on other seeds. "
         "Against the GRPO of [Tuned](#tuned), co-evolution is worse without its bank in seen "
         "places (-0.151 ± 0.087). That the extractor alone does not reach the actor alone is our "
-        f"reading of the paper. {ONLINE_BANK}",
+        "reading of the paper; with [other runs of `none`](#none-in-the-mixture-again), its last "
+        f"claim is not shown. {ONLINE_BANK}",
     ),
     "9a": Figure(
         "A larger extractor is better.",
@@ -535,7 +536,8 @@ FIGURES: Mapping[str, Figure] = {
         ("training", "free", "guided", "seen", "unseen"),
         paper="It \"consistently outperforms the baseline in both settings\", by 6.6 % and 8.1 %.",
         note=f"{MIXED_TRAINING} Against the GRPO of [Tuned](#tuned), the gain with three tasks is "
-        "not shown (0.021 ± 0.110, the same three seeds).",
+        "not shown (0.021 ± 0.110, the same three seeds). With [other runs of `none`]"
+        "(#none-in-the-mixture-again), that of `free` with three tasks disagrees.",
     ),
     "10": Figure(
         "In the mixture, co-evolution needs fewer actions.",
@@ -574,8 +576,8 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "budgets": Figure(
         "Not in the paper: co-evolution is better than GRPO alone that is given all its tokens as "
-        "extra rollouts. The claims against `160 steps`, three of those fixed before the runs, do "
-        "not compare equal budgets.",
+        "extra rollouts. Three of the six claims that were fixed before the runs are against `160 "
+        "steps`, which took fewer tokens; they do not compare equal budgets.",
         (*_budget_claims("25 groups", "160 steps"), *_added(*_budget_claims("240 steps"))),
         ("room",), ("co-evolved", "25 groups", "160 steps", "240 steps", "none"), FIVE,
         ("training", "seen", "unseen", "unseen with online bank", "unseen visits alone", *COSTS),
@@ -588,11 +590,14 @@ FIGURES: Mapping[str, Figure] = {
         "Claims against 160 steps therefore do not compare equal budgets, and 240 steps were added "
         "for this reason. The minutes cannot be compared: other runs shared the machine, and seed "
         "20 of some arms ran on another processor. For this reason, seed 20 of each arm was run "
-        "again on an AMD EPYC that did nothing else, two runs at a time on two cores "
-        "(`benchmarks/results/reproductions/budgets`). The minutes of training were 3.7 for "
+        "again (commit d57f418a) on an AMD EPYC that did nothing else, two runs at a time on two "
+        "cores (`benchmarks/results/reproductions/budgets`). The minutes of training, each of a "
+        "single run, were 3.7 for "
         "`co-evolved`, 2.6 for `25 groups`, 2.7 for `160 steps`, 4.3 for `240 steps` and 1.4 for "
         "`none`. For each token, GRPO with more rollouts took 0.8 to 1.1 times the time of "
-        "co-evolution. The GRPO of [Tuned](#tuned) was not given more rollouts.",
+        "co-evolution. The GRPO of [Tuned](#tuned) was not given more rollouts. With other runs of "
+        "`co-evolved`, higher training success than with 160 steps is not always shown: see "
+        "[Other figures](#other-figures).",
     ),
     "tuned": Figure(
         "Not in the paper: co-evolution is better than GRPO alone that was tuned too.",
@@ -617,8 +622,9 @@ FIGURES: Mapping[str, Figure] = {
         "`co-evolved 4 minibatches` was added when the runs of `tuned none` were finished. The "
         "runs of `co-evolved` and `none` are of earlier code than the others. `none` in the "
         "mixture was [run again](#none-in-the-mixture-again) with newer code. The two arms with 4 "
-        "minibatches have equal settings; between their commits, only the search of the shop was "
-        f"moved to another module. {MIXED_TRAINING} {ONLINE_BANK}",
+        "minibatches have equal settings. Of the code that they use, only the search of the shop "
+        f"was changed between their commits: it was moved to another module. {MIXED_TRAINING} "
+        f"{ONLINE_BANK}",
     ),
     "transfer": Figure(
         "Not in the paper: bank and extractor help an actor that did not make them, in the places "
