@@ -129,7 +129,7 @@ def processor() -> str:
     )
 
 
-def mean_and_interval(values: Sequence[float | None]) -> str:
+def mean_and_interval(values: Sequence[float | None], digits: int = 3) -> str:
     """Return "mean ± half the 95 % interval" over seeds.
 
     Return a dash if no value is known. If only some values are known, their number is appended.
@@ -140,8 +140,8 @@ def mean_and_interval(values: Sequence[float | None]) -> str:
     interval = half_interval(present)
     count_note = f" (n {len(present)})" if len(present) < len(values) else ""
     return (
-        f"{statistics.fmean(present):.3f}"
-        + (f" ± {interval:.3f}" if interval is not None else "")
+        f"{statistics.fmean(present):.{digits}f}"
+        + (f" ± {interval:.{digits}f}" if interval is not None else "")
         + count_note
     )
 

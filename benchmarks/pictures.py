@@ -5,7 +5,7 @@ A picture has a row of panels for each task, or several rows if it has many metr
 * Training metrics are curves over the steps, and over the costs `against` if there are any. Thin
   lines are seeds, thick lines are means over seeds. Values are means of `WINDOW` steps.
 * Metrics of the last evaluation, and costs, are points: small ones for seeds, and one with an
-  error bar for the mean and its 95 % interval by Student's t.
+  error bar for the mean and its 95 % interval by Student's t. Costs of a mixture are drawn once.
 
 Equal runs give equal files.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from figures import METRICS, SETTINGS, Cost, Lines, Results, TrainingMetric
+from figures import METRICS, SETTINGS, Cost, Lines, Results, TrainingMetric, tasks_of
 
 from crl.intervals import Mean
 
@@ -71,6 +71,9 @@ def draw(results: Results, path: Path) -> None:
         )
         for panels, (setting, task) in zip(axes.reshape(len(rows), -1), rows, strict=True):
             for panel, (name, against) in zip(panels, columns, strict=False):
+                if task not in tasks_of(name, setting):
+                    panel.set_visible(False)
+                    continue
                 draw_panel(panel, name, against, curves_of(results, setting), task, colours)
             for panel in panels[len(columns) :]:
                 panel.set_visible(False)

@@ -28,9 +28,10 @@ from figures import (
     Cost,
     Figure,
     Results,
+    tasks_of,
 )
 from pictures import draw
-from verdicts import NOT_RUN, NOT_SHOWN, markdown_row, overall, verdict
+from verdicts import NOT_RUN, NOT_SHOWN, claim_line, markdown_row, overall, verdict
 
 from crl.intervals import Mean
 
@@ -95,7 +96,12 @@ def section(name: str, results: Results) -> str:
                 for line in wrapped(_claim_line(results, claim), subsequent_indent="  ")
             ),
             "",
-            *([*wrapped(figure.note), ""] if figure.note else []),
+            *(
+                line
+                for paragraph in figure.note.split("\n\n")
+                for line in (*wrapped(paragraph), "")
+                if figure.note
+            ),
             *_table(results),
             "",
             *wrapped(
@@ -133,11 +139,15 @@ def title(name: str) -> str:
 
 def _claim_line(results: Results, claim: Claim) -> str:
     values = advantage(results, claim)
-    added = " *Added after the runs.*" if claim.added else ""
-    return (
-        f"- {inequality(claim, '<' if results.figure.lower_is_better else '>')}: "
-        f"{mean_and_interval(values)}. **{verdict(values)}**{added}"
-    )
+    text = inequality(claim, "<" if results.figure.lower_is_better else ">")
+    return claim_line(f"{text}: {_judged_interval(values)}", verdict(values), added=claim.added)
+
+
+def _judged_interval(values: Sequence[float]) -> str:
+    """Return mean and half interval with three digits, or with four if three hide the verdict."""
+    mean = Mean.of(values)
+    hidden = f"{abs(mean.value):.3f}" == f"{mean.half_width:.3f}"
+    return mean_and_interval(values, 4 if hidden else 3)
 
 
 def inequality(claim: Claim, sign: str) -> str:
@@ -164,10 +174,11 @@ def _table(results: Results) -> list[str]:
         columns: dict[str, list[list[list[float | None]]]] = {}
         for setting in figure.settings:
             group = setting if len(SETTINGS[setting]) > 1 else ""
-            for task in SETTINGS[setting]:
+            tasks = tasks_of(name, setting)
+            for task in tasks:
                 values = [results.values(name, setting, arm, task) for arm in figure.arms]
                 columns.setdefault(group, []).append(values)
-                label = task if setting == task else f"{setting}: {task}"
+                label = setting if tasks == (task,) else f"{setting}: {task}"
                 lines.append(markdown_row(name, label, *map(_cell, values)))
                 halves = [results.place_half_widths(name, setting, a, task) for a in figure.arms]
                 if any(halves):
@@ -292,7 +303,9 @@ def summary(complete: Mapping[str, Results], latency: latency_figures.Results | 
     for name, figure in latency_figures.FIGURES.items():
         texts[name] = figure.text
         if latency:
-            verdicts[name] = [(judged, False) for _, judged in figure.judge(latency["rows"])]
+            verdicts[name] = [
+                (judged.verdict, judged.added) for judged in figure.judge(latency["rows"])
+            ]
     names = sorted(
         texts,
         key=lambda name: _rank(overall([v for v, _ in verdicts[name]]) if name in verdicts else ""),

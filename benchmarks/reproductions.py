@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from coevolution import RESULTS, Run, Sweep
 from common import mean_and_interval
-from figures import FIGURES, SETTINGS, Figure, Results
+from figures import FIGURES, Figure, Results, tasks_of
 from report import advantage, differences, inequality, title
 from verdicts import markdown_row, verdict
 
@@ -93,7 +93,7 @@ def rows(stored: Results, again: Results) -> Iterator[Row]:
     first, *others = stored.figure.arms
     for metric in stored.figure.metrics:
         for setting in stored.figure.settings:
-            for task in SETTINGS[setting]:
+            for task in tasks_of(metric, setting):
                 for arm in (first, *others):
                     if made(stored, again, setting, arm):
                         sets = [runs.values(metric, setting, arm, task) for runs in (stored, again)]

@@ -36,6 +36,11 @@ def overall(verdicts: Sequence[str]) -> str:
     )
 
 
+def claim_line(text: str, judged: str, *, added: bool) -> str:
+    """Return the line of a list with a claim, its numbers and its verdict."""
+    return f"- {text}. **{judged}**{' *Added after the runs.*' if added else ''}"
+
+
 def markdown_row(*cells: str) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"

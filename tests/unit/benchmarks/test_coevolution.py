@@ -153,6 +153,18 @@ def test_a_claim_may_be_about_one_task() -> None:
     assert line in report.section("8", both)
 
 
+def test_numbers_of_a_claim_show_which_one_is_larger() -> None:
+    text = report.section("8", results(("room",), {"none": (0.5002,), "static": (0.5,)}))
+    assert "training of none > that of static: 0.0002 ± 0.0000. **agrees**" in text
+
+
+def test_a_note_may_have_several_paragraphs() -> None:
+    text = report.section(
+        "8", results(("room",), {"none": (0.5,), "static": (0.3,)}, note="A.\n\nB.")
+    )
+    assert "\n\nA.\n\nB.\n\n| metric" in text
+
+
 def test_each_mixture_has_its_own_aggregates() -> None:
     text = report.section(
         "9d", results(("three", "six"), {"none": (0.5, 0.2), "static": (0.3, 0.2)})
@@ -161,6 +173,19 @@ def test_each_mixture_has_its_own_aggregates() -> None:
         row.split(" | ")[1] for row in text.splitlines() if "interquartile" in row or "P(" in row
     ] == ["three: interquartile mean", "three: P(none better)", "six: interquartile mean",
           "six: P(none better)"]  # fmt: skip
+
+
+def test_costs_of_a_mixture_have_one_row() -> None:
+    mixture = results(("three",), {"none": (0.5,), "static": (0.3,)}, metrics=("minutes", "seen"))
+    for of_arm in mixture.runs.values():
+        for run in of_arm:
+            run["metrics"] = [{**line, "time": 60.0} for line in run["metrics"]]
+    rows = [row.split(" | ")[:2] for row in report.section("8", mixture).splitlines()]
+    of_minutes = [row for row in rows if row[0] == "| minutes"]
+    assert of_minutes == [["| minutes", "three"]]
+    assert [row[1] for row in rows if row[0] == "| seen"] == [
+        "three: room", "three: webshop", "three: alfworld", "interquartile mean",
+    ]  # fmt: skip
 
 
 def test_the_commits_of_arms_are_named() -> None:
