@@ -5,7 +5,7 @@ A picture has a row of panels for each task, or several rows if it has many metr
 * Training metrics are curves over the steps, and over the costs `against` if there are any. Thin
   lines are seeds, thick lines are means over seeds. Values are means of `WINDOW` steps.
 * Metrics of the last evaluation, and costs, are points: small ones for seeds, and one with an
-  error bar for the mean and its 95 % interval by Student's t. Costs of a mixture are drawn once.
+  error bar for the mean and its 95 % interval by Student's t. Costs of a mixture are left out.
 
 Equal runs give equal files.
 """
@@ -57,12 +57,12 @@ def draw(results: Results, path: Path) -> None:
     columns = [
         (name, against)
         for name in figure.metrics
-        if name != EARLY
+        if name != EARLY and all(tasks_of(name, of) == SETTINGS[of] for of in figure.settings)
         for against in ((STEP, *figure.against) if is_curve(name) else (STEP,))
     ]
-    width = min(len(columns), MAX_COLUMNS)
-    height = -(-len(columns) // width)
+    height = -(-len(columns) // MAX_COLUMNS)
     """Rows of panels of one task."""
+    width = -(-len(columns) // height)
     size = (3.4 * width, 2.6 * len(rows) * height + 0.6)
     colours = arm_colours(figure.arms)
     with matplotlib.rc_context({"svg.hashsalt": "crl", "font.size": 9}):
@@ -71,9 +71,6 @@ def draw(results: Results, path: Path) -> None:
         )
         for panels, (setting, task) in zip(axes.reshape(len(rows), -1), rows, strict=True):
             for panel, (name, against) in zip(panels, columns, strict=False):
-                if task not in tasks_of(name, setting):
-                    panel.set_visible(False)
-                    continue
                 draw_panel(panel, name, against, curves_of(results, setting), task, colours)
             for panel in panels[len(columns) :]:
                 panel.set_visible(False)
