@@ -174,27 +174,30 @@ def _table(results: Results) -> list[str]:
         columns: dict[str, list[list[list[float | None]]]] = {}
         for setting in figure.settings:
             group = setting if len(SETTINGS[setting]) > 1 else ""
-            tasks = tasks_of(name, setting)
-            for task in tasks:
+            for task in tasks_of(name, setting):
                 values = [results.values(name, setting, arm, task) for arm in figure.arms]
                 columns.setdefault(group, []).append(values)
-                label = setting if tasks == (task,) else f"{setting}: {task}"
-                lines.append(markdown_row(name, label, *map(_cell, values)))
+                lines.append(markdown_row(name, label(name, setting, task), *map(cell, values)))
                 halves = [results.place_half_widths(name, setting, a, task) for a in figure.arms]
                 if any(halves):
                     cells = (f"± {fmean(half):.3f}" if half else "–" for half in halves)
                     unit = "episodes" if name in SEVERAL_EPISODES_PER_PLACE else "places"
                     lines.append(markdown_row("", f"over {unit}", *cells))
-                gaps = [_cell(differences(values[0], other)) for other in values[1:]]
+                gaps = [cell(differences(values[0], other)) for other in values[1:]]
                 lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
         for group, of_group in columns.items():
-            label = f"{group}: " if group and len(columns) > 1 else ""
-            lines += _aggregates(figure, name, of_group, label)
+            prefix = f"{group}: " if group and len(columns) > 1 else ""
+            lines += _aggregates(figure, name, of_group, prefix)
     return lines
 
 
+def label(metric: str, setting: str, task: str) -> str:
+    """Return the label of a task's row: costs of a mixture are those of the setting."""
+    return setting if tasks_of(metric, setting) == (task,) else f"{setting}: {task}"
+
+
 def _aggregates(
-    figure: Figure, name: str, columns: Sequence[Sequence[Sequence[float | None]]], label: str
+    figure: Figure, name: str, columns: Sequence[Sequence[Sequence[float | None]]], prefix: str
 ) -> list[str]:
     """Return interquartile mean and probability of improvement over the tasks of one setting, or
     over tasks that were trained alone.
@@ -211,11 +214,11 @@ def _aggregates(
         *(
             []
             if figure.lower_is_better
-            else [markdown_row(name, f"{label}interquartile mean", *means)]
+            else [markdown_row(name, f"{prefix}interquartile mean", *means)]
         ),
         markdown_row(
             "",
-            f"{label}P({figure.arms[0]} better)",
+            f"{prefix}P({figure.arms[0]} better)",
             "",
             *(_statistic(probability_of_improvement, first, other) for other in others),
         ),
@@ -238,7 +241,8 @@ def _scores(tasks: Sequence[Sequence[float | None]]) -> Scores | None:
     return np.array(tasks, dtype=np.float64).T
 
 
-def _cell(values: Sequence[float | None]) -> str:
+def cell(values: Sequence[float | None]) -> str:
+    """Return mean and half interval; numbers of 100 and more without fractions."""
     known = [value for value in values if value is not None]
     if known and max(map(abs, known)) >= 100:
         half = Mean.of(known).half_width

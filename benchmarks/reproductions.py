@@ -27,12 +27,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from coevolution import RESULTS, Run, Sweep
 from common import mean_and_interval
 from figures import FIGURES, Figure, Results, tasks_of
-from report import advantage, differences, inequality, title
+from report import advantage, cell, differences, inequality, label, title
 from verdicts import markdown_row, verdict
 
 from crl.intervals import Mean, plus_minus, t_975
@@ -97,7 +98,7 @@ def rows(stored: Results, again: Results) -> Iterator[Row]:
                 for arm in (first, *others):
                     if made(stored, again, setting, arm):
                         sets = [runs.values(metric, setting, arm, task) for runs in (stored, again)]
-                        yield from _row(metric, task, arm, *sets)
+                        yield from _row(metric, label(metric, setting, task), arm, *sets)
                 for arm in others:
                     if made(stored, again, setting, first, arm):
                         pairs = [
@@ -105,7 +106,8 @@ def rows(stored: Results, again: Results) -> Iterator[Row]:
                             for runs in (stored, again)
                         ]
                         sets = [differences(*pair) for pair in pairs]
-                        yield from _row(metric, task, f"{first} − {arm}", *sets)
+                        of = label(metric, setting, task)
+                        yield from _row(metric, of, f"{first} − {arm}", *sets)
 
 
 def made(stored: Results, again: Results, setting: str, *arms: str) -> bool:
@@ -128,8 +130,9 @@ def table(found: Sequence[Row]) -> str:
         markdown_row(*["---"] * 7),
     ]
     for row in found:
-        change = plus_minus(*row.change) + (" **differs**" if row.differs else "")
-        sets = (mean_and_interval(row.stored), mean_and_interval(row.again))
+        digits = 0 if abs(fmean(row.stored)) >= 100 else 3
+        change = plus_minus(*row.change, digits) + (" **differs**" if row.differs else "")
+        sets = (cell(row.stored), cell(row.again))
         within = "yes" if row.within else "**no**"
         lines.append(markdown_row(row.metric, row.task, row.arm, *sets, change, within))
     within, differing = sum(row.within for row in found), sum(row.differs for row in found)
