@@ -514,7 +514,7 @@ FIGURES: Mapping[str, Figure] = {
         "[Missed aims](#missed-aims) compares co-evolution and the actor alone on other seeds. "
         "Against the GRPO of [Tuned](#tuned), co-evolution is worse without its bank in seen "
         "places (-0.151 ± 0.087). That the extractor alone does not reach the actor alone is our "
-        "reading of the paper; with [other runs of `none`](#none-in-the-mixture-again), its last "
+        "reading of the paper; with [other runs of `none`](#none-in-the-mixture-again), the last "
         "claim is not shown. With the [new runs of Figure 8](#other-figures), two verdicts change: "
         "co-evolution is better than a static extractor with the bank in seen places, and worse "
         "than the actor alone in unseen places. In the room, success with the bank is higher with "
@@ -533,9 +533,9 @@ FIGURES: Mapping[str, Figure] = {
         paper="An extractor of 30B parameters \"yields consistent improvement across tasks (+5 % "
         "on average)\" over one of 4B.",
         note="The larger extractor has 2.7 times the parameters. It is not stored, and takes an "
-        "hour to make. Before RL it does not write more right lessons than the bundled one, so it "
-        "is larger, but was not shown to be better, as that of the paper is. The settings of its "
-        "training are those that were tuned for the bundled one. With the [new runs of Figure 8]"
+        "hour to make. That it writes more right lessons before RL is not shown, so it is larger, "
+        "but maybe not better, as that of the paper is. The settings of its training are those "
+        "that were tuned for the bundled one. With the [new runs of Figure 8]"
         "(#other-figures), the claim that disagrees is not shown. Per task: "
         "[Figure 11](#figure-11).",
     ),

@@ -192,9 +192,9 @@ FIGURES: Mapping[str, LatencyFigure] = {
         (SECONDS, _to_off("on", "ask")),
         f"{THRESHOLDS} In `ask`, agents wait for the answers to their questions, so the time "
         "depends on the number of questions. The paper's framework has search_and_ask, and the "
-        "paper does not give this number. With 1,024 environments, distillation goes on for half "
-        "the time of a rollout after its end ([Work beside the rollouts]"
-        "(#work-beside-the-rollouts)).",
+        "paper does not give this number. In the latency model with 1,024 environments, "
+        "distillation goes on for half the time of a rollout after its end "
+        "([Work beside the rollouts](#work-beside-the-rollouts)).",
     ),
     "12": LatencyFigure(
         "A search for experience takes at most a second.",
