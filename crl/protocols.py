@@ -463,8 +463,8 @@ class ContextProvider(Protocol):
         """Return the segments that report the result of an action."""
         ...
 
-    def turn_query(self, task: Task, observation: str) -> str:
-        """Return the retrieval query before a turn. `observation` is the last observation."""
+    def turn_query(self, task: Task, segments: Sequence[Segment]) -> str:
+        """Return the retrieval query before a turn. `segments`: the conversation so far."""
         ...
 
     def advice(self, task: Task, experiences: Sequence[Hit]) -> Sequence[Segment]:

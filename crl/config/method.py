@@ -86,8 +86,11 @@ class Notes:
 
     prompt: str
     """Name of the prompt with which the bank's writer writes one note about an episode."""
-    by_state: bool = False
-    """True if notes are found by the last state of the episode that they are about."""
+    key: Callable[[Any], str] | None = None
+    """Function `(settings)` that returns a name of `crl.manager.keys.STATE_KEYS`.
+
+    Notes are found by this state of the episode that they are about. None: by no search.
+    """
 
 
 @dataclass(frozen=True)

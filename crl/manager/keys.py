@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crl.protocols import Embedder
+from crl.types import Segment
+
+
+@dataclass(frozen=True)
+class StateKey:
+    """State of an episode as text, by which notes are found (EMPO²)."""
+
+    name: str
+    """Name, as in the name of the keys."""
+    text: Callable[[Sequence[Segment]], str]
+    """Function that returns the state at the end of a conversation."""
+
+    def of_last_action(self, segments: Sequence[Segment]) -> str:
+        """Return the state in which the agent acted last.
+
+        The texts after this action are left out: they report how the episode ended, and a search
+        during an episode never has them.
+        """
+        actions = [i for i, segment in enumerate(segments) if segment.origin == "policy"]
+        return self.text(segments[: actions[-1]] if actions else segments)
+
+
+def newest_observation(segments: Sequence[Segment]) -> str:
+    """Return the environment's texts since the agent's last action."""
+    texts: list[str] = []
+    for segment in segments:
+        if segment.origin == "policy":
+            texts = []
+        elif segment.origin == "env":
+            texts.append(segment.text)
+    return "\n".join(texts)
+
+
+def whole_conversation(segments: Sequence[Segment]) -> str:
+    """Return all texts with their roles, without experiences (EMPO², Listing 1)."""
+    return " ".join(f"{s.role}: {s.text}" for s in segments if s.origin != "experience")
+
+
+STATE_KEYS: Mapping[str, StateKey] = MappingProxyType(
+    {
+        "state": StateKey("state", newest_observation),
+        "conversation": StateKey("conversation", whole_conversation),
+    }
+)
+"""States by which notes are found, by name."""
 
 
 class KeyEmbedder:
@@ -19,20 +66,20 @@ class KeyEmbedder:
     """
 
     def __init__(
-        self, embedder: Embedder, text_weight: float | None, *, of_states: bool = False
+        self, embedder: Embedder, text_weight: float | None, *, state: StateKey | None = None
     ) -> None:
-        """Prepare keys. `of_states`: the texts are states of episodes, without the goal's key."""
+        """Prepare keys. `state`: the texts are these states of episodes, without the goal's key."""
         if text_weight is not None and not text_weight >= 0:
             raise ValueError(f"text_weight must not be negative, not {text_weight}")
-        self._embedder, self._weight = embedder, None if of_states else text_weight
-        self.of_states = of_states
-        """True if the texts of keys are states of episodes (EMPO²), not those of entries."""
+        self._embedder, self._weight = embedder, None if state else text_weight
+        self.state = state
+        """States of episodes that are the texts of keys (EMPO²); None: the texts of entries."""
 
     @property
     def name(self) -> str:
         """Name of the embedder and the formula. Only vectors with equal names are comparable."""
-        if self.of_states:
-            return f"{self._embedder.name}: state"
+        if self.state:
+            return f"{self._embedder.name}: {self.state.name} before the last action"
         return (
             self._embedder.name
             if self._weight is None

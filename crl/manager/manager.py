@@ -86,7 +86,7 @@ class ExperienceManager:
         self._settings, self._seed, self._on_distilled = settings, seed, on_distilled
         self._progress = progress
         weight = settings.bank.key_text_weight
-        self._keys = KeyEmbedder(embedder, weight, of_states=prompts.state_keys)
+        self._keys = KeyEmbedder(embedder, weight, state=prompts.state)
         self._distiller = Distiller(
             extractor,
             self._keys,
@@ -107,7 +107,7 @@ class ExperienceManager:
         self._sampled_tokens = 0
         self._create_empty_bank()
         self._step = 0
-        self._rules = replace(settings.rules, distinct_texts=prompts.state_keys)
+        self._rules = replace(settings.rules, distinct_texts=prompts.state is not None)
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._duplicate_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
@@ -169,7 +169,7 @@ class ExperienceManager:
         )  # fmt: skip
         self._searcher = Searcher(self._bank, embedder, settings.retrieval)
         min_cosine = settings.bank.duplicate_similarity
-        with_goals = settings.goals_in_keys or self._keys.of_states
+        with_goals = settings.goals_in_keys or self._keys.state is not None
         self._duplicates = (
             None
             if min_cosine is None

@@ -11,6 +11,7 @@ from crl.config.schema import AskSection, BankSection, ExtractorSection, Retriev
 from crl.manager.distillation.distil import NoteReader, PromptWriter
 from crl.manager.distillation.merge import MergePromptWriter
 from crl.manager.distillation.refine import RefinePromptWriter
+from crl.manager.keys import StateKey
 from crl.manager.records import ApplyRules
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], object]]]
@@ -40,8 +41,8 @@ class Prompts:
     """Writer of prompts for the question of an agent. None: agents do not ask."""
     notes: bool = False
     """True if the answer about an episode is the text of one experience, not operations."""
-    state_keys: bool = False
-    """True if an experience is found by the last state of its episode (EMPO² §4.2)."""
+    state: StateKey | None = None
+    """State of its episode by which an experience is found (EMPO² §4.2); None: by its own text."""
     read_note: NoteReader | None = None
     """Reader of a note in an answer; None: the whole answer is the text."""
 

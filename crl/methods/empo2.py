@@ -1,11 +1,11 @@
 """EMPO² (Liu et al., arXiv 2602.23008): GRPO with a memory of tips, on- and off-policy.
 
 After each episode, the actor writes a tip into a memory for the variation of the task. Its key is
-the last observation of the episode. A step is played with memory with probability p: before every
-turn, the tips near the last observation are shown, the best record first. They stay in the
-conversation, so that a later turn reads those of all turns before it; tips_t of the paper are those
-of turn t alone. Otherwise the step is played without. Steps with memory are trained in one of two
-modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are rendered
+the last state in which the episode acted. A step is played with memory with probability p: before
+every turn, the tips near the current state are shown, those of the best episodes first. They stay
+in the conversation, so that a later turn reads those of all turns before it; tips_t of the paper
+are those of turn t alone. Otherwise the step is played without. Steps with memory are trained in
+one of two modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are rendered
 again without them, so that the actor learns to act without tips (eq. 2, appendix C). Novel states
 give an intrinsic reward (§4.2).
 
@@ -61,6 +61,14 @@ class Empo2Section(MethodSection):
 
     The paper's "clipping ratio coefficient" (D.2).
     """
+    key: Literal["state", "conversation"] = "state"
+    """Key of a tip, and of the searches before a turn.
+
+    A tip has the key of the last state in which its episode acted. state = the observation, as in
+    §4.2, which retrieves by the current state; a tip is then found wherever this state returns.
+    conversation = all texts up to the state, as in Listing 1; it also finds tips of episodes that
+    came to another state in a like way.
+    """
     tips: Count = 10
     """Maximum number of tips that are retrieved before a turn."""
     writer: Literal["actor", "extractor"] = "actor"
@@ -80,6 +88,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     """Return the method for `config`. `context` writes the prompts of the run's tasks."""
     from dataclasses import replace
 
+    from crl.manager.keys import STATE_KEYS
     from crl.methods.parts.distilling import EveryEpisode, NoEpisode
     from crl.methods.parts.memory import MemorySteps, StrippedView
     from crl.methods.parts.novelty import StateNovelty, novelty_metrics
@@ -96,7 +105,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     )
     return Method(
         planner=MemorySteps(settings.memory_share, seed, "rollout mode"),
-        context=replace(context.without_records(), retrieve_by_state=True),
+        context=replace(context.without_records(), state=STATE_KEYS[settings.key]),
         shaper=OutcomeReward(),
         actor=TrainSpec(
             "actor",
@@ -120,7 +129,7 @@ SPEC = MethodSpec(
     build,
     Empo2Section,
     uses=parts_with_writer,
-    notes=Notes("tip", by_state=True),
+    notes=Notes("tip", key=lambda settings: settings.key),
     guidance=Guidance(
         lambda settings, members: members if settings.memory_share else 0,
         lambda settings: (

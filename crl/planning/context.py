@@ -13,6 +13,7 @@ from crl.envs.base import EnvSpec
 from crl.manager import MergePromptWriter, Prompts
 from crl.manager.distillation.distil import NoteReader
 from crl.manager.failure_notes import failure_modes, read_answer
+from crl.manager.keys import STATE_KEYS, StateKey
 from crl.methods.parts.asking import (
     COMPACT_TOOL,
     CompactRefinePrompt,
@@ -117,9 +118,15 @@ def bank_prompts(
         merge_prompt(profile, overrides),
         refine if config.ask.enabled else None,
         notes=notes is not None and profile == "full",
-        state_keys=notes is not None and notes.by_state,
+        state=_state_key(config),
         read_note=_read_failure(specs) if failures else None,
     )
+
+
+def _state_key(config: RunConfig) -> StateKey | None:
+    """Return the state by which the notes of the method are found."""
+    notes = config.spec.notes
+    return STATE_KEYS[notes.key(config.method_settings)] if notes and notes.key else None
 
 
 def _read_failure(specs: Mapping[str, EnvSpec]) -> NoteReader:

@@ -255,7 +255,7 @@ def _searches_own_goal(config: RunConfig) -> bool:
     The attempts of Reflexion get their notes without a search.
     """
     notes = config.spec.notes
-    searches = config.guides and (notes is None or notes.by_state)
+    searches = config.guides and (notes is None or notes.key is not None)
     return searches and config.bank.scope in GOAL_SCOPES
 
 

@@ -352,7 +352,7 @@ class EpisodeRunner:
             if len(record.results) == limits.max_turns + limits.extra_turns:
                 return
             if advised and record.results and not in_overtime:
-                query = self.context.turn_query(task, record.results[-1].text)
+                query = self.context.turn_query(task, conversation.segments)
                 found = await self._choose_experience(
                     key, task, query, record, turn=len(record.results)
                 )

@@ -23,6 +23,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from crl.engines.scripted import ScriptedEngine
+from crl.manager.keys import STATE_KEYS
 from crl.methods.parts.memory import MemorySteps, StrippedView
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.loading import load_tokenizer, stop_ids
@@ -318,7 +319,7 @@ async def tipped_episode(
     engine = ScriptedEngine(renderer, lambda prompt: next(answers))
     advice = Advice(1, every_turn=True)
     limits = {DOORS.name: Limits(len(ACTIONS), 64, window, advice=advice)}
-    context = ChatContext({DOORS.name: RULES}, retrieve_by_state=True)
+    context = ChatContext({DOORS.name: RULES}, state=STATE_KEYS["state"])
     async with open_host() as hosted:
         play = runner(
             engine, hosted.host, limits=limits, retriever=Tips(), renderer=renderer, context=context

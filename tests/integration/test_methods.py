@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from crl.config import load
+from crl.embedders.hash import HashEmbedder
+from crl.manager.keys import STATE_KEYS
 from crl.methods.parts.memory import MemorySteps
 from crl.records.reader import read_episodes
 from crl.rollout.rerender import Rerenderer
 from crl.run import models
+from crl.run.halves.commands import play_episodes
 from crl.types import BEHAVIOUR, STEP_START, Trajectory
 from support.documented_metrics import undocumented
 from support.paths import ROOT
@@ -170,6 +175,37 @@ def test_empo2_is_trained_off_policy_with_the_profile_of_language_models(
         # One update per step: only the dropped tips can change the log-probs.
         changed = line["actor/approx_kl"] > 1e-6
         assert changed == (old == "with_tips"), line["actor/approx_kl"]
+
+
+@pytest.mark.parametrize("key", STATE_KEYS)
+@pytest.mark.parametrize(
+    "task", ["room", "maze", "keyroom", "sokoban", "webshop", "alfworld", "search_qa"]
+)
+async def test_tips_of_won_episodes_are_found_in_other_episodes_of_the_place(
+    task: str, key: str, tmp_path: Path
+) -> None:
+    """By the thresholds and the embedder that EMPO² has by default."""
+    names = {"method": "empo2", "empo2.key": key, "empo2.novelty_coef": 0.0}
+    sizes = {"rollout.groups": 4, "rollout.group_size": 4, "run.steps": 1}
+    config = load([task], options=names | sizes)
+    await asyncio.to_thread(play_episodes, config, tmp_path / "run", scripted=True)
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in read_episodes(tmp_path / "run"):
+        groups.setdefault(trajectory.address.group, []).append(trajectory)
+    state, embedder = STATE_KEYS[key], HashEmbedder()
+    found: list[bool] = []
+    for group in groups.values():
+        for won in (t for t in group if t.success):
+            tip = await embedder.embed([state.of_last_action(won.segments)])
+            for other in (t for t in group if t is not won):
+                searches = [
+                    state.text(other.segments[:i])
+                    for i, segment in enumerate(other.segments)
+                    if segment.origin == "policy"
+                ]
+                cosines = await embedder.embed(searches) @ tip[0]
+                found.append(bool(cosines.max() >= config.retrieval.min_similarity))
+    assert sum(found) > len(found) / 2 > 0, f"{sum(found)} of {len(found)}"
 
 
 REFLEXION = ("reflexion.writer=extractor", "tasks.room.eval.online_places=1")

@@ -73,18 +73,14 @@ class Distiller:
 
     async def _writes(self, request: DistilRequest, answer: Answer) -> tuple[Write, ...]:
         writing_ops = [(i, op) for i, op in enumerate(answer.ops) if op.kind in ("add", "update")]
-        state = last_state(request.segments) if self._keys.of_states else None
+        key = self._keys.state
+        state = key.of_last_action(request.segments) if key else None
         keys = [(request.task.goal, state or op.text) for _, op in writing_ops]
         vectors = await self._keys.embed(keys)
         return tuple(
             Write(i, op.text, answer.spans[i], vector, _targets(request, op))
             for (i, op), vector in zip(writing_ops, vectors, strict=True)
         )
-
-
-def last_state(segments: Sequence[Segment]) -> str:
-    """Return the last text of the environment in an episode."""
-    return next((s.text for s in reversed(segments) if s.origin == "env"), "")
 
 
 def _one_op_per_experience(

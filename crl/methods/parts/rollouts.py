@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from crl.manager.keys import StateKey, newest_observation
 from crl.methods.parts.asking import AskTool
 from crl.methods.parts.predicting import without_predictions
 from crl.methods.parts.records import RecordWriter
@@ -47,8 +48,8 @@ class ChatContext:
     """Tasks whose retrieval query includes the first observation."""
     retrieve_by_goal: bool = False
     """True if experience is retrieved by goal; the goal then also replaces a question's text."""
-    retrieve_by_state: bool = False
-    """True if experience is retrieved by the last observation alone."""
+    state: StateKey | None = None
+    """State of an episode by which experience is retrieved, without the goal."""
     records: Mapping[str, RecordWriter] = field(default_factory=dict)
     """Writer of an experience's record, by task name; without one the record is not shown.
 
@@ -66,13 +67,13 @@ class ChatContext:
         return replace(self, records={})
 
     def query_needs_observation(self, task: Task) -> bool:
-        return self.retrieve_by_state or task.name in self.observation_in_query
+        return self.state is not None or task.name in self.observation_in_query
 
     def query(self, task: Task, observation: Observation | None) -> str:
         if not self.query_needs_observation(task):
             return task.goal
         assert observation is not None, "the query of this task needs the first observation"
-        return self.turn_query(task, observation.text)
+        return self.turn_query(task, self.opening(task, observation, ()))
 
     def question_query(self, task: Task, query: str) -> str:
         return task.goal if self.retrieve_by_goal or not query else query
@@ -103,8 +104,10 @@ class ChatContext:
             Segment("user", observation.text, "env"),
         ]
 
-    def turn_query(self, task: Task, observation: str) -> str:
-        return observation if self.retrieve_by_state else f"{task.goal}\n{observation}"
+    def turn_query(self, task: Task, segments: Sequence[Segment]) -> str:
+        if self.state:
+            return self.state.text(segments)
+        return f"{task.goal}\n{newest_observation(segments)}"
 
     def advice(self, task: Task, experiences: Sequence[Hit]) -> Sequence[Segment]:
         if not experiences:

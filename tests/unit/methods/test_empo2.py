@@ -21,6 +21,7 @@ from crl.engines.scripted import ScriptedEngine
 from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.learners.step import Trainer, TrainSettings
+from crl.manager.keys import STATE_KEYS
 from crl.methods.parts import novelty as novelty_module
 from crl.methods.parts.memory import MemorySteps, StrippedView
 from crl.methods.parts.novelty import StateNovelty
@@ -39,6 +40,7 @@ from crl.types import (
     Condition,
     ExperienceUse,
     Minibatch,
+    Observation,
     OldPolicy,
     RolloutPlan,
     Segment,
@@ -116,7 +118,7 @@ async def episode(
     parts = {
         "limits": {"doors": limits},
         "retriever": tips, "renderer": renderer,
-        "context": ChatContext({"doors": RULES}, retrieve_by_state=True),
+        "context": ChatContext({"doors": RULES}, state=STATE_KEYS["state"]),
     }  # fmt: skip
     async with open_host() as hosted:
         play = runner(engine, hosted.host, **parts).play
@@ -159,6 +161,26 @@ async def test_tips_are_searched_by_the_state_before_every_turn(tiny_actor: Path
     assert [use.uid for use in guided.used] == [f"t{n}" for n in range(6)]
     free = await episode(family("chatml", tiny_actor), "free", tips)
     assert (free.used, len(tips.requests)) == ((), 6)
+
+
+async def test_the_key_of_a_tip_is_the_state_in_which_its_episode_acted_last(
+    tiny_actor: Path,
+) -> None:
+    """The closing text of an episode is never a state in which a later episode searches."""
+    tips = Tips()
+    guided = await episode(family("chatml", tiny_actor), "guided", tips)
+    assert guided.segments[-1].text == "It opens."
+    assert STATE_KEYS["state"].of_last_action(guided.segments) == "You cannot do that."
+    assert tips.requests[-1].query == "You cannot do that."
+    conversation = STATE_KEYS["conversation"].of_last_action(guided.segments)
+    assert conversation == (
+        f"system: {RULES} user: Open it. user: A door. assistant: wait user: Nothing happens. "
+        "assistant: shout user: You cannot do that."
+    )
+    context = ChatContext({"doors": RULES}, state=STATE_KEYS["conversation"])
+    first = context.query(TASK, Observation("A door."))
+    assert first == f"system: {RULES} user: Open it. user: A door."
+    assert context.turn_query(TASK, guided.segments[:-2]) == conversation
 
 
 async def test_the_three_cases_of_the_importance_ratio(tiny_actor: Path) -> None:

@@ -27,6 +27,7 @@ from crl.config.schema import (
 from crl.engines.scripted import ScriptedEngine
 from crl.errors import TransientError
 from crl.manager import ExperienceManager, ManagerSettings, QueueSettings
+from crl.manager.keys import STATE_KEYS
 from crl.manager.records import Entry, Stamp
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
@@ -274,7 +275,7 @@ async def test_with_variation_scope_every_variation_has_a_bound_of_its_own(
 async def test_a_tip_with_the_text_of_an_active_one_is_dropped(tmp_path: Path) -> None:
     """EMPO², Listing 1: content that a memory has is not added again."""
     games = [replace(task(), params={"variation": number}) for number in (0, 1)]
-    notes = replace(PROMPTS, notes=True, state_keys=True)
+    notes = replace(PROMPTS, notes=True, state=STATE_KEYS["state"])
     tips = iter(["Go west.", "Go west.", "Go west.", "Go east.", "Go west."])
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: next(tips)),
