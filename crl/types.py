@@ -508,6 +508,11 @@ class Provenance:
     """Tokens [start, stop) of the experience in the sampled tokens of its generation."""
     parents: tuple[str, ...] = ()
     """Versions that the version was made from, as `uid@version`."""
+    reward: float | None = None
+    """Sum of the environment's rewards in the episode that the version was written about.
+
+    None if it is unknown, or if the version was written about no episode.
+    """
 
 
 @dataclass(frozen=True, slots=True)

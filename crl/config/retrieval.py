@@ -15,6 +15,7 @@ BUNDLED_POLICIES: Mapping[str, str] = MappingProxyType(
     {
         "credit": "crl.manager.retrieval.policies.credit:POLICY",
         "diverse": "crl.manager.retrieval.policies.diverse:POLICY",
+        "reward": "crl.manager.retrieval.policies.reward:POLICY",
     }
 )
 """Reference of each bundled retrieval policy, by name."""

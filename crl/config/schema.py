@@ -544,8 +544,9 @@ class RetrievalSection(Section):
     choice: Reference = "diverse"
     """Policy that chooses among candidates of about equal similarity.
 
-    diverse = eq. 6 of the paper; credit = the best record, (won + 0.3) / (episodes + 1); or the
-    reference of your own policy, path/to/file.py:POLICY or package.module:POLICY.
+    diverse = eq. 6 of the paper; credit = the best record, (won + 0.3) / (episodes + 1); reward =
+    the highest reward of the episode that the experience was written about; or the reference of
+    your own policy, path/to/file.py:POLICY or package.module:POLICY.
     """
     per: Literal["group", "rollout"] = "group"
     """Sharing of experiences within a group.
@@ -556,7 +557,8 @@ class RetrievalSection(Section):
     trial_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of searches that try the least retrieved candidate instead of the policy's choice.
 
-    Both are chosen among candidates of about equal similarity. choice = "diverse" has no trials.
+    Both are chosen among candidates of about equal similarity. choice = "diverse" and "reward" have
+    no trials.
     Only searches at the start of training episodes count.
     """
     candidates: Count = 16

@@ -121,6 +121,8 @@ class DistilRequest:
 
     Empty for a free episode.
     """
+    reward: float | None = None
+    """Sum of the environment's rewards in the episode; None in requests of older banks."""
 
     @classmethod
     def from_trajectory(cls, run: str, trajectory: Trajectory) -> DistilRequest:
@@ -135,6 +137,7 @@ class DistilRequest:
             trajectory.success,
             trajectory.truncated,
             shown=tuple(map(Hit, trajectory.guidance.shown, trajectory.used)),
+            reward=sum(trajectory.turn_rewards),
         )
 
     @property
@@ -157,6 +160,7 @@ class DistilRequest:
             data["success"],
             data["truncated"],
             shown=tuple(map(_hit, data["shown"])),
+            reward=data.get("reward"),
         )
 
 

@@ -1,11 +1,11 @@
 """Exports as JSON lines.
 
-The first line is {"crl_bank": 4, "entries": 1}: the version of the format and the number of
+The first line is {"crl_bank": 5, "entries": 1}: the version of the format and the number of
 entries. Each other line holds one active entry (shown here on several lines):
 
     {"task": "room", "goal": "Reach the stairs down.", "variation": "", "text": "Go west.",
-     "uid": "run/0/0/0#0", "version": 1, "parents": [], "retrieved": 5, "credited": 4,
-     "credit": 2.0, "votes": 1, "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
+     "uid": "run/0/0/0#0", "version": 1, "parents": [], "reward": 1.0, "retrieved": 5,
+     "credited": 4, "credit": 2.0, "votes": 1, "lift": {"groups": 3, "mean": 0.25, "m2": 0.125}}
 
 Only crl_bank, task, goal and text are required. A text must not be longer than an extractor may
 write it. An exported bank does not contain evicted entries, the log, training data of the
@@ -29,10 +29,10 @@ from crl.manager.inspection.reading import EntryView
 from crl.manager.records import Entry
 from crl.types import Counters, Lift, Place, Provenance
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Version of the exported lines.
 
-Version 1 had no votes, version 2 no lift, version 3 no variation.
+Version 1 had no votes, version 2 no lift, version 3 no variation, version 4 no reward.
 """
 
 ROUNDING = 1e-6
@@ -99,6 +99,7 @@ class _ExportedEntry(BaseModel):
     uid: str = ""
     version: Annotated[int, Field(ge=1, lt=2**31)] = 1
     parents: tuple[Annotated[str, AfterValidator(_version_reference)], ...] = ()
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     retrieved: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credited: Annotated[int, Field(ge=0, lt=2**31)] = 0
     credit: Annotated[float, Field(allow_inf_nan=False)] = 0.0
@@ -200,7 +201,7 @@ def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
         votes=parsed.votes,
         lift=Lift(**parsed.lift.model_dump()) if parsed.lift else None,
     )
-    provenance = Provenance("import", (0, 0), parsed.parents)
+    provenance = Provenance("import", (0, 0), parsed.parents, parsed.reward)
     return Entry(
         uid, parsed.version, parsed.text,
         Place(parsed.task, parsed.goal, parsed.variation), provenance, counters,

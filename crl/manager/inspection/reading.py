@@ -71,6 +71,7 @@ class EntryView(Entry):
             "variation": self.place.variation,
             "text": self.text,
             "parents": provenance.parents,
+            "reward": provenance.reward,
             "step": self.step,
             "generation": provenance.generation,
             **{field.name: getattr(counters, field.name) for field in fields(counters)},
@@ -393,9 +394,10 @@ class BankReader:
         lift = "lift_groups, lift_mean, lift_m2" if version > 3 else "0 AS lift_groups"
         counters = f"retrieved, last_returned_step, credited, credit, {votes}, {lift}"
         variation = "variation" if version > 5 else "'' AS variation"
+        reward = "reward" if version > 6 else "NULL AS reward"
         columns = (
-            f"uid, version, status, task, goal, {variation}, text, parents, generation, start, "
-            f"stop, {counters}"
+            f"uid, version, status, task, goal, {variation}, text, parents, {reward}, generation, "
+            f"start, stop, {counters}"
         )
         sql = (
             f"SELECT {columns} FROM entries JOIN units USING (uid, version) "

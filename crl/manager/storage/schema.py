@@ -12,7 +12,7 @@ from crl.algo.experience import success_score
 from crl.errors import StoreError
 from crl.manager.storage.snapshots import create_image_tables
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 APPLICATION_ID = 0x63726C42  # "crlB", distinguishes a bank from other SQLite files
 RESTORE_REMEDY = (
     "restore a copy (first delete the -wal and -shm files next to it; "

@@ -56,7 +56,8 @@ CREATE TABLE entries (
     parents TEXT NOT NULL,        -- JSON list of uid@version
     status  TEXT NOT NULL CHECK (status IN ('active', 'evicted', 'merged')),
     vector  BLOB NOT NULL,        -- embedding of its key, little-endian float32
-    variation TEXT NOT NULL DEFAULT ''  -- variation of the task; empty if the goal identifies the place
+    variation TEXT NOT NULL DEFAULT '', -- variation of the task; empty if the goal identifies the place
+    reward  REAL                  -- sum of the rewards of the episode that it was written about; NULL if unknown or about none
 );
 
 CREATE INDEX entries_active ON entries (goal) WHERE status = 'active';

@@ -47,9 +47,9 @@ ACTIVE_ENTRIES = "SELECT * FROM entries JOIN units USING (uid, version) WHERE st
 """Query for the active entries with the counters of their units."""
 
 ACTIVE_OUTCOMES = """
-    SELECT uid, version, data ->> 'reward' AS reward
+    SELECT uid, version, data ->> 'reward' AS outcome
     FROM log JOIN entries ON uid = data ->> 'uid' AND version = data ->> 'version'
-    WHERE kind = 'credit' AND status = 'active' AND reward IS NOT NULL ORDER BY seq"""
+    WHERE kind = 'credit' AND status = 'active' AND outcome IS NOT NULL ORDER BY seq"""
 """Query for r = ±1 of the credited episodes of the active entries, in the order of their credit."""
 
 RESET_SEQ = "IFNULL((SELECT CAST(value AS INTEGER) FROM facts WHERE name = 'begun'), 0)"
@@ -147,7 +147,8 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
         kind, unit = "update", UnitKey(target.uid, target.version + 1)
     else:
         kind, unit = "add", UnitKey(f"{request.id}#{write.op}", 1)
-    provenance = Provenance(request.id, write.span, tuple(map(str, write.targets)))
+    parents = tuple(map(str, write.targets))
+    provenance = Provenance(request.id, write.span, parents, request.reward)
     task = request.task
     entry = Entry(*unit, write.text, task.place, provenance)
     _write_version(db, kind, entry, write, stamp)
@@ -244,9 +245,10 @@ def _insert_entry(db: Connection, seq: int | None, entry: Entry, vector: bytes) 
         entry.status,
         vector,
         entry.place.variation,
+        entry.provenance.reward,
     )
-    columns = "written, uid, version, text, task, goal, parents, status, vector, variation"
-    db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    columns = "written, uid, version, text, task, goal, parents, status, vector, variation, reward"
+    db.execute(f"INSERT INTO entries ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def current_rows(db: Connection, units: Sequence[UnitKey]) -> list[Row]:
@@ -527,8 +529,9 @@ def _set_lift(db: Connection, unit: UnitKey, lift: Lift) -> None:
 def read_entry(row: Row) -> Entry:
     """Return the entry of a row with the columns of `entries` and `units`."""
     provenance = Provenance(
-        row["generation"], (row["start"], row["stop"]), tuple(json.loads(row["parents"]))
-    )
+        row["generation"], (row["start"], row["stop"]), tuple(json.loads(row["parents"])),
+        row["reward"],
+    )  # fmt: skip
     counters = Counters(
         row["retrieved"], row["last_returned_step"], row["credited"], row["credit"],
         row["votes"], read_lift(row),

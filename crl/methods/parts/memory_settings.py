@@ -20,7 +20,12 @@ MEMORY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "actor": {"clip_high": 0.3},
         # Listing 1: one memory per task variation; tips above the threshold, sorted by score.
         "bank": {"scope": "variation", "max_per_goal": 1000, "evict": "fifo"},
-        "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": 0.5, "candidates": 1000},
+        "retrieval": {
+            **NOTE_DEFAULTS["retrieval"],
+            "choice": "reward",
+            "min_similarity": 0.5,
+            "candidates": 1000,
+        },
     }
 )
 """Settings of EMPO² that replace those of the preset."""

@@ -99,18 +99,21 @@ def test_lines_of_format_2_are_read(tmp_path: Path):
     ]
 
 
-def test_variations_are_exported_and_imported(tmp_path: Path):
-    line = GOOD.replace("}", ', "variation": "3"}')
-    (tmp_path / "one.jsonl").write_text('{"crl_bank": 4}\n' + line, "utf-8")
+@pytest.mark.parametrize(("field", "value"), [("variation", "3"), ("reward", 0.5)])
+def test_fields_of_newer_formats_are_exported_and_imported(
+    tmp_path: Path, field: str, value: object
+):
+    line = json.dumps({**json.loads(GOOD), field: value})
+    (tmp_path / "one.jsonl").write_text('{"crl_bank": 5}\n' + line, "utf-8")
     lines("import", tmp_path / "new.sqlite", tmp_path / "one.jsonl")
     (exported,) = bank("export", tmp_path / "new.sqlite").stdout.splitlines()[1:]
-    assert json.loads(exported)["variation"] == "3"
+    assert json.loads(exported)[field] == value
 
 
 def test_an_imported_bank_holds_what_was_exported(bank_run: Path, tmp_path: Path):
     new = export_and_import(bank_run, tmp_path)
     assert bank("export", new).stdout == bank("export", bank_run).stdout
-    assert bank("export", bank_run).stdout.splitlines()[0] == '{"crl_bank": 4, "entries": 5}'
+    assert bank("export", bank_run).stdout.splitlines()[0] == '{"crl_bank": 5, "entries": 5}'
     kept = (
         "uid",
         "version",
@@ -211,7 +214,7 @@ DEEP = "[" * 200_000
         ("", ":1 = '': this is not an exported bank. The first line must be"),
         (GOOD, ":1 = "),
         ('{"crl_bank": "1"}', ":1.crl_bank = '1': is not a version of the format"),
-        ('{"crl_bank": 5}', ":1.crl_bank = 5: is newer than this crl's 4. Upgrade crl."),
+        ('{"crl_bank": 6}', ":1.crl_bank = 6: is newer than this crl's 5. Upgrade crl."),
         (b"\xff\xfe", ":1 = "),
         (DEEP, ":1 = "),
         ('{"crl_bank": true}', ":1.crl_bank = True: is not a version of the format"),

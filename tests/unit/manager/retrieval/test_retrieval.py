@@ -45,7 +45,7 @@ def entry(uid: str, **fields) -> Entry:
         fields.pop("version", 1),
         fields.pop("text", uid),
         Place(fields.pop("task", "room"), fields.pop("goal", "goal"), fields.pop("variation", "")),
-        Provenance(uid, (0, 1)),
+        Provenance(uid, (0, 1), reward=fields.pop("reward", None)),
         counters=Counters(**fields),
     )
 
@@ -205,6 +205,19 @@ def records() -> list[Candidate]:
         Candidate(entry("new"), 0.93),
         Candidate(entry("perfect but elsewhere", credited=9, credit=9.0), 0.5),
     ]
+
+
+def test_the_policy_reward_prefers_the_best_episode() -> None:
+    """EMPO², Listing 1: the score is stored with a tip; that of the tips it guided does not count."""
+    rewards = {"lost": 0.0, "unknown": None, "half": 0.5, "won": 1.0}
+    found = [
+        Candidate(entry(uid, reward=reward, credited=9, credit=9.0 if uid == "lost" else -9.0), 0.9)
+        for uid, reward in rewards.items()
+    ]
+    settings = RetrievalSection(choice="reward", margin=0.1)
+    chosen = choose_entries(found, 0, partial(random.Random, 0), settings, count=2)
+    assert [each.uid for each in chosen] == ["won", "half"]
+    assert picked(found, choice="reward", trial=True) == "won", "no trials"
 
 
 def test_credit_picks_the_best_record_whatever_its_rank():

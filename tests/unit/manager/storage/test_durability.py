@@ -52,6 +52,7 @@ from support.managers import (
     bank_of_version_3,
     bank_of_version_4,
     bank_of_version_5,
+    bank_of_version_6,
     hit,
     request,
     task,
@@ -641,6 +642,33 @@ async def test_a_bank_of_version_5_is_upgraded_with_its_snapshots_and_has_no_var
     assert (await variations())["run/9/0/0#1@1"] == "4"
     await store.rollback(25)  # made by a previous version
     assert await variations() == old
+    await store.aclose()
+
+
+async def test_a_bank_of_version_6_is_upgraded_with_its_snapshots_and_has_no_rewards(
+    tmp_path: Path,
+) -> None:
+    path = bank_of_version_6(tmp_path / "old.sqlite")
+    await (await Store.open(tmp_path / "new.sqlite")).aclose()
+    store = await Store.open(path)
+    assert schema(path) == schema(tmp_path / "new.sqlite")
+
+    async def rewards() -> dict[str, float | None]:
+        return {str(e.unit): e.provenance.reward for e, _ in await store.entries()}
+
+    old = {"run/0/0/0#2@1": None, "run/0/0/0#0@2": None, "run/1/0/0#0@1": None}
+    assert await rewards() == old
+    seq = await store.snapshot(AT)
+    for number, reward in ((8, 0.25), (9, None)):
+        new = distilled(replace(request(number), reward=reward), "add")
+        await store.submit(new.request, AT)
+        await store.apply(new, AT, RULES)
+    new_rewards = {"run/8/0/0#1@1": 0.25, "run/9/0/0#1@1": None}
+    assert {name: (await rewards())[name] for name in new_rewards} == new_rewards
+    await store.rollback(seq)
+    assert await rewards() == old
+    await store.rollback(25)  # made by a previous version
+    assert await rewards() == old
     await store.aclose()
 
 
