@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from crl.config.load import load_saved
 from crl.config.models import model_profile, resolve_model
 from crl.modeling.loading import load_model, load_tokenizer
+from crl.run.halves import sft
 from crl.run.halves.sft import minibatch
 from crl.types import TokenTrace, TrainSample
 from support.documented_metrics import undocumented
@@ -106,6 +108,53 @@ def test_a_tenth_of_the_updates_is_the_warm_up(
     first = [min(1.0, (update + 1) / warmup) * 1e-3 for update in range(10)]
     assert rates[0] == pytest.approx(sum(first) / 10)
     assert rates[1:] == pytest.approx([1e-3] * 3)
+
+
+@pytest.mark.parametrize(
+    ("patience", "best", "last"), [(1, 1, 2), (2, 3, 5)], ids=["patience 1", "patience 2"]
+)
+def test_the_best_epoch_is_written_and_training_ends_without_a_better_one(
+    patience: int, best: int, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([4.0, 3.0, 3.5, 2.0, 2.5, 2.4, 1.0])  # before the training and after each epoch
+    written: list[bytes] = []
+    write = sft._write
+
+    async def held_out_loss(*_: object) -> float:
+        return next(losses)
+
+    async def recorded(learner: Any, role: Any, target: Path) -> None:
+        await write(learner, role, target)
+        written.append((target / "model.safetensors").read_bytes())
+
+    monkeypatch.setattr(sft, "_held_out_loss", held_out_loss)
+    monkeypatch.setattr(sft, "_write", recorded)
+    run = tmp_path / "run"
+    result = crl(
+        "sft", "--from", "drills", "--tasks", "room", *FAST, "--demonstrations", 12,
+        "--held-out", 0.5, "--epochs", 6, "--patience", patience, "--run-dir", run,
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, "")
+    epochs = [line["sft/epoch"] for line in metrics(run, "sft") if "sft/epoch" in line]
+    assert epochs == [*range(1, last + 1)]
+    assert f"the actor after epoch {best}, in" in result.stdout
+    assert (run / "actor" / "model.safetensors").read_bytes() == written[-1]
+    assert len(written) == len({*written}) == (1 if patience == 1 else 2)
+
+
+def test_importance_weights_of_a_run_do_not_apply(tmp_path: Path) -> None:
+    """Demonstrations have no log-probs of an engine, with which a weight would be computed."""
+    weights = ("--set", "actor.old_logp=recompute", "--set", "actor.importance_cap=2")
+    run = tmp_path / "run"
+    played = crl("rollout", "--scripted", *TASK, *weights, "--steps", 1, "--run-dir", run)
+    assert (played.exit_code, played.stderr) == (0, "")
+    result = crl("sft", "--from", run, *FAST, "--epochs", 1, "--run-dir", tmp_path / "sft")
+    assert (result.exit_code, result.stderr) == (0, "")
+    actor = load_saved(tmp_path / "sft").config.actor
+    assert (actor.old_logp, actor.importance_cap) == ("behaviour", None)
+    refused = crl("sft", "--from", run, *weights, "--run-dir", tmp_path / "none")
+    message = "actor.old_logp = 'recompute': does not apply: supervised fine-tuning has the value"
+    assert message in one_line(refused)
 
 
 def test_the_learning_rate_may_decay(tmp_path: Path) -> None:

@@ -55,8 +55,17 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 LEARNING_RATE = 1e-4
 """Default of --learning-rate."""
 
-OBJECTIVE: Mapping[str, float] = {"temperature": 1.0, "kl_coef": 0.0}
-"""Settings of a role that the loss of supervised fine-tuning fixes."""
+OBJECTIVE: Mapping[RoleName, Mapping[str, Any]] = {
+    "actor": {
+        "temperature": 1.0,
+        "kl_coef": 0.0,
+        # Demonstrations have no log-probs of an engine.
+        "old_logp": "behaviour",
+        "importance_cap": None,
+    },
+    "extractor": {"temperature": 1.0, "kl_coef": 0.0},
+}
+"""Settings of each role that the loss of supervised fine-tuning fixes."""
 
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────
@@ -255,7 +264,7 @@ def _refuse_no_samples(source: str, kind: str, role: RoleName, held_out: float) 
 
 def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
     """Return settings with which `role` is trained. `model` is None for that of the config."""
-    settings: dict[str, Any] = {f"{role}.{name}": value for name, value in OBJECTIVE.items()}
+    settings: dict[str, Any] = {f"{role}.{name}": value for name, value in OBJECTIVE[role].items()}
     if model is not None:
         settings[f"{role}.model"] = model
     settings[_decay_key(role)] = 0  # not that of a run or of a preset; see --decay
@@ -312,9 +321,10 @@ def _require_objective(config: RunConfig, role: RoleName) -> None:
             ("extractor.train", False) if config.with_extractor else ("method", config.method)
         )
         raise ConfigError(key, given, reason, "Leave it out")
-    for name, value in OBJECTIVE.items():
+    for name, value in OBJECTIVE[role].items():
         if (given := getattr(getattr(config, role), name)) != value:
-            reason = f"does not apply: supervised fine-tuning has the value {value:g}"
+            fixed = value if isinstance(value, str) else f"{value:g}"
+            reason = f"does not apply: supervised fine-tuning has the value {fixed}"
             raise ConfigError(f"{role}.{name}", given, reason, "Leave it out")
 
 
