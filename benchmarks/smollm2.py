@@ -38,6 +38,8 @@ from typing import Any
 
 from common import commit, machine, train_run
 
+from crl.intervals import plus_minus
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "smollm2"
 SEEDS = (20, 21, 22)
@@ -171,6 +173,13 @@ def evaluations(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     return " → ".join(ends) or "–"
 
 
+def lift(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the bank built online adds in unseen places at the end, ± half its interval."""
+    last = [line for line in metrics if line["kind"] == "eval"][-1]
+    key = "eval/room/unseen/lift"
+    return plus_minus(last[key], last[f"{key}/half_width"]) if key in last else "–"
+
+
 def ends(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return the means of a metric over the first and the last training steps, or a dash."""
     values = [line[name] for line in metrics if line.get(name) is not None]
@@ -184,6 +193,7 @@ COLUMNS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
         name: partial(evaluations, name=name)
         for name in ("unseen free", "unseen online", "unseen alone", "seen free", "seen guided")
     },
+    "online − alone": lift,
     "training": partial(ends, name="rollout/success"),
     "right lessons": partial(ends, name="lessons/correct"),
 }

@@ -714,7 +714,7 @@ class EngineSection(Section):
     """Inference engine.
 
     torch = continuous batching in this process; vllm = vLLM engines in their own processes, on
-    GPUs.
+    GPUs, or with vLLM's build for CPUs.
     """
     device: Device = "auto"
     """Device of the torch engine. auto = cuda if available, else cpu."""

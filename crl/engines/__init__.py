@@ -9,8 +9,7 @@ from crl.extras import require_package
 PREFILL_TOKENS = 2048
 """Maximum number of prompt tokens per pass of the torch engine.
 
-It limits how long a prefill delays running requests. A single longer prompt is still read in one
-pass.
+It limits how long a prefill delays running requests. Longer prompts are read in several passes.
 """
 
 

@@ -5,9 +5,9 @@ the last state in which the episode acted. A step is played with memory with pro
 every turn, the tips near the current state are shown, those of the best episodes first. They stay
 in the conversation, so that a later turn reads those of all turns before it; tips_t of the paper
 are those of turn t alone. Otherwise the step is played without. Steps with memory are trained in
-one of two modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are rendered
-again without them, so that the actor learns to act without tips (eq. 2, appendix C). Novel states
-give an intrinsic reward (§4.2).
+one of two modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are
+rendered again without them, so that the actor learns to act without tips (eq. 2, appendix C). Novel
+states give an intrinsic reward (§4.2).
 
 Algorithm 1 and the text contradict each other; the settings name the readings.
 """

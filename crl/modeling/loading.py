@@ -187,9 +187,13 @@ def _not_loadable(path: Path, key: str, error: Exception) -> ConfigError:
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in a config."""
-OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
+"""Names of the number of experts in a config, or in a part of it."""
+OTHER_INPUTS = (
+    "vision_config", "audio_config", "speech_config", "vq_config", "audio_encoder_config",
+)  # fmt: skip
 """Names of parts of a config that read something else than text."""
+MULTIMODAL_TYPES = ("fuyu",)
+"""Types of multimodal models whose config has none of these parts."""
 
 
 def require_trainable(config: PreTrainedConfig, path: Path, key: str) -> None:
@@ -199,15 +203,26 @@ def require_trainable(config: PreTrainedConfig, path: Path, key: str) -> None:
     crl does not replay its choices, so log-probs would be those of another policy. Multimodal
     models and models that are not causal language models cannot play text episodes.
     """
+    from transformers import PreTrainedConfig
+
     text: Any = config.get_text_config(decoder=True)
     name = (config.architectures or [type(config).__name__])[0]
-    experts = max((getattr(text, count, None) or 0 for count in EXPERT_COUNTS), default=0)
+    parts = [text, *(p for p in vars(text).values() if isinstance(p, PreTrainedConfig))]
+    experts = max(
+        number
+        for part in parts
+        for count in EXPERT_COUNTS
+        if isinstance(number := getattr(part, count, None) or 0, int)
+    )
     reason = ""
-    if any(getattr(config, part, None) is not None for part in OTHER_INPUTS):
+    if (
+        any(getattr(config, part, None) is not None for part in OTHER_INPUTS)
+        or config.model_type in MULTIMODAL_TYPES
+    ):
         reason = f"{name} is multimodal, but episodes are text"
     elif config.is_encoder_decoder or name.endswith(NOT_CAUSAL):
         reason = f"{name} is not a causal language model"
-    elif isinstance(experts, int) and experts > 1:
+    elif experts > 1:
         reason = (
             f"{name} is a mixture of {experts} experts: in training, its router may choose other "
             "experts than in sampling, and crl does not replay the router's choices"

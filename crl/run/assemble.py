@@ -334,6 +334,9 @@ async def _open_collector(
     if method.step.intrinsic:
         reason = "has an intrinsic reward, which crl rollout does not compute"
         raise ConfigError("method", config.method, reason, "Switch it off, or use crl train")
+    if method.step.replay:
+        reason = "draws tasks again by their failures, but crl rollout analyses no failures"
+        raise ConfigError("method", config.method, reason, "Switch it off, or use crl train")
     engine = await open_role_engine(config, gpus, actor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     retriever: Retriever = NullRetriever()

@@ -280,6 +280,7 @@ def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(
     [
         ("empo2", "has an intrinsic reward, which crl rollout does not compute"),
         ("reflexion", "reflects between attempts, but crl rollout writes no experience"),
+        ("role_agent", "draws tasks again by their failures, but crl rollout analyses no failures"),
     ],
 )
 def test_methods_that_play_episodes_only_in_training(

@@ -15,6 +15,7 @@ import os
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -126,17 +127,22 @@ class Simulator:
     def _connect(self) -> None:
         self.close()
         self._jvm = _lease_jvm()
-        self._server = self._jvm.new_server()
+        self._server = self._guarded(self._jvm, self._jvm.new_server)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if self._jvm is None:
             raise RuntimeError("no game is loaded")
+        return self._guarded(self._jvm, getattr(self._server, method), *arguments)
+
+    @staticmethod
+    def _guarded(jvm: _Jvm, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a call of the JVM. Raise `JvmEnded` if the connection is lost."""
         try:
-            return getattr(self._server, method)(*arguments)
+            return call(*arguments)
         except Py4JJavaError:
             raise
         except (Py4JError, OSError) as error:  # the connection is lost
-            raise JvmEnded(self._jvm.exit_reason()) from error
+            raise JvmEnded(jvm.exit_reason()) from error
 
 
 class _Jvm:

@@ -354,7 +354,8 @@ def _demonstrations(
             reason = "the file is empty" if talks else "all episodes ended with an error"
             remedy = ""
         raise _nothing_found(source, reason, f"Give other demonstrations, {remedy}".rstrip(", "))
-    limit = role.section.max_context_tokens
+    # vLLM samples a token after a demonstration whose loss it computes.
+    limit = role.section.max_context_tokens - (config.engine.kind == "vllm")
     fitting = [d for d in found if d.traces and all(len(t.ids) <= limit for t in d.traces)]
     if not fitting:
         reason = f"all {len(found)} are longer than the context of {limit} tokens"

@@ -142,7 +142,7 @@ def test_gradients_are_those_of_peft(tiny_actor: Path) -> None:
         expected = weights[name.replace(".weight", ".default.weight")].grad
         assert expected is not None
         assert parameter.grad is not None
-        assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-5), name
+        assert torch.allclose(parameter.grad, expected, rtol=1e-5, atol=1e-5), name
         compared += float(expected.abs().max()) > 1e-3
     assert compared > 10
 

@@ -19,10 +19,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
+    DbrxConfig,
+    Emu3Config,
+    FuyuConfig,
     Gemma2Config,
     GraniteConfig,
     MistralConfig,
     MixtralConfig,
+    MoshiConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -181,12 +185,16 @@ def test_logits_changed_after_the_head_are_rejected(
             Qwen2_5_VLConfig(),
             "Qwen2_5_VLConfig is multimodal, but episodes are text",
         ),
+        (DbrxConfig(), "DbrxConfig is a mixture of 4 experts"),
+        (MoshiConfig(), "MoshiConfig is multimodal, but episodes are text"),
+        (Emu3Config(), "Emu3Config is multimodal, but episodes are text"),
+        (FuyuConfig(), "FuyuConfig is multimodal, but episodes are text"),
         (
             BertConfig(architectures=["BertForMaskedLM"]),
             "BertForMaskedLM is not a causal language model",
         ),
     ],
-    ids=["Mixtral", "Qwen3-MoE", "Qwen2.5-VL", "BERT"],
+    ids=["Mixtral", "Qwen3-MoE", "Qwen2.5-VL", "DBRX", "Moshi", "Emu3", "Fuyu", "BERT"],
 )
 def test_architectures_that_cannot_be_trained_are_refused_by_name(
     config: PreTrainedConfig, message: str, tmp_path: Path

@@ -303,6 +303,24 @@ def test_java_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     game.close()
 
 
+def test_a_java_process_that_dies_before_its_first_game_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease, simulator = engine._lease_jvm, Simulator()
+
+    def killed() -> engine._Jvm:
+        jvm = lease()
+        os.kill(jvm.process.pid, signal.SIGKILL)
+        jvm.process.wait()
+        return jvm
+
+    monkeypatch.setattr(engine, "_lease_jvm", killed)
+    with pytest.raises(JvmEnded, match="the Java process has ended with exit code -9"):
+        simulator.load("find-animal", 0)
+    simulator.close()
+    assert not engine._JVMS
+
+
 async def test_a_killed_java_process_fails_its_episodes_only() -> None:
     host = ProcessHost({"scienceworld": (SPEC, "full")}, processes=1, timeout=60)
     task = find("find-animal", 0)

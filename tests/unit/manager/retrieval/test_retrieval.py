@@ -208,7 +208,7 @@ def records() -> list[Candidate]:
 
 
 def test_the_policy_reward_prefers_the_best_episode() -> None:
-    """EMPO², Listing 1: the score is stored with a tip; that of the tips it guided does not count."""
+    """EMPO², Listing 1: the score is stored with a tip; its own record does not count."""
     rewards = {"lost": 0.0, "unknown": None, "half": 0.5, "won": 1.0}
     found = [
         Candidate(entry(uid, reward=reward, credited=9, credit=9.0 if uid == "lost" else -9.0), 0.9)
