@@ -8,6 +8,7 @@ import pytest
 
 from crl.records.reader import read_episodes
 from support.engine_runs import DEEPSPEED, VLLM, metrics, train
+from support.paths import ROOT
 
 for package in ("vllm", "deepspeed"):
     pytest.importorskip(
@@ -23,15 +24,28 @@ FULL = (
 )  # fmt: skip
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
-    "method", ["complementary", "empo2", "gigpo", "grpo", "reflexion", "role_agent"]
+    "method",
+    [
+        "gigpo",
+        *(
+            pytest.param(method, marks=pytest.mark.soak)
+            for method in ("complementary", "empo2", "grpo", "reflexion", "role_agent")
+        ),
+    ],
 )
 def test_methods_run_with_vllm_and_ranks(method: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = [s for s in FULL if method not in ("gigpo", "grpo") or not s.startswith("extractor")]
-    train(run, *VLLM, *DEEPSPEED, *sets, steps=3, method=method)
-    assert [line["step"] for line in metrics(run, "train")] == [1, 2, 3]
+    game = f"tasks.room.env={ROOT}/tests/support/letters.py:SPEC"
+    train(run, *VLLM, *DEEPSPEED, *sets, game, steps=3, method=method)
+    steps = metrics(run, "train")
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    if method == "reflexion":
+        return
+    updates = [line for line in steps if line["actor/updates"]]
+    assert len(updates) == steps[-1]["actor/version"] > 0
+    assert all(line["actor/grad_norm"] > 0 for line in updates)
 
 
 @pytest.mark.soak

@@ -137,10 +137,17 @@ def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: 
     run = tmp_path / "run"
     with_bank = method not in ("gigpo", "grpo")
     sets = [text for text in FULL if with_bank or not text.startswith(("extractor", "retrieval"))]
-    steps = trained(run, method, *sets, steps=3)
+    game = f"tasks.room.env={ROOT}/tests/support/letters.py:SPEC"
+    steps = trained(run, method, *sets, game, steps=3)
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert not undocumented(run)
-    assert ("actor/updates" in steps[-1]) == (method != "reflexion")
+    if method == "reflexion":
+        assert "actor/updates" not in steps[-1]
+        return
+    assert 0 < sum(line["rollout/success"] for line in steps) < 3, "the game has a signal"
+    updated = [line for line in steps if line["actor/updates"]]
+    assert len(updated) == steps[-1]["actor/version"] > 0
+    assert all(line["actor/grad_norm"] > 0 for line in updated)
 
 
 @pytest.mark.parametrize("old", ["with_tips", "without_tips"])
