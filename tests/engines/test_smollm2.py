@@ -52,6 +52,15 @@ def started(role: str, folder: Path) -> Path:
     return run / role
 
 
+def test_the_actor_starts_from_demonstrations_and_is_trained(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", started("actor", tmp_path)
+    sets = ("--set", f"actor.model={model}", "--method", "grpo")
+    result = crl("train", *ROOMS, *SMALL, *sets, "--steps", "1", "--run-dir", run)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    (step,) = metrics(run, "train")
+    assert step["rollout/invalid_actions"] < 0.5, "it learned the actions"
+
+
 @pytest.mark.soak
 def test_both_models_start_from_demonstrations_and_are_trained(tmp_path: Path) -> None:
     models = [f"{role}.model={started(role, tmp_path)}" for role in ("actor", "extractor")]
