@@ -43,6 +43,7 @@ from crl.types import (
     TokenTrace,
     Trajectory,
 )
+from support.chat_templates import SMOLLM2_TEMPLATE
 from support.doors import RULES, open_host, runner
 from support.doors import TASK as DOORS
 
@@ -51,13 +52,6 @@ if TRL is None:
     pytest.skip("trl is not installed: make test-engines installs it", allow_module_level=True)
 TEMPLATES = Path(str(TRL.origin)).with_name("chat_templates")
 RENDERINGS = Path(__file__).with_name("renderings")
-
-SMOLLM2_TEMPLATE = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @dataclass(frozen=True)

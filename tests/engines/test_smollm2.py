@@ -13,6 +13,8 @@ from crl.config import load_saved
 from crl.config.models import find_model
 from crl.config.models.packaged import imported_folder
 from crl.modeling.importing import get_packaged
+from crl.modeling.loading import load_tokenizer
+from support.chat_templates import SMOLLM2_TEMPLATE
 from support.whole_runs import crl, metrics
 
 ROOMS = ("--preset", "smollm2", "--tasks", "room")
@@ -81,3 +83,18 @@ def test_both_models_start_from_demonstrations_and_are_trained(tmp_path: Path) -
 def test_the_preset_names_the_downloaded_model() -> None:
     assert find_model("smollm2", "actor.model") == imported_folder("smollm2")
     assert crl("train", *ROOMS, "--method", "grpo", "--dry-run").exit_code == 0
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_the_template_of_the_family_renders_as_that_of_the_model(system: bool) -> None:
+    tokenizer = load_tokenizer(imported_folder("smollm2"))
+    roles = ["system"] * system + ["user", "assistant", "user"]
+    chat = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
+
+    expected, real = (
+        tokenizer.apply_chat_template(
+            chat, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        for template in (SMOLLM2_TEMPLATE, None)
+    )
+    assert real == expected
