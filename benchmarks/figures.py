@@ -428,9 +428,9 @@ FIGURES: Mapping[str, Figure] = {
         "step on, by an extractor that was trained for a whole run. The other arms begin with an "
         "empty bank, or have none. The paper's offline bank is by an external extractor. The arm "
         "`experience only` makes the offline banks; no claim of this figure is about it. "
-        f"{ONLINE_BANK} The runs were made again: all means are within the intervals, but by the "
-        "new runs training of co-evolved is above that of none, and the claim about offline is not "
-        "shown: see [Reproductions](#figure-3a-again).",
+        f"{ONLINE_BANK} The runs were made again, and all new means are within the stored "
+        "intervals. With the new runs, the claim about `none` agrees, and the claim about "
+        "`offline` is not shown: see [Reproductions](#figure-3a-again).",
     ),
     "3b-d": Figure(
         "Subgroups are better than no split and than advantages across the group.",
@@ -537,11 +537,10 @@ FIGURES: Mapping[str, Figure] = {
         paper="An extractor of 30B parameters \"yields consistent improvement across tasks (+5 % "
         "on average)\" over one of 4B.",
         note="The larger extractor has 2.7 times the parameters. It is not stored, and takes an "
-        "hour to make. That it writes more right lessons before RL is not shown, so it is larger, "
-        "but maybe not better, as that of the paper is. The settings of its training are those "
-        "that were tuned for the bundled one. With the [new runs of Figure 8]"
-        "(#other-figures), the claim that disagrees is not shown. Per task: "
-        "[Figure 11](#figure-11).",
+        "hour to make. It is larger, but not shown to write more right lessons before RL; the "
+        "extractor of the paper is larger and better. The settings of its training are those that "
+        "were tuned for the bundled one. With the [new runs of Figure 8](#other-figures), the "
+        "claim that disagrees is not shown. Per task: [Figure 11](#figure-11).",
     ),
     "9b": Figure(
         "Self-distillation helps at first and collapses later.",
@@ -687,8 +686,8 @@ FIGURES: Mapping[str, Figure] = {
         "the room is a fact about one place. A bank of another seed has no lesson about the places "
         "of the run, but places of different seeds may have the same name. In the runs of "
         "`foreign bank`, a quarter of the guided episodes therefore read a lesson about another "
-        "place of the same name (`rollout/used`). With other runs of `none`, training of "
-        "`old bank` is above it: see [Other figures](#other-figures).",
+        "place of the same name (`rollout/used`). With one of two other sets of runs of "
+        "`none`, training success of `old bank` is higher: see [Other figures](#other-figures).",
     ),
     "shared": Figure(
         "Not in the paper: lessons of other tasks help in a shared bank.",

@@ -12,10 +12,11 @@ For each task and metric, the first table has the means over seeds of the arms, 
 differences between the first arm and the others, with their 95 % intervals by Student's t. Two
 questions are answered for each of them:
 
-* within: whether the new mean lies in the stored interval. Even if nothing has changed, this fails
-  often with few seeds, because the new mean is uncertain too and the interval is not its own.
-* differs: whether the 95 % interval of the difference between both means, by Welch's t, is without
-  0. If nothing has changed, about one of 20 rows differs.
+* within: whether the new mean lies in the stored interval. Even if nothing has changed, this can
+  fail, because the new mean is uncertain too and the interval is not its own.
+* differs: whether the 95 % interval of the mean change over the seeds that were made again, by
+  Student's t, is without 0. Changes are paired by seed, because runs with the same seed have the
+  same places. If nothing has changed, about one of 20 rows differs.
 
 The second table has the claims of the figure with their verdicts.
 """
@@ -23,7 +24,6 @@ The second table has the claims of the figure with their verdicts.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from figures import FIGURES, Figure, Results, tasks_of
 from report import advantage, cell, differences, inequality, label, title
 from verdicts import markdown_row, verdict
 
-from crl.intervals import Mean, plus_minus, t_975
+from crl.intervals import Mean, plus_minus
 
 AGAIN = Path(__file__).parent / "results" / "reproductions"
 
@@ -50,6 +50,9 @@ class Row(NamedTuple):
     stored: Sequence[float]
     """Values by seed."""
     again: Sequence[float]
+    """Values of the same seeds."""
+    made: Sequence[bool]
+    """Whether runs of the seed were made again; the other values are the stored ones."""
 
     @property
     def within(self) -> bool:
@@ -58,32 +61,15 @@ class Row(NamedTuple):
         return abs(Mean.of(self.again).value - stored.value) <= stored.half_width
 
     @property
-    def change(self) -> tuple[float, float]:
-        """New mean minus stored mean, and half its 95 % interval by Welch's t."""
-        return welch(self.again, self.stored)
+    def change(self) -> Mean:
+        """Mean of new minus stored value over the seeds that were made again."""
+        values = zip(self.stored, self.again, self.made, strict=True)
+        return Mean.of([again - stored for stored, again, made in values if made])
 
     @property
     def differs(self) -> bool:
-        """True if the interval of the change is without 0."""
-        value, half = self.change
-        return abs(value) > half
-
-
-def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of two means and half its 95 % interval by Welch's t.
-
-    The degrees of freedom are those of Welch and Satterthwaite. Each sample has at least two
-    values.
-    """
-    means = [Mean.of(values) for values in (first, second)]
-    variances = [(mean.half_width / t_975(mean.n - 1)) ** 2 for mean in means]
-    difference, total = means[0].value - means[1].value, sum(variances)
-    if not total:
-        return difference, 0.0
-    degrees = total**2 / sum(
-        variance**2 / (mean.n - 1) for variance, mean in zip(variances, means, strict=True)
-    )
-    return difference, t_975(degrees) * math.sqrt(total)
+        """True if the interval of the change is without 0; False with one seed."""
+        return abs(self.change.value) > self.change.half_width
 
 
 def rows(stored: Results, again: Results) -> Iterator[Row]:
@@ -96,31 +82,35 @@ def rows(stored: Results, again: Results) -> Iterator[Row]:
         for setting in stored.figure.settings:
             for task in tasks_of(metric, setting):
                 for arm in (first, *others):
-                    if made(stored, again, setting, arm):
-                        sets = [runs.values(metric, setting, arm, task) for runs in (stored, again)]
-                        yield from _row(metric, label(metric, setting, task), arm, *sets)
+                    new = made(stored, again, setting, arm)
+                    sets = [runs.values(metric, setting, arm, task) for runs in (stored, again)]
+                    yield from _row(metric, label(metric, setting, task), arm, new, *sets)
                 for arm in others:
-                    if made(stored, again, setting, first, arm):
-                        pairs = [
-                            [runs.values(metric, setting, name, task) for name in (first, arm)]
-                            for runs in (stored, again)
-                        ]
-                        sets = [differences(*pair) for pair in pairs]
-                        of = label(metric, setting, task)
-                        yield from _row(metric, of, f"{first} − {arm}", *sets)
+                    new = made(stored, again, setting, first, arm)
+                    pairs = [
+                        [runs.values(metric, setting, name, task) for name in (first, arm)]
+                        for runs in (stored, again)
+                    ]
+                    sets = [differences(*pair) for pair in pairs]
+                    of = label(metric, setting, task)
+                    yield from _row(metric, of, f"{first} − {arm}", new, *sets)
 
 
-def made(stored: Results, again: Results, setting: str, *arms: str) -> bool:
-    """Return whether one of the arms was made again in a setting."""
-    return any(again.runs[setting, arm] is not stored.runs[setting, arm] for arm in arms)
+def made(stored: Results, again: Results, setting: str, *arms: str) -> list[bool]:
+    """Return for each seed whether the run of one of the arms was made again in a setting."""
+    pairs = (zip(stored.runs[setting, a], again.runs[setting, a], strict=True) for a in arms)
+    return [any(old is not new for old, new in of_seed) for of_seed in zip(*pairs, strict=True)]
 
 
 def _row(
-    metric: str, task: str, arm: str, stored: Sequence[float | None], again: Sequence[float | None]
-) -> Iterator[Row]:
-    known = [[value for value in values if value is not None] for values in (stored, again)]
-    if all(len(values) > 1 for values in known):
-        yield Row(metric, task, arm, *known)
+    metric: str, task: str, arm: str, new: Sequence[bool],
+    stored: Sequence[float | None], again: Sequence[float | None],
+) -> Iterator[Row]:  # fmt: skip
+    """Yield the row of the seeds whose values are known, if any of its runs was made again."""
+    known = [i for i, pair in enumerate(zip(stored, again, strict=True)) if None not in pair]
+    if len(known) > 1 and any(new):
+        sets = [[values[i] or 0.0 for i in known] for values in (stored, again)]
+        yield Row(metric, task, arm, *sets, made=[new[i] for i in known])
 
 
 def table(found: Sequence[Row]) -> str:
@@ -131,8 +121,9 @@ def table(found: Sequence[Row]) -> str:
     ]
     for row in found:
         digits = 0 if abs(fmean(row.stored)) >= 100 else 3
-        change = plus_minus(*row.change, digits) + (" **differs**" if row.differs else "")
+        change = plus_minus(row.change.value, row.change.half_width, digits)
         sets = (cell(row.stored), cell(row.again))
+        change += " **differs**" * row.differs
         within = "yes" if row.within else "**no**"
         lines.append(markdown_row(row.metric, row.task, row.arm, *sets, change, within))
     within, differing = sum(row.within for row in found), sum(row.differs for row in found)
@@ -152,7 +143,7 @@ def claims(stored: Results, again: Results) -> str:
     lines = [markdown_row("claim", "stored", "again"), markdown_row(*["---"] * 3)]
     for claim in stored.figure.claims:
         settings = (*(claim.settings or stored.figure.settings), *claim.minus)
-        if not any(made(stored, again, name, claim.better, claim.worse) for name in settings):
+        if not any(any(made(stored, again, name, claim.better, claim.worse)) for name in settings):
             continue
         values = [advantage(results, claim) for results in (stored, again)]
         verdicts = [verdict(each) for each in values]

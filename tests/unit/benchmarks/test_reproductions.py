@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import ttest_ind
+from scipy.stats import ttest_rel
 
 from support.paths import ROOT, benchmark
 
@@ -15,18 +16,26 @@ figures = benchmark("figures")
 reproductions = benchmark("reproductions")
 
 RESULTS = ROOT / "benchmarks" / "results" / "coevolution"
-STORED, AGAIN = (0.5, 0.6, 0.7), (0.9, 0.5, 0.4, 0.8)
+STORED = (0.5, 0.6, 0.7)
 
 
-def test_the_difference_of_two_means_is_that_of_welchs_test() -> None:
-    difference, half = reproductions.welch(AGAIN, STORED)
-    reference = ttest_ind(AGAIN, STORED, equal_var=False).confidence_interval()
-    assert difference == pytest.approx(0.05)
-    assert (difference - half, difference + half) == pytest.approx((reference.low, reference.high))
+def row(stored: Sequence[float], again: Sequence[float], made: Sequence[bool]) -> Any:
+    return reproductions.Row("seen", "room", "static", stored, again, made)
 
 
-def test_equal_values_differ_by_their_means_exactly() -> None:
-    assert reproductions.welch((0.5, 0.5), (0.25, 0.25)) == (0.25, 0.0)
+def test_the_change_is_that_of_the_paired_t_test() -> None:
+    stored, again = (0.5, 0.6, 0.7, 0.4), (0.9, 0.5, 0.4, 0.8)
+    change = row(stored, again, [True] * 4).change
+    reference = ttest_rel(again, stored).confidence_interval()
+    assert change.value == pytest.approx(0.1)
+    ends = (change.value - change.half_width, change.value + change.half_width)
+    assert ends == pytest.approx((reference.low, reference.high))
+
+
+def test_seeds_that_were_not_made_again_do_not_count_in_the_change() -> None:
+    change = row(STORED, (0.6, 0.6, 0.9), (True, False, True)).change
+    assert (change.value, change.n) == (pytest.approx(0.15), 2)
+    assert not row(STORED, (0.9, 0.6, 0.7), (True, False, False)).differs, "no interval"
 
 
 @pytest.mark.parametrize(
@@ -36,15 +45,16 @@ def test_equal_values_differ_by_their_means_exactly() -> None:
         (STORED, (0.5, 0.6, 0.7), True, False),
         (STORED, (0.94, 0.95, 0.95), False, True),
         (STORED, (0.5, 0.9, 1.3), False, False),
+        (STORED, (0.55, 0.66, 0.74), True, True),
         # A narrow stored interval: the new mean is outside, but itself uncertain.
         ((0.060, 0.065, 0.070), (-0.1, -0.05, 0.05), False, False),
     ],
 )
-def test_a_new_mean_may_be_outside_of_the_stored_interval_without_a_difference(
-    stored: Any, again: Any, within: bool, differs: bool
+def test_the_stored_interval_and_the_change_answer_different_questions(
+    stored: Sequence[float], again: Sequence[float], within: bool, differs: bool
 ) -> None:
-    row = reproductions.Row("seen", "room", "static", stored, again)
-    assert (row.within, row.differs) == (within, differs)
+    found = row(stored, again, [True] * 3)
+    assert (found.within, found.differs) == (within, differs)
 
 
 CLAIMS = (figures.Claim("co-evolved", "none", "seen"),)
