@@ -497,6 +497,7 @@ def test_evaluations_that_an_environment_does_not_support_are_refused(
 async def bank_of_one_entry(path: Path) -> None:
     database = await Database.open(path)
     database.connection.execute(
-        "INSERT INTO entries VALUES (1, 'e', 1, 'go east', 'room', 'goal', '[]', 'active', x'', '')"
+        "INSERT INTO entries VALUES "
+        "(1, 'e', 1, 'go east', 'room', 'goal', '[]', 'active', x'', '', NULL)"
     )
     await database.aclose()

@@ -144,7 +144,8 @@ async def bank_of(path: Path, *tasks: str) -> None:
     database = await Database.open(path)
     for number, task in enumerate(tasks, start=1):
         database.connection.execute(
-            "INSERT INTO entries VALUES (?, ?, 1, 'go east', ?, 'goal', '[]', 'active', x'', '')",
+            "INSERT INTO entries VALUES "
+            "(?, ?, 1, 'go east', ?, 'goal', '[]', 'active', x'', '', NULL)",
             (number, f"e{number}", task),
         )
     await database.aclose()
