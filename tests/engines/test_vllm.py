@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
@@ -38,6 +37,7 @@ from crl.modeling.loading import InProcessWeights, checksum
 from crl.modeling.weights import FileWeights
 from crl.scratch import SHARED_MEMORY
 from crl.types import KEPT_ID_BYTES, Completion, Sampling
+from support.engine_processes import alive, all_engine_processes, kill_worker
 from support.vllm_calls import in_flight
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -498,15 +498,6 @@ def processes(llm: AsyncLLM) -> list[psutil.Process]:
     return [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]
 
 
-def all_engine_processes() -> set[psutil.Process]:
-    """Return the processes of all engines of this process."""
-    return {
-        child
-        for child in alive(psutil.Process().children(recursive=True))
-        if "VLLM" in " ".join(child.cmdline())
-    }
-
-
 def pause(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         process.suspend()
@@ -515,14 +506,6 @@ def pause(processes: Iterable[psutil.Process]) -> None:
 def resume(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         process.resume()
-
-
-def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    return [
-        process
-        for process in processes
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
 
 
 async def gone(processes: Collection[psutil.Process]) -> None:
@@ -535,12 +518,6 @@ async def gone(processes: Collection[psutil.Process]) -> None:
             return
         await asyncio.sleep(0.1)
     raise TimeoutError
-
-
-def kill_worker() -> None:
-    """Kill the newest worker process of this process's engines."""
-    workers = [child for child in all_engine_processes() if "Worker" in " ".join(child.cmdline())]
-    os.kill(max(workers, key=lambda child: child.create_time()).pid, signal.SIGKILL)
 
 
 async def test_an_unsupported_model_is_rejected_with_the_supported_sizes(tmp_path: Path) -> None:

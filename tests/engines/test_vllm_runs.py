@@ -19,6 +19,7 @@ pytest.importorskip(
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from crl.scratch import SHARED_MEMORY
+from support.engine_processes import alive
 
 
 @pytest.mark.soak
@@ -54,14 +55,6 @@ def test_engines_do_not_outlive_a_killed_run(
     assert {folder.parent for folder in folders} == {SHARED_MEMORY, temporary}
     assert not [folder for folder in folders if folder.exists()]
     assert temporary_files(temporary) == []
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [
-        process
-        for process in processes
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
 
 
 def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:
