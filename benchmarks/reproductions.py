@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from coevolution import RESULTS, Run, Sweep
+from coevolution import RESULTS, Run, Sweep, runs_of
 from common import mean_and_interval
 from figures import FIGURES, Figure, Results, tasks_of
 from report import advantage, cell, differences, inequality, label, title
@@ -157,6 +157,12 @@ def claims(stored: Results, again: Results) -> str:
     return "\n".join(lines)
 
 
+def missing_runs(figure: Figure) -> list[Run]:
+    """Return the runs of a figure that are not stored."""
+    sweep = Sweep(RESULTS, RESULTS, quick=False)
+    return [run for run in runs_of(figure, figure.seeds) if not sweep.is_stored(run)]
+
+
 def read(figure: Figure, folder: Path) -> tuple[Results, Results, list[Run]]:
     """Return the stored runs of a figure, the same with the runs in `folder` instead, and these.
 
@@ -182,6 +188,9 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.figure:
         folder = arguments.again or AGAIN / name
+        missing = missing_runs(FIGURES[name])
+        if missing:
+            parser.error(f"{title(name)} has no stored run {missing[0].path}. Choose other figures")
         stored, again, new = read(FIGURES[name], folder)
         if not new:
             parser.error(f"{folder} has no run of {title(name)}. Give another --again")

@@ -123,3 +123,14 @@ def test_runs_that_were_not_made_again_keep_their_stored_ones(
     text = reproductions.claims(stored, again)
     assert "no split" in text
     assert "cross-group" not in text
+
+
+def test_a_figure_whose_runs_are_not_stored_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(reproductions, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["reproductions.py", "--figure", "3a"])
+    with pytest.raises(SystemExit):
+        reproductions.main()
+    error = capsys.readouterr().err
+    assert "Figure 3a has no stored run room/co-evolved/20. Choose other figures" in error
