@@ -6,11 +6,13 @@ The runs are real processes with games in worker processes. Their temporary fold
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import signal
 import subprocess
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +144,16 @@ def test_nothing_survives_an_end(kind: str, mark: str, tmp_path: Path) -> None:
             time.sleep(0.05)
     assert temporary_files(temporary) == []
     assert left == []
+
+
+def test_only_shared_memory_that_nobody_uses_was_left() -> None:
+    with new_shared_memory() as left:
+        used = multiprocessing.get_context("spawn").Lock()
+        unused = live_runs.SHARED_MEMORY / f"sem.unused-{uuid.uuid4().hex}"
+        unused.write_bytes(b"")
+    unused.unlink()
+    assert left == [unused.name]
+    del used
 
 
 def test_a_second_ctrl_c_says_which_steps_are_lost(mark: str, tmp_path: Path) -> None:

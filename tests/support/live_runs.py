@@ -104,12 +104,33 @@ def temporary_files(folder: Path) -> list[Path]:
 def new_shared_memory() -> Iterator[list[str]]:
     """Yield a list. On exit it has the names of new entries in shared memory that nobody uses.
 
-    A scratch folder whose lock is held belongs to a running process, for example of another test.
+    An entry that a running process maps is in use, and so is a scratch folder whose lock is held.
+    Both may belong to other tests, for example to their multiprocessing pools.
     """
     before = set(os.listdir(SHARED_MEMORY))
     left: list[str] = []
     yield left
-    left += [name for name in set(os.listdir(SHARED_MEMORY)) - before if not _is_locked(name)]
+    new = set(os.listdir(SHARED_MEMORY)) - before
+    mapped = _mapped_inodes() if new else set()
+    for name in new:
+        with suppress(FileNotFoundError):
+            if (SHARED_MEMORY / name).stat().st_ino not in mapped and not _is_locked(name):
+                left.append(name)
+
+
+def _mapped_inodes() -> set[int]:
+    """Return the inodes of all files in shared memory that a process maps.
+
+    A semaphore is created under another name, which its memory map keeps.
+    """
+    inodes = set()
+    for file in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            for line in file.read_text("utf-8", "replace").splitlines():
+                _, _, _, _, inode, *path = line.split(maxsplit=5)
+                if path and path[0].startswith(f"{SHARED_MEMORY}/"):
+                    inodes.add(int(inode))
+    return inodes
 
 
 def _is_locked(name: str) -> bool:
