@@ -136,12 +136,12 @@ $(VENV)/installed-docs: $(VENV)/installed
 docs: setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-## models: make the bundled models again (an hour on one core)
+## models: make the bundled models again (three hours on one core, and Java)
 models: setup
-	rm -rf build/models
-	$(BIN)/crl make-models --out build/models
+	@$(call install,$(VENV)) --editable '.[scienceworld]'
+	$(BIN)/crl make-models --out build/tiny-models
 	rm -rf crl/tiny/tiny-actor crl/tiny/tiny-extractor
-	mv build/models/tiny-actor build/models/tiny-extractor crl/tiny
+	mv build/tiny-models/tiny-actor build/tiny-models/tiny-extractor crl/tiny
 
 clean:
 	rm -rf $(VENV) $(ENGINES) build dist

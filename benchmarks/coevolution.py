@@ -3,9 +3,9 @@
     python benchmarks/coevolution.py --figure 3a --jobs 2
 
 Each run is a process of `crl train` on one core. Its config and all its metrics are stored in
-benchmarks/results/coevolution/SETTING/ARM/SEED.json.xz. Stored runs are not repeated, and
-interrupted ones are resumed. No run is left out because of its result. With --results FOLDER, the
-runs are made again and stored in that folder.
+benchmarks/results/coevolution/SETTING/ARM/SEED.json.xz; some figures have a folder of their own.
+Stored runs are not repeated, and interrupted ones are resumed. No run is left out because of its
+result. With --results FOLDER, the runs are made again and stored in that folder.
 
 Some arms take a bank or a model from a finished run of another arm. The directories of such runs
 are kept in --runs. If one is missing there, it is made again, and its stored result stays.
@@ -58,11 +58,13 @@ class Run(NamedTuple):
     setting: str
     arm: str
     seed: int
+    folder: str = ""
+    """Folder of the runs of its figure; see `Figure.folder`."""
 
     @property
     def path(self) -> Path:
         """Relative path of its stored result, without the extension."""
-        return Path(self.setting, self.arm.replace(" ", "-"), str(self.seed))
+        return Path(self.folder, self.setting, self.arm.replace(" ", "-"), str(self.seed))
 
 
 SOURCES = {arm.source for arm in ARMS.values() if arm.source}
@@ -131,7 +133,7 @@ class Sweep:
         return Results(
             figure,
             {
-                (setting, arm): [stored[Run(setting, arm, seed)] for seed in seeds]
+                (setting, arm): [stored[Run(setting, arm, seed, figure.folder)] for seed in seeds]
                 for setting in figure.settings
                 for arm in figure.arms
             },
@@ -255,7 +257,7 @@ class Sweep:
 def runs_of(figure: Figure, seeds: Sequence[int]) -> list[Run]:
     """Return the runs of a figure, seed by seed."""
     return [
-        Run(setting, arm, seed)
+        Run(setting, arm, seed, figure.folder)
         for seed in seeds
         for setting in figure.settings
         for arm in figure.arms

@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "webshop": ("webshop",),
     "alfworld": ("alfworld",),
     "sokoban": ("sokoban",),
+    "search_qa": ("search_qa",),
     "three": ("room", "webshop", "alfworld"),
     "six": ("room", "maze", "keyroom", "sokoban", "webshop", "alfworld"),
 }
@@ -217,6 +218,8 @@ class Figure:
     """What the paper says, with its numbers. Empty for comparisons that it does not have."""
     note: str = ""
     """What a reader must know to judge the result: paragraphs, with empty lines between them."""
+    folder: str = ""
+    """Folder of its runs below that of all runs, if it shares none with the other figures."""
 
 
 @dataclass(frozen=True)
@@ -536,7 +539,7 @@ FIGURES: Mapping[str, Figure] = {
          "right lessons, untrained extractor"),
         paper="An extractor of 30B parameters \"yields consistent improvement across tasks (+5 % "
         "on average)\" over one of 4B.",
-        note="The larger extractor has 2.7 times the parameters. It is not stored, and takes an "
+        note="The larger extractor has 2.7 times the parameters. It is not stored, and took an "
         "hour to make. It is larger, but not shown to write more right lessons before RL; the "
         "extractor of the paper is larger and better. The settings of its training are those that "
         "were tuned for the bundled one. With the [new runs of Figure 8](#other-figures), the "
@@ -743,7 +746,7 @@ FIGURES: Mapping[str, Figure] = {
         "Not in the paper: co-evolution is better than other methods of the field.",
         (*_better("co-evolved", "seen", "none", "gigpo", "role agent", "empo2"),
          *_better("co-evolved", "unseen with online bank", "empo2", "reflexion")),
-        ("room", "webshop", "alfworld"),
+        ("room", "webshop", "alfworld", "search_qa"),
         ("co-evolved", "none", "gigpo", "role agent", "empo2", "reflexion", "self-distillation"),
         THREE,
         ("training", "seen", "seen score", "seen with bank", "unseen", "unseen score",
@@ -752,7 +755,9 @@ FIGURES: Mapping[str, Figure] = {
         "other settings are those of the preset, which were tuned for `co-evolved`; no other arm "
         "was tuned. All arms have the same number of steps. `reflexion` trains nothing, and its "
         "training episodes are attempts until the first success, so its column `training` is not "
-        "comparable.",
+        "comparable. The models are the current bundled ones. The other figures have runs with "
+        "[those before](#conditions), so no run is shared with them.",
+        folder="methods",
     ),
 }  # fmt: skip
 """Figures by their number in the paper."""

@@ -3,7 +3,8 @@
     python benchmarks/large_extractor.py
 
 The recipe is that of the bundled extractor with a larger shape. The model is written to
-build/models/large-extractor. This takes an hour on one core.
+build/models/large-extractor. This takes some hours on one core, and needs the extra scienceworld
+and Java.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crl.tiny.recipe import RECIPES, make_model
-from crl.tiny.warm_start import Shape
+from crl.run.halves.make_models import make_model
+from crl.tiny.new_models import Shape
+from crl.tiny.recipe import RECIPES
 
 FOLDER = Path(__file__).parents[1] / "build" / "models" / "large-extractor"
 SHAPE = Shape(hidden=112, intermediate=336)
 
 
 def main() -> None:
-    FOLDER.mkdir(parents=True)
     recipe = replace(RECIPES["tiny-extractor"], shape=SHAPE)
     make_model(FOLDER, recipe, 0, command="python benchmarks/large_extractor.py")
 

@@ -172,7 +172,8 @@ def read(figure: Figure, folder: Path) -> tuple[Results, Results, list[Run]]:
     sweep, runs = Sweep(folder, folder, quick=False), dict(stored.runs)
     new: list[Run] = []
     for (setting, arm), old in stored.runs.items():
-        found = {run: sweep.stored(run) for run in (Run(setting, arm, s) for s in figure.seeds)}
+        wanted = [Run(setting, arm, seed, figure.folder) for seed in figure.seeds]
+        found = {run: sweep.stored(run) for run in wanted}
         if any(found.values()):
             runs[setting, arm] = [a or b for a, b in zip(found.values(), old, strict=True)]
             new += [run for run, result in found.items() if result]

@@ -1,8 +1,10 @@
 """Skills of the bundled models before RL, on places and chunks that were not in their training.
 
-    python benchmarks/warm_start.py --models DIRECTORY
+    python benchmarks/warm_start.py --models DIRECTORY --out FILE
 
 DIRECTORY is the output of `crl make-models`; without --models, the shipped models are measured.
+FILE gets the metrics as JSON. ScienceWorld is measured without its simulator. Its verdicts and
+merges, and those of search_qa, have new random draws, but the places are those of the training.
 Answers are sampled at temperature 1. Every metric is a share with its 95 % Wilson interval. An
 answer is right if it equals the demonstrator's answer.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +23,9 @@ from pathlib import Path
 import torch
 
 from crl.config.models import resolve_model
+from crl.config.schema import SearchSection
 from crl.engines.torch import TorchEngine
-from crl.envs import alfworld, room, webshop
+from crl.envs import alfworld, room, search_qa, webshop
 from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec, Runtime
 from crl.envs.hosting.threads import ThreadHost
@@ -33,6 +37,7 @@ from crl.envs.room.lessons import (
     true_stairs_direction,
     visited_cells,
 )
+from crl.envs.search_qa import lessons as search_lessons
 from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
 from crl.envs.webshop.lessons import right_brand, wrong_brands
@@ -42,11 +47,13 @@ from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
 from crl.methods.parts.distilling import Digest
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.demonstrations import Demonstration
 from crl.modeling.loading import load_model, load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
 from crl.rollout.critic import parse_critique
-from crl.tiny.drills import drill, grids, webshop_visits
+from crl.tiny.drills import drill, grids, scienceworld, search_qa_episodes, webshop_visits
+from crl.tiny.drills import search_qa as search_drills
 from crl.tiny.drills import webshop as webshop_drills
 from crl.tiny.drills.alfworld import chores
 from crl.tiny.drills.alfworld.houses import SmallHouse
@@ -61,8 +68,10 @@ from crl.tiny.drills.room import (
     verdicts,
 )
 from crl.tiny.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
-from crl.tiny.warm_start import Demonstration
 from crl.types import ExperienceUse, Sampling, Segment, Task
+
+SAMPLES_PER_PLACE = 2
+"""Number of verdicts and of merges of each kind, per place."""
 
 VERDICT_TOKENS, ANSWER_TOKENS = 24, 40
 """Maximal tokens of a verdict and of an extractor's answer, as in tasks/presets/cpu.toml."""
@@ -91,6 +100,16 @@ HOUSE = TaskLimits(
     chores.TURNS,
     16,
 )
+SEARCH = TaskLimits(
+    search_qa.configured_small(
+        SearchSection(top_k=search_qa_episodes.TOP_K), search_qa.no_embedder
+    ),
+    search_qa_episodes.TURNS,
+    16,
+)
+
+OTHER_WORLDS = range(101, 105)
+"""Seeds of worlds in which no demonstration of search_qa was played."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +229,7 @@ async def shop_metrics(path: Path, n: int) -> Metrics:
     actor = ChatModel.load(path)
     try:
         metrics = await advice_metrics(actor, SHOP, "shop", webshop.probe_tasks(n))
-        verdicts = await verdict_metrics(actor, webshop_drills.verdicts)
+        verdicts = await verdict_metrics(actor, webshop_drills.verdicts, SAMPLES_PER_PLACE * n)
     finally:
         await actor.engine.aclose()
     return metrics | {f"shop: {name}": outcomes for name, outcomes in verdicts.items()}
@@ -222,6 +241,26 @@ async def house_metrics(path: Path, n: int) -> Metrics:
         return await advice_metrics(actor, HOUSE, "house", alfworld.probe_tasks(n))
     finally:
         await actor.engine.aclose()
+
+
+async def search_metrics(path: Path, n: int) -> Metrics:
+    actor, tasks = ChatModel.load(path), SEARCH.spec.curriculum.probe_tasks
+    assert tasks is not None
+    try:
+        metrics = await advice_metrics(actor, SEARCH, "search", tasks(n))
+        verdicts = await verdict_metrics(actor, search_drills.verdicts, SAMPLES_PER_PLACE * n)
+    finally:
+        await actor.engine.aclose()
+    return metrics | {f"search: {name}": outcomes for name, outcomes in verdicts.items()}
+
+
+async def experiment_metrics(path: Path, n: int) -> Metrics:
+    actor = ChatModel.load(path)
+    try:
+        verdicts = await verdict_metrics(actor, scienceworld.verdicts, SAMPLES_PER_PLACE * n)
+    finally:
+        await actor.engine.aclose()
+    return {f"experiment: {name}": outcomes for name, outcomes in verdicts.items()}
 
 
 async def grid_metrics(path: Path, n: int) -> Metrics:
@@ -266,7 +305,7 @@ async def actor_metrics(path: Path, n: int) -> Metrics:
             await play_all(map(advisor.right, tasks), offer=True),
         )
         helped = await play_all(nothing, offer=True, replies=here)
-        verdict_shares = await verdict_metrics(actor, verdicts)
+        verdict_shares = await verdict_metrics(actor, verdicts, SAMPLES_PER_PLACE * n)
     finally:
         await actor.engine.aclose()
         await host.aclose()
@@ -329,7 +368,9 @@ async def extractor_metrics(path: Path, n: int) -> Metrics:
                 else "after some moves"
             )
             metrics[f"refinement right: {kind}"].append(answer == refinement(segments, text))
-        for op, right in (await right_answers(extractor, merges, ANSWER_TOKENS)).items():
+        for op, right in (
+            await right_answers(extractor, merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n)
+        ).items():
             metrics[f"merge right: {op}"] += right
     finally:
         await extractor.engine.aclose()
@@ -351,7 +392,9 @@ async def shop_lesson_metrics(path: Path, n: int) -> Metrics:
 
     try:
         metrics = await lesson_metrics(extractor, "shop", webshop_digest, episodes, check_lesson)
-        merged = await right_answers(extractor, webshop_drills.merges, ANSWER_TOKENS)
+        merged = await right_answers(
+            extractor, webshop_drills.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
+        )
     finally:
         await extractor.engine.aclose()
     return metrics | {f"shop: merge right: {op}": right for op, right in merged.items()}
@@ -373,6 +416,43 @@ async def house_lesson_metrics(path: Path, n: int) -> Metrics:
         )
     finally:
         await extractor.engine.aclose()
+
+
+async def search_lesson_metrics(path: Path, n: int) -> Metrics:
+    extractor = ChatModel.load(path)
+    played = replace(search_qa_episodes.EXTRACTOR_EPISODES, world_seeds=OTHER_WORLDS)
+
+    def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
+        kind, name = search_lessons.read(text) if text else ("none", "")
+        right = {
+            "search": name == search_lessons.key_name(episode.segments),
+            "skip": name in search_lessons.wrong_names(episode.segments),
+        }
+        labels = {"search": "key right", "skip": "wrong name right"}
+        return kind, {labels[kind]: right[kind]} if kind in labels else {}
+
+    try:
+        metrics = await lesson_metrics(
+            extractor, "search", search_lessons.digest,
+            list(played.episodes(random.Random(5), n)), check_lesson,
+        )  # fmt: skip
+        merged = await right_answers(
+            extractor, search_drills.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
+        )
+    finally:
+        await extractor.engine.aclose()
+    return metrics | {f"search: merge right: {op}": right for op, right in merged.items()}
+
+
+async def experiment_merge_metrics(path: Path, n: int) -> Metrics:
+    extractor = ChatModel.load(path)
+    try:
+        merged = await right_answers(
+            extractor, scienceworld.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
+        )
+    finally:
+        await extractor.engine.aclose()
+    return {f"experiment: merge right: {op}": right for op, right in merged.items()}
 
 
 LessonCheck = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
@@ -407,7 +487,7 @@ async def lesson_metrics(
 
 
 async def verdict_metrics(
-    model: ChatModel, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int = 1000
+    model: ChatModel, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int
 ) -> Metrics:
     """Return whether verdicts are readable, and whether they follow the success rate."""
     demonstrations = list(drill(random.Random(7), n))
@@ -428,7 +508,7 @@ async def right_answers(
     model: ChatModel,
     drill: Callable[[random.Random, int], Iterator[Demonstration]],
     tokens: int,
-    n: int = 1000,
+    n: int,
 ) -> dict[str, list[bool]]:
     """Return whether the speaker gives the drill's answers, by the first word of the answer."""
     demonstrations = list(drill(random.Random(7), n))
@@ -454,20 +534,33 @@ def main() -> None:
         "--models", type=Path, help="directory that contains tiny-actor and tiny-extractor"
     )
     parser.add_argument("--places", type=int, default=512, help="number of places of each task")
+    parser.add_argument("--out", type=Path, help="file for the metrics, as JSON")
     arguments = parser.parse_args()
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     measurements = {
-        "tiny-actor": (actor_metrics, shop_metrics, house_metrics, grid_metrics),
-        "tiny-extractor": (extractor_metrics, shop_lesson_metrics, house_lesson_metrics),
-    }
+        "tiny-actor": (
+            actor_metrics, shop_metrics, house_metrics, grid_metrics, search_metrics,
+            experiment_metrics,
+        ),
+        "tiny-extractor": (
+            extractor_metrics, shop_lesson_metrics, house_lesson_metrics, search_lesson_metrics,
+            experiment_merge_metrics,
+        ),
+    }  # fmt: skip
+    shares: dict[str, dict[str, dict[str, int]]] = {}
     for name, functions in measurements.items():
         path = arguments.models / name if arguments.models else resolve_model(name)
         print(name)
+        shares[name] = {}
         for measure in functions:
             for metric, outcomes in asyncio.run(measure(path, arguments.places)).items():
-                print(
-                    f"  {metric:<44} {SuccessRate(sum(outcomes), len(outcomes))}  n {len(outcomes)}"
-                )
+                right, n = sum(outcomes), len(outcomes)
+                print(f"  {metric:<44} {SuccessRate(right, n)}  n {n}")
+                shares[name][metric] = {"true": right, "n": n}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(shares, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,13 @@ DistillationSamples = tuple[float, Sequence[TokenTrace]]
 """Advantage of a trajectory's self-distillation samples, and the traces of these samples."""
 
 
-def micro_batches(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of `lengths` in micro-batches of at most `budget` tokens each.
 
-    Every index appears exactly once. `lengths` are the tokens of each sample. If `padded` is true,
-    a micro-batch counts rows × longest row. A sample longer than the budget gets a micro-batch
-    with no other sample. Samples are ordered by length, longest first, ties by index. Therefore
-    samples of similar length share a micro-batch, which keeps padding small, and a step that does
-    not fit in memory fails at its start.
+    Every index appears exactly once. `lengths` are the tokens of each sample. A sample longer than
+    the budget gets a micro-batch with no other sample. Samples are ordered by length, longest
+    first, ties by index. Therefore samples of similar length share a micro-batch, which keeps
+    padding small, and a step that does not fit in memory fails at its start.
 
     Raise `ValueError` if the budget or any length is below 1.
     """
@@ -39,10 +38,9 @@ def micro_batches(lengths: Sequence[int], budget: int, *, padded: bool = False) 
     batches: list[list[int]] = []
     tokens = 0  # tokens of the last micro-batch
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[batches[-1][0]] if padded and batches else lengths[index]
-        if batches and tokens + length <= budget:
+        if batches and tokens + lengths[index] <= budget:
             batches[-1].append(index)
-            tokens += length
+            tokens += lengths[index]
         else:
             batches.append([index])
             tokens = lengths[index]

@@ -327,11 +327,11 @@ bank.app.command("build", cls=Command)(build)
 def make_models(
     out: Annotated[
         Path,
-        typer.Option(metavar="DIR", help="New or empty directory for the models' directories."),
+        typer.Option(metavar="DIR", help="Directory for the directories of the models."),
     ] = Path("models"),
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random numbers.")] = 0,
 ) -> None:
-    """Create the bundled tiny models from scratch."""
-    from crl.tiny.recipe import make_all_models
+    """Create the bundled tiny models from scratch, in hours. Finished models are kept."""
+    from crl.run.halves.make_models import make_all_models
 
     make_all_models(out, seed)

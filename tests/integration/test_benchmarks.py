@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from support.paths import ROOT
+from support.paths import ROOT, benchmark
 
 ARMS = ("off", "on", "ask", "critic")
 
@@ -503,3 +503,26 @@ def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):
     for kind in ("first turn", "advice", "distil"):
         assert room[kind]["usable"] == 1, "the bundled models know these prompts"
     assert room["advice"]["prompt_tokens"] > room["first turn"]["prompt_tokens"]
+
+
+def test_the_skills_of_the_bundled_models_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "skills.json"
+    command = [sys.executable, "benchmarks/warm_start.py", "--places", "2", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    skills = json.loads(out.read_text("utf-8"))
+    assert len(done.stdout.splitlines()) == sum(len(metrics) + 1 for metrics in skills.values())
+    for task in ("", "shop: ", "house: ", "maze_small: ", "search: "):
+        assert skills["tiny-actor"][f"{task}success, right advice"]["n"] == 2
+    assert skills["tiny-actor"]["experiment: verdict readable"]["n"] == 4
+    for task in ("shop: ", "house: ", "search: "):
+        assert skills["tiny-extractor"][f"{task}lesson malformed"]["n"] == 2
+    assert any(name.startswith("experiment: merge") for name in skills["tiny-extractor"])
+
+
+def test_agents_search_with_the_settings_of_a_run() -> None:
+    """A search of the measured tiny actor has one document, as in tasks/search_qa.toml."""
+    spec = benchmark("warm_start").SEARCH.spec
+    game, (task,) = spec.make_game("compact"), spec.curriculum.probe_tasks(1)
+    game.reset(task)
+    name = spec.curriculum.advisor.right(task).removeprefix("search ").removesuffix(".")
+    assert len(game.step(f"search[ {name}]").text.splitlines()) == 1

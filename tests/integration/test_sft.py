@@ -110,6 +110,20 @@ def test_a_tenth_of_the_updates_is_the_warm_up(
     assert rates[1:] == pytest.approx([1e-3] * 3)
 
 
+def test_a_long_training_has_fewer_lines_per_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft, "MAX_LINES", 2)
+    file, run = tmp_path / "talks.jsonl", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 30, "utf-8")
+    result = crl(
+        "sft", "--from", file, "--tasks", "room", "--held-out", 0, "--epochs", 1,
+        "--batch-tokens", 1, "--run-dir", run,
+    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert [line["step"] for line in metrics(run, "sft")] == [15, 30]
+
+
 @pytest.mark.parametrize(
     ("patience", "best", "last"), [(1, 1, 2), (2, 3, 5)], ids=["patience 1", "patience 2"]
 )
@@ -406,20 +420,6 @@ def test_a_model_learns_the_drills_of_the_other_role(role: str, model: str, tmp_
     assert [path.name for path in run.iterdir() if path.is_dir()] == [role]
     later = ("train", *TASK, "--set", f"{role}.model={run}/{role}", "--dry-run")
     assert crl(*later).exit_code == 0
-
-
-@pytest.mark.parametrize("role", ["actor", "extractor"])
-def test_a_model_learns_drills_that_the_bundled_models_have_not_learnt(
-    role: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    result = crl(
-        "sft", "--from", "drills", "--role", role, "--tasks", "search_qa", *FAST,
-        "--demonstrations", 60, "--epochs", 2, "--run-dir", run,
-    )  # fmt: skip
-    assert (result.exit_code, result.stderr) == (0, "")
-    start, best = losses(result.stdout)
-    assert best < start - 0.5
 
 
 def test_the_extractor_learns_from_conversations(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 from crl.cli import completion
 from crl.cli.command import Seed, Sets, command
 from crl.cli.runs.halves import NewRun, new_folder, run_of_file, shard_of_file
+from crl.config.supervised import OBJECTIVE, decay_key, rate_key, role_settings
 from crl.errors import ConfigError
 from crl.types import RoleName
 
@@ -54,19 +55,6 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 
 LEARNING_RATE = 1e-4
 """Default of --learning-rate."""
-
-OBJECTIVE: Mapping[RoleName, Mapping[str, Any]] = {
-    "actor": {
-        "temperature": 1.0,
-        "kl_coef": 0.0,
-        # Demonstrations have no log-probs of an engine.
-        "old_logp": "behaviour",
-        "importance_cap": None,
-    },
-    "extractor": {"temperature": 1.0, "kl_coef": 0.0},
-}
-"""Settings of each role that the loss of supervised fine-tuning fixes."""
-
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,23 +191,25 @@ def sft(
     _refuse_unused(kind, given)
     _refuse_decay(role, sets)
     _refuse_no_samples(source, kind, role, held_out)
-    options = {"run.steps": steps or STEPS} | _role_settings(role, model)
+    options = {"run.steps": steps or STEPS} | role_settings(role, model)
     options |= {} if seed is None else {"run.seed": seed}
-    rate = {_rate_key(role): LEARNING_RATE if learning_rate is None else learning_rate}
+    rate = {rate_key(role): LEARNING_RATE if learning_rate is None else learning_rate}
     if kind == "recorded":
         config, own = _config_of_run(Path(source), options | rate, sets), {*_settings(sets)}
     else:
         config, own = _config_of_tasks(source, tasks, preset or "cpu", options, sets)
-        if learning_rate is not None or _rate_key(role) not in own:
+        if learning_rate is not None or rate_key(role) not in own:
             config, _ = _config_of_tasks(source, tasks, preset or "cpu", options | rate, sets)
     _require_objective(config, role)
     from crl.run.halves import sft as halves
     from crl.run.halves.commands import fine_tune_on
 
-    drills = (demonstrations or DEMONSTRATIONS) if kind == DRILLS else 0
+    drilled = None
+    if kind == DRILLS:
+        drilled = halves.drilled(config, role, demonstrations or DEMONSTRATIONS)
     return fine_tune_on(
         config,
-        halves.Source(source, _files(source, kind), lost, drills),
+        halves.Source(source, _files(source, kind), lost, drilled),
         run_dir or new_folder("sft"),
         halves.SftSettings(
             role, epochs, batch_tokens, held_out, patience, _warmup(config, role, own), decay,
@@ -262,30 +252,10 @@ def _refuse_no_samples(source: str, kind: str, role: RoleName, held_out: float) 
         raise ConfigError("--held-out", held_out, reason, "Use a share below 1")
 
 
-def _role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
-    """Return settings with which `role` is trained. `model` is None for that of the config."""
-    settings: dict[str, Any] = {f"{role}.{name}": value for name, value in OBJECTIVE[role].items()}
-    if model is not None:
-        settings[f"{role}.model"] = model
-    settings[_decay_key(role)] = 0  # not that of a run or of a preset; see --decay
-    # With the method grpo, no other model is needed.
-    return settings | {f"{role}.train": True} | ({"method": "grpo"} if role == "actor" else {})
-
-
-def _rate_key(role: RoleName) -> str:
-    """Return the key of the learning rate of a role."""
-    return f"{role}.optimizer.learning_rate"
-
-
-def _decay_key(role: RoleName) -> str:
-    """Return the key of the update at which the learning rate of a role is 0."""
-    return f"{role}.optimizer.decay_steps"
-
-
 def _refuse_decay(role: RoleName, sets: Sequence[str] | None) -> None:
     """Raise `ConfigError` if `--set` gives the update at which the learning rate is 0."""
     given = _settings(sets)
-    if (key := _decay_key(role)) in given:
+    if (key := decay_key(role)) in given:
         reason = "does not apply: supervised fine-tuning computes the number of updates itself"
         raise ConfigError(key, given[key], reason, "Leave it out; use --decay for a decay")
 

@@ -69,10 +69,11 @@ def _spec(name: str, libraries: Libraries) -> EnvSpec:
     )
 
 
-def _no_embedder(section: EmbedderSection) -> EmbedTexts:
+def no_embedder(section: EmbedderSection) -> EmbedTexts:
+    """Raise `ConfigError`: no model embeds documents."""
     reason = "cannot be opened for an environment without a task"
     raise ConfigError("search.embedder.model", section.model, reason, "Use the retriever bm25")
 
 
-SPEC = configured(SearchSection(), _no_embedder)
-SMALL_SPEC = configured_small(SearchSection(), _no_embedder)
+SPEC = configured(SearchSection(), no_embedder)
+SMALL_SPEC = configured_small(SearchSection(), no_embedder)

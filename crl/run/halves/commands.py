@@ -94,7 +94,7 @@ def fine_tune_on(
     `folder`. Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config, checks=preflight.fine_tuning_checks(settings.role))
-    scripted = source.files is None and not source.drills
+    scripted = source.files is None and source.drilled is None
     if scripted:
         scripted_players(specs(config))
     elif isinstance(source.files, Mapping):

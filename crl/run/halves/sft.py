@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from crl.algo.losses import NextTokenLoss
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError, CrlError
 from crl.failures import reported
-from crl.modeling.demonstrations import demonstrated_traces
+from crl.modeling.demonstrations import Demonstration, demonstrated_traces
 from crl.modeling.files import copy_model_files
 from crl.modeling.loading import first_line
 from crl.modeling.tokens import ChatRenderer
@@ -33,7 +34,7 @@ from crl.run.models import (
 )
 from crl.run.sync import sync_weights
 from crl.seeds import generator
-from crl.tiny.drills import demonstrations, drills_of
+from crl.tiny.drills import demonstrations, drills_of, scaled
 from crl.tiny.drills.drill import Part
 from crl.types import (
     CURRENT_POLICY,
@@ -47,7 +48,10 @@ from crl.types import (
 from crl.wording import counted
 
 LOG_EVERY = 10
-"""Number of updates whose metrics are averaged in one line."""
+"""Minimum number of updates whose metrics are averaged in one line."""
+
+MAX_LINES = 200
+"""Maximum number of lines with metrics of the training, apart from those that end an epoch."""
 
 WARMUP_SHARE = 0.1
 """Default share of the updates over which the learning rate rises."""
@@ -88,8 +92,8 @@ class Source:
     """
     lost: bool = False
     """True if lost episodes are demonstrations too."""
-    drills: int = 0
-    """Number of demonstrations from the drills that the settings need; 0 for other sources."""
+    drilled: Iterable[tuple[str, Demonstration]] | None = None
+    """Demonstrations of drills with their places, which are read once; None = another source."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +176,11 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
 
 
 def drilled(
-    config: RunConfig, role: RoleName, renderer: ChatRenderer, n: int
-) -> list[Demonstrated]:
+    config: RunConfig, role: RoleName, n: int
+) -> Iterator[tuple[str, Demonstration]]:  # fmt: skip
     """Return about `n` demonstrations of the drills that the settings of a run need.
+
+    Each has its place. They are made when they are read.
 
     Raise `ConfigError` if a task has no drills of the role, or they have another rendering.
     """
@@ -202,10 +208,7 @@ def drilled(
         reason = "is not the profile of the drills"
         remedy = f"Add --set {role}.profile=compact, or use another --from"
         raise ConfigError(f"{role}.profile", profile, reason, remedy)
-    return [
-        Demonstrated(place, demonstrated_traces(segments, renderer))
-        for place, segments in demonstrations(drills, n, config.run.seed)
-    ]
+    return demonstrations(scaled(drills, n), config.run.seed)
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +244,7 @@ async def _fine_tune(
         f"tokens; {counted(len(held_out), 'demonstration')} held out"
     )
     # All epochs now, because the warm-up depends on the number of updates.
-    epochs = [list(_minibatches(samples, settings, draws)) for _ in range(settings.epochs)]
+    epochs = [_batches(samples, settings.batch_tokens, draws) for _ in range(settings.epochs)]
     config = _with_schedule(config, settings, sum(map(len, epochs)), monitor)
     role = replace(role, section=getattr(config, role.name))
     gpus = assigned_gpus(config, only=settings.role)
@@ -249,9 +252,11 @@ async def _fine_tune(
     engine = await open_role_engine(config, gpus, role, stack, trained=True) if held_out else None
     start = best = await _held_out_loss(engine, held_out)
     result, worse, updates = SftResult(start, start, 0), 0, 0
-    for epoch, minibatches in enumerate(epochs, start=1):
-        await _train_epoch(learner, minibatches, updates, monitor)
-        updates += len(minibatches)
+    log_every = max(LOG_EVERY, math.ceil(sum(map(len, epochs)) / MAX_LINES))
+    for epoch, batches in enumerate(epochs, start=1):
+        minibatches = (minibatch(batch, settings.context_weight) for batch in batches)
+        await _train_epoch(learner, minibatches, updates, monitor, log_every)
+        updates += len(batches)
         if engine:
             await sync_weights(learner, engine)
         loss = await _held_out_loss(engine, held_out)
@@ -298,17 +303,22 @@ def _with_schedule(
 
 
 async def _train_epoch(
-    learner: Learner, minibatches: Sequence[Minibatch], updates: int, monitor: Monitor
-) -> None:
-    """Make one update for each minibatch. `updates`: number of earlier updates, for the log."""
+    learner: Learner, minibatches: Iterable[Minibatch], updates: int, monitor: Monitor,
+    log_every: int,
+) -> None:  # fmt: skip
+    """Make one update for each minibatch, and log the means over each `log_every` of them.
+
+    `updates`: number of earlier updates, for the log.
+    """
     recent: list[StepStats] = []
-    for update, minibatch in enumerate(minibatches, start=updates + 1):
+    for minibatch in minibatches:
         recent.append(await learner.step([minibatch]))
-        if len(recent) == LOG_EVERY:
-            monitor.log(update, "sft", _metrics(recent))
+        updates += 1
+        if len(recent) == log_every:
+            monitor.log(updates, "sft", _metrics(recent))
             recent.clear()
     if recent:
-        monitor.log(updates + len(minibatches), "sft", _metrics(recent))
+        monitor.log(updates, "sft", _metrics(recent))
 
 
 def _metrics(updates: Sequence[StepStats]) -> dict[str, float]:
@@ -341,13 +351,17 @@ def _demonstrations(
 ) -> list[Demonstrated]:
     """Return the demonstrations that fit into the context. Raise `ConfigError` if there is none."""
     talks = isinstance(source.files, Path)
-    if source.drills:
-        found = drilled(config, role.name, role.renderer, source.drills)
+    renderer = role.renderer
+    if source.drilled is not None:
+        found = [
+            Demonstrated(place, demonstrated_traces(segments, renderer))
+            for place, segments in source.drilled
+        ]
     elif isinstance(source.files, Path):
-        found = conversations(source.files, role.renderer)
+        found = conversations(source.files, renderer)
     else:
         assert source.files is not None
-        found = recorded_demonstrations(config, role.renderer, source.files, lost=source.lost)
+        found = recorded_demonstrations(config, renderer, source.files, lost=source.lost)
     if not found:
         reason, remedy = "no episode was won", "or --lost to train on lost episodes too"
         if talks or source.lost:
@@ -394,16 +408,15 @@ def _split(
     return parts
 
 
-def _minibatches(
-    samples: Sequence[TokenTrace], settings: SftSettings, draws: random.Random
-) -> Iterator[Minibatch]:
-    """Yield the minibatches of an epoch, in random order and with random samples."""
+def _batches(
+    samples: Sequence[TokenTrace], batch_tokens: int, draws: random.Random
+) -> list[list[TokenTrace]]:
+    """Return the batches of an epoch, in random order and with random samples."""
     order = draws.sample(range(len(samples)), len(samples))
     # Random offsets mix samples of neighbouring lengths.
     lengths = [len(samples[i].ids) + draws.randrange(16) for i in order]
-    batches = micro_batches(lengths, settings.batch_tokens)
-    for batch in draws.sample(batches, len(batches)):
-        yield minibatch([samples[order[i]] for i in batch], settings.context_weight)
+    batches = micro_batches(lengths, batch_tokens)
+    return [[samples[order[i]] for i in batch] for batch in draws.sample(batches, len(batches))]
 
 
 def minibatch(traces: Sequence[TokenTrace], context_weight: float) -> Minibatch:

@@ -5,22 +5,19 @@ Each task has a module with its drills. New drills can be added to the lists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from crl.envs.registry import require_extra
+from crl.envs.scienceworld import SMALL_SPEC as SCIENCEWORLD
 from crl.modeling.demonstrations import Demonstration
 from crl.seeds import generator
 from crl.tiny.drills import alfworld, grids, room, scienceworld, search_qa, webshop
 from crl.tiny.drills.drill import Drill, Part
 from crl.types import RoleName
 
-TASK_MODULES = (room, webshop, alfworld, grids)
-"""Modules whose drills are in the recipes of the bundled models."""
-
-UNUSED_MODULES = (scienceworld, search_qa)
-"""Modules with drills that the bundled models have not learnt.
-
-To add one to the recipes, move it to `TASK_MODULES` and make the models again.
-"""
+TASK_MODULES = (room, webshop, alfworld, grids, search_qa, scienceworld)
+"""Modules with drills."""
 
 ACTOR_DRILLS: tuple[Drill, ...] = tuple(
     drill for module in TASK_MODULES for drill in module.ACTOR_DRILLS
@@ -33,29 +30,30 @@ EXTRACTOR_DRILLS: tuple[Drill, ...] = tuple(
 
 
 def drills_of(role: RoleName, envs: Collection[str], parts: Collection[Part]) -> list[Drill]:
-    """Return the drills of a role in some environments that some parts of a run need.
-
-    They include drills that the bundled models have not learnt.
-    """
-    drills = [
-        drill
-        for module in (*TASK_MODULES, *UNUSED_MODULES)
-        for drill in (module.ACTOR_DRILLS if role == "actor" else module.EXTRACTOR_DRILLS)
-    ]
+    """Return the drills of a role in some environments that some parts of a run need."""
+    drills = ACTOR_DRILLS if role == "actor" else EXTRACTOR_DRILLS
     return [drill for drill in drills if drill.env in envs and drill.part in parts]
 
 
-def demonstrations(
-    drills: Sequence[Drill], n: int, seed: int
-) -> Iterator[tuple[str, Demonstration]]:
-    """Yield about `n` demonstrations with their places, at least one of each drill.
+def require_simulators(drills: Iterable[Drill]) -> None:
+    """Raise `ConfigError` if an extra or a program is missing that demonstrations need."""
+    if any(drill.env == SCIENCEWORLD.name for drill in drills):
+        require_extra(SCIENCEWORLD, "environment")
 
-    The shares of the drills are those in the recipes of the bundled models.
+
+def scaled(drills: Sequence[Drill], n: int) -> list[Drill]:
+    """Return the drills with about `n` demonstrations together, at least one of each drill.
+
+    Their shares are those in the recipes of the bundled models.
     """
     total = sum(drill.count for drill in drills)
+    return [replace(drill, count=max(1, round(n * drill.count / total))) for drill in drills]
+
+
+def demonstrations(drills: Iterable[Drill], seed: int) -> Iterator[tuple[str, Demonstration]]:
+    """Yield the demonstrations of the drills with their places."""
     for drill in drills:
-        count = max(1, round(n * drill.count / total))
-        for demonstration in drill.make(generator(seed, "drill", drill.name), count):
+        for demonstration in drill.make(generator(seed, "drill", drill.name), drill.count):
             yield _place(drill, demonstration), demonstration
 
 

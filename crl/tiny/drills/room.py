@@ -173,8 +173,8 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
 
 
 ACTOR_DRILLS = (
-    Drill("room walks", 12_000, ACTOR_WALKS.make, NAME),
-    Drill("room walks with questions", 5_000, ASKING_WALKS.make, NAME, "ask"),
+    Drill("room walks", 18_000, ACTOR_WALKS.make, NAME),
+    Drill("room walks with questions", 7_000, ASKING_WALKS.make, NAME, "ask"),
     Drill("verdicts", 2_000, verdicts, NAME, "critic"),
 )
 EXTRACTOR_DRILLS = (

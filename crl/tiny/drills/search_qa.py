@@ -4,8 +4,6 @@ The actor imitates scripted episodes. Most of them are played under advice; in s
 ask. The actor also judges lessons. The extractor answers digests of episodes with one lesson of a
 randomly drawn kind. A lesson that names an entity is true of its episode. The extractor also
 answers questions of agents and merges the lessons of a topic.
-
-The bundled models were made without these drills.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from crl.tiny.drills.search_qa_episodes import (
     CHOICE_EPISODES,
     EXTRACTOR_EPISODES,
     OTHER_KINDS,
+    WORLD_SEEDS,
     demonstration_libraries,
     demonstration_task,
     random_names,
@@ -84,7 +83,7 @@ def makes_claim(text: str) -> bool:
 
 def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     kinds = list(LESSONS)
-    libraries = demonstration_libraries()
+    libraries = demonstration_libraries(WORLD_SEEDS)
     return drill.verdicts(
         rng,
         (
@@ -97,9 +96,13 @@ def verdicts(rng: random.Random, n: int) -> Iterator[Demonstration]:
     )
 
 
-ACTOR_DRILLS = (
+COPY_DRILLS = (
     Drill("searches", 8_000, ACTOR_EPISODES.make, SMALL),
-    Drill("search choices", 8_000, CHOICE_EPISODES.make, SMALL),
+    Drill("search choices", 10_000, CHOICE_EPISODES.make, SMALL),
+)
+"""Drills in which advice and hits contain the same words."""
+ACTOR_DRILLS = (
+    *COPY_DRILLS,
     Drill("searches with questions", 1_000, ASKING_EPISODES.make, SMALL, "ask"),
     Drill("verdicts on searches", 1_000, verdicts, SMALL, "critic"),
 )

@@ -29,8 +29,8 @@ from crl.types import Observation, Segment, Task
 TURNS, TOP_K = 4, 1
 """Turn limit and documents per search, as in tasks/search_qa.toml."""
 
-WORLDS, LANDS = 8, 3
-"""Number of generated worlds, and of the lands in each; a world has 750 documents."""
+WORLD_SEEDS, LANDS = range(1, 9), 3
+"""Seeds of the generated worlds, and number of lands in each; a world has 750 documents."""
 
 CONTEXT = ChatContext({SMALL: ""})
 OTHER_KINDS = [kind for kind in LESSONS if kind != "search"]
@@ -164,15 +164,17 @@ class SearchEpisodes:
     """True if the agent may ask; some agents do so at the start."""
     turns: int = TURNS
     """Maximal turns of an episode."""
+    world_seeds: range = WORLD_SEEDS
+    """Seeds of the generated worlds."""
 
     def make(self, rng: random.Random, n: int) -> Iterator[Demonstration]:
         return (episode.segments for episode in self.episodes(rng, n))
 
     def episodes(self, rng: random.Random, n: int) -> Iterator[Episode]:
-        libraries = demonstration_libraries()
+        libraries = demonstration_libraries(self.world_seeds)
         games = [SearchGame("compact", library, TOP_K) for library in libraries]
         for _ in range(n):
-            number = rng.randrange(WORLDS)
+            number = rng.randrange(len(libraries))
             yield self._episode(games[number], libraries[number].topics, rng)
 
     def _episode(self, game: SearchGame, topics: Topics, rng: random.Random) -> Episode:
@@ -228,8 +230,8 @@ def question_reply(topic: Topic, fallback: Persona, rng: random.Random) -> tuple
 
 
 @cache
-def demonstration_libraries() -> tuple[Library, ...]:
-    worlds = (generate(seed, LANDS) for seed in range(1, WORLDS + 1))
+def demonstration_libraries(seeds: range) -> tuple[Library, ...]:
+    worlds = (generate(seed, LANDS) for seed in seeds)
     return tuple(
         Library(
             generated_topics(lands, {}),
@@ -248,7 +250,7 @@ def demonstration_task(topics: Topics, rng: random.Random) -> Task:
 
 def random_names(rng: random.Random) -> Sequence[str]:
     """Return the names that the texts of a random topic contain: the key, and others."""
-    topics = rng.choice(demonstration_libraries()).topics
+    topics = rng.choice(demonstration_libraries(WORLD_SEEDS)).topics
     topic = rng.choice(topics.train)
     return (topic.key, *topic.distractors)
 

@@ -23,20 +23,12 @@ def test_samples_of_similar_length_share_a_micro_batch():
     assert micro_batches([3, 9, 4, 1, 2], 9) == [[1], [2, 0, 4], [3]]
 
 
-def test_padded_rows_count_as_the_longest_row():
-    # By length: 9 | 4, 3 | 2, 1. 9 fills the budget. 2 rows of 4 are 8, and a third row would make
-    # 12. 2 rows of 2 are 4.
-    assert micro_batches([3, 9, 4, 1, 2], 9, padded=True) == [[1], [2, 0], [4, 3]]
+def test_a_sample_longer_than_the_budget_has_its_own_micro_batch():
+    assert micro_batches([20, 2, 30, 2], 9) == [[2], [0], [1, 3]]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_sample_longer_than_the_budget_has_its_own_micro_batch(padded):
-    assert micro_batches([20, 2, 30, 2], 9, padded=padded) == [[2], [0], [1, 3]]
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_equal_lengths_stay_in_order(padded):
-    assert micro_batches([5, 5, 5, 5, 5], 10, padded=padded) == [[0, 1], [2, 3], [4]]
+def test_equal_lengths_stay_in_order():
+    assert micro_batches([5, 5, 5, 5, 5], 10) == [[0, 1], [2, 3], [4]]
 
 
 def test_empty_input_gives_no_micro_batch():
@@ -44,22 +36,19 @@ def test_empty_input_gives_no_micro_batch():
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200), st.booleans())
-def test_every_index_appears_once_and_the_budget_is_kept(lengths, budget, padded):
-    batches = micro_batches(lengths, budget, padded=padded)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200))
+def test_every_index_appears_once_and_the_budget_is_kept(lengths, budget):
+    batches = micro_batches(lengths, budget)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        contents = [lengths[i] for i in batch]
-        assert (
-            len(batch) == 1 or (len(batch) * max(contents) if padded else sum(contents)) <= budget
-        )
-    assert micro_batches(lengths, budget, padded=padded) == batches
-    if not padded:  # no two neighbours could have been merged
-        totals = [sum(lengths[i] for i in batch) for batch in batches]
-        assert all(
-            total + lengths[after[0]] > budget
-            for total, after in zip(totals, batches[1:], strict=False)
-        )
+    totals = [sum(lengths[i] for i in batch) for batch in batches]
+    for batch, total in zip(batches, totals, strict=True):
+        assert len(batch) == 1 or total <= budget
+    assert micro_batches(lengths, budget) == batches
+    # No two neighbours could have been merged.
+    assert all(
+        total + lengths[after[0]] > budget
+        for total, after in zip(totals, batches[1:], strict=False)
+    )
 
 
 # ── optimizer minibatches ─────────────────────────────────────────────────────────────────────────

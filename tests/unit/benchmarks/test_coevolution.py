@@ -330,6 +330,19 @@ def test_an_arm_may_start_from_a_finished_run_of_another_arm() -> None:
     assert coevolution.source_of(coevolution.Run("room", "none", 20)) is None
 
 
+def test_runs_of_other_models_are_not_shared() -> None:
+    """Runs of the methods have models that those of the other figures did not have."""
+    by_figure = {
+        name: {run.path for run in coevolution.runs_of(figure, figure.seeds)}
+        for name, figure in figures.FIGURES.items()
+    }
+    methods = by_figure.pop("methods")
+    assert not methods & set().union(*by_figure.values())
+    assert {path.parts[0] for path in methods} == {"methods"}
+    source = coevolution.source_of(coevolution.Run("room", "offline", 20, "methods"))
+    assert source == coevolution.Run("room", "experience only", 20, "methods")
+
+
 def test_no_run_starts_after_one_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

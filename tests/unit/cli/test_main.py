@@ -301,19 +301,13 @@ def test_the_end_of_a_run_determines_the_exit_code(model: str, monkeypatch: pyte
         assert (result.exit_code, result.stderr) == (130, line)
 
 
-def test_eval_and_make_models(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_eval(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from crl.config.load import dump
 
     dump(load(["room"], sets=[model]), tmp_path / "config.json")
     run = FakeRun(monkeypatch)
     assert crl("eval", str(tmp_path)).exit_code == 0
     assert run.calls == [(tmp_path, {})]
-    made: list[tuple] = []
-    recipe = ModuleType("crl.tiny.recipe")
-    recipe.make_all_models = lambda *args: made.append(args)  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "crl.tiny.recipe", recipe)
-    assert crl("make-models", "--out", str(tmp_path / "m"), "--seed", "3").exit_code == 0
-    assert made == [(tmp_path / "m", 3)]
 
 
 # ── --dry-run ─────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from crl.config.models import bundled_models, model_profile, resolve_model
 from crl.engines.torch import TorchEngine
-from crl.envs import alfworld, webshop
+from crl.envs import alfworld, scienceworld, webshop
 from crl.envs.actions import COMPASS
 from crl.envs.alfworld import SMALL_SPEC
 from crl.envs.alfworld import lessons as house_lessons
@@ -32,16 +32,17 @@ from crl.envs.room.lessons import (
     true_stairs_direction,
 )
 from crl.envs.webshop import lessons as webshop_lessons
-from crl.errors import ConfigError
 from crl.evaluation.probe import FixedRetriever
 from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.distilling import Digest
 from crl.methods.parts.rollouts import ChatContext
+from crl.modeling.demonstrations import demonstrated_traces
 from crl.modeling.loading import load_model, load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
 from crl.rollout.waves import LockstepSampler
+from crl.run.halves.make_models import recipe_record
 from crl.tiny import recipe
 from crl.tiny.drills import drill, webshop_visits
 from crl.tiny.drills.alfworld import chores
@@ -59,9 +60,10 @@ from crl.tiny.drills.room_personas import (
     persona_for_lesson,
 )
 from crl.tiny.drills.room_walks import ACTOR_WALKS, EXTRACTOR_WALKS, RoomWalks
-from crl.tiny.warm_start import Shape, demonstrated_trace, new_model, train_tokenizer
+from crl.tiny.new_models import Shape, new_model, train_tokenizer
 from crl.types import ExperienceUse, RolloutPlan, Sampling, Segment, Task
 from support.doors import runner
+from support.simulator import simulated
 
 
 def renderer(path: Path) -> ChatRenderer:
@@ -106,14 +108,9 @@ def test_a_shipped_model_has_the_settings_of_its_recipe(name: str) -> None:
     path, expected = resolve_model(name), recipe.RECIPES[name]
     stored = json.loads((path / "recipe.json").read_text("utf-8"))
     assert model_profile(path) == "compact"
-    assert stored["shape"] == asdict(expected.shape)
-    assert stored["schooling"] == asdict(expected.settings)
-    assert stored["first"] == {
-        "drills": [drill.name for drill in expected.first_drills],
-        "epochs": expected.first_epochs,
-    }
-    assert stored["epochs"] == expected.epochs
-    assert stored["drills"] == {drill.name: drill.count for drill in expected.drills}
+    command = "crl make-models --seed 0"
+    measured = {"loss": stored["loss"], "versions": stored["versions"]}
+    assert stored == recipe_record(expected, command, 0.0) | measured
 
 
 def test_the_shipped_models_are_small() -> None:
@@ -310,7 +307,7 @@ def test_a_demonstration_becomes_the_tokens_of_a_rollout(tiny_actor: Path) -> No
         Segment("user", "at 1 1", "env"), Segment("assistant", "south", "policy"),
         Segment("user", "at 2 1", "env"), Segment("assistant", "east", "policy"),
     ]  # fmt: skip
-    trace = demonstrated_trace(segments, chat)
+    (trace,) = demonstrated_traces(segments, chat)
     assert chat.decode(trace.ids) == (
         "<|im_start|>user\nRoom: the jade attic.\nat 1 1<|im_end|>\n"
         "<|im_start|>assistant\nsouth<|im_end|>\n"
@@ -347,51 +344,21 @@ def test_every_action_is_short_enough_for_a_turn(tiny_actor: Path) -> None:
     assert max(len(chat.encode(action)) for action in COMPASS) + 1 <= 4
 
 
+def plays_simulator(drill: Drill) -> bool:
+    return drill.env == scienceworld.SMALL and drill.part in ("episode", "ask")
+
+
 @pytest.mark.parametrize(
     "drill",
-    [drill for recipe in recipe.RECIPES.values() for drill in recipe.drills],
-    ids=lambda drill: drill.name,
+    [
+        pytest.param(drill, marks=[simulated] * plays_simulator(drill), id=drill.name)
+        for recipe in recipe.RECIPES.values()
+        for drill in recipe.drills
+    ],
 )
 def test_drills_are_reproducible(drill: Drill) -> None:
     first, again, other = (list(drill.make(random.Random(seed), 20)) for seed in (3, 3, 4))
     assert first == again != other
-
-
-def test_make_models_makes_loadable_models_reproducibly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {
-        name: replace(
-            full,
-            drills=tuple(replace(drill, count=20) for drill in full.drills),
-            epochs=1,
-            first_epochs=1,
-        )
-        for name, full in recipe.RECIPES.items()
-    }
-    monkeypatch.setattr(recipe, "RECIPES", small)
-    recipe.make_all_models(tmp_path / "a", seed=1)
-    recipe.make_all_models(tmp_path / "b", seed=1)
-    for name in small:
-        made, again = tmp_path / "a" / name, tmp_path / "b" / name
-        assert {f.name: f.read_bytes() for f in made.iterdir()} == {
-            f.name: f.read_bytes() for f in again.iterdir()
-        }
-        assert str(tmp_path) not in (made / "recipe.json").read_text("utf-8")
-        assert renderer(made).stop_ids == (load_tokenizer(made).eos_token_id,)
-        assert load_model(made, torch.device("cpu")).num_parameters() < 220_000
-
-
-def test_make_models_needs_an_empty_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"^--out = .*: exists and is not empty"):
-        recipe.make_all_models(tmp_path, seed=1)
-    with pytest.raises(ConfigError, match=r"notes\.txt': exists and is not a directory"):
-        recipe.make_all_models(tmp_path / "notes.txt", seed=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert capsys.readouterr().out == ""
 
 
 # ── personas ──────────────────────────────────────────────────────────────────────────────────────

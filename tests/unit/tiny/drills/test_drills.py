@@ -38,7 +38,7 @@ from crl.manager.records import Entry
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT, COMPACT_OFFER
 from crl.methods.parts.distilling import CompactDistilPrompt
 from crl.methods.parts.merging import CompactMergePrompt
-from crl.modeling.demonstrations import Demonstration
+from crl.modeling.demonstrations import Demonstration, demonstrated_traces
 from crl.modeling.loading import load_model, load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.rollout.critic import parse_critique
@@ -53,7 +53,6 @@ from crl.tiny.drills.room import (
     refinement,
 )
 from crl.tiny.drills.room_walks import ASKING_WALKS, EXTRACTOR_WALKS
-from crl.tiny.warm_start import demonstrated_trace
 from crl.types import Counters, Place, Provenance, Sampling, Segment
 
 
@@ -169,7 +168,7 @@ def test_a_question_is_trained_together_with_the_moves(
 ) -> None:
     chat = renderer(tiny_actor)
     walk = next(walk for walk in walks if question_index(walk) is not None)
-    trace = demonstrated_trace(walk.segments, chat)
+    (trace,) = demonstrated_traces(walk.segments, chat)
     trained_text = chat.decode([i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask])
     assert trained_text == "".join(
         f"{s.text}<|im_end|>" for s in walk.segments if s.origin in ("policy", "tool_call")

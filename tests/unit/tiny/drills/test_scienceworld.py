@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from collections import Counter
@@ -10,10 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-import pytest
-
 from crl.envs.scienceworld import SMALL_SPEC
-from crl.envs.scienceworld.java import find_java
 from crl.envs.scienceworld.lessons import lesson, read, right_things
 from crl.envs.scienceworld.tasks import demonstration_tasks
 from crl.tiny.drills import scienceworld as drills
@@ -26,11 +22,7 @@ from crl.tiny.drills.scienceworld_experiments import (
     shorten,
 )
 from crl.types import Segment
-
-simulated = pytest.mark.skipif(
-    importlib.util.find_spec("scienceworld") is None or find_java() is None,
-    reason="scienceworld or Java is not installed: pip install 'crl[scienceworld]'",
-)
+from support.simulator import simulated
 
 
 def episode(*texts: str, hint: str = "") -> Episode:

@@ -22,7 +22,7 @@ from crl.envs.webshop.lessons import (
 from crl.envs.webshop.player import Requirements, links
 from crl.manager.distillation.ops import parse_ops
 from crl.methods.parts.asking import COMPACT_CALL
-from crl.modeling.demonstrations import Demonstration
+from crl.modeling.demonstrations import Demonstration, demonstrated_traces
 from crl.modeling.tokens import ChatRenderer
 from crl.tiny.drills.drill import Episode, distil_prompt
 from crl.tiny.drills.webshop import (
@@ -44,7 +44,7 @@ from crl.tiny.drills.webshop_visits import (
     demonstration_task,
     follower,
 )
-from crl.tiny.warm_start import END, demonstrated_trace, train_tokenizer
+from crl.tiny.new_models import END, train_tokenizer
 
 COMPACT = tomllib.loads(Path("tasks/webshop.toml").read_text())["compact"]
 
@@ -250,7 +250,7 @@ def test_demonstrations_fit_into_the_limits_of_a_run() -> None:
         "shop verdicts": 24,
     }
     for name, demonstrations in by_drill.items():
-        lengths = [len(demonstrated_trace(x, chat).ids) for x in demonstrations]
+        lengths = [len(t.ids) for x in demonstrations for t in demonstrated_traces(x, chat)]
         assert max(lengths) <= 900
         assert sum(lengths) / len(lengths) <= 300
         answers = [
