@@ -61,7 +61,8 @@ def choose_entries(
             by_score.setdefault(score, []).append(candidate)
         complete = not eligible
         for score in sorted(by_score, reverse=True):
-            tied = [candidate.entry for candidate in by_score.pop(score)]
+            # Candidates are in the order of the index, which differs in a resumed run.
+            tied = sorted((c.entry for c in by_score.pop(score)), key=lambda entry: entry.uid)
             needed = count - len(chosen)
             chosen += rng().sample(tied, min(needed, len(tied))) if len(tied) > 1 else tied
             if len(chosen) == count or not complete:
