@@ -219,8 +219,6 @@ class _StageMonitor(Monitor):
     def note(self, text: str) -> None:
         print(f"{self._label}: {text}", flush=True)
 
-    def close(self) -> None: ...
-
 
 def recipe_record(recipe: Recipe, command: str, loss: float) -> dict[str, Any]:
     """Return the content of recipe.json: how the model was made, and its final loss."""
