@@ -17,6 +17,9 @@ Demonstration = Sequence[Segment]
 The segments of the demonstrator have the origin policy or tool_call.
 """
 
+PlacedDemonstration = tuple[str, Demonstration]
+"""Place and demonstration."""
+
 
 def demonstrated_traces(
     demonstration: Demonstration, renderer: ChatRenderer, *, window: int | None = None,

@@ -20,8 +20,21 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Optimizer:
+    """AdamW of each stage of a training."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    warmup: int = 20
+    """Number of updates over which the learning rate rises."""
+    weight_decay: float = 0.01
+    beta2: float = 0.98
+    """Decay rate β₂."""
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """Recipe of a model: its shape, and its training with AdamW in one or more stages."""
+    """Recipe of a model: its shape, and its training in one or more stages."""
 
     role: RoleName
     """Role that the model learns."""
@@ -31,13 +44,8 @@ class Recipe:
     """Maximum number of tokens of an update. Larger updates cause more spelling errors."""
     context_weight: float = 1.0
     """Weight of the mean loss of the context tokens beside that of the demonstrator's tokens."""
-    learning_rate: float = 3e-3
-    """Peak learning rate of each stage."""
-    warmup: int = 20
-    """Number of updates of each stage over which the learning rate rises."""
-    weight_decay: float = 0.01
-    beta2: float = 0.98
-    """Decay rate β₂ of AdamW."""
+    optimizer: Optimizer = Optimizer()
+    """Optimizer of each stage."""
     shape: Shape = field(default_factory=Shape)
     """Shape of the model."""
 

@@ -43,14 +43,13 @@ checkpoint._synchronised = lambda folder: time.sleep(600)
 """Program that makes every checkpoint hang."""
 
 PLAYING = """
-import time
 from crl.envs.minihack.game import LevelGame
 step = LevelGame.step
 LevelGame.step = lambda game, action: print("playing\\n", end="", flush=True) or step(game, action)
 """
 """Program that prints a line for every turn."""
 
-HANGING_GAMES = f"{PLAYING}LevelGame.close = lambda game: time.sleep(600)"
+HANGING_GAMES = PLAYING + live_runs.HANGING_CLOSE
 """Program that also makes games hang when they are closed."""
 
 LATE_CHECKPOINT = """

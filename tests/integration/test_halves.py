@@ -11,7 +11,7 @@ import pytest
 
 from crl.config.models import resolve_model
 from crl.run.halves import commands
-from support.live_runs import start, wait_for
+from support.live_runs import HANGING_CLOSE, start, wait_for
 from support.whole_runs import (
     DETERMINISTIC,
     SETS,
@@ -247,14 +247,7 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
     assert not new.exists()
 
 
-HANGING_GAMES = """
-import time
-from crl.envs.minihack.game import LevelGame
-LevelGame.close = lambda game: time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("program", ["", HANGING_GAMES])
+@pytest.mark.parametrize("program", ["", HANGING_CLOSE])
 def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(
     program: str, mark: str, tmp_path: Path
 ) -> None:

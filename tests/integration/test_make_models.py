@@ -24,7 +24,7 @@ from crl.run.halves.make_models import make_all_models
 from crl.run.halves.sft import SftResult, SftSettings, Source, fine_tune
 from crl.tiny.drills import demonstrations, room
 from crl.tiny.new_models import Shape
-from crl.tiny.recipe import RECIPES, Recipe, Stage
+from crl.tiny.recipe import RECIPES, Optimizer, Recipe, Stage
 from support.simulator import INSTALLED
 from support.whole_runs import crl
 
@@ -43,7 +43,7 @@ def small(recipe: Recipe) -> Recipe:
         )
         for stage in recipe.stages
     )
-    return replace(recipe, stages=tuple(stages), warmup=1)
+    return replace(recipe, stages=tuple(stages), optimizer=replace(recipe.optimizer, warmup=0))
 
 
 @pytest.fixture
@@ -97,14 +97,15 @@ def test_the_trainer_has_the_settings_of_the_recipe(
     monkeypatch.setattr(make_models, "fine_tune", recorded)
     drills = tuple(replace(drill, count=3) for drill in room.EXTRACTOR_DRILLS)
     stages = (Stage(drills[:1], 1), Stage(drills, 2))
-    recipe = Recipe("extractor", stages, 50, 0.25, 0.002, 1, 0.05, 0.97, Shape(context=500))
+    optimizer = Optimizer(0.002, 1, 0.05, 0.97)
+    recipe = Recipe("extractor", stages, 50, 0.25, optimizer, Shape(context=500))
     make_models.make_model(tmp_path / "model", recipe, 3, command="made by a test")
     for (config, source, settings, _), stage in zip(called, stages, strict=True):
         section = config.extractor
         assert (section.max_context_tokens, config.run.seed) == (500, 3)
-        optimizer = section.optimizer
-        assert (optimizer.learning_rate, optimizer.weight_decay) == (0.002, 0.05)
-        assert (optimizer.beta1, optimizer.beta2, optimizer.max_grad_norm) == (0.9, 0.97, 1.0)
+        used = section.optimizer
+        assert (used.learning_rate, used.weight_decay) == (0.002, 0.05)
+        assert (used.beta1, used.beta2, used.max_grad_norm) == (0.9, 0.97, 1.0)
         assert settings == SftSettings(
             "extractor", stage.epochs, 50, 0.0, warmup=1, decay=True, context_weight=0.25
         )

@@ -129,6 +129,9 @@ FULL = (
 )  # fmt: skip
 """Settings of language models, for the bundled models, which have not learnt the full rendering."""
 
+LETTERS = f"tasks.room.env={ROOT}/tests/support/letters.py:SPEC"
+"""Game in which also these models get rewards."""
+
 
 @pytest.mark.parametrize(
     "method", ["complementary", "empo2", "gigpo", "grpo", "reflexion", "role_agent"]
@@ -137,8 +140,7 @@ def test_methods_run_with_the_profile_of_language_models(method: str, tmp_path: 
     run = tmp_path / "run"
     with_bank = method not in ("gigpo", "grpo")
     sets = [text for text in FULL if with_bank or not text.startswith(("extractor", "retrieval"))]
-    game = f"tasks.room.env={ROOT}/tests/support/letters.py:SPEC"
-    steps = trained(run, method, *sets, game, steps=3)
+    steps = trained(run, method, *sets, LETTERS, steps=3)
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert not undocumented(run)
     if method == "reflexion":
@@ -167,7 +169,7 @@ def test_empo2_is_trained_off_policy_with_the_profile_of_language_models(
     monkeypatch.setattr(Rerenderer, "without", recorded)
     shares = ("empo2.memory_share=1", "empo2.off_policy_share=1", f"empo2.off_policy_old={old}")
     run = tmp_path / "run"
-    steps = trained(run, "empo2", *FULL, *shares, steps=3)
+    steps = trained(run, "empo2", *FULL, *shares, LETTERS, steps=3)
     guided = [t for t in read_episodes(run) if t.used]
     assert guided, "tips were shown"
     assert len(views) == len(guided)

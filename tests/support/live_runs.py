@@ -24,6 +24,13 @@ from support.paths import python_environment
 MARK = "CRL_TEST_RUN"
 """Environment variable that marks the processes of a run."""
 
+HANGING_CLOSE = """
+import asyncio
+from crl.envs.hosting.threads import ThreadHost
+ThreadHost.aclose = lambda host: asyncio.sleep(600)
+"""
+"""Program for `start`: games in threads are never closed."""
+
 
 def mark() -> str:
     return uuid.uuid4().hex

@@ -49,7 +49,8 @@ def choose_entries(
     threshold = max(
         candidates[0].similarity - settings.margin - SIMILARITY_TOLERANCE, settings.min_similarity
     )
-    eligible = [candidate for candidate in candidates if candidate.similarity >= threshold]
+    # Equally similar candidates are in the order of the index, which differs in a resumed run.
+    eligible = sorted((c for c in candidates if c.similarity >= threshold), key=_order)
     chosen: list[Entry] = []
     while eligible and len(chosen) < count:
         # A policy may omit the scores of candidates that cannot win. They are scored again when the
@@ -61,15 +62,19 @@ def choose_entries(
             by_score.setdefault(score, []).append(candidate)
         complete = not eligible
         for score in sorted(by_score, reverse=True):
-            # Candidates are in the order of the index, which differs in a resumed run.
             tied = sorted((c.entry for c in by_score.pop(score)), key=lambda entry: entry.uid)
             needed = count - len(chosen)
             chosen += rng().sample(tied, min(needed, len(tied))) if len(tied) > 1 else tied
             if len(chosen) == count or not complete:
                 break
         eligible = [candidate for tied in by_score.values() for candidate in tied] + eligible
-        eligible.sort(key=lambda candidate: -candidate.similarity)
+        eligible.sort(key=_order)
     return chosen
+
+
+def _order(candidate: Candidate) -> tuple[float, str]:
+    """Return a sort key: the most similar candidates first, equal ones by the id of the entry."""
+    return -candidate.similarity, candidate.entry.uid
 
 
 def _scores(

@@ -23,7 +23,7 @@ from crl.config.models import write_profile
 from crl.config.schema import RunConfig
 from crl.config.supervised import role_settings
 from crl.errors import ConfigError
-from crl.modeling.demonstrations import Demonstration
+from crl.modeling.demonstrations import Demonstration, PlacedDemonstration
 from crl.protocols import Metrics, Monitor
 from crl.run.halves.sft import SftSettings, Source, fine_tune
 from crl.seeds import derive_seed
@@ -36,9 +36,6 @@ TOKENIZER_SAMPLE = 2000
 
 LOSS_SHARE = 0.1
 """Share of the updates, the last ones, from whose log lines the recorded loss is the mean."""
-
-PlacedDemonstration = tuple[str, Demonstration]
-"""Demonstration with its place."""
 
 
 def make_all_models(out: Path, seed: int) -> None:
@@ -165,7 +162,7 @@ def _train(
         stage.epochs,
         recipe.batch_tokens,
         held_out=0.0,
-        warmup=recipe.warmup,
+        warmup=recipe.optimizer.warmup,
         decay=True,
         context_weight=recipe.context_weight,
     )
@@ -175,15 +172,15 @@ def _train(
 
 def _config(model: Path, recipe: Recipe, seed: int) -> RunConfig:
     """Return the config of a stage. One thread on the CPU gives the same result everywhere."""
-    role = recipe.role
+    role, optimizer = recipe.role, recipe.optimizer
     options: dict[str, Any] = {
         **role_settings(role, str(model)),
         "actor.model": str(model),  # also for the extractor, whose training uses no actor
         f"{role}.max_context_tokens": recipe.shape.context,
-        f"{role}.optimizer.learning_rate": recipe.learning_rate,
-        f"{role}.optimizer.weight_decay": recipe.weight_decay,
+        f"{role}.optimizer.learning_rate": optimizer.learning_rate,
+        f"{role}.optimizer.weight_decay": optimizer.weight_decay,
         f"{role}.optimizer.beta1": 0.9,
-        f"{role}.optimizer.beta2": recipe.beta2,
+        f"{role}.optimizer.beta2": optimizer.beta2,
         f"{role}.optimizer.max_grad_norm": 1.0,
         "learner.device": "cpu",
         "learner.precision": "float32",

@@ -17,7 +17,7 @@ from crl.algo.losses import NextTokenLoss
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError, CrlError
 from crl.failures import reported
-from crl.modeling.demonstrations import Demonstration, demonstrated_traces
+from crl.modeling.demonstrations import PlacedDemonstration, demonstrated_traces
 from crl.modeling.files import copy_model_files
 from crl.modeling.loading import first_line
 from crl.modeling.tokens import ChatRenderer
@@ -92,7 +92,7 @@ class Source:
     """
     lost: bool = False
     """True if lost episodes are demonstrations too."""
-    drilled: Iterable[tuple[str, Demonstration]] | None = None
+    drilled: Iterable[PlacedDemonstration] | None = None
     """Demonstrations of drills with their places, which are read once; None = another source."""
 
 
@@ -175,9 +175,7 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     return found
 
 
-def drilled(
-    config: RunConfig, role: RoleName, n: int
-) -> Iterator[tuple[str, Demonstration]]:  # fmt: skip
+def drilled(config: RunConfig, role: RoleName, n: int) -> Iterator[PlacedDemonstration]:
     """Return about `n` demonstrations of the drills that the settings of a run need.
 
     Each has its place. They are made when they are read.

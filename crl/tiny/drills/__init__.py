@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from crl.envs.registry import require_extra
 from crl.envs.scienceworld import SMALL_SPEC as SCIENCEWORLD
-from crl.modeling.demonstrations import Demonstration
+from crl.modeling.demonstrations import Demonstration, PlacedDemonstration
 from crl.seeds import generator
 from crl.tiny.drills import alfworld, grids, room, scienceworld, search_qa, webshop
 from crl.tiny.drills.drill import Drill, Part
@@ -50,7 +50,7 @@ def scaled(drills: Sequence[Drill], n: int) -> list[Drill]:
     return [replace(drill, count=max(1, round(n * drill.count / total))) for drill in drills]
 
 
-def demonstrations(drills: Iterable[Drill], seed: int) -> Iterator[tuple[str, Demonstration]]:
+def demonstrations(drills: Iterable[Drill], seed: int) -> Iterator[PlacedDemonstration]:
     """Yield the demonstrations of the drills with their places."""
     for drill in drills:
         for demonstration in drill.make(generator(seed, "drill", drill.name), drill.count):

@@ -113,6 +113,19 @@ def test_several_entries_are_the_best_ones_without_repetition(choice: str):
         assert [entry.uid for entry in chosen] == by_hand[:count]
 
 
+@pytest.mark.parametrize("choice", ["diverse", "credit", "reward"])
+def test_the_order_of_equally_similar_candidates_changes_nothing(choice: str):
+    """A resumed run rebuilds the index, which may return them in another order."""
+    found = [*candidates(0.9), *candidates(*[0.5] * 5)[1:]]
+    for seed in range(10):
+        settings = RetrievalSection(choice=choice, margin=1.0, min_similarity=0.0)
+        one, other = (
+            choose_entries(order, 10, partial(random.Random, seed), settings, count=3)
+            for order in (found, [found[0], *reversed(found[1:])])
+        )
+        assert one == other
+
+
 def test_ties_among_several_entries_are_random():
     found = candidates(0.9, 0.9, 0.9, 0.9)
     settings = RetrievalSection(choice="credit")
