@@ -4,8 +4,8 @@
     python benchmarks/smollm2.py --arm grpo frozen complementary --set learner.precision=bfloat16
 
 The option --set, which may be repeated, changes a setting of the supervised starts and of the runs.
-The stored runs have bfloat16, which is fast on GPUs and on CPUs with AMX only. The default is
-float32.
+The stored runs have bfloat16, which is fast on GPUs and on CPUs with AMX or AVX-512 BF16 only. The
+default is float32.
 
 Every run starts from its own supervised start (`crl sft`, with the seed of the run) and has the
 settings of the preset smollm2:
