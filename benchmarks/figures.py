@@ -3,8 +3,9 @@
 A run is `crl train` with the tasks of a setting, the settings of an arm, and a seed. Figures share
 runs. All of this was fixed before the runs, except what is marked as added; nothing was tuned on
 these seeds. Every arm has the settings of the preset `cpu`, which were tuned for `co-evolved`
-(seeds 0 to 2), and no setting of its own beyond those listed here. `tuned none` is GRPO with a
-setting that was tuned for it (`benchmarks/switches.py --grpo`, seeds 0 to 2).
+(seeds 0 to 2), the defaults of its method, and no setting of its own beyond those listed here.
+`tuned none` is GRPO with a setting that was tuned for it (`benchmarks/switches.py --grpo`, seeds 0
+to 2). `methods.py --tune` tries the same changes for each method.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Arm:
     """Command that makes a file that the settings name, if it must be run first."""
 
 
-ARMS: Mapping[str, Arm] = {
+_ARMS: Mapping[str, Arm] = {
     "none": Arm("The actor alone (GRPO): no bank, no extractor.", ("method=grpo",)),
     "co-evolved 4 minibatches": Arm(
         "`co-evolved` with the setting of `tuned none`.", ("actor.minibatches=4",)
@@ -137,16 +138,17 @@ ARMS: Mapping[str, Arm] = {
     "shared bank": Arm("All tasks share one bank.", ("bank.scope=shared",)),
     "gigpo": Arm("GiGPO.", ("method=gigpo",)),
     "role agent": Arm(
-        "Role-Agent; the extractor writes, because the bundled actor was not trained to. This "
-        "actor predicts no states either, so the arm is GiGPO with replay of failed tasks.",
+        "Role-Agent; the extractor, which is not trained, writes the analyses, because the bundled "
+        "actor was not trained to. No analysis names a failure mode, and this actor predicts no "
+        "states, so the arm is GiGPO with replay of failed tasks.",
         ("method=role_agent", "role_agent.writer=extractor"),
     ),
     "empo2": Arm(
-        "EMPO²; the extractor writes, for the same reason.",
+        "EMPO²; the extractor, which is not trained, writes the tips, for the same reason.",
         ("method=empo2", "empo2.writer=extractor"),
     ),
     "reflexion": Arm(
-        "Reflexion without training; the extractor writes, for the same reason.",
+        "Reflexion without training; the extractor writes the reflections, for the same reason.",
         ("method=reflexion", "reflexion.writer=extractor"),
     ),
     "evolving-rl": Arm(
@@ -162,6 +164,30 @@ ARMS: Mapping[str, Arm] = {
         "SkillOS: the actor is not trained, the extractor is its curator.", RIVALS["skillos"]
     ),
 }
+
+CHANGES: Mapping[str, str] = {
+    "4 minibatches": "actor.minibatches=4",
+    "short warm-up": "actor.optimizer.warmup_steps=20",
+}
+"""Changes of the preset that are tried for each method, by name."""
+TRAINED_METHODS = ("co-evolved", "none", "gigpo", "role agent", "empo2", "self-distillation")
+"""Arms of the methods that train an actor."""
+
+
+def changed(arm: str, change: str) -> str:
+    """Return the name of an arm with one of the `CHANGES`. "" = the arm itself."""
+    return f"{arm} {change}".rstrip()
+
+
+ARMS: Mapping[str, Arm] = {
+    changed(name, change): replace(
+        _ARMS[name],
+        text=f"`{name}` with `{setting}`.",
+        sets=(*_ARMS[name].sets, setting),
+    )
+    for change, setting in CHANGES.items()
+    for name in (*TRAINED_METHODS, "static")
+} | dict(_ARMS)
 """Arms by name."""
 
 LAST_STEPS = 10
@@ -309,6 +335,8 @@ METRICS: Mapping[str, Metric] = {
     "early training": TrainingMetric("rollout/{}success", (None, FIRST_STEPS)),
     "guided": TrainingMetric("rollout/{}success/guided"),
     "free": TrainingMetric("rollout/{}success/free"),
+    "attempt 1": TrainingMetric("rollout/{}success/attempt/1"),
+    "attempt 8": TrainingMetric("rollout/{}success/attempt/8"),
     "actions": TrainingMetric("rollout/{}turns"),
     "seen": Evaluated("eval/{}/seen/success/free"),
     "seen with bank": Evaluated("eval/{}/seen/success/guided"),
@@ -317,6 +345,8 @@ METRICS: Mapping[str, Metric] = {
     "unseen visits alone": Evaluated("eval/{}/unseen/success/alone"),
     "seen score": Evaluated("eval/{}/seen/score/free"),
     "unseen score": Evaluated("eval/{}/unseen/score/free"),
+    "seen score with bank": Evaluated("eval/{}/seen/score/guided"),
+    "unseen score with online bank": Evaluated("eval/{}/unseen/score/online"),
     "right lessons": Evaluated("eval/{}/lessons/correct"),
     "right lessons, untrained extractor": Evaluated("eval/{}/lessons/correct/untrained"),
     "sampled tokens": Cost(SAMPLED),
@@ -340,6 +370,8 @@ METRIC_TEXTS: Mapping[str, str] = {
     "training, guided, free": "Success of all, of guided and of free training episodes, as a mean "
     f"over the last {LAST_STEPS} steps. Pictures show the whole curve.",
     "early training": f"Success of all training episodes of the first {FIRST_STEPS} steps.",
+    "attempt 1, attempt 8": "Share of tasks that Reflexion solves in at most so many attempts, as "
+    f"a mean over the last {LAST_STEPS} steps.",
     "actions": f"Environment turns of the training episodes of the last {LAST_STEPS} steps, "
     "failed episodes included.",
     "seen, unseen": "Success of the last checkpoint without experience, in places of the training "
@@ -349,8 +381,8 @@ METRIC_TEXTS: Mapping[str, str] = {
     "of the run's bank receives the lessons of four further episodes after each of the first four "
     "visits. Runs without a bank, or with a fixed one, have no value.",
     "unseen visits alone": "Success in the same visits without experience.",
-    "seen score, unseen score": "Mean score × 100 of `seen` and `unseen`, in tasks that are "
-    "graded.",
+    "seen score, unseen score, seen score with bank, unseen score with online bank": "Mean score "
+    "× 100 of the same episodes, in tasks that are graded.",
     "right lessons": "Share of right lessons in the last answers of the extractor. *Untrained "
     "extractor*: in the answers of the initial extractor about the same episodes.",
     "sampled tokens, trained tokens, tokens, environment turns, minutes": "Cost of the training, "
@@ -412,6 +444,15 @@ def _budget_claims(*arms: str) -> tuple[Claim, ...]:
 def _added(*claims: Claim) -> tuple[Claim, ...]:
     """Mark claims that were added when the runs were finished."""
     return tuple(replace(claim, added=True) for claim in claims)
+
+
+TUNED: Mapping[str, str] = {}
+"""Change that was best for a method in `methods.py --tune`, if one was better than the preset."""
+
+
+def tuned(arm: str) -> str:
+    """Return the name of the arm of a method with its tuned setting."""
+    return changed(arm, TUNED.get("co-evolved" if arm == "static" else arm, ""))
 
 
 FIGURES: Mapping[str, Figure] = {
@@ -744,19 +785,36 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "methods": Figure(
         "Not in the paper: co-evolution is better than other methods of the field.",
-        (*_better("co-evolved", "seen", "none", "gigpo", "role agent", "empo2"),
-         *_better("co-evolved", "unseen with online bank", "empo2", "reflexion")),
+        (*(Claim(tuned("co-evolved"), tuned(arm), "seen")
+           for arm in ("none", "gigpo", "role agent", "empo2")),
+         *(Claim(tuned("co-evolved"), arm, "unseen with online bank")
+           for arm in (tuned("empo2"), "reflexion", tuned("static")))),
         ("room", "webshop", "alfworld", "search_qa"),
-        ("co-evolved", "none", "gigpo", "role agent", "empo2", "reflexion", "self-distillation"),
+        (tuned("co-evolved"), *(tuned(arm) for arm in ("static", *TRAINED_METHODS[1:])),
+         "reflexion"),
         THREE,
-        ("training", "seen", "seen score", "seen with bank", "unseen", "unseen score",
-         "unseen with online bank", "unseen visits alone", "tokens", "minutes"),
-        note="Each method has the settings of its authors as far as the tiny models allow. All "
-        "other settings are those of the preset, which were tuned for `co-evolved`; no other arm "
-        "was tuned. All arms have the same number of steps. `reflexion` trains nothing, and its "
-        "training episodes are attempts until the first success, so its column `training` is not "
-        "comparable. The models are the current bundled ones. The other figures have runs with "
-        "[those before](#conditions), so no run is shared with them.",
+        ("training", "early training", "free", "attempt 1", "attempt 8", "seen", "seen score",
+         "seen with bank", "seen score with bank", "unseen", "unseen score",
+         "unseen with online bank", "unseen score with online bank", "unseen visits alone",
+         "right lessons", *COSTS),
+        note="Each method has the defaults of crl, which are its paper's values for its own parts, "
+        "and the optimizer, clipping, temperature and sizes of the preset `cpu`, except for the "
+        "clipping of `empo2` (0.3). The preset was tuned for `co-evolved`. For each method that "
+        "trains, the same two changes of it were tried (`python benchmarks/methods.py --tune`, "
+        "[Tuning of the methods](#tuning-of-the-methods)), and the best of the three settings is "
+        "used. `static` has that of `co-evolved`. All arms have the same number of steps.\n\n"
+        "The texts that `empo2`, `role agent` and `reflexion` show or use are written by the "
+        "bundled extractor, which only `co-evolved` and `self-distillation` train. `static` shows "
+        "what co-evolution is with an extractor that is not trained either. The arms with lessons "
+        "(`co-evolved`, `static`, `self-distillation`) also continue unfinished episodes for "
+        "distillation, which the others do not: see their environment turns.\n\n"
+        f"{MIXED_TRAINING} The training episodes of `empo2` have memory in some steps, those of "
+        "`role agent` are to a quarter failed tasks that are replayed, and those of `reflexion` "
+        "are attempts until the first success: their `training` is not comparable. *Attempt* is "
+        "the share of the last steps' tasks that `reflexion` solves in so many attempts.\n\n"
+        "The minutes cannot be compared: other runs shared the machine. The models are the current "
+        "bundled ones. The other figures have runs with [those before](#conditions), so no run is "
+        "shared with them.",
         folder="methods",
     ),
 }  # fmt: skip

@@ -12,6 +12,7 @@ settings of the preset smollm2:
 
 * grpo: the actor alone, from drills.
 * frozen: the same with a learning rate of 0. Differences show the noise of the evaluation.
+* lora: as grpo, with an adapter of rank 16 instead of all weights, at ten times the learning rate.
 * complementary: with a bank and a trained extractor, which starts from drills too.
 * grpo full, frozen full: as grpo and frozen, but in the full rendering, from scripted players.
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
@@ -74,6 +75,10 @@ FULL_RL = ("--set", "actor.optimizer.learning_rate=4e-5", "--set", "actor.optimi
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": ("--method", "grpo"),
     "frozen": ("--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
+    "lora": (
+        "--method", "grpo", "--set", "actor.lora.rank=16",
+        "--set", "actor.optimizer.learning_rate=4e-4",
+    ),
     "complementary": ("--set", "tasks.room.eval.online_places=32"),
     "grpo full": ("--method", "grpo", *FULL, *FULL_RL),
     "frozen full": (
