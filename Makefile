@@ -136,7 +136,7 @@ $(VENV)/installed-docs: $(VENV)/installed
 docs: setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-## models: make the bundled models again (three hours on one core, and Java)
+## models: make the bundled models again (three hours on one core)
 models: setup
 	@$(call install,$(VENV)) --editable '.[scienceworld]'
 	$(BIN)/crl make-models --out build/tiny-models

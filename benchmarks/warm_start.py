@@ -3,10 +3,10 @@
     python benchmarks/warm_start.py --models DIRECTORY --out FILE
 
 DIRECTORY is the output of `crl make-models`; without --models, the shipped models are measured.
-FILE gets the metrics as JSON. ScienceWorld is measured without its simulator. Its verdicts and
-merges, and those of search_qa, have new random draws, but the places are those of the training.
-Answers are sampled at temperature 1. Every metric is a share with its 95 % Wilson interval. An
-answer is right if it equals the demonstrator's answer.
+FILE gets the metrics as JSON. ScienceWorld needs the extra scienceworld. Its lessons, verdicts and
+merges, and the verdicts and merges of search_qa, have new random draws, but the places are those of
+the training. Answers are sampled at temperature 1. Every metric is a share with its 95 % Wilson
+interval. An answer is right if it equals the demonstrator's answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from crl.config.models import resolve_model
 from crl.config.schema import SearchSection
 from crl.engines.torch import TorchEngine
-from crl.envs import alfworld, room, search_qa, webshop
+from crl.envs import alfworld, room, scienceworld, search_qa, webshop
 from crl.envs.alfworld import lessons as house_lessons
 from crl.envs.base import EnvSpec, Runtime
 from crl.envs.hosting.threads import ThreadHost
@@ -37,6 +37,7 @@ from crl.envs.room.lessons import (
     true_stairs_direction,
     visited_cells,
 )
+from crl.envs.scienceworld import lessons as experiment_lessons
 from crl.envs.search_qa import lessons as search_lessons
 from crl.envs.webshop.lessons import digest as webshop_digest
 from crl.envs.webshop.lessons import read as read_shop
@@ -52,7 +53,14 @@ from crl.modeling.loading import load_model, load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.protocols import Hit
 from crl.rollout.critic import parse_critique
-from crl.tiny.drills import drill, grids, scienceworld, search_qa_episodes, webshop_visits
+from crl.tiny.drills import (
+    drill,
+    grids,
+    require_simulators,
+    search_qa_episodes,
+    webshop_visits,
+)
+from crl.tiny.drills import scienceworld as experiment_drills
 from crl.tiny.drills import search_qa as search_drills
 from crl.tiny.drills import webshop as webshop_drills
 from crl.tiny.drills.alfworld import chores
@@ -68,6 +76,7 @@ from crl.tiny.drills.room import (
     verdicts,
 )
 from crl.tiny.drills.room_walks import EXTRACTOR_WALKS, SCORED_TURNS
+from crl.tiny.drills.scienceworld_experiments import EXTRACTOR_EXPERIMENTS
 from crl.types import ExperienceUse, Sampling, Segment, Task
 
 SAMPLES_PER_PLACE = 2
@@ -107,6 +116,12 @@ SEARCH = TaskLimits(
     search_qa_episodes.TURNS,
     16,
 )
+
+EXPERIMENT = TaskLimits(
+    replace(scienceworld.SMALL_SPEC, runtime=Runtime()), scienceworld.SMALL_SPEC.turns, 24
+)
+EXPERIMENTS = 66
+"""Games of ScienceWorld's advice probe: all variations that no demonstration and no run uses."""
 
 OTHER_WORLDS = range(101, 105)
 """Seeds of worlds in which no demonstration of search_qa was played."""
@@ -255,12 +270,13 @@ async def search_metrics(path: Path, n: int) -> Metrics:
 
 
 async def experiment_metrics(path: Path, n: int) -> Metrics:
-    actor = ChatModel.load(path)
+    actor, tasks = ChatModel.load(path), scienceworld.probe_tasks(min(n, EXPERIMENTS))
     try:
-        verdicts = await verdict_metrics(actor, scienceworld.verdicts, SAMPLES_PER_PLACE * n)
+        metrics = await advice_metrics(actor, EXPERIMENT, "experiment", tasks)
+        verdicts = await verdict_metrics(actor, experiment_drills.verdicts, SAMPLES_PER_PLACE * n)
     finally:
         await actor.engine.aclose()
-    return {f"experiment: {name}": outcomes for name, outcomes in verdicts.items()}
+    return metrics | {f"experiment: {name}": outcomes for name, outcomes in verdicts.items()}
 
 
 async def grid_metrics(path: Path, n: int) -> Metrics:
@@ -444,15 +460,29 @@ async def search_lesson_metrics(path: Path, n: int) -> Metrics:
     return metrics | {f"search: merge right: {op}": right for op, right in merged.items()}
 
 
-async def experiment_merge_metrics(path: Path, n: int) -> Metrics:
+async def experiment_lesson_metrics(path: Path, n: int) -> Metrics:
     extractor = ChatModel.load(path)
+
+    def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
+        kind, thing, room = experiment_lessons.read(text) if text else ("none", "", "")
+        seen = experiment_lessons.focused(episode.segments)
+        right = {"focus": ("right", thing, room), "never": ("wrong", thing)}
+        labels = {"focus": "thing right", "never": "wrong thing right"}
+        if kind not in labels:
+            return kind, {}
+        return kind, {labels[kind]: (seen or ())[: len(right[kind])] == right[kind]}
+
     try:
+        metrics = await lesson_metrics(
+            extractor, "experiment", experiment_lessons.digest,
+            list(EXTRACTOR_EXPERIMENTS.episodes(random.Random(5), n)), check_lesson,
+        )  # fmt: skip
         merged = await right_answers(
-            extractor, scienceworld.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
+            extractor, experiment_drills.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
         )
     finally:
         await extractor.engine.aclose()
-    return {f"experiment: merge right: {op}": right for op, right in merged.items()}
+    return metrics | {f"experiment: merge right: {op}": right for op, right in merged.items()}
 
 
 LessonCheck = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
@@ -536,6 +566,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=512, help="number of places of each task")
     parser.add_argument("--out", type=Path, help="file for the metrics, as JSON")
     arguments = parser.parse_args()
+    require_simulators(experiment_drills.ACTOR_DRILLS)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -546,7 +577,7 @@ def main() -> None:
         ),
         "tiny-extractor": (
             extractor_metrics, shop_lesson_metrics, house_lesson_metrics, search_lesson_metrics,
-            experiment_merge_metrics,
+            experiment_lesson_metrics,
         ),
     }  # fmt: skip
     shares: dict[str, dict[str, dict[str, int]]] = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from crl.config.load import dump, load
+from crl.config.method import BUNDLED_METHODS
 from support.paths import ROOT
 
 RANKS = {
@@ -343,6 +344,13 @@ def test_the_screen_opens_before_torch_is_imported(run: str, tmp_path: Path):
         "else: raise AssertionError('no screen')"
     )
     _assert_without_torch(statement)
+
+
+@pytest.mark.parametrize("name", BUNDLED_METHODS)
+def test_a_method_is_short(name: str):
+    """A method only names its parts and settings; trainer code belongs elsewhere."""
+    text = (ROOT / "crl" / "methods" / f"{name}.py").read_text("utf-8")
+    assert len(text.splitlines()) < 150
 
 
 def _assert_without_torch(statement: str):

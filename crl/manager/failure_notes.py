@@ -145,7 +145,7 @@ def _fields(text: str) -> dict[str, str]:
     Only the text after the last `<reflection>` is read. If a field occurs several times, its first
     value counts.
     """
-    text = text[text.rfind("<reflection>") + 1 :].partition("</reflection>")[0]
+    text = text.rpartition("<reflection>")[2].partition("</reflection>")[0]
     starts = list(_START.finditer(text))
     stops = [start.start() for start in starts[1:]]
     found: dict[str, str] = {}

@@ -2,7 +2,8 @@
 
 Steps of a group that were taken in the same state are compared with each other. The advantage of a
 step is A = A_E + w · A_S. A_E is GRPO's advantage of the episode, and A_S that of the step's
-discounted return among the returns of the same state. There is no experience.
+discounted return among the returns of the same state (Role-Agent, arXiv 2606.10917, eq. 7 and 8).
+There is no experience.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Role-Agent (Wang et al., arXiv 2606.10917): the actor is both the agent and the environment.
 
-World-in-Agent: the agent predicts the next states in its replies. The similarity of a prediction
-and the state that followed raises the return of a turn (`PredictedStepAdvantage`, eq. 6). The
-advantages are those of GiGPO with these returns, A = A_S + α · A_E.
+World-in-Agent (§3.2): the agent predicts the next states in its replies. The similarity of a
+prediction and the state that followed raises the return of a turn (`PredictedStepAdvantage`, eq. 5
+and 6). The advantages are those of GiGPO with these returns, A = A_S + α · A_E (eq. 7 and 8, line
+17 of Algorithm 1).
 
-Agent-in-World: after a failed episode, the actor writes a note with failure mode, lesson and query
-into the bank. Training tasks with similar failures are retrieved and drawn again. No agent is shown
-a note.
+Agent-in-World (§3.3): after a failed episode, the actor writes a note with failure mode, lesson and
+query into the bank. Training tasks with similar failures are retrieved and drawn again. No agent is
+shown a note.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def line(**changes: object) -> str:
     )
 
 
-def test_episodes_of_other_programs(played: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tasks", [(), ("--tasks", "room")])
+def test_episodes_of_other_programs(tasks: tuple[str, ...], played: Path, tmp_path: Path) -> None:
     (file := tmp_path / "episodes.jsonl").write_text(
         "\n".join(
             line(
@@ -130,8 +131,9 @@ def test_episodes_of_other_programs(played: Path, tmp_path: Path) -> None:
         )
     )
     bank = tmp_path / "bank"
-    result = crl("bank", "build", "--from", file, "--tasks", "room", "--run-dir", bank)
+    result = crl("bank", "build", "--from", file, *tasks, "--run-dir", bank)
     assert (result.exit_code, result.stderr) == (0, "")
+    assert [*load_saved(bank).config.tasks] == ["room"]
     assert goals(bank) <= {episode["goal"] for episode in read_episode_records(played)}
     assert len(goals(bank)) > 2
 
@@ -140,7 +142,9 @@ def test_episodes_of_other_programs(played: Path, tmp_path: Path) -> None:
     ("text", "arguments", "error"),
     [
         ("", ("--tasks", "room"), "has no episodes. Give another file."),
-        (line(), (), "--tasks = None: is required for"),
+        ("", (), "has no episodes. Give another file."),
+        (line(task="maze.py:SPEC"), (), "line 1': is of the task 'maze.py:SPEC', which is not"),
+        ("[]", (), "line 1': is of the task None, which is not bundled. Correct it, or name"),
         (f"{line()}\n{{", ("--tasks", "room"), "line 2': has no text as goal, or no true or false"),
         (line(success=1), ("--tasks", "room"), "line 1': has no text as goal"),
         (line(task="maze"), ("--tasks", "room"), "is of the task 'maze', which --tasks does not"),

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from support.paths import ROOT, benchmark
+from support.simulator import simulated
 
 ARMS = ("off", "on", "ask", "critic")
 
@@ -505,16 +506,17 @@ def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):
     assert room["advice"]["prompt_tokens"] > room["first turn"]["prompt_tokens"]
 
 
+@simulated
 def test_the_skills_of_the_bundled_models_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "new" / "skills.json"
     command = [sys.executable, "benchmarks/warm_start.py", "--places", "2", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     skills = json.loads(out.read_text("utf-8"))
     assert len(done.stdout.splitlines()) == sum(len(metrics) + 1 for metrics in skills.values())
-    for task in ("", "shop: ", "house: ", "maze_small: ", "search: "):
+    for task in ("", "shop: ", "house: ", "maze_small: ", "search: ", "experiment: "):
         assert skills["tiny-actor"][f"{task}success, right advice"]["n"] == 2
     assert skills["tiny-actor"]["experiment: verdict readable"]["n"] == 4
-    for task in ("shop: ", "house: ", "search: "):
+    for task in ("shop: ", "house: ", "search: ", "experiment: "):
         assert skills["tiny-extractor"][f"{task}lesson malformed"]["n"] == 2
     assert any(name.startswith("experiment: merge") for name in skills["tiny-extractor"])
 

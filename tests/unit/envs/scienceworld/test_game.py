@@ -241,6 +241,7 @@ def test_games_do_not_depend_on_other_games() -> None:
 
 def test_games_share_java_processes_and_end_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "GAMES_PER_JVM", 2)
+    monkeypatch.setattr(engine, "_JVMS", [])  # the gold player's has a free place
     before = java_processes(os.getpid())
     games = [ScienceWorldGame("full") for _ in range(3)]
     for game in games:

@@ -122,6 +122,7 @@ def test_a_machine_without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr("crl.envs.registry.require_package", lambda *arguments: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setattr("crl.envs.scienceworld.java.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Install a Java runtime") as error:
         require_extra(SPEC, "tasks.scienceworld.env")
     assert error.value.key == "tasks.scienceworld.env"
