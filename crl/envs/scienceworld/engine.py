@@ -152,7 +152,7 @@ class _Jvm:
         self.games = 0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            port, token, self.process = launch_gateway(
+            launched: Any = launch_gateway(
                 java_path=find_java() or "java",
                 classpath=JAR_PATH,
                 cwd=BASEPATH,
@@ -164,7 +164,8 @@ class _Jvm:
             )
         except (OSError, ValueError) as error:  # no program, or no port in its output
             raise RuntimeError(f"Java cannot be started{self._last_log_line()}") from error
-        self._gateway = JavaGateway(
+        port, token, self.process = launched
+        self._gateway: Any = JavaGateway(
             gateway_parameters=GatewayParameters(port=port, auth_token=token),
             java_process=self.process,
         )

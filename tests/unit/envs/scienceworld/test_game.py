@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -278,7 +279,7 @@ def test_the_gateway_listens_on_the_loopback_interface_and_needs_a_token() -> No
     ]
     ((address, port),) = listening
     assert address in ("0100007F", "0000000000000000FFFF00000100007F")  # 127.0.0.1
-    stranger = JavaGateway(gateway_parameters=GatewayParameters(port=int(port, 16)))
+    stranger: Any = JavaGateway(gateway_parameters=GatewayParameters(port=int(port, 16)))
     with pytest.raises(Py4JError):
         stranger.jvm.java.lang.System.getProperty("user.name")
     game.close()
