@@ -1,9 +1,10 @@
 """ScienceWorld's simulator: one game at a time per `Simulator`, in Java virtual machines (JVMs).
 
 A process starts JVMs on demand. Up to `GAMES_PER_JVM` simulators share one. A game does not depend
-on the games beside it: their only shared state would be Java's identity hashes, which order the
-things in a description, so `_JVM_OPTIONS` make these hashes constant. The same actions therefore
-give the same texts in every JVM.
+on the games beside it. Their shared state would be Java's identity hashes, which order the things
+in a description, so `_JVM_OPTIONS` make these hashes constant; and the simulator's list of
+simplifications, which every load writes, so the calls of a JVM take turns. The same actions
+therefore give the same texts in every JVM.
 
 The gateway to a JVM listens on the loopback interface only and requires a token. A JVM ends when
 its last simulator is closed, and when the process that started it ends, even if it is killed.
@@ -138,7 +139,8 @@ class Simulator:
     def _guarded(jvm: _Jvm, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a call of the JVM. Raise `JvmEnded` if the connection is lost."""
         try:
-            return call(*arguments)
+            with jvm.turn:
+                return call(*arguments)
         except Py4JJavaError:
             raise
         except (Py4JError, OSError) as error:  # the connection is lost
@@ -146,10 +148,13 @@ class Simulator:
 
 
 class _Jvm:
-    """Java process with ScienceWorld's simulators. `games` counts them."""
+    """Java process with ScienceWorld's simulators."""
 
     def __init__(self) -> None:
         self.games = 0
+        """Number of simulators."""
+        self.turn = threading.Lock()
+        """Lock of a call. The simulators of a process are not safe beside each other."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             launched: Any = launch_gateway(

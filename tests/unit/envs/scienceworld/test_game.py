@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,17 @@ def test_games_do_not_depend_on_other_games() -> None:
         for game, rng, texts in zip(games, rngs, together, strict=True):
             texts.append(game.step(rng.choice(ACTIONS)))
     assert together == alone
+    for game in games:
+        game.close()
+
+
+def test_games_of_a_java_process_may_be_played_in_several_threads() -> None:
+    """The simulator's list of simplifications is shared by the games of a process."""
+    games = [ScienceWorldGame("full") for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            texts = pool.map(lambda game: game.reset(find("find-animal", 0)), games)
+            assert len({*texts}) == 1
     for game in games:
         game.close()
 
