@@ -1,0 +1,48 @@
+"""Tuning of the methods: scores and the choice of a setting, on numbers worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.paths import benchmark
+
+figures = benchmark("figures")
+methods = benchmark("methods")
+
+
+def metrics(seen: float, online: float | None = None) -> list[dict[str, Any]]:
+    last = {"kind": "eval", "eval/room/seen/success/free": seen}
+    if online is not None:
+        last["eval/room/unseen/success/online"] = online
+    return [{"kind": "eval", "eval/room/seen/success/free": 0.1}, last]
+
+
+def test_the_score_is_the_mean_of_the_metrics_that_a_run_has() -> None:
+    assert methods.score(metrics(0.6, 0.8)) == pytest.approx(0.7)
+    assert methods.score(metrics(0.6)) == pytest.approx(0.6)
+
+
+def test_every_method_is_tried_with_the_same_changes_and_seeds() -> None:
+    runs = methods.runs()
+    for arm in figures.TRAINED_METHODS:
+        for change in ("", *figures.CHANGES):
+            of_setting = [run for run in runs if run.arm == figures.changed(arm, change)]
+            assert sorted(run.seed for run in of_setting) == [*methods.SEEDS]
+    assert not {*methods.SEEDS} & {*figures.FIGURES["methods"].seeds}
+
+
+def test_scores_are_means_over_seeds_and_the_best_setting_is_marked() -> None:
+    bonus = {"gigpo 4 minibatches": 0.2, "gigpo short warm-up": 0.1}
+    stored = {
+        run: {"metrics": metrics(0.5 + bonus.get(run.arm, 0.0) + 0.02 * run.seed)}
+        for run in methods.runs()
+    }
+    scores = methods.scores(stored)
+    assert scores["gigpo"] == pytest.approx(
+        {"": 0.51, "4 minibatches": 0.71, "short warm-up": 0.61}
+    )
+    assert methods.best(scores["gigpo"]) == "4 minibatches"
+    assert methods.best(scores["none"]) == "", "of equal settings, the preset"
+    assert "| gigpo | 0.510 | **0.710** | 0.610 |" in methods.table(scores).splitlines()
