@@ -319,8 +319,9 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(smollm2.subprocess, "run", run)
     setting = ["--set", "learner.precision=bfloat16"]
     starts = (
-        ("grpo", "actor", "start-actor-20", "drills --demonstrations 200"),
-        ("complementary", "extractor", "start-extractor-20", "drills --demonstrations 1000"),
+        ("grpo", "actor", "start-200-actor-20", "drills --demonstrations 200"),
+        ("complementary", "actor", "start-1000-actor-20", "drills --demonstrations 1000"),
+        ("short start", "extractor", "start-1000-extractor-20", "drills --demonstrations 1000"),
         ("grpo full", "actor", "start-full-actor-20", "scripted"),
     )
     for arm, role, name, _ in starts:
@@ -329,7 +330,7 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
         for _ in range(2):
             model = smollm2.start(arm, role, 20, tmp_path, setting)
             assert model == tmp_path / name / role
-    assert [command[-4:-2] for command in commands] == [setting] * 3
+    assert [command[-4:-2] for command in commands] == [setting] * 4
     for command, (*_, source) in zip(commands, starts, strict=True):
         assert f"--from {source}" in " ".join(command).replace("--batch-tokens 1024 ", "")
 

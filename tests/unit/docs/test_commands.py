@@ -28,6 +28,10 @@ NOT_RUN = {
     "--epochs 1 --batch-tokens 1024 --learning-rate 5e-5 --run-dir runs/sft2": (
         "downloads a model; see tests/engines/test_smollm2.py"
     ),
+    "crl sft --preset smollm2 --from drills --tasks room --demonstrations 1000 --epochs 1 "
+    "--batch-tokens 1024 --learning-rate 5e-5 --run-dir runs/sft1": (
+        "downloads a model; see tests/engines/test_smollm2.py"
+    ),
     "crl sft --preset smollm2 --from drills --tasks room --demonstrations 200 --epochs 1 "
     "--batch-tokens 1024 --learning-rate 5e-5 --run-dir runs/sft": (
         "downloads a model; see tests/engines/test_smollm2.py"
