@@ -157,6 +157,8 @@ def material(
     (folder / "encoder").symlink_to(random_bert)
     (folder / "runs" / "sft").mkdir(parents=True)
     (folder / "runs" / "sft" / "actor").symlink_to(resolve_model("tiny-actor"))
+    (folder / "runs" / "sft1").mkdir()
+    (folder / "runs" / "sft1" / "actor").symlink_to(resolve_model("tiny-actor"))
     (folder / "runs" / "sft2").mkdir()
     (folder / "runs" / "sft2" / "extractor").symlink_to(resolve_model("tiny-extractor"))
     shutil.copytree(random_qwen3, folder / "language_model")
