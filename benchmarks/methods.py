@@ -80,14 +80,22 @@ def table(by_method: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(markdown_row(*row) for row in rows)
 
 
+def sweep() -> Sweep:
+    """Return the folders of the runs."""
+    return Sweep(coevolution.RESULTS, coevolution.ROOT / "build" / "coevolution", quick=False)
+
+
+def stored_scores() -> dict[str, dict[str, float]]:
+    """Return the scores of the stored runs. Raise `StatisticsError` if a setting has none."""
+    return scores({run: stored for run in runs() if (stored := sweep().stored(run))})
+
+
 def tune(arguments: Sequence[str]) -> None:
     """Make the runs of the tuning that are not stored, and print the scores."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
-    jobs = parser.parse_args(arguments).jobs
-    sweep = Sweep(coevolution.RESULTS, coevolution.ROOT / "build" / "coevolution", quick=False)
-    sweep.make(runs(), jobs)
-    print(table(scores({run: stored for run in runs() if (stored := sweep.stored(run))})))
+    sweep().make(runs(), parser.parse_args(arguments).jobs)
+    print(table(stored_scores()))
 
 
 if __name__ == "__main__":

@@ -50,24 +50,32 @@ SEEDS = (20, 21, 22)
 WINDOW = 5
 """Number of first and of last training steps over which training metrics are averaged."""
 
-SHORT, LONG = 200, 1000
-"""Demonstrations of a supervised start in the compact rendering.
-
-A short start leaves much to learn for RL. After it, no lesson of an extractor is right, and RL
-cannot reinforce what is never sampled; and an actor hardly follows lessons (success in 128 rooms:
-0.27 without advice, 0.41 with the right one), so the reward does not show which ones are right.
-"""
-COMPACT_START = ("--from", "drills", "--batch-tokens", "1024")
-"""Options of a supervised start in the compact rendering, besides their number."""
+SHORT, LONG, FULL_START = "short", "long", "full"
+"""Names of the supervised starts."""
+SLOW, FAST = ("--learning-rate", "5e-5"), ("--learning-rate", "2e-4", "--decay")
+DRILLS = ("--from", "drills", "--batch-tokens", "1024", "--demonstrations")
 FULL = (
     "--set", "actor.profile=full", "--set", "actor.max_context_tokens=4096",
     "--set", "tasks.room.max_turns=8", "--set", "tasks.room.max_response_tokens=32",
 )  # fmt: skip
 """Options of a supervised start and of a run in the full rendering."""
-FULL_START = ("--from", "scripted", "--steps", "2", "--batch-tokens", "4096", *FULL)
-"""Options of a supervised start on 128 scripted episodes in the full rendering."""
-START = ("--preset", "smollm2", "--tasks", "room", "--epochs", "1", "--learning-rate", "5e-5")
+START = ("--preset", "smollm2", "--tasks", "room", "--epochs", "1")
 """Options of all supervised starts."""
+STARTS: Mapping[tuple[str, str], Sequence[str]] = {
+    (SHORT, "actor"): (*DRILLS, "200", *SLOW),
+    (SHORT, "extractor"): (*DRILLS, "1000", *SLOW),
+    (LONG, "actor"): (*DRILLS, "1000", *FAST),
+    (LONG, "extractor"): (*DRILLS, "2000", *FAST),
+    (FULL_START, "actor"): (
+        "--from", "scripted", "--steps", "2", "--batch-tokens", "4096", *SLOW, *FULL,
+    ),
+}  # fmt: skip
+"""Options of the supervised starts, by name and role.
+
+A short start leaves much to learn for RL. After it, an actor hardly follows lessons, so the reward
+does not show which ones are right; and few lessons of an extractor are right, so RL has little to
+reinforce.
+"""
 COMMON = (
     "--tasks", "room", "--preset", "smollm2", "--plain",
     "--set", "tasks.room.eval.seen=256", "--set", "tasks.room.eval.unseen=512",
@@ -103,14 +111,14 @@ def trains_both(arm: str) -> bool:
     return "--method" not in ARMS[arm]
 
 
-def drills(arm: str, role: str) -> int:
-    """Return the number of demonstrations of a supervised start in the compact rendering."""
-    return LONG if arm == "complementary" or role == "extractor" else SHORT
+def start_of(arm: str) -> str:
+    """Return the name of the supervised start of an arm."""
+    return FULL_START if is_full(arm) else LONG if arm == "complementary" else SHORT
 
 
 def start_folder(arm: str, role: str, seed: int, folder: Path) -> Path:
     """Return the run of the supervised start of a role."""
-    return folder / f"start-{'full' if is_full(arm) else drills(arm, role)}-{role}-{seed}"
+    return folder / f"start-{start_of(arm)}-{role}-{seed}"
 
 
 def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
@@ -122,9 +130,8 @@ def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()
     model = run / role
     if not (model / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
-        number = ("--demonstrations", str(drills(arm, role)))
-        own = FULL_START if is_full(arm) else (*COMPACT_START, *number)
-        command = ["crl", "sft", *START, *own, "--role", role, "--seed", str(seed)]
+        options = (*START, *STARTS[start_of(arm), role])
+        command = ["crl", "sft", *options, "--role", role, "--seed", str(seed)]
         command += [*sets, "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)
         subprocess.run([sys.executable, "-m", *command], check=True)

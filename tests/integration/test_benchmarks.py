@@ -319,9 +319,9 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(smollm2.subprocess, "run", run)
     setting = ["--set", "learner.precision=bfloat16"]
     starts = (
-        ("grpo", "actor", "start-200-actor-20", "drills --demonstrations 200"),
-        ("complementary", "actor", "start-1000-actor-20", "drills --demonstrations 1000"),
-        ("short start", "extractor", "start-1000-extractor-20", "drills --demonstrations 1000"),
+        ("grpo", "actor", "start-short-actor-20", "drills --demonstrations 200"),
+        ("complementary", "actor", "start-long-actor-20", "drills --demonstrations 1000"),
+        ("short start", "extractor", "start-short-extractor-20", "drills --demonstrations 1000"),
         ("grpo full", "actor", "start-full-actor-20", "scripted"),
     )
     for arm, role, name, _ in starts:

@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 """Folder of the golden files."""
 WEBSHOP_DATA = ROOT / "tests" / "webshop_data"
-SEARCH_QA_DATA = ROOT / "tests" / "search_qa_data"
 """Folder of a small catalogue in the format of WebShop's own files."""
+SEARCH_QA_DATA = ROOT / "tests" / "search_qa_data"
+"""Folder of small question files and a corpus in the format of Search-QA's official data."""
 
 
 def benchmark(name: str) -> ModuleType:

@@ -24,12 +24,12 @@ from support.pages import PAGES, blocks, code, commands
 from support.paths import ROOT
 
 NOT_RUN = {
-    "crl sft --preset smollm2 --from drills --role extractor --tasks room --demonstrations 1000 "
-    "--epochs 1 --batch-tokens 1024 --learning-rate 5e-5 --run-dir runs/sft2": (
+    "crl sft --preset smollm2 --from drills --role extractor --tasks room --demonstrations 2000 "
+    "--epochs 1 --batch-tokens 1024 --learning-rate 2e-4 --decay --run-dir runs/sft2": (
         "downloads a model; see tests/engines/test_smollm2.py"
     ),
     "crl sft --preset smollm2 --from drills --tasks room --demonstrations 1000 --epochs 1 "
-    "--batch-tokens 1024 --learning-rate 5e-5 --run-dir runs/sft1": (
+    "--batch-tokens 1024 --learning-rate 2e-4 --decay --run-dir runs/sft1": (
         "downloads a model; see tests/engines/test_smollm2.py"
     ),
     "crl sft --preset smollm2 --from drills --tasks room --demonstrations 200 --epochs 1 "
