@@ -446,7 +446,10 @@ def _added(*claims: Claim) -> tuple[Claim, ...]:
     return tuple(replace(claim, added=True) for claim in claims)
 
 
-TUNED: Mapping[str, str] = {}
+TUNED: Mapping[str, str] = {
+    arm: "4 minibatches"
+    for arm in ("co-evolved", "none", "gigpo", "role agent", "self-distillation")
+}
 """Change that was best for a method in `methods.py --tune`, if one was better than the preset."""
 
 

@@ -29,7 +29,7 @@ def diversity_score(rank_score: float, count: int, recent: bool, *, count_penalt
     number of earlier retrievals of the experience. `recent`: True if it was retrieved within the
     recency window. `count_penalty`: λ ≥ 0, ranks lost per unit of log count.
 
-    Raise `ValueError` if count or lam is negative.
+    Raise `ValueError` if `count` or `count_penalty` is negative.
     """
     _not_negative(count=count, count_penalty=count_penalty)
     return rank_score - count_penalty * math.log1p(count) - float(recent)

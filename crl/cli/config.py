@@ -79,7 +79,8 @@ def explain(
 ) -> None:
     """Explain one setting.
 
-    The output contains its type, default and meaning, and the shipped files that change it.
+    The output contains its type, default and meaning, and the values that bundled presets, methods
+    and tasks give it.
     """
     from crl.config.reference import explained
 

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def tasks_dir() -> Path:
-    """Return the folder of the shipped TOML files: `crl/_tasks` in a wheel, `tasks/` of the
+    """Return the folder of the bundled TOML files: `crl/_tasks` in a wheel, `tasks/` of the
     repository in a source checkout.
     """
     installed = PACKAGE / "_tasks"
@@ -27,7 +27,7 @@ def tasks_dir() -> Path:
 
 
 def tasks() -> list[str]:
-    """Return the names of the shipped tasks and mixtures."""
+    """Return the names of the bundled tasks and mixtures."""
     return sorted(path.stem for path in tasks_dir().glob("*.toml"))
 
 
@@ -97,12 +97,12 @@ def mixture(path: Path) -> MixtureFile | None:
 
 
 def presets() -> list[str]:
-    """Return the names of the shipped presets."""
+    """Return the names of the bundled presets."""
     return sorted(path.stem for path in (tasks_dir() / "presets").glob("*.toml"))
 
 
 def task_file(name: str, key: str = "tasks") -> Path:
-    """Return the file of a shipped task, or `name` itself if it is the path of a TOML file.
+    """Return the file of a bundled task, or `name` itself if it is the path of a TOML file.
 
     Raise `ConfigError` under `key` if there is no such task or file.
     """
@@ -110,7 +110,7 @@ def task_file(name: str, key: str = "tasks") -> Path:
 
 
 def preset_file(name: str) -> Path:
-    """Return the file of a shipped preset, or `name` itself if it is the path of a TOML file.
+    """Return the file of a bundled preset, or `name` itself if it is the path of a TOML file.
 
     Raise `ConfigError` if there is no such preset or file.
     """

@@ -1,7 +1,8 @@
 """Loading of a checked `RunConfig` from the command line; saving and loading of RUN/config.json.
 
-Later layers override earlier ones. Their order: defaults of the schema, the preset, the files of
-the tasks, options, `--set`. Functions raise `ConfigError` for every fault of the user's input.
+Later layers override earlier ones. Their order: defaults of the schema, a bundled preset, the
+defaults of the method, the user's own preset, the files of the tasks, options, `--set`. Functions
+raise `ConfigError` for every fault of the user's input.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ PERPLEXITY_SETTINGS: Mapping[str, tuple[PerplexityNormaliser, ...]] = MappingPro
 )
 """Normalisers that use a setting of `extractor.perplexity`, by the name of the setting."""
 
-TASK_TABLES = ("stream", "eval", "compact")
-"""Tables of a task's file."""
+TASK_TABLES = ("stream", "eval", "search", "compact")
+"""Names of the tables of a task's file."""
 
 VERSIONED_PACKAGES = (
     "torch",
@@ -558,7 +559,7 @@ def load_saved(run: Path) -> SavedRun:
     try:
         saved = json.loads(path.read_text("utf-8"))
         if isinstance(saved, dict) and "config" not in saved:
-            reason = "does not belong to a run, but for example to a model"
+            reason = 'belongs to no run: it has no key "config", like the config.json of a model'
             remedy = "Give the run directory that crl train printed"
             raise ConfigError("run", str(path), reason, remedy)
         data, prompts, recorded = saved["config"], dict(saved["prompts"]), dict(saved["versions"])

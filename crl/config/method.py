@@ -54,7 +54,7 @@ def no_text(settings: Any) -> str:
 
 
 class MethodSection(Section):
-    """Base of the section of a method. Its methods say what the settings mean for a run."""
+    """Base class of the section of a method. Its functions tell what the settings do in a run."""
 
     def unused_reason(self, name: str) -> tuple[str, str] | None:
         """Return why a setting has no effect, and the remedy; None if it has an effect.
@@ -68,7 +68,7 @@ class MethodSection(Section):
         return frozenset()
 
     def measured(self, config: RunConfig) -> Mapping[str, Any]:
-        """Return what evaluations depend on, by dotted key, beside the settings of all methods.
+        """Return values that evaluations depend on besides the common settings, by dotted key.
 
         These are values of settings that change the prompts of agents, and hashes of prompts. The
         keys are the same for all settings: a key that a checkpoint lacks is not compared.
@@ -87,9 +87,9 @@ class Notes:
     prompt: str
     """Name of the prompt with which the bank's writer writes one note about an episode."""
     key: Callable[[Any], str] | None = None
-    """Function `(settings)` that returns a name of `crl.manager.keys.STATE_KEYS`.
+    """Function `(settings)` that returns a name of `crl.manager.keys.STATE_KEYS`, or None.
 
-    Notes are found by this state of the episode that they are about. None: by no search.
+    Notes are found by this state of the episode that they are about. None: by their own text.
     """
 
 
@@ -100,9 +100,9 @@ class Guidance:
     members: Callable[[Any, int], int]
     """Function `(settings, members)` that returns how many of a group's members may be guided."""
     text: Callable[[Any], str] = no_text
-    """Function `(settings)` that says for the plan of a run what guides episodes, and when.
+    """Function `(settings)` that returns what guides episodes, and when, for the plan of a run.
 
-    Empty: the number of guided members, and one experience for each search.
+    If the text is empty, the plan has the number of guided members and of experiences per search.
     """
 
 
@@ -130,7 +130,7 @@ class MethodSpec:
     guidance: Guidance | None = None
     """Guidance of episodes by the bank; None if no agent is ever shown an entry of it."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of other sections, nested, that the method has instead of those of the preset.
+    """Nested settings of other sections that replace those of a bundled preset.
 
     The user's own preset, tasks and options override them.
     """
@@ -156,7 +156,7 @@ class MethodSpec:
         """Raise `ConfigError` for a spec that no run can have."""
         reason = ""
         if not _NAME.fullmatch(self.name):
-            reason = "its name must have lower-case letters, digits and underscores only"
+            reason = "its name must begin with a letter a–z and contain only a–z, digits and _"
         elif self.settings and not issubclass(self.settings, MethodSection):
             reason = f"{self.settings.__name__} is not a crl.config.method.MethodSection"
         elif self.settings and any(f.is_required() for f in self.settings.model_fields.values()):

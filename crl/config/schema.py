@@ -91,12 +91,12 @@ class RunSection(Section):
     Requires rollout.max_staleness = 0. Not available with engine.kind = "vllm".
     """
     checkpoint_every: Natural = 25
-    """Number of actor steps between two checkpoints. 0 = no limit.
+    """Number of actor steps between two checkpoints. 0 = by checkpoint_minutes alone.
 
     The end of a run always writes a checkpoint.
     """
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 10.0
-    """Maximum number of minutes between two checkpoints. 0 = no limit.
+    """Maximum number of minutes between two checkpoints. 0 = by checkpoint_every alone.
 
     A deterministic run ignores it, because a checkpoint adds a row to the bank's log.
     """
@@ -107,11 +107,12 @@ class RunSection(Section):
     keep_episodes: Natural = 0
     """Number of the last actor steps whose episodes are kept in RUN/episodes. 0 = all."""
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Maximum share of a task's last 256 episodes that may end with an error.
+    """Maximum share of errors among the last 256 episodes of a task.
 
-    The run ends above it, from 64 episodes on. It always ends if the first 16 episodes of a task
-    all fail, or if no episode of a task has worked by the end of a step. Episodes are counted in
-    the order of their starts.
+    A run that exceeds it ends, from 64 episodes on. A run also ends if the first 16 episodes of a
+    task all have an error, or if a task has had no episode without an error by the end of a step;
+    a single group does not count here while other tasks work. Episodes are counted in the order
+    of their starts.
     """
     stall_seconds: Annotated[float, Field(ge=0)] = 600.0
     """Seconds without a finished episode, training step or distillation until a warning. 0 = never.
@@ -265,9 +266,9 @@ class ActorSection(Section):
     false = they are trained on like other episodes.
     """
     minibatches: Count = 1
-    """Number of minibatches that the groups of a step are divided into.
+    """Maximum number of minibatches of a step, each of which is one optimizer update.
 
-    Each minibatch is one optimizer update.
+    No group is divided, so a step has at most rollout.groups minibatches.
     """
     advantage_scale: Literal["std", "none"] = "std"
     """Scaling of group advantages.
@@ -361,7 +362,8 @@ class PerplexitySection(Section):
 class ExtractorSection(Section):
     """Extractor: the model that distils episodes into experiences.
 
-    Ignored by methods without experience.
+    Ignored by methods without experience. If the actor writes the bank, the sampling settings also
+    apply to what it writes: temperature, max_response_tokens, concurrency and others.
     """
 
     model: Annotated[str, Field(min_length=1)] = "tiny-extractor"
@@ -444,12 +446,12 @@ class ExtractorSection(Section):
     baseline: RewardBaseline = "batch"
     """Baseline that is subtracted from the reward of an experience.
 
-    batch = the mean reward of the training batch (eq. 3); group = the mean reward of the free
-    members of the group that the experience guided; guided = the mean reward of all members of this
-    group with an experience. With "group", an experience is not trained on if no free member
-    finished its episode. "guided" needs retrieval.per = "rollout". "group" is the relative reward
-    of CRL B.2. With "group" or "guided", the batch mean is subtracted as well if critic.enabled or
-    perplexity.weight is set.
+    batch = the mean reward of the training batch (eq. 3), weighted by the weights of eq. 7 (the
+    weights are ours); group = the mean reward of the free members of the group that the experience
+    guided; guided = the mean reward of all members of this group with an experience. With "group",
+    an experience is not trained on if the episodes of all free members end with an error. "guided"
+    needs retrieval.per = "rollout". "group" is the relative reward of CRL B.2. With "group" or
+    "guided", the batch mean is subtracted as well if critic.enabled or perplexity.weight is set.
     """
     perplexity: PerplexitySection = PerplexitySection()
     """Perplexity-reduction reward of an experience, in addition to the reward of its episodes."""
@@ -951,15 +953,16 @@ class EvalSets(Section):
     """Number of episodes of the seen split.
 
     They are played under held-out dynamics, in places of the training stream that stay for the
-    whole run.
+    whole run; or they are the games that the environment reserves for it (docs/tasks.md).
     """
     unseen: Natural = 256
-    """Number of episodes of the unseen split: places that are never trained on."""
+    """Number of episodes of the unseen split: places or games that are never trained on."""
     online_places: Natural = 0
     """Number of places of the online evaluation.
 
-    They belong to the unseen split and are visited repeatedly, while a temporary bank is built from
-    the visits. Each place is played five times by four guided episodes.
+    They belong to the unseen split. A place has five visits of four guided episodes each, and a
+    temporary bank learns from all visits but the last. The last three visits count, and are also
+    played without experience.
     """
     probe_places: Natural = 0
     """Number of places of the advice probe.
@@ -1305,7 +1308,7 @@ def run_config_type(*specs: MethodSpec) -> type[RunConfig]:
 
 
 def _check_run(config: RunConfig) -> None:
-    """Raise `ConfigError` for a contradiction within `run`, `rollout` and `actor.minibatches`."""
+    """Raise `ConfigError` for a contradiction between `run` and `rollout`."""
     if config.run.deterministic and config.rollout.max_staleness:
         raise ConfigError(
             "run.deterministic",
@@ -1313,12 +1316,6 @@ def _check_run(config: RunConfig) -> None:
             f"requires rollout.max_staleness = 0, but it is {config.rollout.max_staleness}: when "
             "rollouts run ahead of training, their policy version depends on timing",
             "Add --set rollout.max_staleness=0",
-        )
-    rollouts = config.rollout.groups * config.rollout.group_size
-    if config.actor.minibatches > rollouts:
-        reason = f"is more than the {rollouts} rollouts of a step"
-        raise ConfigError(
-            "actor.minibatches", config.actor.minibatches, reason, f"Choose at most {rollouts}"
         )
 
 

@@ -124,18 +124,20 @@ def _bad_value(
     model: type[BaseModel], path: Sequence[str], key: str, details: Any, origin: str | None
 ) -> ConfigError:
     """Return the error for a value that pydantic rejected."""
-    remedy = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
     description = _description(model, path)
-    explained_remedy = f"{remedy} ({description})" if description else remedy
+    explanation = f" ({description})" if description else ""
     if details["type"] == "missing":
-        return ConfigError(key, None, "is missing", explained_remedy)
+        remedy = f"Add it to {origin}" if origin else f"Give it with --set {key}=VALUE"
+        return ConfigError(key, None, "is missing", f"{remedy}{explanation}")
     if details["type"] in ("model_type", "model_attributes_type"):
         keys = ", ".join(f"{key}.{name}" for name in _section(model, path))
         return ConfigError(
             key, details["input"], "is a section, not a value", f"Set one of its keys: {keys}"
         )
     reason = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return ConfigError(key, details["input"], reason[0].lower() + reason[1:], explained_remedy)
+    remedy = f"Correct it in {origin}" if origin else f"Give another value with --set {key}=VALUE"
+    reason = reason[0].lower() + reason[1:]
+    return ConfigError(key, details["input"], reason, f"{remedy}{explanation}")
 
 
 def _section(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:

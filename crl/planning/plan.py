@@ -401,10 +401,11 @@ def _batch(config: RunConfig) -> str:
         else "synchronous"
     )
     groups = counted(rollout.groups, "group")
-    updates = steps * config.actor.minibatches if config.actor.train else 0
+    per_step = min(config.actor.minibatches, config.rollout.groups)
+    updates = steps * per_step if config.actor.train else 0
     minibatches = (
-        f"{counted(config.actor.minibatches, 'minibatch', 'minibatches')} of about "
-        f"{rollouts / config.actor.minibatches:g} rollouts, one optimizer update each"
+        f"{counted(per_step, 'minibatch', 'minibatches')} of about "
+        f"{rollouts / per_step:g} rollouts, one optimizer update each"
     )
     return "\n".join(
         [

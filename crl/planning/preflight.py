@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from crl import embedders
-from crl.config.catalog import tasks as shipped_tasks
+from crl.config.catalog import tasks as bundled_tasks
 from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.schema import RunConfig
 from crl.envs.base import EnvSpec
@@ -186,31 +186,33 @@ def require_extractor(config: RunConfig) -> None:
 
 
 def require_compatible_extractor(config: RunConfig) -> None:
-    """Raise `ConfigError` if a compact extractor would have to read full episodes, or to vote.
+    """Raise `ConfigError` if a compact writer of the bank would read full episodes, or vote.
 
-    A compact extractor is trained only on digests of compact episodes.
+    A compact writer is trained only on digests of compact episodes.
     """
-    if config.profile(config.writer) == "full":
+    writer = config.writer
+    if config.profile(writer) == "full":
         return
+    model = getattr(config, writer).model
     if config.bank.evict_votes is not None:
         reason = (
-            f"needs a language model as extractor, but {config.extractor.model} "
+            f"needs a language model as {writer}, but {model} "
             "is a tiny model that was not trained to vote"
         )
         raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
     for name, task in config.tasks.items():
         if task.rendering == "full":
             reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
-            remedy = "Use a language model as extractor, or a tiny model as actor"
+            remedy = f"Use a language model as {writer}, or a tiny model as actor"
             if config.profile("actor") == "compact":
-                # The [compact] table of every shipped task has the compact rendering.
+                # The [compact] table of every bundled task has the compact rendering.
                 remedy = (
                     f"Remove --set tasks.{name}.rendering, or this setting in your preset"
-                    if name in shipped_tasks()
+                    if name in bundled_tasks()
                     else f"Set tasks.{name}.rendering to compact, with --set or in the table "
                     "[compact] of the task's file"
                 )
-            raise ConfigError("extractor.model", config.extractor.model, reason, remedy)
+            raise ConfigError(f"{writer}.model", model, reason, remedy)
 
 
 def require_bank(config: RunConfig) -> None:
@@ -231,7 +233,8 @@ def require_bank(config: RunConfig) -> None:
     if banked and not banked & config.tasks.keys():
         reason = (
             f"its experiences are of other tasks ({', '.join(sorted(banked))}) than the run's "
-            f"({', '.join(sorted(config.tasks))}), and with bank.scope=task they guide no episode"
+            f"({', '.join(sorted(config.tasks))}), and with bank.scope={config.bank.scope} they "
+            "guide no episode"
         )
         raise ConfigError(
             "bank.init",

@@ -70,9 +70,9 @@ class Checkpoints:
     """Times of a run's checkpoints, and which of them are kept."""
 
     every: int
-    """Steps between two checkpoints; 0 = no limit."""
+    """Steps between two checkpoints; 0 = by `seconds` alone."""
     seconds: float
-    """Maximum number of seconds between two checkpoints; 0 = no limit."""
+    """Maximum number of seconds between two checkpoints; 0 = by `every` alone."""
     keep_last: int
     """Number of the last checkpoints that are kept."""
     keep_every: int

@@ -167,7 +167,7 @@ def test_importance_weights_of_a_run_do_not_apply(tmp_path: Path) -> None:
     actor = load_saved(tmp_path / "sft").config.actor
     assert (actor.old_logp, actor.importance_cap) == ("behaviour", None)
     refused = crl("sft", "--from", run, *weights, "--run-dir", tmp_path / "none")
-    message = "actor.old_logp = 'recompute': does not apply: supervised fine-tuning has the value"
+    message = "actor.old_logp = 'recompute': does not apply: supervised fine-tuning always uses"
     assert message in one_line(refused)
 
 
@@ -461,9 +461,16 @@ def test_the_extractor_learns_from_conversations(tmp_path: Path) -> None:
         ),
         (
             ["--role", "extractor", "--set", "extractor.train=false"],
-            "extractor.train = False: does not apply",
+            "extractor.train = False: leaves the extractor untrained",
         ),
-        (["--role", "extractor", "--set", "method=grpo"], "method = 'grpo': does not apply"),
+        (
+            ["--role", "extractor", "--set", "bank.frozen=true", "--set", "bank.init=old.sqlite"],
+            "bank.frozen = True: leaves the extractor untrained",
+        ),
+        (
+            ["--role", "extractor", "--set", "method=grpo"],
+            "method = 'grpo': leaves the extractor untrained",
+        ),
     ],
 )
 def test_requests_for_drills_that_are_refused(

@@ -582,7 +582,7 @@ def test_an_environment_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
     finally:
         Stuck.released.set()
     assert "error: task stuck: the first 16 episodes all failed" in result.stderr
-    assert "exceeded its timeout of 0.05 s" in result.stderr
+    assert "exceeded its timeout (rollout.env_timeout = 0.05 s)" in result.stderr
 
 
 def test_a_run_in_which_nothing_finishes_reports_where_it_waits(tmp_path: Path) -> None:

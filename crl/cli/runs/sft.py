@@ -286,16 +286,21 @@ def _warmup(config: RunConfig, role: RoleName, own: Collection[str]) -> int | No
 def _require_objective(config: RunConfig, role: RoleName) -> None:
     """Raise `ConfigError` for settings with which the loss or the model would be another one."""
     if role == "extractor" and not config.trains_extractor:
-        reason = "does not apply: supervised fine-tuning trains the extractor"
-        key, given = (
-            ("extractor.train", False) if config.with_extractor else ("method", config.method)
-        )
+        key, given = _untrained_by(config)
+        reason = "leaves the extractor untrained, but --role extractor trains it"
         raise ConfigError(key, given, reason, "Leave it out")
     for name, value in OBJECTIVE[role].items():
         if (given := getattr(getattr(config, role), name)) != value:
             fixed = value if isinstance(value, str) else f"{value:g}"
-            reason = f"does not apply: supervised fine-tuning has the value {fixed}"
+            reason = f"does not apply: supervised fine-tuning always uses {fixed}"
             raise ConfigError(f"{role}.{name}", given, reason, "Leave it out")
+
+
+def _untrained_by(config: RunConfig) -> tuple[str, object]:
+    """Return the key and the value of the setting that leaves the extractor untrained."""
+    if not config.with_extractor:
+        return "method", config.method
+    return ("bank.frozen", True) if config.bank.frozen else ("extractor.train", False)
 
 
 def _config_of_run(path: Path, options: Mapping[str, Any], sets: list[str] | None) -> RunConfig:

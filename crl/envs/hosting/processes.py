@@ -392,7 +392,10 @@ class _WorkerProcess:
                 job.answer(await _exchange(process, self._ended, job.frame))
             return True
         except TimeoutError:
-            self._end_reason = f"the worker process exceeded the timeout of {job.timeout:g} s"
+            self._end_reason = (
+                f"the worker process exceeded the timeout of {job.timeout:g} s "
+                "(see rollout.env_timeout)"
+            )
         except (EOFError, OSError):
             self.died = True
             await self._wait_or_kill()

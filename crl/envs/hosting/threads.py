@@ -304,7 +304,7 @@ class ThreadEnvironment:
             raise RolloutError(
                 "env",
                 f"{self.spec.name}: {operation} exceeded its timeout "
-                f"of {host.thread_pool.timeout:g} s",
+                f"(rollout.env_timeout = {host.thread_pool.timeout:g} s)",
             ) from None
         except asyncio.CancelledError:
             self.game = None

@@ -311,7 +311,7 @@ def _refuse_settings(
     for key, value in (leaf for layer in overrides for leaf in leaves(layer.data)):
         if key.startswith("tasks.") and (name := key.split(".")[1]) not in own:
             raise ConfigError(
-                key, value, f"{name} is not a task of this evaluation", f"Add it to --tasks {name}"
+                key, value, f"{name} is not a task of this evaluation", f"Add {name} to --tasks"
             )
     for layer in overrides:
         if not layer.origin.startswith("--set"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.paths import benchmark
+from support.paths import ROOT, benchmark
 
 figures = benchmark("figures")
 methods = benchmark("methods")
@@ -46,3 +46,12 @@ def test_scores_are_means_over_seeds_and_the_best_setting_is_marked() -> None:
     assert methods.best(scores["gigpo"]) == "4 minibatches"
     assert methods.best(scores["none"]) == "", "of equal settings, the preset"
     assert "| gigpo | 0.510 | **0.710** | 0.610 |" in methods.table(scores).splitlines()
+
+
+def test_the_documented_table_and_the_settings_in_use_are_those_of_the_stored_runs() -> None:
+    scores = methods.stored_scores()
+    documented = (ROOT / "docs" / "results.md").read_text("utf-8")
+    assert methods.table(scores) in documented
+    choices = {arm: methods.best(of_method) for arm, of_method in scores.items()}
+    assert {arm: change for arm, change in choices.items() if change} == figures.TUNED
+    assert all(methods.sweep().is_stored(run) for run in methods.runs())

@@ -262,9 +262,8 @@ def test_an_extra_that_is_not_installed_is_named(tmp_path: Path):
 
 SIZES = "max_turns = 1\nmax_response_tokens = 4\n"
 VALUES = (
-    "Correct it in {path} (Rendering of observations: full = text for language models, compact = "
-    "few tokens for tiny models. Tiny models use the value in the table [compact] of the task's "
-    "file)."
+    "(Rendering of observations: full = text for language models, compact = few tokens for tiny "
+    "models. Tiny models use the value in the table [compact] of the task's file)."
 )
 
 
@@ -277,14 +276,16 @@ def rendering_task(folder: Path, settings: str, sizes: str = SIZES) -> str:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("", f"tasks.own.rendering = None: is missing. {VALUES}"),
+        ("", f"tasks.own.rendering = None: is missing. Add it to {{path}} {VALUES}"),
         (
             'rendering = "tiny"',
-            f"tasks.own.rendering = 'tiny': should be 'full' or 'compact'. {VALUES}",
+            "tasks.own.rendering = 'tiny': should be 'full' or 'compact'. "
+            f"Correct it in {{path}} {VALUES}",
         ),
         (
             'rendering = "full"\n[compact]\nrendering = "tiny"',
-            f"tasks.own.compact.rendering = 'tiny': should be 'full' or 'compact'. {VALUES}",
+            "tasks.own.compact.rendering = 'tiny': should be 'full' or 'compact'. "
+            f"Correct it in {{path}} {VALUES}",
         ),
         (
             'rendering = "full"\ncompact = "compact"',
@@ -294,13 +295,14 @@ def rendering_task(folder: Path, settings: str, sizes: str = SIZES) -> str:
         (
             'rendering = "full"\n[compct]\nmax_turns = 3',
             "tasks.own.compct = {{'max_turns': 3}}: is not a table of a task (from {path}). "
-            "Did you mean compact? Available: stream, eval, compact. Write settings for tiny "
-            "models in [compact].",
+            "Did you mean compact? Available: stream, eval, search, compact. Write settings for "
+            "tiny models in [compact].",
         ),
         (
             'rendering = "full"\n[tiny]\nmax_turns = 3',
             "tasks.own.tiny = {{'max_turns': 3}}: is not a table of a task (from {path}). "
-            "Available: stream, eval, compact. Write settings for tiny models in [compact].",
+            "Available: stream, eval, search, compact. Write settings for tiny models in "
+            "[compact].",
         ),
     ],
 )

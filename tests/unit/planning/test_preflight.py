@@ -95,6 +95,10 @@ def refused(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
             "tasks.room.rendering, or this setting in your preset.",
         ),
         (["bank.evict_votes=2"], "was not trained to vote"),
+        (
+            ["method=reflexion", "tasks.room.rendering=full"],
+            "actor.model = 'tiny-actor': reads only the compact rendering",
+        ),
         (["bank.init={prompt}"], "bank.init = '{prompt}': it is not a bank of crl"),
         (
             ["actor.max_context_tokens=1025"],
@@ -154,12 +158,12 @@ async def bank_of(path: Path, *tasks: str) -> None:
 def test_a_bank_of_other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = tmp_path / "bank.sqlite"
     asyncio.run(bank_of(bank, "webshop", "maze"))
-    for frozen in ("true", "false"):
-        sets = [f"bank.init={bank}", f"bank.frozen={frozen}"]
+    for frozen, scope in (("true", "task"), ("false", "task"), ("true", "goal")):
+        sets = [f"bank.init={bank}", f"bank.frozen={frozen}", f"bank.scope={scope}"]
         assert refused(load(["room"], sets=sets), tmp_path, monkeypatch) == (
             f"bank.init = '{bank}': its experiences are of other tasks (maze, webshop) than the "
-            "run's (room), and with bank.scope=task they guide no episode. Use the bank of a run "
-            "of these tasks, or add --set bank.scope=shared."
+            f"run's (room), and with bank.scope={scope} they guide no episode. Use the bank of a "
+            "run of these tasks, or add --set bank.scope=shared."
         )
     preflight.require(load(["room"], sets=[f"bank.init={bank}", "bank.scope=shared"]))
     asyncio.run(bank_of(tmp_path / "both", "webshop", "room"))

@@ -644,7 +644,8 @@ async def test_a_hanging_game_becomes_an_error_trajectory() -> None:
             return script("wait", "hang")(prompt)
 
         trajectory = await play_free(hosted, ScriptedEngine(renderer(), hang))
-        assert trajectory.error == "env: doors: step exceeded its timeout of 0.1 s"
+        reason = "step exceeded its timeout (rollout.env_timeout = 0.1 s)"
+        assert trajectory.error == f"env: doors: {reason}"
         assert trajectory.turns == 1
         assert acquired_count(hosted.host) == 0
         hosted.host.thread_pool.timeout = timeout

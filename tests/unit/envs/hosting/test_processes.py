@@ -174,7 +174,7 @@ async def test_a_transient_error_of_a_game_stays_one(fault: str, transient: bool
         ("quit", r"the worker process ended with exit code 7: the floor is lava$"),
         ("vanish", r"the worker process was killed by SIGKILL$"),
         ("garble", r"the reply of the worker process cannot be read: ValueError: invalid literal"),
-        ("hang", r"the worker process exceeded the timeout of 0.5 s$"),
+        ("hang", r"exceeded the timeout of 0.5 s \(see rollout.env_timeout\)$"),
     ],
 )
 async def test_a_lost_worker_fails_only_its_episodes_and_is_replaced(

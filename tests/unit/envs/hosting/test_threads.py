@@ -260,7 +260,8 @@ async def test_a_hung_game_and_its_thread_are_replaced() -> None:
             *(environment.step("hang") for environment in hung), return_exceptions=True
         )
         assert all(
-            isinstance(error, RolloutError) and "timeout of 0.1 s" in str(error) for error in errors
+            isinstance(error, RolloutError) and "env_timeout = 0.1 s" in str(error)
+            for error in errors
         )
         assert (host.failures, host.replaced) == (2, 2)
         host.thread_pool.timeout = original_timeout
