@@ -13,16 +13,17 @@ settings of the preset smollm2:
 * grpo: the actor alone, from drills.
 * frozen: the same with a learning rate of 0. Differences show the noise of the evaluation.
 * lora: as grpo, with an adapter of rank 16 instead of all weights, at ten times the learning rate.
-* complementary: with a bank and a trained extractor, which starts from drills too. The starts of
-  both models are longer.
-* short start: as complementary, but the actor has the start of grpo.
+* complementary: with a bank and a trained extractor, which starts from drills too. Both starts have
+  more drills and a higher learning rate.
+* short start: as complementary, but the actor has the start of grpo, and the extractor half of the
+  drills at the same low learning rate.
 * grpo full, frozen full: as grpo and frozen, but in the full rendering, from scripted players.
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
 evaluations before the first and after the last step, and means over the first and the last steps of
-the training.
+the training; those of lessons are weighted by the number of answers of a step.
 """
 
 from __future__ import annotations
@@ -207,12 +208,19 @@ def lift(metrics: Sequence[Mapping[str, Any]]) -> str:
     return plus_minus(last[key], last[f"{key}/half_width"]) if key in last else "–"
 
 
-def ends(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return the means of a metric over the first and the last training steps, or a dash."""
-    values = [line[name] for line in metrics if line.get(name) is not None]
-    if not values:
+def ends(metrics: Sequence[Mapping[str, Any]], name: str, count: str = "") -> str:
+    """Return the means of a metric over the first and the last training steps, or a dash.
+
+    `count`: metric by which the steps are weighted; empty for equal weights.
+    """
+    found = [(line[name], line.get(count, 1)) for line in metrics if line.get(name) is not None]
+    if not found:
         return "–"
-    return f"{fmean(values[:WINDOW]):.3f} → {fmean(values[-WINDOW:]):.3f}"
+    first, last = (
+        fmean([value for value, _ in steps], [weight for _, weight in steps])
+        for steps in (found[:WINDOW], found[-WINDOW:])
+    )
+    return f"{first:.3f} → {last:.3f}"
 
 
 COLUMNS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
@@ -222,7 +230,7 @@ COLUMNS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
     },
     "online − alone": lift,
     "training": partial(ends, name="rollout/success"),
-    "right lessons": partial(ends, name="lessons/correct"),
+    "right lessons": partial(ends, name="lessons/correct", count="lessons/answers"),
 }
 """Columns of the table: functions of the metrics of a run."""
 

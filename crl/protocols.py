@@ -132,8 +132,14 @@ class Learner(Protocol):
     One `step` processes one batch: one optimizer update per minibatch.
     """
 
-    async def step(self, minibatches: Sequence[Minibatch]) -> StepStats: ...
-    async def publish(self) -> PublishHandle: ...
+    async def step(self, minibatches: Sequence[Minibatch]) -> StepStats:
+        """Make one optimizer update per minibatch. Raise `LearnerError` if the learner fails."""
+        ...
+
+    async def publish(self) -> PublishHandle:
+        """Return the current weights as a new policy version, for `Engine.update_weights`."""
+        ...
+
     async def prepare_save(
         self, directory: Path, *, optimizer: bool = True
     ) -> Callable[[], None]:  # fmt: skip
@@ -145,7 +151,10 @@ class Learner(Protocol):
         """
         ...
 
-    async def load(self, directory: Path) -> None: ...
+    async def load(self, directory: Path) -> None:
+        """Load what `prepare_save` wrote to `directory`."""
+        ...
+
     async def watch(self) -> None:
         """Raise `LearnerError` when the learner fails, even if it is idle; never return."""
         ...
@@ -165,8 +174,14 @@ class Environment(Protocol):
     The host converts errors to `RolloutError`s of kind `env`.
     """
 
-    async def reset(self, task: Task) -> Observation: ...
-    async def step(self, text: str) -> StepResult: ...
+    async def reset(self, task: Task) -> Observation:
+        """Start the game of `task`, and return its first observation."""
+        ...
+
+    async def step(self, text: str) -> StepResult:
+        """Execute an action, and return its result. An invalid action is no error."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -182,8 +197,11 @@ class EnvironmentPool(Protocol):
 
 
 class Embedder(Protocol):
+    """Map from texts to vectors, for searches in the bank."""
+
     name: str
     dim: int
+    """Number of elements of a vector."""
 
     async def embed(self, texts: Sequence[str]) -> Any:
         """Return the embeddings: float32 [len(texts), dim], unit norm."""
@@ -234,6 +252,8 @@ class Question:
 
 
 class Retriever(Protocol):
+    """Search for experiences in the bank, on behalf of episodes."""
+
     async def search(self, requests: Sequence[SearchRequest]) -> Sequence[Hit | None]:
         """Return the best experience for each request, or None where none is found.
 
@@ -332,8 +352,9 @@ class FailureLibrary(Protocol):
 class TaskReplay(TaskSource, Protocol):
     """Task source that also draws earlier training tasks again, because of failures.
 
-    Its state in a checkpoint has two parts. `state` is that before the draws of the first step that
-    is not completed. `retrieval` is that of the checkpoint's own time, like the bank's snapshot.
+    A checkpoint has two parts of its state. `state` is from before the draws of the first step that
+    is not completed, since a resumed run draws this step again. `retrieval` has the tasks that were
+    retrieved until the checkpoint.
     """
 
     async def retrieve(self, library: FailureLibrary) -> None:
@@ -408,6 +429,8 @@ class Monitor:
 
 
 class RolloutPlanner(Protocol):
+    """Choice of the members of a group that the bank guides."""
+
     def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
         """Return one plan for each of the `members` of a group of `step`."""
         ...
@@ -424,6 +447,8 @@ class Response:
 
 
 class DistillationFilter(Protocol):
+    """Choice of the episodes that are distilled."""
+
     def select(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Return the finished trajectories of a batch that are distilled into experiences."""
         ...
@@ -485,6 +510,8 @@ class ContextProvider(Protocol):
 
 
 class RewardShaper(Protocol):
+    """Definition of the training reward of an episode."""
+
     def shape(self, trajectory: Trajectory) -> Mapping[str, float]:
         """Return the reward channels of a complete trajectory; their sum is the training reward."""
         ...
@@ -522,28 +549,34 @@ class PerToken:
 
 
 class AdvantageTerm(Protocol):
-    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | PerTurn | PerToken:
-        """Return one advantage per trajectory, [n], or one per turn or per sampled token.
+    """Term of the actor's advantage. The terms of a method are summed."""
 
-        The terms of a role are summed.
+    def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor | PerTurn | PerToken:
+        """Return one finite advantage per trajectory, [n], or one per turn or per sampled token.
+
+        No trajectory has an error.
         """
         ...
 
 
 class Rerender(Protocol):
+    """Rendering of a trajectory with other prompts than those of the rollout."""
+
     def without(
         self, trajectory: Trajectory, origins: Set[Origin], *, version: OldPolicy = CURRENT_POLICY
     ) -> Sequence[TokenTrace]:
-        """Return the trajectory's sampled answers after prompts without segments of `origins`.
+        """Return the sampled completions after prompts that lack the segments of `origins`.
 
-        The ids of sampled tokens are unchanged. `version` says which old log-probs they have. Their
-        kept sets are dropped. Raise `ValueError` for another version, or if no message remains
-        before an answer.
+        The ids of sampled tokens are unchanged, and their kept sets are dropped. `version` selects
+        their old log-probs. Raise `ValueError` for an unknown version, or if no message remains
+        before a completion.
         """
         ...
 
 
 class TrainView(Protocol):
+    """Definition of the training samples of a trajectory."""
+
     def __call__(self, trajectory: Trajectory, rerender: Rerender) -> Sequence[TokenTrace]:
         """Return the training samples of a trajectory; empty if it is not trained on.
 
@@ -554,6 +587,8 @@ class TrainView(Protocol):
 
 
 class Loss(Protocol):
+    """Policy loss of one micro-batch."""
+
     def __call__(
         self,
         logp: torch.Tensor,
@@ -601,7 +636,7 @@ class ExtractorRole:
 
     loss: Loss
     batch: int
-    """Number of credit units in one training step."""
+    """Number of credit units in one training step, see `ExtractorSection.batch`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -423,7 +423,10 @@ class ExtractorSection(Section):
     deterministic run has no timeout.
     """
     batch: Count = 64
-    """Number of credit units in one training step of the extractor."""
+    """Number of credit units in one training step of the extractor.
+
+    A unit is an operation of an answer whose experience has credit that was not trained on yet.
+    """
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Lower clip width of the importance ratio in CISPO (eq. 3).
 

@@ -66,8 +66,8 @@ class Empo2Section(MethodSection):
 
     A tip has the key of the last state in which its episode acted. state = the observation, as in
     §4.2, which retrieves by the current state; a tip is then found wherever this state returns.
-    conversation = all texts up to the state, as in Listing 1; it also finds tips of episodes that
-    came to another state in a like way.
+    conversation = all texts up to the state, as in Listing 1; it also finds tips after similar
+    conversations that led to another state.
     """
     tips: Count = 10
     """Maximum number of tips that are retrieved before a turn."""
@@ -76,8 +76,9 @@ class Empo2Section(MethodSection):
     novelty_coef: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
-    The paper adds it without a weight to scores of up to 100, which are rewards of up to 1 here.
-    With actor.advantage_scale = "std", the weight has no effect in a group of equal outcomes: its
+    n is the number of visits to similar states of the same variation, with this one. The paper
+    adds the sum without a weight to scores of up to 100, which are rewards of up to 1 here. With
+    actor.advantage_scale = "std", the weight has no effect in a group of equal outcomes: its
     advantages have the standard deviation 1 whatever the weight is.
     """
     novelty_similarity: Annotated[float, Field(gt=0, le=1)] = 0.95

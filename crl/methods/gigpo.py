@@ -28,7 +28,7 @@ class GigpoSection(MethodSection):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Discount of the returns per turn."""
     similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Similarity from which two observations count as the same state.
+    """Similarity at or above which two observations count as the same state.
 
     1 = equal texts, as by a hash. Below 1, the similarity is twice the length of the longest common
     subsequence divided by the sum of both lengths.

@@ -51,7 +51,7 @@ class RoleAgentSection(MethodSection):
     The paper gives no value. The default is that of GiGPO.
     """
     similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Similarity from which two observations count as the same state, see gigpo.similarity.
+    """Similarity at or above which two observations count as the same state, see gigpo.similarity.
 
     1 = equal texts, as in eq. 7 and Algorithm 1. §4.1 has 0.9, which merges different states of
     ALFWorld.

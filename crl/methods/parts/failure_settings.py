@@ -43,7 +43,7 @@ def check_library(config: RunConfig) -> None:
             "bank.duplicate_similarity",
             duplicates,
             duplicates is not None,
-            "like failures of other tasks, which are the aim of the retrieval, would be dropped",
+            "similar failures of other tasks, which replay looks for, would be dropped",
         ),
         (
             "extractor.merge_every",

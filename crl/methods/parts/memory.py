@@ -18,7 +18,7 @@ class MemorySteps:
     """
 
     share: float
-    """Probability of a step with the mode."""
+    """Probability that a step has the mode."""
     seed: int
     """Root of the random draws."""
     name: str
@@ -34,10 +34,10 @@ class MemorySteps:
 
 @dataclass(frozen=True)
 class StrippedView:
-    """`TrainView` without the guidance of off-policy steps.
+    """`TrainView` that renders the guided trajectories of off-policy steps without guidance.
 
-    These are the three cases of EMPO² (appendix C). Free trajectories, and guided ones of other
-    steps, keep the prompts that the policy saw.
+    All other trajectories keep the prompts that the policy saw. Free trajectories, guided ones and
+    those rendered again are the three cases of EMPO² (appendix C).
     """
 
     off_policy: MemorySteps

@@ -76,8 +76,10 @@ class FailureReplay:
         """Drawn training tasks by step and group."""
         self._waiting: list[RetrievedTask] = []
         """Retrieved tasks that were not drawn again, with repetitions, the oldest first."""
-        self._retrieved, self._retrievals = list[RetrievedTask](), 0
-        """Waiting tasks if none had been drawn, and number of retrievals that found tasks."""
+        self._retrieved = list[RetrievedTask]()
+        """The last retrieved tasks, drawn again or not, the oldest first."""
+        self._retrievals = 0
+        """Number of retrievals that found tasks."""
         self._patterns = set[tuple[tuple[int, int], str]]()
         """Address and mode of the patterns of drawn tasks for which tasks were retrieved."""
         self._counts = Counter[str]()

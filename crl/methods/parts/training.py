@@ -83,7 +83,7 @@ class StepAdvantage:
     gamma: float
     """Discount per turn."""
     similarity: float
-    """Similarity from which two observations are the same state (`crl.algo.similar_states`)."""
+    """Similarity at or above which two observations are one state (`crl.algo.similar_states`)."""
     scale: Literal["std", "none"]
     """Scale of `crl.algo.step_advantages`."""
 
