@@ -207,7 +207,10 @@ def test_errors_of_settings_are_one_line(tmp_path: Path) -> None:
         (("bank.frozen=true",), "no failure could be added to the bank"),
         (("bank.scope=goal",), "failures with other goals would not be found"),
         (("bank.scope=variation",), "failures with other goals would not be found"),
-        (("bank.duplicate_similarity=0.9",), "like failures of other tasks, which are the aim"),
+        (
+            ("bank.duplicate_similarity=0.9",),
+            "similar failures of other tasks, which replay looks for",
+        ),
         (("extractor.merge_every=5",), "a merged note belongs to no training task"),
         (("ask.enabled=true",), "role_agent does not support it with notes"),
         (("critic.enabled=true",), "role_agent does not support it with notes"),

@@ -121,9 +121,12 @@ async def test_slots_are_released_when_a_part_fails() -> None:
         play = partial(scheduler.play, runner(engine, hosted.host), "free")
         with pytest.raises(ExceptionGroup):
             await scheduler.gather([partial(play, *episodes("a", 5)), fail])
-        engine.opened.set()
+        engine.started_sessions.clear()
         engine.max_active = 0
-        assert len(await play(*episodes("b", 5))) == 5
+        playing = asyncio.create_task(play(*episodes("b", 5)))
+        await until(lambda: len(engine.started_sessions) == 2)
+        engine.opened.set()
+        assert len(await playing) == 5
         assert engine.max_active == 2
 
 

@@ -91,7 +91,7 @@ def test_a_bundled_methods_settings_do_not_hinder_another(example: Path):
             (f"from crl.config.method import MethodSpec\nSPEC = MethodSpec({arguments})", text)
             for arguments, text in [
                 ("'guided_members', print", "'guided_members' is the name of a part of the conf"),
-                ("'My.method', print", "method = 'My.method': its name must have lower-case lett"),
+                ("'My.method', print", "method = 'My.method': its name must begin with a letter"),
                 ("'m', print, uses=frozenset({'gym'})", "it uses gym, which no run has"),
                 (
                     "'m', print, uses=frozenset({'extractor'})",
