@@ -313,6 +313,12 @@ def test_eval(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # ── --dry-run ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_the_plan_has_at_most_one_minibatch_per_group() -> None:
+    result = crl("train", "--tasks", "room", "--dry-run", "--set", "actor.minibatches=999")
+    assert "16 minibatches of about 8 rollouts, one optimizer update each" in result.stdout
+    assert "12,800 episodes, 1,600 updates" in result.stdout
+
+
 def test_a_dry_run_prints_the_plan_and_creates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

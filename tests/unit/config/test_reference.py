@@ -95,3 +95,8 @@ def test_settings_of_an_own_method_are_shown_and_explained(tmp_path: Path) -> No
     assert [line.split() for line in lines if line.startswith("own.")] == [
         ["own.cost", "=", "0.25", "#", "--set", "own.cost"]
     ]
+
+
+def test_defaults_of_methods_are_changes_of_a_setting() -> None:
+    _, found = explained("retrieval.choice")
+    assert Change("method empo2", '"reward"') in found
