@@ -51,6 +51,12 @@ def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
+def without_evaluations(task: str) -> list[str]:
+    """Return the settings of a run of a task that has no evaluations and no advice probe."""
+    parts = ("seen", "unseen", "online_places", "probe_places")
+    return ["eval.probe_every=0", *(f"tasks.{task}.eval.{part}=0" for part in parts)]
+
+
 def sampling_config(tokens: int) -> GenerationConfig:
     """Return the options of transformers' `generate` that sample exactly `tokens` tokens."""
     from transformers import GenerationConfig

@@ -1,7 +1,8 @@
-"""Methods of the field on the same tasks, by two commands.
+"""Methods of the field on the same tasks, by three commands.
 
     python benchmarks/methods.py --tune --jobs 2
     python benchmarks/methods.py --jobs 2
+    python benchmarks/methods.py --seconds --out benchmarks/results/methods_seconds.json
 
 The first one tries the same changes of the preset (`figures.CHANGES`) for each method that trains
 an actor, in the room with the seeds 0 and 1. The best setting of a method has the highest mean of
@@ -12,18 +13,36 @@ The second one is `coevolution.py --figure methods` (see there): GRPO, GiGPO, Ro
 Reflexion, Complementary RL with and without training of the extractor, and with self-distillation.
 
 Stored runs are not repeated.
+
+The third one measures the duration of a training step of every method and task, one short run after
+the other without evaluations: the mean over the steps after the fifth. Nothing else should use the
+machine. The ratio to GRPO (`none`) has the same task.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import coevolution
 from coevolution import Run, Sweep
-from figures import CHANGES, METRICS, TRAINED_METHODS, Lines, StoredRun, changed
+from common import train_run, without_evaluations, write_results
+from figures import (
+    ARMS,
+    CHANGES,
+    FIGURES,
+    METRICS,
+    TRAINED_METHODS,
+    Lines,
+    StoredRun,
+    changed,
+    tuned,
+)
 from verdicts import markdown_row
 
 TASK = "room"
@@ -98,9 +117,62 @@ def tune(arguments: Sequence[str]) -> None:
     print(table(stored_scores()))
 
 
+WARM_UP = 5
+"""Steps at the start that are not timed."""
+
+
+def seconds_per_step(task: str, arm: str, steps: int) -> float:
+    """Return the mean duration of the steps of a run after the first `WARM_UP` ones."""
+    sets = [*ARMS[arm].sets, *without_evaluations(task)]
+    options = ["--tasks", task, "--steps", str(steps)]
+    options += [word for setting in sets for word in ("--set", setting)]
+    with tempfile.TemporaryDirectory() as folder:
+        return step_seconds(train_run(options, Path(folder) / "run"))
+
+
+def step_seconds(metrics: Lines) -> float:
+    """Return the mean time from one training step to the next, after the first `WARM_UP`."""
+    ends = [line["time"] for line in metrics if line["kind"] == "train"][WARM_UP - 1 :]
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def seconds_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
+    """Return seconds by arm and task as a Markdown table, with the ratio to GRPO."""
+    tasks = list(next(iter(seconds.values())))
+    rows: list[Sequence[str]] = [("", *tasks), ("---",) * (len(tasks) + 1)]
+    for arm, by_task in seconds.items():
+        cells = [
+            f"{value:.2f} ({value / seconds[tuned('none')][task]:.2f}×)"
+            for task, value in by_task.items()
+        ]
+        rows.append((arm, *cells))
+    return "\n".join(markdown_row(*row) for row in rows)
+
+
+def time_steps(arguments: Sequence[str]) -> None:
+    """Measure the duration of a step of each method and task, and print them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
+    options = parser.parse_args(arguments)
+    if options.steps < WARM_UP + 1:
+        parser.error(f"--steps = {options.steps}: must be above {WARM_UP}, which are not timed")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    figure = FIGURES["methods"]
+    seconds: dict[str, dict[str, float]] = {arm: {} for arm in figure.arms}
+    for task in figure.settings:
+        for arm in figure.arms:
+            seconds[arm][task] = seconds_per_step(task, arm, options.steps)
+    print(seconds_table(seconds))
+    if options.out:
+        write_results(options.out, {"steps": options.steps, "seconds": seconds})
+
+
 if __name__ == "__main__":
     if "--tune" in sys.argv:
         tune([word for word in sys.argv[1:] if word != "--tune"])
+    elif "--seconds" in sys.argv:
+        time_steps([word for word in sys.argv[1:] if word != "--seconds"])
     else:
         sys.argv[1:1] = ["--figure", "methods"]
         coevolution.main()

@@ -64,7 +64,15 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the other measurements of `crl train`
 
-from common import commit, machine, mean_and_interval, measure_lags, quantiles, write_results
+from common import (
+    commit,
+    machine,
+    mean_and_interval,
+    measure_lags,
+    quantiles,
+    without_evaluations,
+    write_results,
+)
 from latency_figures import FIGURES, section
 from latency_model import MOVES, LatencyModel, Walks
 
@@ -258,13 +266,10 @@ async def tiny_model(turns: int, folder: Path) -> AsyncIterator[EngineSetup]:
 
     `turns` is ignored: the task's limit applies.
     """
-    unused = [
-        f"tasks.room.eval.{name}=0" for name in ("seen", "unseen", "online_places", "probe_places")
-    ]
-    switches = ["ask.enabled=true", "critic.enabled=true", "critic.warmup=0"]
-    config = load(
-        ["room"], sets=[*unused, *switches, "eval.probe_every=0", "extractor.train=false"]
-    )
+    switches = [
+        "ask.enabled=true", "critic.enabled=true", "critic.warmup=0", "extractor.train=false"
+    ]  # fmt: skip
+    config = load(["room"], sets=[*without_evaluations("room"), *switches])
     run = RunDir.create(folder / "run")
     monitor = FileMonitor(run)
     async with open_training_loop(config, run, monitor) as loop:

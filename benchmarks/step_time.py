@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from common import train_run, write_results
+from common import train_run, without_evaluations, write_results
 
 WARM_UP = 5
 """Steps at the start that are not counted."""
@@ -48,11 +48,7 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
     `step` is the time from one train line of the log to the next.
     """
     with tempfile.TemporaryDirectory() as folder:
-        sets = ["eval.probe_every=0", f"rollout.max_staleness={staleness}"]
-        sets += [
-            f"tasks.room.eval.{name}=0"
-            for name in ("seen", "unseen", "online_places", "probe_places")
-        ]
+        sets = [f"rollout.max_staleness={staleness}", *without_evaluations("room")]
         options = [word for setting in sets for word in ("--set", setting)]
         lines = train_run(
             ["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run"

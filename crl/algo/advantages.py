@@ -104,7 +104,7 @@ def sequence_weights(
 
         w_i = 1/G · 1/C_g · 1/K_gc · length_i / Σ lengths of i's trajectory
 
-    This is the factor ½ Σ_c 1/K_c of CRL eq. 5, averaged over groups. G is the number of groups
+    This is the factor ½ · 1/K_c of CRL eq. 5, averaged over groups. G is the number of groups
     that are present. C_g (1 or 2) is the number of conditions present in the sample's group. K_gc
     is the number of trajectories in the sample's group and condition.
 

@@ -1,11 +1,11 @@
 """Complementary RL (CRL §2.3): actor and extractor are trained together.
 
-The actor is guided by experience that the extractor distils from the actor's episodes. Switches:
-`complementary.guided_share`, `complementary.advantages`, `complementary.lift_coef`,
-`complementary.self_distillation`, `complementary.self_distillation_every`,
-`complementary.show_record`, `actor.train`, `extractor.train`, `extractor.baseline`,
-`extractor.perplexity.weight`, `bank.frozen`, `retrieval.per`.
-The baseline without experience is `--method grpo`.
+The actor is guided by experience that the extractor distils from its episodes, and that
+`crl.manager.retrieval` chooses (eq. 6). Guided and free members of a group have separate advantages
+(eq. 5). An experience earns r = ±1 for each episode that it guided (`crl.rollout.crediting`). The
+extractor is trained on these rewards with CISPO (eq. 3; eq. 7: `crl.manager.credit`). Evaluations
+have no experience, the bank of the run, or one that is built in unseen places. docs/algorithm.md
+lists the switches. The baseline is `--method grpo`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ComplementarySection(MethodSection):
     """Members that are compared in an advantage.
 
     split = guided and free members separately (eq. 5), regardless of the experience that guided
-    them; cross = all members of the group.
+    them; cross = all members of the group (eq. 4). In the loss, each half has half of the weight.
     """
     lift_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a second advantage of guided members.
@@ -48,9 +48,9 @@ class ComplementarySection(MethodSection):
     self_distillation: Annotated[float, Field(ge=0)] = 0.0
     """Weight of self-distillation (CRL §4.3), relative to the policy loss.
 
-    It is the next-token loss on guided members whose reward exceeds the mean reward of the free
-    members. Their answers are rendered again without the experience, the tool search_and_ask and
-    the questions. 0 = off, as in the paper's main runs.
+    It is the next-token loss on the actions of guided members whose reward exceeds the mean reward
+    of the free members. Their prompts are rendered again without the experience, the tool
+    search_and_ask and the questions. 0 = off, as in the paper's main runs.
     """
     self_distillation_every: Count = 1
     """Number of actor steps between two steps with self-distillation.
@@ -119,9 +119,7 @@ def guided_members(settings: ComplementarySection, members: int) -> int:
 
 
 def check(config: RunConfig, settings: ComplementarySection) -> None:
-    """Raise `ConfigError` for a guided share without a whole number of members, or with a group
-    half of one member whose advantage is always 0.
-    """
+    """Raise `ConfigError` if the share gives no whole number, or only one member in a half."""
     size, share = config.rollout.group_size, settings.guided_share
     guided, reason, remedy = guided_members(settings, size), "", ""
     if not math.isclose(guided, share * size):

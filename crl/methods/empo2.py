@@ -1,15 +1,17 @@
 """EMPO² (Liu et al., arXiv 2602.23008): GRPO with a memory of tips, on- and off-policy.
 
-After each episode, the actor writes a tip into a memory for the variation of the task. Its key is
-the last state in which the episode acted. A step is played with memory with probability p: before
-every turn, the tips near the current state are shown, those of the best episodes first. They stay
-in the conversation, so that a later turn reads those of all turns before it; tips_t of the paper
-are those of turn t alone. Otherwise the step is played without. Steps with memory are trained in
-one of two modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are
-rendered again without them, so that the actor learns to act without tips (eq. 2, appendix C). Novel
-states give an intrinsic reward (§4.2).
+After each episode, the actor writes a tip into a memory for the variation of the task, which keeps
+the last 1,000. Its key is the last state in which the episode acted. A training step is played with
+memory with probability p, otherwise without. With memory, the tips near the current state (cosine
+of at least 0.5) are shown before every turn, those of the episodes with the highest rewards first.
+They stay in the conversation, so that a later turn reads those of all turns before it; tips_t of
+the paper are those of turn t alone. Steps with memory are trained in one of two modes. On-policy,
+the prompts keep the tips. Off-policy (probability q), the episodes are rendered again without them,
+so that the actor learns to act without tips (eq. 2, appendix C). Novel states give an intrinsic
+reward (§4.2). The tokens of tips are not trained on.
 
-Algorithm 1 and the text contradict each other; the settings name the readings.
+Evaluations are played without memory, with that of the run, and with one that is built in unseen
+places (Figure 8). Algorithm 1 and the text contradict each other; the settings name the readings.
 """
 
 from __future__ import annotations
@@ -35,15 +37,12 @@ class Empo2Section(MethodSection):
     """Settings of the method `empo2`."""
 
     memory_share: Share = 0.25
-    """p: probability that a step is played with memory.
+    """p: probability that a training step is played with memory.
 
     §4.2, appendix F.1 and the released code name this probability p. Algorithm 1 swaps the modes.
     """
     off_policy_share: Share = 2 / 3
-    """q: probability that a step with memory is trained off-policy, without the tips.
-
-    §4.2, appendix F.1 and the released code name this probability q. Algorithm 1 swaps the modes.
-    """
+    """q: probability that a step with memory is trained off-policy, without the tips. See p."""
     off_policy_old: Literal["with_tips", "without_tips"] = "with_tips"
     """Prompts of the old log-probs in off-policy training.
 
@@ -77,9 +76,15 @@ class Empo2Section(MethodSection):
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
     n is the number of visits to similar states of the same variation, with this one. The paper
-    adds the sum without a weight to scores of up to 100, which are rewards of up to 1 here. With
-    actor.advantage_scale = "std", the weight has no effect in a group of equal outcomes: its
-    advantages have the standard deviation 1 whatever the weight is.
+    has a coefficient without a value (F.2), for scores of up to 100, which are rewards of up to 1
+    here. With actor.advantage_scale = "std", the weight has no effect in a group of equal outcomes:
+    its advantages have the standard deviation 1 whatever the weight is.
+    """
+    novelty_states: Literal["visited", "new"] = "visited"
+    """States that give an intrinsic reward.
+
+    visited = every one in which an episode acted, so that 1/n has an effect: a state that returns
+    earns less. new = only those that are similar to no earlier one (n = 1), as in the text of §4.2.
     """
     novelty_similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Cosine similarity at or above which two states count as similar. The paper gives no value."""
@@ -92,10 +97,10 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     from crl.manager.keys import STATE_KEYS
     from crl.methods.parts.distilling import EveryEpisode, NoEpisode
     from crl.methods.parts.memory import MemorySteps, StrippedView
-    from crl.methods.parts.novelty import StateNovelty, novelty_metrics
+    from crl.methods.parts.novelty import novelty_parts
     from crl.methods.parts.rollouts import OutcomeReward
     from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
-    from crl.protocols import Advice, Method, StepParts, TrainSpec
+    from crl.protocols import Advice, Method, TrainSpec
     from crl.types import BEHAVIOUR, STEP_START
 
     actor, seed = config.actor, config.run.seed
@@ -116,12 +121,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
         ),
         distiller=NoEpisode() if config.bank.frozen else EveryEpisode(),
         advice=Advice(settings.tips, every_turn=True),
-        step=StepParts(
-            intrinsic=StateNovelty(settings.novelty_coef, settings.novelty_similarity),
-            measure=novelty_metrics,
-        )
-        if settings.novelty_coef
-        else StepParts(),
+        step=novelty_parts(settings),
     )
 
 

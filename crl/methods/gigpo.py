@@ -1,9 +1,10 @@
-"""GiGPO (Feng et al., arXiv 2505.10978): GRPO with a second advantage for each step.
+"""GiGPO (Feng et al., arXiv 2505.10978): GRPO with a second advantage for each turn.
 
-Steps of a group that were taken in the same state are compared with each other. The advantage of a
-step is A = A_E + w · A_S. A_E is GRPO's advantage of the episode, and A_S that of the step's
-discounted return among the returns of the same state (Role-Agent, arXiv 2606.10917, eq. 7 and 8).
-There is no experience.
+The advantage of a turn (a step in the paper) is A = A_E + w · A_S. A_E is GRPO's advantage of the
+episode. A_S compares the discounted return of the turn with the mean return of all turns of its
+group in the same state, divided by their standard deviation (Role-Agent, arXiv 2606.10917, eq. 7
+and 8). A state is the observation before a turn. A state that occurs once gives 0. There is no
+experience.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class GigpoSection(MethodSection):
     """Settings of the method `gigpo`."""
 
     step_weight: Annotated[float, Field(ge=0)] = 1.0
-    """w: weight of the step advantage, relative to that of the episode."""
+    """w: weight of the advantage of a turn, relative to that of the episode."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Discount of the returns per turn."""
     similarity: Annotated[float, Field(gt=0, le=1)] = 1.0

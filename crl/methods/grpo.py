@@ -1,4 +1,8 @@
-"""GRPO: the actor alone, without experience. This is the baseline of all other methods."""
+"""GRPO: the actor alone, without experience. This is the baseline of all other methods.
+
+The advantage of an episode is (reward − mean of its group) / standard deviation of its group (CRL
+eq. 4). The loss is the clipped surrogate with one ratio per token.
+"""
 
 from __future__ import annotations
 

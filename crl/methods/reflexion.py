@@ -4,7 +4,8 @@ The members of a group are attempts at its task, one after the other, until one 
 failed attempt, the actor or the extractor reflects on it in words. The last reflections guide the
 next attempt. `rollout.group_size` is the maximum number of attempts.
 
-The reflections are also experiences of the bank, each for its own goal.
+The reflections are also experiences of the bank, each for its own goal. Evaluations are played
+without reflections, with those of the bank, and in unseen places with those of earlier visits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ReflexionSection(MethodSection):
     """Settings of the method `reflexion`."""
 
     writer: Literal["actor", "extractor"] = "actor"
-    """Model that reflects on failed attempts. In the paper it is the actor."""
+    """Model that reflects on failed attempts: in the paper the actor. The bundled one cannot."""
     memory: Count = 3
     """Maximum number of reflections that guide an attempt (Ω in the paper, 1 to 3)."""
 
@@ -75,11 +76,12 @@ SPEC = MethodSpec(
     guidance=Guidance(
         lambda settings, members: members,
         lambda settings: (
-            f"attempts one after the other, guided by at most {settings.memory} reflections"
+            f"attempts one after the other, guided by the last {settings.memory} reflections; "
+            f"evaluations are guided by at most {settings.memory}"
         ),
     ),
-    # In evaluations, all reflections on a goal are eligible, those with the best record first. The
-    # paper has no bound for them.
+    # In evaluations, the reflections on a goal with the best record come first, however similar the
+    # goal is. The paper has no bound for their number.
     defaults={
         **NOTE_DEFAULTS,
         "actor": {"train": False},

@@ -1,19 +1,19 @@
 """Role-Agent (Wang et al., arXiv 2606.10917): the actor is both the agent and the environment.
 
-World-in-Agent (§3.2): the agent predicts the next states in its replies. The similarity of a
-prediction and the state that followed raises the return of a turn (`PredictedStepAdvantage`, eq. 5
-and 6). The advantages are those of GiGPO with these returns, A = A_S + α · A_E (eq. 7 and 8, line
-17 of Algorithm 1).
+World-in-Agent (§3.2): the agent predicts the next states in its replies, in evaluations too. The
+similarity of a prediction and the state that followed raises the return of a turn, if a positive
+reward follows and the episode has not failed (`PredictedStepAdvantage`, eq. 5 and 6). The
+advantages are those of GiGPO with these returns, A = A_S + α · A_E (eq. 7 and 8, line 17 of
+Algorithm 1).
 
-Agent-in-World (§3.3): after a failed episode, the actor writes a note with failure mode, lesson and
-query into the bank. Training tasks with similar failures are retrieved and drawn again. No agent is
-shown a note.
+Agent-in-World (§3.3): after a failed episode, the actor writes a note with failure mode
+(`crl.manager.failure_notes`), lesson and query into the bank. Training tasks with similar failures
+are retrieved and drawn again. No agent is shown a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -44,7 +44,7 @@ class RoleAgentSection(MethodSection):
     50 turns, 1 for 15. 0 gives H = 1 for all tasks, as in the released code.
     """
     episode_weight: Weight = 1.0
-    """α: weight of the advantage of the episode, relative to that of the step."""
+    """α: weight of the advantage of the episode, relative to that of the turn."""
     gamma: Share = 0.95
     """Discount of the returns per turn, and of the predictions per state.
 
@@ -70,7 +70,7 @@ class RoleAgentSection(MethodSection):
     the nearest (Figure 9). The default needs no further answers, and suits tiny models.
     """
     matches: Count = 3
-    """Maximum number of tasks that are retrieved for a failure. In Figures 10 and 11 it is 3."""
+    """Maximum number of tasks that are retrieved for a failure mode of a group; in Figure 10, 3."""
     history: Count = 2000
     """Number of the last drawn training tasks that can be retrieved. The paper has no limit."""
 
@@ -91,31 +91,27 @@ def build(config: RunConfig, settings: RoleAgentSection, context: ChatContext) -
     from crl.methods.parts.distilling import FailedEpisodes
     from crl.methods.parts.predicted import PredictedStepAdvantage
     from crl.methods.parts.predicting import PredictionMetrics, horizons, requests
-    from crl.methods.parts.replay import FailureReplay, ReplaySettings
+    from crl.methods.parts.replay import failure_replay
     from crl.methods.parts.rollouts import GuidedShare, OutcomeReward
     from crl.methods.parts.training import GroupAdvantage, actor_role
-    from crl.prompts import prompt
     from crl.protocols import Method, StepParts
 
     scale, files = config.actor.advantage_scale, config.prompts.files
     coef = settings.prediction_weight
     predicted = horizons(config.tasks, settings.horizon) if coef else {}
     metrics = PredictionMetrics(predicted)
-    step = PredictedStepAdvantage(1.0, settings.gamma, settings.similarity, scale, predicted, coef)
-    replay = ReplaySettings(
-        settings.replay_ratio, settings.matches, settings.history,
-        settings.matches * config.rollout.groups, config.retrieval.min_similarity,
-        prompt("retrieve", files) if settings.retrieval == "model" else "",
-        getattr(config, config.writer).max_context_tokens - config.extractor.max_response_tokens,
+    turns = PredictedStepAdvantage(
+        weight=1.0, gamma=settings.gamma, similarity=settings.similarity, scale=scale,
+        horizons=predicted, coef=coef,
     )  # fmt: skip
     return Method(
         planner=GuidedShare(0.0),
         context=context.with_predictions(requests(predicted, files)),
         shaper=OutcomeReward(),
-        actor=actor_role(config.actor, GroupAdvantage(scale, settings.episode_weight), step),
+        actor=actor_role(config.actor, GroupAdvantage(scale, settings.episode_weight), turns),
         distiller=FailedEpisodes() if config.with_bank else None,
         step=StepParts(
-            replay=partial(FailureReplay, settings=replay, seed=config.run.seed),
+            replay=failure_replay(config, settings),
             measure=metrics,
             predicted=metrics.share if predicted else None,
         ),

@@ -195,9 +195,24 @@ def _hypothetical(config: RunConfig, shapes: Mapping[str, ModelShape]) -> str:
 
 
 def _models(config: RunConfig, only: RoleName | None = None) -> str:
-    return "\n".join(
+    models = [
         _model(role, section.model, config.profile(role)) + _adapter(config, role)
         for role, section in model_sections(config, only).items()
+    ]
+    return "\n".join([*models, *([_untrained_writer(config)] if _writes_untrained(config) else [])])
+
+
+def _writes_untrained(config: RunConfig) -> bool:
+    """Return whether an actor that was not trained to write notes should write them."""
+    writes = config.spec.notes and config.distils and config.writer == "actor"
+    return bool(writes) and config.profile("actor") == "compact"
+
+
+def _untrained_writer(config: RunConfig) -> str:
+    """Return the warning about an actor that cannot write notes."""
+    return (
+        "warning: the actor writes notes on episodes, but tiny actors were not trained to write: "
+        f"most of its answers are dropped. Add --set {config.method}.writer=extractor"
     )
 
 

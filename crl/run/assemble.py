@@ -333,10 +333,12 @@ async def _open_collector(
         raise ConfigError("method", config.method, reason, "Use crl train")
     if method.step.intrinsic:
         reason = "has an intrinsic reward, which crl rollout does not compute"
-        raise ConfigError("method", config.method, reason, "Switch it off, or use crl train")
+        remedy = "Switch it off (in empo2, novelty_coef=0), or use crl train"
+        raise ConfigError("method", config.method, reason, remedy)
     if method.step.replay:
         reason = "draws tasks again by their failures, but crl rollout analyses no failures"
-        raise ConfigError("method", config.method, reason, "Switch it off, or use crl train")
+        remedy = "Switch it off (in role_agent, replay_ratio=0), or use crl train"
+        raise ConfigError("method", config.method, reason, remedy)
     engine = await open_role_engine(config, gpus, actor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     retriever: Retriever = NullRetriever()

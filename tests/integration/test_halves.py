@@ -282,3 +282,10 @@ def test_methods_that_play_episodes_only_in_training(
     result = crl("rollout", "--tasks", "room", "--method", method, "--run-dir", tmp_path / "run")
     assert result.exit_code == 2
     assert reason in one_line(result)
+
+
+def test_role_agent_without_replay_plays_episodes(tmp_path: Path) -> None:
+    run, replay = tmp_path / "run", "role_agent.replay_ratio=0"
+    words = ["--tasks", "room", "--method", "role_agent", "--steps", "1", "--run-dir", run]
+    assert crl("rollout", *words, *sets(replay, *GROUPS)).exit_code == 0
+    assert episodes(run)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crl.protocols import Embedder, State
+from crl.protocols import Embedder, State, StepParts
 from crl.types import Place, Trajectory
+
+if TYPE_CHECKING:
+    from crl.methods.empo2 import Empo2Section
 
 MAX_STATES = 1000
 """Maximum number of distinct states per place. The oldest are forgotten first."""
@@ -53,15 +56,16 @@ class StateNovelty:
     A memory holds the distinct states of each place. n is the number of visits to the most similar
     one, in earlier steps and so far in the episode, the current visit included. A state that is
     similar to none is new, and n is 1. **Ours**: the paper rewards new states and defines n as "the
-    number of similar past states", which is 0 for them.
+    number of similar past states", which is 0 for them. With `only_new`, the states with n > 1 give
+    no reward.
 
     Visits of other episodes of the same step do not count: episodes with the same states get the
     same reward. Their states are added to the memory after the step. Rewards and memory do not
     depend on the order of the batch. Episodes with an error get no reward and are not remembered.
     """
 
-    def __init__(self, coef: float, similarity: float) -> None:
-        self._coef, self._similarity = coef, similarity
+    def __init__(self, coef: float, similarity: float, *, only_new: bool = False) -> None:
+        self._coef, self._similarity, self._only_new = coef, similarity, only_new
         self._known: dict[Place, _States] = {}
 
     async def add(self, batch: Sequence[Trajectory], embedder: Embedder) -> list[Trajectory]:
@@ -78,10 +82,9 @@ class StateNovelty:
 
     def _rewarded(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> Trajectory:
         known = self._known.get(t.task.place)
-        novelty = self._coef * sum(
-            1 / n for n in self._visits(known.copy() if known else _States(), t, vectors)
-        )
-        return t.with_rewards({**t.rewards, "novelty": novelty})
+        visits = self._visits(known.copy() if known else _States(), t, vectors)
+        novelty = sum(1 / n for n in visits if n == 1 or not self._only_new)
+        return t.with_rewards({**t.rewards, "novelty": self._coef * novelty})
 
     def _remember(self, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]) -> None:
         """Add the states of an episode to the memory."""
@@ -120,5 +123,15 @@ class StateNovelty:
 
 
 def novelty_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean intrinsic reward of the episodes, as `rollout/novelty`."""
-    return {"rollout/novelty": fmean(t.rewards.get("novelty", 0.0) for t in batch)}
+    """Return the mean intrinsic reward of the episodes without an error, as `rollout/novelty`."""
+    rewards = [t.rewards["novelty"] for t in batch if not t.error]
+    return {"rollout/novelty": fmean(rewards)} if rewards else {}
+
+
+def novelty_parts(settings: Empo2Section) -> StepParts:
+    """Return the intrinsic reward and its metric, or nothing if the weight is 0."""
+    if not settings.novelty_coef:
+        return StepParts()
+    only_new = settings.novelty_states == "new"
+    novelty = StateNovelty(settings.novelty_coef, settings.novelty_similarity, only_new=only_new)
+    return StepParts(intrinsic=novelty, measure=novelty_metrics)

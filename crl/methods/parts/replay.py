@@ -6,18 +6,23 @@ import asyncio
 import re
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from crl.errors import RolloutError
 from crl.manager.failure_notes import read_note
 from crl.methods.parts.distilling import quoted
-from crl.prompts import fill
-from crl.protocols import Failure, FailureLibrary, Metrics, State, TurnSource
+from crl.prompts import fill, prompt
+from crl.protocols import Failure, FailureLibrary, Metrics, State, TaskReplay, TurnSource
 from crl.seeds import generator
 from crl.types import Segment, Task, Trajectory
+
+if TYPE_CHECKING:
+    from crl.config.schema import RunConfig
+    from crl.methods.role_agent import RoleAgentSection
 
 MAX_LISTED = 30
 """Maximum number of failures among which the model chooses."""
@@ -234,6 +239,25 @@ class FailureReplay:
         if later := [task for task in self._retrieved if task[0] > self._retrievals]:
             self._waiting = self._newest([*self._waiting, *later])
             self._retrievals = later[-1][0]
+
+
+def failure_replay(
+    config: RunConfig, settings: RoleAgentSection
+) -> Callable[[TurnSource], TaskReplay] | None:
+    """Return the function that wraps the training stream; None if no tasks are drawn again."""
+    if not settings.replay_ratio:
+        return None
+    replay = ReplaySettings(
+        ratio=settings.replay_ratio,
+        matches=settings.matches,
+        history=settings.history,
+        waiting=settings.matches * config.rollout.groups,
+        min_similarity=config.retrieval.min_similarity,
+        template=prompt("retrieve", config.prompts.files) if settings.retrieval == "model" else "",
+        max_tokens=getattr(config, config.writer).max_context_tokens
+        - config.extractor.max_response_tokens,
+    )
+    return partial(FailureReplay, settings=replay, seed=config.run.seed)
 
 
 def _described(failure: Failure) -> str:

@@ -189,7 +189,8 @@ class SurrogateLoss:
     low_probability: float = 0.0
     """δ of EMPO² eq. 2: a token with a lower probability under the current policy has the term 0.
 
-    The token still counts in the mean over tokens. 0 = off.
+    The token still counts in the mean over tokens, and its probability in the ratio of a sequence,
+    but it has no gradient. 0 = off.
     """
     dual_clip: float | None = None
 
@@ -207,6 +208,7 @@ class SurrogateLoss:
         if self.low_probability:
             likely, trained = logp.detach().exp() >= self.low_probability, mask.bool()
             advantage = (advantage[:, None] if advantage.dim() == 1 else advantage) * likely
+            logp = torch.where(likely, logp, logp.detach())
             share = (trained & ~likely).sum() / trained.sum().clamp(min=1)
             unlikely = {"low_probability_fraction": share}
         loss, metrics = clipped_surrogate(

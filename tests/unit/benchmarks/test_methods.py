@@ -1,4 +1,4 @@
-"""Tuning of the methods: scores and the choice of a setting, on numbers worked by hand."""
+"""Tuning of the methods and the duration of their steps, on numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -55,3 +55,20 @@ def test_the_documented_table_and_the_settings_in_use_are_those_of_the_stored_ru
     choices = {arm: methods.best(of_method) for arm, of_method in scores.items()}
     assert {arm: change for arm, change in choices.items() if change} == figures.TUNED
     assert all(methods.sweep().is_stored(run) for run in methods.runs())
+
+
+def test_the_first_steps_are_not_timed() -> None:
+    ends = [10.0, 19.0, 28.0, 37.0, 46.0, 48.0, 49.0]
+    lines = [{"kind": "train", "time": end} for end in ends]
+    lines.insert(6, {"kind": "extractor", "time": 47.0})
+    assert methods.step_seconds(lines) == pytest.approx(1.5), "steps 6 and 7: 2 s and 1 s"
+
+
+def test_seconds_are_shown_with_their_ratio_to_grpo_in_the_same_task() -> None:
+    seconds = {
+        figures.tuned("none"): {"room": 2.0, "webshop": 4.0},
+        "empo2": {"room": 3.0, "webshop": 2.0},
+    }
+    rows = methods.seconds_table(seconds).splitlines()
+    assert rows[0] == "|  | room | webshop |"
+    assert rows[-1] == "| empo2 | 3.00 (1.50×) | 2.00 (0.50×) |"

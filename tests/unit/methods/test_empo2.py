@@ -24,7 +24,7 @@ from crl.learners.step import Trainer, TrainSettings
 from crl.manager.keys import STATE_KEYS
 from crl.methods.parts import novelty as novelty_module
 from crl.methods.parts.memory import MemorySteps, StrippedView
-from crl.methods.parts.novelty import StateNovelty
+from crl.methods.parts.novelty import StateNovelty, novelty_metrics
 from crl.methods.parts.rollouts import ChatContext
 from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
 from crl.modeling.loading import load_tokenizer, stop_ids
@@ -303,6 +303,19 @@ def test_tokens_of_low_probability_have_no_advantage_by_hand() -> None:
     assert logp.grad[0].tolist() == pytest.approx([-0.5, 0.0])
 
 
+def test_tokens_of_low_probability_have_no_gradient_by_the_ratio_of_their_sequence() -> None:
+    # The term of the first token is ρ / 2, and log ρ is the mean of both log-ratios. So the
+    # derivative is 1/2 · 1/2 for both log-probs, but the second one is masked.
+    logp = torch.tensor([[0.5, 0.001]]).log().requires_grad_()
+    one = torch.ones(1)
+    masked_loss, _ = SurrogateLoss(0.2, 0.3, "sequence", 0.1)(
+        logp, logp.detach(), one, torch.ones(1, 2), weights=one, total_tokens=2
+    )
+    masked_loss.backward()
+    assert logp.grad is not None
+    assert logp.grad[0].tolist() == pytest.approx([-0.25, 0.0])
+
+
 def test_advantages_per_token_are_masked_too() -> None:
     logp = torch.tensor([[0.5, 0.05]]).log()
     value, _ = SurrogateLoss(0.2, 0.3, "token", 0.1)(
@@ -350,6 +363,20 @@ async def test_novelty_by_hand() -> None:
     for memory in (novelty, again):
         (next_one,) = await memory.add([visited("a red door", "a blue lake")], embedder)
         assert next_one.rewards["novelty"] == pytest.approx(0.1 * (1 / 4 + 1 / 2))
+
+
+async def test_only_new_states_are_rewarded_if_wanted_and_returning_ones_are_remembered() -> None:
+    novelty, embedder = StateNovelty(0.1, 0.99, only_new=True), HashEmbedder()
+    for expected in (0.2, 0.0):
+        (t,) = await novelty.add([visited("a red door", "a blue lake", "a red door")], embedder)
+        assert t.rewards["novelty"] == pytest.approx(expected)
+
+
+def test_the_metric_of_novelty_leaves_out_episodes_with_an_error() -> None:
+    batch = [visited("a red door").with_rewards({"novelty": n}) for n in (0.1, 0.3)]
+    failed = visited("a red door", error="env: lost")
+    assert novelty_metrics([*batch, failed]) == {"rollout/novelty": pytest.approx(0.2)}
+    assert novelty_metrics([failed]) == {}
 
 
 async def test_equal_episodes_of_a_group_have_equal_novelty_and_no_advantage() -> None:

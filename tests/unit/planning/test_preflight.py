@@ -463,6 +463,37 @@ def test_the_plan_warns_if_no_search_can_find_an_experience(
     assert ("searches find hardly any experience" in overview(config)) == warned
 
 
+@pytest.mark.parametrize(
+    ("method", "sets", "warned"),
+    [
+        ("reflexion", [], True),
+        ("empo2", [], True),
+        ("role_agent", [], True),
+        ("reflexion", ["reflexion.writer=extractor"], False),
+        ("empo2", ["actor.profile=full"], False),
+        ("role_agent", ["role_agent.replay_ratio=0"], False),
+        ("complementary", [], False),
+        ("grpo", [], False),
+    ],
+)
+def test_the_plan_warns_if_a_tiny_actor_should_write_notes(
+    method: str, sets: list[str], *, warned: bool
+) -> None:
+    text = overview(load(["room"], options={"method": method}, sets=sets))
+    assert ("tiny actors were not trained to write" in text) == warned
+    assert (f"Add --set {method}.writer=extractor" in text) == warned
+
+
+def test_the_plan_of_reflexion_tells_which_reflections_guide() -> None:
+    shown: list[str] = []
+    writer = "reflexion.writer=extractor"
+    dry_run(load(["room"], options={"method": "reflexion"}, sets=[writer]), shown.append)
+    assert (
+        "retrieval  attempts one after the other, guided by the last 3 reflections; evaluations "
+        "are guided by at most 3, chosen by success record"
+    ) in shown[0]
+
+
 def test_the_plan_is_shown_before_this_machine_is_refused() -> None:
     shown: list[str] = []
     with pytest.raises(ConfigError, match=r"learner\.kind = 'deepspeed'"):
