@@ -145,7 +145,7 @@ def train(
     plain: Plain = False,
 ) -> int:
     """Train on one or more tasks."""
-    from crl.config.command import train_command
+    from crl.config.command import command_line
     from crl.config.load import load
     from crl.monitor.run_dir import require_free
     from crl.monitor.stages import stage
@@ -175,7 +175,8 @@ def train(
     with closing(_screen(config, run_dir, plain)) as screen:
         with stage(screen, "import of the libraries"):
             from crl.run.main import train as run
-        return run(config, run_dir, command=train_command(repeated, sets or ()), screen=screen)
+        command = command_line("train", repeated, sets or ())
+        return run(config, run_dir, command=command, screen=screen)
 
 
 @app.command(cls=Command)
@@ -261,8 +262,12 @@ def export(
         typer.Option(metavar="STEP", help="Checkpoint to export (default: the last one)."),
     ] = None,
 ) -> None:
-    """Export a trained model in Hugging Face format, or the bank, with a card."""
+    """Export a trained model in Hugging Face format, or the bank, with a card.
+
+    With --merge, RUN may also be the directory of an adapter.
+    """
     from crl.config.load import load_saved
+    from crl.config.models import is_adapter
 
     chosen_role = chosen(Role, "role", role or Role.actor)
     if bank and role:
@@ -271,6 +276,9 @@ def export(
     if bank and merge:
         reason = "does not apply to --bank, which exports no model"
         raise ConfigError("merge", True, reason, "Leave out --merge or --bank")
+    if merge and is_adapter(run):
+        _merge(run, folder, role, step)
+        return
     load_saved(run)  # report a wrong path immediately, before torch is imported
     from crl.run.main import export_run
 
@@ -278,6 +286,18 @@ def export(
     checkpoint = export_run(run, folder, role=name, step=step, merge=merge)
     what = "bank" if bank else chosen_role
     print_lines([f"exported the {what} of {checkpoint} to {folder}"])
+
+
+def _merge(adapter: Path, folder: Path, role: str | None, step: int | None) -> None:
+    """Export the adapter in a directory with its base model."""
+    for key, value in (("role", role), ("step", step)):
+        if value is not None:
+            reason = "does not apply to the directory of an adapter"
+            raise ConfigError(key, value, reason, "Leave it out")
+    from crl.run.exporting.export import merge_adapter
+
+    merge_adapter(adapter, folder)
+    print_lines([f"merged the adapter {adapter} into its base model: {folder}"])
 
 
 def _has_moved(run: Path) -> Callable[[str, str, str], bool]:

@@ -1,4 +1,4 @@
-"""Command line of `crl train` that is saved with a run, compared with the settings of the run.
+"""Command line that is saved with a run, compared with the settings of the run.
 
 The settings differ from the command after `crl resume --steps`, `--set` and `crl fork --set`.
 """
@@ -22,15 +22,17 @@ MAX_CHARACTERS = 100_000
 """Maximum length of a command that is compared. Longer ones count as unknown."""
 
 
-def train_command(options: Mapping[str, str | int | None], sets: Sequence[str]) -> str:
-    """Return the command line of `crl train` with these options, without the seed.
+def command_line(
+    command: str, options: Mapping[str, str | float | None], sets: Sequence[str]
+) -> str:
+    """Return the command line of `crl COMMAND` with these options, without the seed.
 
-    An option of None is left out.
+    An option of None or False is left out. True is an option without a value.
     """
-    words = ["crl", "train"]
+    words = ["crl", command]
     for option, value in options.items():
-        if value is not None:
-            words += [option, str(value)]
+        if value is not None and value is not False:
+            words += [option] if value is True else [option, str(value)]
     for text in sets:
         if text.partition("=")[0].strip() != SEED:
             words += ["--set", text]

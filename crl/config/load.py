@@ -183,7 +183,7 @@ class PresetLayers:
 def preset_layers(preset: str) -> list[PresetLayers]:
     """Return the settings of a preset, after those of the preset that its key `base` names.
 
-    The base must be a bundled preset without a base. Raise `ConfigError` for faults of the file.
+    The base must be a bundled preset. Raise `ConfigError` for faults of the file.
     """
     path = preset_file(preset)
     settings = read_toml(path, "preset")
@@ -195,10 +195,9 @@ def preset_layers(preset: str) -> list[PresetLayers]:
     layers = [PresetLayers(Layer(str(path), settings), Layer(str(path), compact))]
     if base is None:
         return layers
-    bases = [name for name in presets() if "base" not in read_toml(preset_file(name), "preset")]
-    if base not in bases:
-        reason = f"is not a preset that others can start from (from {path})"
-        raise ConfigError("base", base, reason, f"Use one of: {', '.join(bases)}")
+    if base not in presets():
+        reason = f"is not a bundled preset (from {path})"
+        raise ConfigError("base", base, reason, f"Use one of: {', '.join(presets())}")
     return [*preset_layers(base), *layers]
 
 

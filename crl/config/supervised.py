@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from crl.config.method import ACTOR_ALONE
 from crl.types import RoleName
+
+_NEXT_TOKEN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "kl_coef": 0.0}
 
 OBJECTIVE: Mapping[RoleName, Mapping[str, Any]] = {
     "actor": {
-        "temperature": 1.0,
-        "kl_coef": 0.0,
+        **_NEXT_TOKEN,
         # Demonstrations have no log-probs of an engine.
         "old_logp": "behaviour",
         "importance_cap": None,
     },
-    "extractor": {"temperature": 1.0, "kl_coef": 0.0},
+    "extractor": _NEXT_TOKEN,
 }
 """Settings of each role that the loss of supervised fine-tuning fixes."""
+
+
+ACTOR_ALONE_SETTINGS: Mapping[str, Any] = {
+    "method": ACTOR_ALONE,
+    "critic.enabled": False,
+    "extractor.perplexity.weight": 0.0,
+}
+"""Settings without the other models of a run, and without the switches that need them."""
 
 
 def role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
@@ -26,8 +36,8 @@ def role_settings(role: RoleName, model: str | None) -> dict[str, Any]:
     if model is not None:
         settings[f"{role}.model"] = model
     settings[decay_key(role)] = 0  # not that of a run or of a preset; see --decay
-    # With the method grpo, no other model is needed.
-    return settings | {f"{role}.train": True} | ({"method": "grpo"} if role == "actor" else {})
+    settings[f"{role}.train"] = True
+    return {**settings, **(ACTOR_ALONE_SETTINGS if role == "actor" else {})}
 
 
 def rate_key(role: RoleName) -> str:

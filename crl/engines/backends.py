@@ -27,7 +27,7 @@ from crl.modeling.memory import (
     GpuUser,
     Memory,
     VllmCache,
-    adapter_parameters,
+    adapter_size,
     layer_bytes,
     sampling_bytes,
     size_text,
@@ -355,7 +355,7 @@ def _reserved(shape: ModelShape, adapter: LoraSection | None) -> int:
         if names & packed:
             names |= packed
     reserved = {"rank": vllm_rank(adapter.rank), "targets": ",".join(sorted(names))}
-    return adapter_parameters(shape, adapter.model_copy(update=reserved))
+    return adapter_size(shape, adapter.model_copy(update=reserved)).parameters
 
 
 ENGINES: dict[str, EngineBackend] = {"torch": TorchBackend(), "vllm": VllmBackend()}

@@ -19,7 +19,9 @@ from crl.errors import ConfigError
 from crl.extras import require_package
 from crl.modeling import Precision
 from crl.modeling.memory import (
+    NO_ADAPTER,
     PROCESS_BYTES,
+    AdapterSize,
     GpuAssignment,
     GpuRequest,
     GpuUser,
@@ -99,17 +101,19 @@ class LearnerBackend(ABC):
     @abstractmethod
     def memory(
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
-        adapter: int = 0, merged: bool = True,
+        adapter: AdapterSize = NO_ADAPTER, merged: bool = True,
     ) -> Memory:  # fmt: skip
         """Return the memory of one rank.
 
         `tokens` is the size of a micro-batch; it must cover the longest sequence. With `reference`
-        a whole frozen copy of the model is included, for the KL term. `adapter` is the number of
-        parameters of the adapter that is trained; 0 = all weights are trained. `merged` is true if
-        the base model with the adapter merged is published, and false if the adapter alone is.
+        a whole frozen copy of the model is included, for the KL term. `adapter` is the adapter that
+        is trained; without parameters, all weights are trained. `merged` is true if the base model
+        with the adapter merged is published, and false if the adapter alone is.
         """
 
-    def host_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
+    def host_bytes(
+        self, section: LearnerSection, shape: ModelShape, adapter: AdapterSize = NO_ADAPTER
+    ) -> float:  # fmt: skip
         """Return the bytes of the machine's memory that all ranks take together.
 
         `adapter` is as in `memory`.
@@ -118,7 +122,7 @@ class LearnerBackend(ABC):
 
     def starting_bytes(
         self, section: LearnerSection, shape: ModelShape, *, reference: bool = False,
-        adapter: int = 0,
+        adapter: AdapterSize = NO_ADAPTER,
     ) -> float:  # fmt: skip
         """Return the bytes of the machine's memory that all ranks take while they start.
 
@@ -127,7 +131,9 @@ class LearnerBackend(ABC):
         return 0.0
 
     @abstractmethod
-    def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
+    def state_bytes(
+        self, section: LearnerSection, shape: ModelShape, adapter: AdapterSize = NO_ADAPTER
+    ) -> float:  # fmt: skip
         """Return the bytes of weights, gradients and optimizer of all ranks together.
 
         GPU memory and the machine's memory are included. Each state is counted once. `adapter` is
@@ -137,7 +143,7 @@ class LearnerBackend(ABC):
     @abstractmethod
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool, adapter: int = 0, merged: bool = True,
+        reference: bool, adapter: AdapterSize = NO_ADAPTER, merged: bool = True,
     ) -> GpuRequest:  # fmt: skip
         """Return the GPUs and the memory of one model's learner; see `memory`."""
 
@@ -180,36 +186,44 @@ class LocalBackend(LearnerBackend):
 
     def memory(
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
-        adapter: int = 0, merged: bool = True,
+        adapter: AdapterSize = NO_ADAPTER, merged: bool = True,
     ) -> Memory:  # fmt: skip
         """See `LearnerBackend.memory`. The learner publishes a copy of the weights.
 
         The reference of an adapter is its base model, which needs no copy.
         """
         n, element_bytes = shape.parameters, dtype_bytes(shape, section)
-        trained, trained_bytes = (adapter, 4) if adapter else (n, element_bytes)
-        copies = 1 + (reference and not adapter)
-        published = adapter if adapter and not merged else n
+        adapted = adapter.parameters
+        trained, trained_bytes = (adapted, 4) if adapted else (n, element_bytes)
+        copies = 1 + (reference and not adapted)
+        published = adapted if adapted and not merged else n
         return Memory(
-            weights=n * element_bytes * copies + 4.0 * adapter,
+            weights=n * element_bytes * copies + 4.0 * adapted,
             gradients=trained * 4.0,
             optimizer=float(trained * _optimizer_bytes(0, trained_bytes)),
             activations=training_bytes(
-                shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
+                shape,
+                tokens,
+                element_bytes,
+                checkpointing=section.activation_checkpointing,
+                adapter=adapter,
+                adapter_bytes=4,
             ),
             other=PROCESS_BYTES + published * element_bytes,
         )
 
-    def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
+    def state_bytes(
+        self, section: LearnerSection, shape: ModelShape, adapter: AdapterSize = NO_ADAPTER
+    ) -> float:  # fmt: skip
         element_bytes = dtype_bytes(shape, section)
-        if adapter:
-            states = adapter * (4 + 4 + _optimizer_bytes(0, 4))
+        if adapter.parameters:
+            states = adapter.parameters * (4 + 4 + _optimizer_bytes(0, 4))
             return float(shape.parameters * element_bytes + states)
         return float(shape.parameters * (element_bytes + 4 + _optimizer_bytes(0, element_bytes)))
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool, adapter: int = 0, merged: bool = True,
+        reference: bool, adapter: AdapterSize = NO_ADAPTER, merged: bool = True,
     ) -> GpuRequest:  # fmt: skip
         states = gib_text(self.state_bytes(section, shape, adapter))
         description = (
@@ -280,7 +294,7 @@ class DeepSpeedBackend(LearnerBackend):
 
     def memory(
         self, section: LearnerSection, shape: ModelShape, tokens: int, *, reference: bool = False,
-        adapter: int = 0, merged: bool = True,
+        adapter: AdapterSize = NO_ADAPTER, merged: bool = True,
     ) -> Memory:  # fmt: skip
         """See `LearnerBackend.memory`.
 
@@ -289,36 +303,44 @@ class DeepSpeedBackend(LearnerBackend):
         model, which needs no copy.
         """
         n, element_bytes, zero = shape.parameters, dtype_bytes(shape, section), section.zero
-        trained = adapter or n
-        reference = reference and not adapter
+        adapted = adapter.parameters
+        trained = adapted or n
+        reference = reference and not adapted
 
         def shards(stage: int) -> int:
             return section.ranks if zero >= stage else 1
 
         return Memory(
-            weights=(n + adapter) * element_bytes / shards(3) + n * element_bytes * reference,
+            weights=(n + adapted) * element_bytes / shards(3) + n * element_bytes * reference,
             gradients=0.0 if section.offload and zero >= 2 else trained * 4 / shards(2),
             optimizer=0.0
             if section.offload
             else trained * _optimizer_bytes(zero, element_bytes) / shards(1),
             activations=training_bytes(
-                shape, tokens, element_bytes, checkpointing=section.activation_checkpointing
+                shape,
+                tokens,
+                element_bytes,
+                checkpointing=section.activation_checkpointing,
+                adapter=adapter,
+                adapter_bytes=element_bytes,
             ),
             other=PROCESS_BYTES + _bucket_bytes(n, trained, zero, element_bytes),
         )
 
-    def host_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
+    def host_bytes(
+        self, section: LearnerSection, shape: ModelShape, adapter: AdapterSize = NO_ADAPTER
+    ) -> float:  # fmt: skip
         """See `LearnerBackend.host_bytes`. Return 0 without offload.
 
         The bytes are the offloaded states, the gradients, and a buffer of DeepSpeed. The buffer is
         a second copy of the fp32 gradients at stage 3, and a copy of the weights at lower stages.
         """
-        trained = float(adapter or shape.parameters)
+        trained = float(adapter.parameters or shape.parameters)
         return OFFLOADED_PARAMETER_BYTES * trained if section.offload else 0.0
 
     def starting_bytes(
         self, section: LearnerSection, shape: ModelShape, *, reference: bool = False,
-        adapter: int = 0,
+        adapter: AdapterSize = NO_ADAPTER,
     ) -> float:  # fmt: skip
         """See `LearnerBackend.starting_bytes`.
 
@@ -327,19 +349,21 @@ class DeepSpeedBackend(LearnerBackend):
         another precision, and those of a reference model for the KL term.
         """
         element_bytes = dtype_bytes(shape, section)
-        copied_reference = reference and not adapter
+        copied_reference = reference and not adapter.parameters
         copies = ((element_bytes == 2) != shape.half_precision) + copied_reference
         return float(copies * section.ranks * element_bytes * shape.parameters)
 
-    def state_bytes(self, section: LearnerSection, shape: ModelShape, adapter: int = 0) -> float:
-        element_bytes, trained = dtype_bytes(shape, section), adapter or shape.parameters
+    def state_bytes(
+        self, section: LearnerSection, shape: ModelShape, adapter: AdapterSize = NO_ADAPTER
+    ) -> float:  # fmt: skip
+        element_bytes, trained = dtype_bytes(shape, section), adapter.parameters or shape.parameters
         on_gpus = trained * (4.0 + _optimizer_bytes(section.zero, element_bytes))
         states = self.host_bytes(section, shape, adapter) or on_gpus
-        return element_bytes * (shape.parameters + adapter) + states
+        return element_bytes * (shape.parameters + adapter.parameters) + states
 
     def request(
         self, role: GpuUser, section: LearnerSection, shape: ModelShape, tokens: int, *,
-        reference: bool, adapter: int = 0, merged: bool = True,
+        reference: bool, adapter: AdapterSize = NO_ADAPTER, merged: bool = True,
     ) -> GpuRequest:  # fmt: skip
         host_bytes = self.host_bytes(section, shape, adapter)
         offloaded = f", {gib_text(host_bytes)} of them in host memory" if host_bytes else ""
@@ -444,8 +468,8 @@ def _optimizer_bytes(zero: int, element_bytes: int) -> int:
     return 12 if element_bytes == 2 or zero in (1, 2) else 8
 
 
-def _adapter_text(adapter: int) -> str:
-    return f", an adapter of {adapter:,} parameters" if adapter else ""
+def _adapter_text(adapter: AdapterSize) -> str:
+    return f", an adapter of {adapter.parameters:,} parameters" if adapter.parameters else ""
 
 
 def _bucket_bytes(parameters: int, trained: int, zero: int, element_bytes: int) -> float:

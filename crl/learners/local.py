@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from crl.errors import CrlError, LearnerError
+from crl.learners.heap import release_freed_memory
 from crl.learners.master import MasterWeights
 from crl.learners.optimizer_file import (
     MOMENTS,
@@ -114,6 +115,7 @@ class LocalLearner:
         # On the worker thread, because a cancelled caller must not separate the version from the
         # weights.
         self.version += stats.updates > 0
+        release_freed_memory()
         return stats
 
     def _publish(self) -> InProcessWeights:

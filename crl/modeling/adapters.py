@@ -1,7 +1,8 @@
 """Files of saved adapters, and the base models that belong to them. Imports no torch.
 
 The metadata of an adapter's weights record two facts about its base model in the run: the precision
-and the SHA-256 of the weights. A base model that has moved is recognised by the SHA-256.
+and the SHA-256 of the weights. The SHA-256 shows whether a model at the path of the base model, or
+at a new path, is the base model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -59,6 +61,13 @@ def weights_sha256(model: Path, key: str = "actor.model") -> str:
 
 
 def _sha256(file: Path) -> bytes:
+    status = file.stat()
+    return _sha256_of(file.resolve(), status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _sha256_of(file: Path, size: int, modified: int) -> bytes:
+    """Return the SHA-256 of a file. A file with another size or time of change is read again."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
 
@@ -120,12 +129,29 @@ def require_same_base(adapter: Path, base: Path, key: str) -> None:
         reason = f"cannot be compared with the base model of {adapter}, which records no SHA-256"
         remedy = f"Move the base model back to {base_name(adapter, key)}, or link it there"
         raise ConfigError(key, str(base), reason, remedy)
+    _compare(adapter, base, recorded, key, f"Give the new path of {base_name(adapter, key)}")
+
+
+def unchanged_base(adapter: Path, key: str) -> Path:
+    """Return the base model that an adapter names.
+
+    Raise `ConfigError` under `key` if it does not exist, or if its weights do not have the SHA-256
+    that the adapter records. An adapter that crl did not write records none.
+    """
+    base = adapter_base(adapter, key)
+    if recorded := _metadata(adapter, key).get(BASE_SHA256):
+        remedy = "Restore the base model at this path"
+        _compare(adapter, base, recorded, key, remedy)
+    return base
+
+
+def _compare(adapter: Path, base: Path, recorded: str, key: str, remedy: str) -> None:
+    """Raise `ConfigError` under `key` if the weights in `base` have not the SHA-256 `recorded`."""
     if (found := weights_sha256(base, key)) != recorded:
         reason = (
             f"is not the base model of {adapter}: their weights differ (SHA-256 {found[:12]}… "
             f"instead of {recorded[:12]}…)"
         )
-        remedy = f"Give the new path of {base_name(adapter, key)}"
         raise ConfigError(key, str(base), reason, remedy)
 
 
@@ -136,7 +162,7 @@ def moved_base(adapter: Path, model: str, key: str) -> Path:
     `key` if it is needed and does not exist, or is another model.
     """
     if not base_has_moved(adapter, key):
-        return adapter_base(adapter, key)
+        return unchanged_base(adapter, key)
     try:
         base = resolve_model(model, key)
     except ConfigError as error:
@@ -148,7 +174,10 @@ def moved_base(adapter: Path, model: str, key: str) -> Path:
 
 def moved_remedy(key: str) -> str:
     """Return the remedy for a run whose model `key` has moved."""
-    return f"Add --set {key}=DIR with its new path to crl eval, crl resume or crl fork"
+    return (
+        f"Add --set {key}=DIR with its new path to crl eval, crl resume or crl fork. To export a "
+        "model, fork the run first"
+    )
 
 
 def with_base(adapter: Path, base: Path) -> Path:

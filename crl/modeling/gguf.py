@@ -82,12 +82,13 @@ _merged_folders: dict[tuple[Path, int], Path] = {}
 
 def _merged(adapter: Path, key: str, note: Callable[[str], object]) -> Path:
     """Return a temporary directory with the base model of an adapter and the adapter merged."""
+    from crl.modeling.adapters import unchanged_base
     from crl.modeling.lora import write_merged
 
     address = adapter, (adapter / ADAPTER_CONFIG).stat().st_mtime_ns
     if address not in _merged_folders:
         folder = Path(tempfile.mkdtemp(dir=scratch_folder()))
-        write_merged(adapter, converted(adapter_base(adapter, key), key, note), folder, key)
+        write_merged(adapter, converted(unchanged_base(adapter, key), key, note), folder, key)
         _merged_folders[address] = folder
     return _merged_folders[address]
 
@@ -127,7 +128,7 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
         raise ConfigError(key, error.value, error.reason, error.remedy) from error
     except Exception as error:  # a broken file raises many types of errors
         if not (folder / "config.json").is_file():  # no other process has made it meanwhile
-            first_line = str(error).strip().split("\n")[0]
+            first_line = str(error).strip().split("\n")[0].rstrip(".")
             remedy = (
                 "Give a GGUF file of a language model that transformers supports, or a directory "
                 "in Hugging Face format"

@@ -20,6 +20,7 @@ from pathlib import Path
 from crl.config.models import bundled_models, gguf_files, is_gguf
 from crl.config.models.packaged import PACKAGED_MODELS, PackagedModel, imported_folder
 from crl.errors import ConfigError, LearnerError
+from crl.extras import require_package
 from crl.modeling import Precision
 from crl.modeling.gguf import convert, describe, made_from
 from crl.scratch import scratch_folder
@@ -39,6 +40,7 @@ def import_file(file: Path, name: str, precision: Precision, note: Callable[[str
     invalid, or if the name is taken.
     """
     _require_gguf(file)
+    require_package("gguf", "import", str(file))
     _require_name(name)
     folder = imported_folder(name)
     if name in (*bundled_models(), *PACKAGED_MODELS) or folder.exists():
@@ -120,6 +122,7 @@ def get_packaged(name: str, precision: Precision, note: Callable[[str], object])
         convert(file, unfinished, precision)
         _require_known_rendering(unfinished, model)
 
+    require_package("gguf", "get", name, extra=name)
     file = _installed_file(model) or _downloaded_file(model, note)
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()

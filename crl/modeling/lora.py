@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,13 +101,18 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, key: str = "actor.lora
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="peft")  # about layers that are refused below
             torch.manual_seed(adapter.seed)
             inject_adapter_in_model(config, model, adapter_name=_NAME)
-    except ValueError as error:  # no layer has one of these names, or it is not linear
-        raise _invalid_targets(section, key, str(error).split("\n")[0]) from error
+    except ValueError as error:  # no layer has one of these names, or it has no adapters
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise _invalid_targets(section, key, reason) from error
     if model.get_output_embeddings() is not head:
         raise _invalid_targets(section, key, "the output head cannot have an adapter")
+    for name, layer in _layers(model):
+        if not _is_linear(layer.get_base_layer()):
+            raise _invalid_targets(section, key, f"{name} is not a linear layer")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -169,15 +175,27 @@ def default_targets(model: PreTrainedModel) -> list[str]:
     They are the last parts of the names of all linear layers except the output head, as for peft.
     The weights are not read.
     """
+    return sorted({name for name, _ in linear_layers(model)})
+
+
+def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the last part of the name of each linear layer but the output head, and its dimensions.
+
+    The dimensions are the numbers of outputs and inputs. The weights are not read.
+    """
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if _is_linear(module) and module is not head:
+            rows, columns = module.weight.shape
+            transposed = not isinstance(module, torch.nn.Linear)
+            yield name.rpartition(".")[2], (columns, rows) if transposed else (rows, columns)
+
+
+def _is_linear(module: Any) -> bool:
+    """Return whether a module is a linear layer, or GPT-2's form of it with a transposed weight."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    names = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-    }
-    return sorted(names)
+    return isinstance(module, torch.nn.Linear | Conv1D)
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
@@ -246,6 +264,7 @@ def write_adapter(
     from crl.modeling.weights import manifest_of, write_tensors
 
     config: Any = copy.copy(model.peft_config[_NAME])
+    config.target_modules = sorted(config.target_modules)  # a set, whose order differs by process
     config.base_model_name_or_path = str(base.path)
     config.save_pretrained(folder)
     head = model.get_output_embeddings()

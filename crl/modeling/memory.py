@@ -135,19 +135,49 @@ def layer_bytes(shape: ModelShape, element_bytes: int) -> int:
     return norms + attention + 4 * element_bytes * shape.intermediate
 
 
+@dataclass(frozen=True)
+class AdapterSize:
+    """Sizes of an adapter, for the memory of its training."""
+
+    parameters: int = 0
+    """Number of parameters; 0 without an adapter."""
+    inputs: int = 0
+    """Sum of the inputs of the adapted layers of a block."""
+    ranks: int = 0
+    """Sum of the ranks of the adapted layers of a block."""
+    dropout: bool = False
+    """True with dropout."""
+
+    def layer_bytes(self, element_bytes: int, adapter_bytes: int) -> int:
+        """Return the bytes that the adapters of a block store for one token.
+
+        They are the product A x of each layer; its input x, if it is converted to the precision of
+        the adapter; and with dropout its mask. `adapter_bytes` are those of a number of the
+        adapter, and `element_bytes` those of a number of the base model.
+        """
+        copies = (adapter_bytes != element_bytes) + self.dropout
+        return adapter_bytes * (copies * self.inputs + self.ranks)
+
+
+NO_ADAPTER = AdapterSize()
+"""Size of no adapter."""
+
+
 def training_bytes(
-    shape: ModelShape, tokens: int, element_bytes: int, *, checkpointing: bool
-) -> float:
+    shape: ModelShape, tokens: int, element_bytes: int, *, checkpointing: bool,
+    adapter: AdapterSize = NO_ADAPTER, adapter_bytes: int = 4,
+) -> float:  # fmt: skip
     """Return the bytes of a micro-batch of `tokens`: activations for the backward pass, and logits.
 
     The gradients of one MLP's hidden layer are included. With `checkpointing` the input of every
     layer and all activations of one layer are stored. Logits, log-probs and the logits' gradient
-    are in fp32.
+    are in fp32. `adapter_bytes` is that of `AdapterSize.layer_bytes`.
     """
+    layer = layer_bytes(shape, element_bytes) + adapter.layer_bytes(element_bytes, adapter_bytes)
     layers = (
-        shape.layers * element_bytes * shape.hidden + layer_bytes(shape, element_bytes)
+        shape.layers * element_bytes * shape.hidden + layer
         if checkpointing
-        else shape.layers * layer_bytes(shape, element_bytes)
+        else shape.layers * layer
     )
     activations = tokens * float(layers + 3 * element_bytes * shape.intermediate)
     return activations + 3.0 * 4 * min(MAX_LOGITS, tokens * shape.vocabulary)
@@ -161,16 +191,23 @@ def sampling_bytes(batch: int, vocabulary: int, *, truncated: bool) -> int:
     return (TRUNCATED_LOGIT_BYTES if truncated else SAMPLED_LOGIT_BYTES) * batch * vocabulary
 
 
-def adapter_parameters(shape: ModelShape, section: LoraSection) -> int:
-    """Return the number of parameters of an adapter; 0 without one.
+def adapter_size(shape: ModelShape, section: LoraSection) -> AdapterSize:
+    """Return the size of an adapter; `NO_ADAPTER` without one.
 
-    A matrix of n × m has rank · (n + m). Names of layers are those of Llama and Qwen. A target with
-    another name is counted like the largest layer.
+    A matrix of n × m has rank · (n + m) parameters. Names of layers are those of Llama and Qwen. A
+    target with another name is counted like the largest layer.
     """
-    sizes = {name: sum(dims) for name, dims in block_layers(shape).items()}
-    names = section.target_names or tuple(sizes)
-    largest = max(sizes.values())
-    return section.rank * shape.layers * sum(sizes.get(name, largest) for name in names)
+    if not section.rank:
+        return NO_ADAPTER
+    known = block_layers(shape)
+    largest = max(known.values(), key=sum)
+    layers = [known.get(name, largest) for name in section.target_names or tuple(known)]
+    return AdapterSize(
+        parameters=section.rank * shape.layers * sum(map(sum, layers)),
+        inputs=sum(inputs for _, inputs in layers),
+        ranks=section.rank * len(layers),
+        dropout=section.dropout > 0,
+    )
 
 
 def block_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:

@@ -103,6 +103,10 @@ class ChatRenderer:
         """Return the prompt as text, ending where the assistant's turn begins."""
         return self._render(self.messages(segments))
 
+    def control_token(self, text: str) -> str | None:
+        """Return a control token that `text` contains, or None."""
+        return next((token for token in self._control if token in text), None)
+
     def end_of_turn(self) -> str | None:
         """Return the control token with which the template ends the last answer of a conversation.
 

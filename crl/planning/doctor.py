@@ -24,7 +24,7 @@ from crl.config.schema import RunConfig
 from crl.engines.backends import ENGINES
 from crl.errors import ConfigError
 from crl.learners.backends import LEARNERS
-from crl.modeling.memory import GIB, PROCESS_BYTES, adapter_parameters, dtype_bytes
+from crl.modeling.memory import GIB, PROCESS_BYTES, AdapterSize, adapter_size, dtype_bytes
 from crl.planning import preflight
 from crl.planning.gpu_plan import gpu_plan, host_requests, model_shapes
 from crl.planning.gpus import Gpu, visible_gpus
@@ -412,13 +412,14 @@ def _checkpoint_bytes(config: RunConfig) -> int:
     Of a model with an adapter, only the adapter is saved.
     """
     return CHECKPOINT_BYTES * sum(
-        _adapter(config, role, shape) or shape.parameters for role, shape in _shapes(config).items()
+        _adapter(config, role, shape).parameters or shape.parameters
+        for role, shape in _shapes(config).items()
     )
 
 
-def _adapter(config: RunConfig, role: RoleName, shape: ModelShape) -> int:
-    """Return the number of parameters of a role's adapter; 0 without one."""
-    return adapter_parameters(shape, model_sections(config)[role].lora)
+def _adapter(config: RunConfig, role: RoleName, shape: ModelShape) -> AdapterSize:
+    """Return the size of a role's adapter."""
+    return adapter_size(shape, model_sections(config)[role].lora)
 
 
 def _shared_memory(config: RunConfig, directory: Path) -> Finding:
@@ -464,7 +465,7 @@ def _weight_bytes(config: RunConfig) -> list[int]:
     alone = ENGINES[config.engine.kind].receives_adapters
     return [
         dtype_bytes(shape, config.learner)
-        * ((alone and _adapter(config, role, shape)) or shape.parameters)
+        * ((alone and _adapter(config, role, shape).parameters) or shape.parameters)
         for role, shape in _shapes(config).items()
     ]
 

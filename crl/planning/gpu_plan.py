@@ -40,7 +40,7 @@ from crl.modeling.memory import (
     GpuUser,
     Memory,
     VllmCache,
-    adapter_parameters,
+    adapter_size,
     dtype_bytes,
     gib_text,
     size_text,
@@ -390,7 +390,7 @@ def _learner(config: RunConfig, model: str, shape: ModelShape) -> GpuRequest:
         shape,
         tokens,
         reference=bool(section.kl_coef),
-        adapter=adapter_parameters(shape, section.lora),
+        adapter=adapter_size(shape, section.lora),
         merged=not ENGINES[config.engine.kind].receives_adapters,
     )
 

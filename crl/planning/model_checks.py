@@ -186,10 +186,11 @@ def _require_rank(section: LoraSection, layers: Sequence[Layer], role: str) -> N
 def adapted_layers(model: str, section: LoraSection, role: str) -> list[Layer]:
     """Return the linear layers of a model that get an adapter, in all of its blocks.
 
-    The layers are those in the headers of the weights. Without such files, they are those of Llama
-    with the sizes of the model; none if these are unknown.
+    The layers are those in the headers of the weights, which name them like Llama, or those of the
+    model without its weights. For a model that is not on this machine, they are those of Llama with
+    its sizes; none if these are unknown.
 
-    Raise `ConfigError` if a target is not a linear layer in the header.
+    Raise `ConfigError` if a target is not a linear layer of the model.
     """
     path = find_folder(model, f"{role}.model")
     shapes = weight_shapes(path, f"{role}.model") if path else {}
@@ -198,6 +199,8 @@ def adapted_layers(model: str, section: LoraSection, role: str) -> list[Layer]:
         for name, shape in shapes.items()
         if len(shape) == 2 and name.endswith(".weight") and ".layers." in name
     ]
+    if path and not layers:
+        layers = _layers_without_weights(path, f"{role}.model")
     names = {name for name, _ in layers}
     for name in section.target_names:
         if names and name not in names:
@@ -214,6 +217,17 @@ def adapted_layers(model: str, section: LoraSection, role: str) -> list[Layer]:
             return []
         layers = [*block_layers(shape).items()] * shape.layers
     return [layer for layer in layers if layer[0] in (section.target_names or {layer[0]})]
+
+
+def _layers_without_weights(path: Path, key: str) -> list[Layer]:
+    """Return the linear layers of a model; none if config.json does not describe one."""
+    from crl.modeling.loading import meta_model
+    from crl.modeling.lora import linear_layers
+
+    try:
+        return list(linear_layers(meta_model(path, key)))
+    except ConfigError:  # other checks report it
+        return []
 
 
 def require_contexts(config: RunConfig, only: RoleName | None = None) -> None:

@@ -180,7 +180,8 @@ def latest_checkpoint(root: Path, note: Callable[[str], object]) -> Path:
         reason = "has no complete checkpoint"
         remedy = (
             "Wait for the first checkpoint of a run in progress. Otherwise train again in another "
-            "directory. crl rollout, crl learn and crl sft write no checkpoints"
+            "directory. crl rollout, crl learn and crl sft write no checkpoints: use the model in "
+            "their directory"
         )
     raise ConfigError("run", str(root.parent), reason, remedy)
 
@@ -204,14 +205,16 @@ def trained_model(checkpoint: Path, role: str, initial: str) -> Path:
     role, its directory is returned. If the base model that an adapter names has moved there, the
     directory is a temporary one, with an adapter that names it.
 
-    Raise `ConfigError` if the base model is gone, or if `initial` is another model.
+    Raise `ConfigError` if the base model is gone, or if another model is in its place.
     """
     model = (checkpoint / role).resolve()
     if not model.is_dir():
         return resolve_model(initial, f"{role}.model")
-    if not is_adapter(model) or not base_has_moved(model, f"{role}.model"):
+    if not is_adapter(model):
         return model
-    return with_base(model, moved_base(model, initial, f"{role}.model"))
+    moved = base_has_moved(model, f"{role}.model")
+    base = moved_base(model, initial, f"{role}.model")
+    return with_base(model, base) if moved else model
 
 
 def damage(checkpoint: Path) -> str:

@@ -115,6 +115,7 @@ def resume_run(
             reason = f"the run has completed {counted(resumption.step, 'step')}"
             remedy = f"Extend it with --steps {resumption.step + 1} or more"
             raise ConfigError("run.steps", config.run.steps, reason, remedy)
+        resume.require_base_models(config, resumption.checkpoint)
         state = read_state(resumption.checkpoint)
         started -= state["seconds"]
         length = state["records"][run.metrics.name]

@@ -31,6 +31,7 @@ from crl.run.checkpoint import (
     later_checkpoints,
     read_manifest,
     read_state,
+    trained_model,
     write_manifest,
 )
 from crl.wording import counted
@@ -234,3 +235,9 @@ def _trained_steps(metrics: Path) -> Iterator[int]:
             continue
         if record["kind"] == "train":
             yield record["step"]
+
+
+def require_base_models(config: RunConfig, checkpoint: Path) -> None:
+    """Raise `ConfigError` if the base model of a checkpoint's adapter is gone or has changed."""
+    for role, section in model_sections(config).items():
+        trained_model(checkpoint, role, section.model)

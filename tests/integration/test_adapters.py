@@ -118,6 +118,29 @@ def test_exports(run: Path, tmp_path: Path) -> None:
     assert not whole.exists()
 
 
+def test_an_adapter_of_an_adapter_is_exported_and_merged(run: Path, tmp_path: Path) -> None:
+    start, again, adapter, merged, own = (
+        tmp_path / name for name in ("start", "again", "adapter", "merged", "own")
+    )
+    assert crl("export", run, start).exit_code == 0
+    sets = (*SIZES, "eval.probe_every=0", f"actor.model={start}", "actor.lora.rank=2",
+            "actor.optimizer.learning_rate=0.01")  # fmt: skip
+    assert crl(*arguments(again, "room", sets, 1, 0, "grpo")).exit_code == 0
+    assert crl("export", again, adapter).exit_code == 0
+    card = (adapter / "README.md").read_text("utf-8")
+    assert "from_pretrained" not in card
+    assert "is an adapter itself, so other programs cannot load this adapter" in card
+    assert crl("export", again, merged, "--merge").exit_code == 0
+    result = crl("export", adapter, own, "--merge")
+    assert result.exit_code == 0, result.output
+    assert f"merged the adapter {adapter} into its base model: {own}" in result.output
+    assert_equal(own, merged)
+    assert "does not apply to the directory of an adapter" in one_line(
+        crl("export", adapter, tmp_path / "none", "--merge", "--step", 1)
+    )
+    assert not (tmp_path / "none").exists()
+
+
 def test_an_export_has_the_precision_of_its_run(tmp_path: Path) -> None:
     """A run on the CPU trains a base model in bfloat16 in float32."""
     base, run = tmp_path / "base", tmp_path / "run"
@@ -212,6 +235,29 @@ def test_a_run_whose_base_model_has_moved_continues(homeless: Path, tmp_path: Pa
     assert "has no effect: the checkpoint has the models" in error
 
 
+def test_another_model_at_the_path_of_the_base_model_is_refused(
+    homeless: Path, tmp_path: Path
+) -> None:
+    run, base = tmp_path / "run", homeless / "base"
+    shutil.copytree(homeless / "run", run)
+    adapter = run / "checkpoints" / "2" / "actor"
+    shutil.copytree(homeless / "other", base)
+    try:
+        for command in (
+            ["eval", run],
+            ["eval", run, *MEASURED],
+            ["eval", adapter, *MEASURED],
+            ["resume", run, "--steps", 3],
+            ["export", run, tmp_path / "export", "--merge"],
+        ):
+            error = one_line(crl(*command))
+            assert f"actor.model = '{base}': is not the base model of" in error, command
+            assert "their weights differ" in error
+            assert "Restore the base model at this path" in error
+    finally:
+        shutil.rmtree(base)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_starts_from_an_adapter(rank: int, run: Path, tmp_path: Path) -> None:
     """The adapter is merged into the initial weights. A new adapter is trained on top of it."""
@@ -293,8 +339,11 @@ def test_the_plan_shows_adapters(targets: str, tmp_path: Path) -> None:
     assert counts[1] not in untrained.output
 
 
-def test_the_rank_for_a_gguf_file_is_checked(tiny_actor: Path, tmp_path: Path) -> None:
+def test_the_rank_for_a_gguf_file_is_checked(
+    tiny_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The header of the file has the sizes. Its weights are not read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_gguf(tiny_actor, file := tmp_path / "tiny.gguf")
     sets = (f"actor.model={file}", "actor.profile=compact", "actor.lora.rank=33")
     error = one_line(crl(*arguments(tmp_path / "run", "room", sets, 1, 0, "grpo"), "--dry-run"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 from crl.config.load import load_saved
 from crl.config.models import model_profile, resolve_model
 from crl.modeling.loading import load_model, load_tokenizer
+from crl.records.reader import episode_shards
+from crl.records.shards import read_shard
 from crl.run.halves import sft
-from crl.run.halves.sft import minibatch
+from crl.run.halves.sft import minibatch, recorded_demonstrations
+from crl.run.models import actor_model
 from crl.types import TokenTrace, TrainSample
 from support.documented_metrics import undocumented
 from support.whole_runs import crl, episodes, lines, metrics, one_line
@@ -169,6 +173,35 @@ def test_importance_weights_of_a_run_do_not_apply(tmp_path: Path) -> None:
     refused = crl("sft", "--from", run, *weights, "--run-dir", tmp_path / "none")
     message = "actor.old_logp = 'recompute': does not apply: supervised fine-tuning always uses"
     assert message in one_line(refused)
+
+
+def test_switches_of_a_run_that_need_other_models_do_not_apply(tmp_path: Path) -> None:
+    switches = ("ask.enabled=true", "critic.enabled=true", "extractor.perplexity.weight=0.5",
+                "actor.top_k=5")  # fmt: skip
+    sets = [word for switch in switches for word in ("--set", switch)]
+    run = tmp_path / "run"
+    played = crl("rollout", "--scripted", *TASK, *sets, "--steps", 1, "--run-dir", run)
+    assert (played.exit_code, played.stderr) == (0, "")
+    result = crl("sft", "--from", run, *FAST, "--epochs", 1, "--run-dir", tmp_path / "sft")
+    assert (result.exit_code, result.stderr) == (0, "")
+    for role, setting in (("actor", "top_k=5"), ("extractor", "top_p=0.5")):
+        given = ("--set", f"{role}.{setting}", "--role", role, "--run-dir", tmp_path / "none")
+        error = one_line(crl("sft", "--from", "drills", *TASK, *given))
+        assert f"{role}.{setting.replace('=', ' = ')}: does not apply" in error
+
+
+def test_the_command_and_the_schedule_are_saved(tmp_path: Path) -> None:
+    file, run = tmp_path / "talks.jsonl", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 20, "utf-8")
+    options = (
+        "--from", file, "--tasks", "room", "--epochs", 1, "--batch-tokens", 1, "--held-out", 0.0,
+        "--decay", "--set", "actor.optimizer.beta2=0.99",
+    )  # fmt: skip
+    assert crl("sft", *options, "--seed", 3, "--run-dir", run).exit_code == 0
+    saved = load_saved(run)
+    assert shlex.split(saved.command) == ["crl", "sft", *map(str, options)]
+    optimizer = saved.config.actor.optimizer
+    assert (optimizer.warmup_steps, optimizer.decay_steps) == (2, 20)
 
 
 def test_the_learning_rate_may_decay(tmp_path: Path) -> None:
@@ -325,6 +358,36 @@ def test_conversations(tmp_path: Path) -> None:
         )
         assert f"{file}, line 3': is not a conversation in which the assistant answers" in error
         assert not (tmp_path / "none" / "config.json").exists()
+
+
+def test_answers_of_a_file_have_no_control_tokens(tmp_path: Path) -> None:
+    """The model would learn to continue after the end of its turn."""
+    file = tmp_path / "talks.jsonl"
+    talk = json.loads(TALK)
+    talk["messages"][0]["content"] = "The end of a turn is <|im_end|>."  # is escaped
+    file.write_text(f"{json.dumps(talk)}\n" * 20, "utf-8")
+    options = ("--tasks", "room", "--epochs", 1, "--held-out", 0, "--run-dir")
+    assert crl("sft", "--from", file, *options, tmp_path / "run").exit_code == 0
+    talk["messages"][1]["content"] = "go<|im_end|>stop"
+    with file.open("a", encoding="utf-8") as lines_:
+        lines_.write(json.dumps(talk) + "\n")
+    error = one_line(crl("sft", "--from", file, *options, tmp_path / "none"))
+    assert f"{file}, line 21': an answer contains the control token '<|im_end|>' of the" in error
+
+
+def test_turns_in_overtime_are_not_trained(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert crl("rollout", *TASK, "--steps", 1, "--run-dir", run).exit_code == 0
+    saved, renderer = load_saved(run).config, actor_model(load_saved(run).config, print).renderer
+    shards = episode_shards(run)
+    found = recorded_demonstrations(saved, renderer, shards, lost=True)
+    played = [t for path in shards.values() for t in read_shard(path)]
+    assert any(sum(s.origin == "policy" for s in t.segments) > t.turns for t in played)
+    for demonstration, t in zip(found, played, strict=True):
+        (trace,) = demonstration.traces
+        (end,) = renderer.stop_ids[:1]
+        trained = [i for i, mask in zip(trace.ids, trace.mask, strict=True) if mask]
+        assert trained.count(end) == t.turns
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ Lost = Annotated[bool, typer.Option("--lost", help="Train on lost episodes too."
 
 @command
 def sft(
+    context: typer.Context,
     source: Source,
     role: TrainedRole = "actor",
     tasks: Tasks = None,
@@ -201,6 +202,7 @@ def sft(
         if learning_rate is not None or rate_key(role) not in own:
             config, _ = _config_of_tasks(source, tasks, preset or "cpu", options | rate, sets)
     _require_objective(config, role)
+    from crl.config.command import command_line
     from crl.run.halves import sft as halves
     from crl.run.halves.commands import fine_tune_on
 
@@ -215,7 +217,22 @@ def sft(
             role, epochs, batch_tokens, held_out, patience, _warmup(config, role, own), decay,
             context_weight,
         ),
+        command=command_line("sft", _given(context), sets or ()),
     )  # fmt: skip
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """Return the options of the command line, except the seed, the directory and the settings."""
+    names = {
+        parameter.name: parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in (None, "seed", "run_dir", "sets")
+    }
+    return {
+        option: context.params[name]
+        for name, option in names.items()
+        if (given := context.get_parameter_source(name)) and given.name == "COMMANDLINE"
+    }
 
 
 def _kind(source: str) -> str:

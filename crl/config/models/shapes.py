@@ -109,9 +109,9 @@ def read_shape(path: Path, parameters: int, key: str) -> ModelShape:
 def require_context(role: str, requested: int, limit: int | None) -> None:
     """Raise `ConfigError` if ROLE.max_context_tokens exceeds the positions of the model.
 
-    `limit` = None: no limit.
+    `limit` = None: no limit. Some models give −1 instead.
     """
-    if limit is not None and requested > limit:
+    if limit is not None and 0 < limit < requested:
         raise ConfigError(
             f"{role}.max_context_tokens",
             requested,

@@ -11,7 +11,7 @@ from huggingface_hub import DatasetCardData, ModelCardData
 
 from crl.config.command import changes_since
 from crl.config.load import SavedRun
-from crl.config.models import bundled_models, find_model, is_adapter
+from crl.config.models import base_name, bundled_models, find_model, is_adapter, is_gguf
 from crl.config.models.naming import hub_name, public_name
 from crl.errors import ConfigError
 from crl.evaluation.evaluate import CONDITION_LABELS, Evaluation
@@ -50,6 +50,14 @@ def model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> st
         "",
         "## Use",
         "",
+        *_use_lines(role, target),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _use_lines(role: str, target: Path) -> Iterator[str]:
+    """Yield the lines that tell how other programs load the model in `target`."""
+    code = (
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -57,19 +65,32 @@ def model_card(saved: SavedRun, checkpoint: Path, role: str, target: Path) -> st
         'tokenizer = AutoTokenizer.from_pretrained("DIR")',
         "```",
         "",
-        *(
-            (
-                "This needs the packages transformers and peft, and the base model at the path "
-                "in adapter_config.json. `crl export --merge` exports a model without these "
-                "requirements.",
-                "",
-                f"In a run of crl: `--set {role}.model=DIR`.",
-            )
-            if is_adapter(target)
-            else (f"With vLLM: `vllm serve DIR`. In a run of crl: `--set {role}.model=DIR`.",)
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    if not is_adapter(target):
+        yield from code
+        yield f"With vLLM: `vllm serve DIR`. In a run of crl: `--set {role}.model=DIR`."
+        return
+    if (kind := _base_kind(target)) == "directory":
+        yield from code
+        yield (
+            "This needs the packages transformers and peft, and the base model at the path in "
+            "adapter_config.json. `crl export --merge` exports a model without these requirements."
+        )
+    else:
+        yield (
+            f"The base model at the path in adapter_config.json is {kind}, so other programs "
+            "cannot load this adapter. `crl export --merge` exports a model that they can load."
+        )
+    yield ""
+    yield f"In a run of crl: `--set {role}.model=DIR`."
+
+
+def _base_kind(adapter: Path) -> str:
+    """Return what the base model of an adapter is: "directory", or another kind with an article."""
+    base = Path(base_name(adapter, "actor.model"))
+    if is_gguf(base):
+        return "a GGUF file"
+    return "an adapter itself" if is_adapter(base) else "directory"
 
 
 def _precision(model: Path) -> str:

@@ -17,6 +17,7 @@ from crl.manager.storage.store import Store
 from crl.modeling.adapters import (
     base_has_moved,
     moved_base,
+    unchanged_base,
     write_base_name,
 )
 from crl.modeling.gguf import converted
@@ -37,7 +38,7 @@ def export_model(
     Raise `ConfigError` if the checkpoint has no model of this role or no adapter to merge, if
     `target` is not empty, or if the run deletes the checkpoint meanwhile.
     """
-    with _new_directory(target, checkpoint):
+    with _new_directory(target), _complete(checkpoint):
         source = checkpoint / role
         if not source.is_dir():
             trained = read_manifest(checkpoint)["models"]
@@ -56,6 +57,18 @@ def export_model(
         else:
             _copy_model(source, target, initial, f"{role}.model")
         (target / CARD).write_text(model_card(saved, checkpoint, role, target), "utf-8")
+
+
+def merge_adapter(adapter: Path, target: Path) -> None:
+    """Write the base model of the adapter in a directory, with it merged, to the new `target`.
+
+    Raise `ConfigError` if the base model is gone or has changed, or if `target` is not empty.
+    """
+    from crl.modeling.lora import write_merged
+
+    with _new_directory(target):
+        base = converted(unchanged_base(adapter, "merge"), "merge", print_to_stderr)
+        write_merged(adapter, base, target, "merge")
 
 
 def _copy_model(source: Path, target: Path, initial: str, key: str) -> None:
@@ -82,7 +95,7 @@ async def export_bank(saved: SavedRun, run: RunDir, checkpoint: Path, target: Pa
         reason = f"the method {saved.config.spec.name} of the run has no bank"
         raise ConfigError("run", str(run.path), reason, "Leave out --bank to export the actor")
     require_bank(run)
-    with _new_directory(target, checkpoint):
+    with _new_directory(target), _complete(checkpoint):
         whole = target / "whole.sqlite"
         await copy_database(run.bank, whole)
         store = await Store.open(whole)
@@ -98,11 +111,10 @@ async def export_bank(saved: SavedRun, run: RunDir, checkpoint: Path, target: Pa
 
 
 @contextmanager
-def _new_directory(target: Path, checkpoint: Path) -> Iterator[None]:
+def _new_directory(target: Path) -> Iterator[None]:
     """Create the directory `target` for an export. After an error, remove what was created.
 
-    Raise `ConfigError` if `target` exists and is not empty, or if `checkpoint` has been deleted at
-    the end of the context.
+    Raise `ConfigError` if `target` exists and is not empty.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         reason = "exists and is not an empty directory"
@@ -110,8 +122,7 @@ def _new_directory(target: Path, checkpoint: Path) -> Iterator[None]:
     created = [path for path in (target, *target.parents) if not path.exists()]
     target.mkdir(parents=True, exist_ok=True)
     try:
-        with _complete(checkpoint):
-            yield
+        yield
     except BaseException:
         RunDir(target).clear()
         for path in created:

@@ -86,12 +86,14 @@ def learn_from_episodes(
 
 
 def fine_tune_on(
-    config: RunConfig, source: Source, folder: Path, settings: SftSettings
-) -> int:  # fmt: skip
+    config: RunConfig, source: Source, folder: Path, settings: SftSettings, *, command: str
+) -> int:
     """Train a model on demonstrations, write it to the new directory `folder`, return 0.
 
     Without files and drills, scripted players first play `run.steps` steps, which are recorded in
-    `folder`. Raise `CrlError` if this cannot start or fails.
+    `folder`. `command` is the command line, which is saved with the config.
+
+    Raise `CrlError` if this cannot start or fails.
     """
     preflight.require(config, checks=preflight.fine_tuning_checks(settings.role))
     scripted = source.files is None and source.drilled is None
@@ -99,7 +101,7 @@ def fine_tune_on(
         scripted_players(specs(config))
     elif isinstance(source.files, Mapping):
         _check_shards(source.files, "give one file of the others")
-    run = _new_folder(config, folder)
+    run = _new_folder(config, folder, command)
     role = settings.role
     target = run.path / role
 
@@ -109,13 +111,14 @@ def fine_tune_on(
             await play(config, run, monitor, scripted=True)
             demonstrations = replace(source, files=episode_shards(run.path))
         result = await fine_tune(config, demonstrations, target, monitor, settings)
-        command = ["crl", "train", "--tasks", ",".join(config.tasks)]
+        _write_config(result.config, run, command)
+        further = ["crl", "train", "--tasks", ",".join(config.tasks)]
         if config.preset != RunConfig.model_fields["preset"].default:
-            command += ["--preset", config.preset]
+            further += ["--preset", config.preset]
         return (
             f"the {role} after epoch {result.epoch}, in Hugging Face format: {target}\n"
             f"{_losses(result)}  train it further: "
-            f"{shlex.join([*command, '--set', f'{role}.model={target}'])}"
+            f"{shlex.join([*further, '--set', f'{role}.model={target}'])}"
         )
 
     _carry_out(config, run, None, tuned, only=role)
@@ -165,10 +168,14 @@ def _check_shards(shards: Mapping[int, Path], remedy: str) -> None:
             ) from error
 
 
-def _new_folder(config: RunConfig, folder: Path) -> RunDir:
+def _new_folder(config: RunConfig, folder: Path, command: str = "") -> RunDir:
     run = RunDir.create(folder)
-    dump(config, run.config, prompts=hashes(config.prompts.files))
+    _write_config(config, run, command)
     return run
+
+
+def _write_config(config: RunConfig, run: RunDir, command: str) -> None:
+    dump(config, run.config, prompts=hashes(config.prompts.files), command=command)
 
 
 def _carry_out(

@@ -115,6 +115,8 @@ class SftResult:
     """Held-out loss of the written model."""
     epoch: int
     """Epoch of the written model; 0 = the model as it was."""
+    config: RunConfig
+    """Config with the schedule of the learning rate."""
 
 
 # ── demonstrations ────────────────────────────────────────────────────────────────────────────────
@@ -155,12 +157,16 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     A line is {"messages": [{"role": "user", "content": "…"}, …]}. The messages of the assistant are
     trained. The first message of the user is the place.
 
-    Raise `ConfigError` with the number of a line that is invalid, or that the chat template of the
-    model refuses.
+    Raise `ConfigError` with the number of a line that is invalid, that the chat template of the
+    model refuses, or whose answers contain a control token.
     """
     found: list[Demonstrated] = []
     for place, value in read_lines(file):
         segments = conversation(value, place)
+        answers = "".join(s.text for s in segments if s.origin == "policy")
+        if token := renderer.control_token(answers):
+            reason = f"an answer contains the control token {token!r} of the model"
+            raise ConfigError("--from", place, reason, "Remove it: the chat template adds it")
         try:
             traces = demonstrated_traces(segments, renderer)
         except Exception as error:  # a template raises errors of many types
@@ -249,7 +255,7 @@ async def _fine_tune(
     learner = await open_role_learner(config, gpus, role, NextTokenLoss(), stack)
     engine = await open_role_engine(config, gpus, role, stack, trained=True) if held_out else None
     start = best = await _held_out_loss(engine, held_out)
-    result, worse, updates = SftResult(start, start, 0), 0, 0
+    result, worse, updates = SftResult(start, start, 0, config), 0, 0
     log_every = max(LOG_EVERY, math.ceil(sum(map(len, epochs)) / MAX_LINES))
     for epoch, batches in enumerate(epochs, start=1):
         minibatches = (minibatch(batch, settings.context_weight) for batch in batches)
@@ -261,7 +267,7 @@ async def _fine_tune(
         if loss is not None:
             monitor.log(updates, "sft", {"sft/epoch": epoch, "sft/held_out_nll": loss})
         if loss is None or best is None or loss < best:
-            best, worse, result = loss, 0, SftResult(start, loss, epoch)
+            best, worse, result = loss, 0, SftResult(start, loss, epoch, config)
             await _write(learner, role, target)
         elif (worse := worse + 1) >= settings.patience:
             break

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from crl.config.schema import LoraSection, OptimizerSection
 from crl.engines.torch import Decoder
@@ -47,6 +47,7 @@ from crl.modeling.lora import (
     shared_base,
     without_adapter,
 )
+from crl.planning.model_checks import adapted_layers
 from crl.planning.model_size import planned_shape
 from crl.types import Minibatch, TokenTrace, TrainSample
 
@@ -329,6 +330,63 @@ def test_adapters_that_are_refused(tiny_actor: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(text, "utf-8")
     with pytest.raises(ConfigError, match="the base model of this adapter, /no/such/model, is"):
         described(tmp_path, "actor.model")
+
+
+@pytest.fixture
+def gpt2(tiny_actor: Path, tmp_path: Path) -> Path:
+    """Return the directory of a small GPT-2, whose linear layers are Conv1D."""
+    config = GPT2Config(
+        vocab_size=1024, n_embd=16, n_layer=2, n_head=2, n_positions=512,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder := tmp_path / "gpt2")
+    copy_model_files(tiny_actor, folder)
+    return folder
+
+
+async def test_adapters_of_transposed_layers_are_trained_and_merged(
+    gpt2: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    model = adapted(gpt2)
+    disturb(model)
+    async with learning(model, gpt2) as learner:
+        await learner.step([minibatch()])
+        await learner.save(folder)
+        published = (await learner.publish()).tensors
+    merged = load_model(converted(folder, "actor.model", print), CPU)
+    assert torch.allclose(logp(merged), logp(model), atol=1e-5)
+    weights = merged.state_dict()
+    for name, tensor in published.items():
+        assert torch.allclose(tensor, weights[name], atol=1e-6), name
+
+
+def test_layers_of_a_model_that_names_them_otherwise(gpt2: Path) -> None:
+    layers = adapted_layers(str(gpt2), LoraSection(rank=2), "actor")
+    matrices = adapter_parameters(adapted(gpt2, LoraSection(rank=2))).values()
+    assert 2 * sum(sum(dimensions) for _, dimensions in layers) == sum(m.numel() for m in matrices)
+    assert dict(layers) == {"c_attn": (48, 16), "c_fc": (64, 16), "c_proj": (16, 64)}
+    assert len(adapted_layers(str(gpt2), LoraSection(rank=2, targets="c_attn"), "actor")) == 2
+    with pytest.raises(ConfigError, match=r"q_proj is not a linear.*Choose from c_attn, c_fc"):
+        adapted_layers(str(gpt2), LoraSection(rank=2, targets="q_proj"), "actor")
+
+
+@pytest.mark.parametrize("target", ["wte", "wpe"])
+def test_embeddings_have_no_adapter(target: str, gpt2: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{target}': transformer\.{target} is not a linear layer"
+    ):
+        adapted(gpt2, LoraSection(rank=2, targets=target))
+
+
+async def test_saved_adapters_name_their_layers_in_order(tiny_actor: Path, tmp_path: Path) -> None:
+    """Peft has a set, whose order differs from process to process."""
+    async with learning(adapted(tiny_actor), tiny_actor) as learner:
+        await learner.save(tmp_path)
+    names = json.loads((tmp_path / "adapter_config.json").read_text("utf-8"))["target_modules"]
+    assert len(names) == 7
+    assert names == sorted(names)
 
 
 async def test_checkpoints_of_other_learners_are_refused(tiny_actor: Path, tmp_path: Path) -> None:

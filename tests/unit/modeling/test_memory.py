@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from crl.config.models.shapes import PUBLISHED_SHAPES, AttentionShape, ModelShape
 from crl.config.schema import EngineSection, LearnerSection, LoraSection
@@ -17,9 +18,18 @@ from crl.engines.backends import ENGINES, VLLM_WORK_BYTES
 from crl.learners.backends import LEARNERS
 from crl.modeling import MAX_LOGITS
 from crl.modeling.adapters import BaseModel
-from crl.modeling.loading import load_model
-from crl.modeling.lora import Adapter, add_adapter
-from crl.modeling.memory import GIB, PROCESS_BYTES, Memory, adapter_parameters
+from crl.modeling.loading import load_model, token_logprobs
+from crl.modeling.lora import Adapter, add_adapter, dropout_layers, dropout_of
+from crl.modeling.memory import (
+    GIB,
+    NO_ADAPTER,
+    PROCESS_BYTES,
+    AdapterSize,
+    Memory,
+    adapter_size,
+    training_bytes,
+)
+from crl.modeling.packing import enable_packing
 from crl.planning.model_size import planned_shape
 
 SMALL = ModelShape(
@@ -134,13 +144,17 @@ def test_states_of_a_billion_parameters_on_four_ranks(settings: dict, gigabytes:
 
 def test_an_adapter_of_a_billion_parameters() -> None:
     section = LearnerSection(kind="local")
-    memory = LEARNERS["local"].memory(section, SMALL, 1, reference=True, adapter=10_000_000)
+    memory = LEARNERS["local"].memory(
+        section, SMALL, 1, reference=True, adapter=AdapterSize(10_000_000)
+    )
     # A float32 adapter beside 16-bit weights, with gradients and two moments; no reference.
     assert (memory.weights, memory.gradients, memory.optimizer) == (2e9 + 4e7, 4e7, 8e7)
     assert memory.other == PROCESS_BYTES + 2e9, "a copy of the merged weights is published"
-    alone = LEARNERS["local"].memory(section, SMALL, 1, adapter=10_000_000, merged=False)
+    alone = LEARNERS["local"].memory(
+        section, SMALL, 1, adapter=AdapterSize(10_000_000), merged=False
+    )
     assert alone.other == PROCESS_BYTES + 2e7, "the adapter alone is published, in 16 bits"
-    assert LEARNERS["local"].state_bytes(section, SMALL, 10_000_000) == 2e9 + 16e7
+    assert LEARNERS["local"].state_bytes(section, SMALL, AdapterSize(10_000_000)) == 2e9 + 16e7
 
 
 @pytest.mark.parametrize(
@@ -157,23 +171,26 @@ def test_an_adapter_of_a_billion_parameters() -> None:
 )
 def test_an_adapter_on_four_ranks(settings: dict, gigabytes: tuple[float, ...]) -> None:
     learner, section = LEARNERS["deepspeed"], deepspeed(**settings)
-    memory = learner.memory(section, SMALL, 1, reference=True, adapter=10_000_000)
+    memory = learner.memory(section, SMALL, 1, reference=True, adapter=AdapterSize(10_000_000))
     assert (memory.weights, memory.gradients, memory.optimizer) == pytest.approx(
         [part * 1e9 for part in gigabytes]
     )
-    assert learner.starting_bytes(section, SMALL, reference=True, adapter=10_000_000) == (
-        4 * 4e9 if "precision" in settings else 0
-    )
+    assert learner.starting_bytes(
+        section, SMALL, reference=True, adapter=AdapterSize(10_000_000)
+    ) == (4 * 4e9 if "precision" in settings else 0)
 
 
 def test_states_and_buckets_of_an_adapter_on_ranks() -> None:
     learner = LEARNERS["deepspeed"]
-    assert learner.state_bytes(deepspeed(), SMALL, 10_000_000) == 2.02e9 + 16e7
-    assert learner.host_bytes(deepspeed(offload=True), SMALL, 10_000_000) == 20e7
-    assert learner.state_bytes(deepspeed(offload=True), SMALL, 10_000_000) == 2.02e9 + 20e7
+    assert learner.state_bytes(deepspeed(), SMALL, AdapterSize(10_000_000)) == 2.02e9 + 16e7
+    assert learner.host_bytes(deepspeed(offload=True), SMALL, AdapterSize(10_000_000)) == 20e7
+    assert (
+        learner.state_bytes(deepspeed(offload=True), SMALL, AdapterSize(10_000_000))
+        == 2.02e9 + 20e7
+    )
     # Gradients of the adapter alone are reduced. Stage 3 also gathers weights of the base model.
     for zero, elements in ((2, 2e7), (3, 1e9 + 1e7)):
-        memory = learner.memory(deepspeed(zero=zero), SMALL, 1, adapter=10_000_000)
+        memory = learner.memory(deepspeed(zero=zero), SMALL, 1, adapter=AdapterSize(10_000_000))
         assert memory.other == PROCESS_BYTES + 2 * elements
 
 
@@ -200,8 +217,62 @@ def test_the_size_of_an_adapter_is_that_of_its_parameters(targets: str, tiny_act
     model = load_model(tiny_actor, torch.device("cpu"))
     add_adapter(model, Adapter(section, BaseModel.of(tiny_actor), 0))
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert adapter_parameters(planned_shape("tiny-actor"), section) == parameters
-    assert adapter_parameters(planned_shape("tiny-actor"), LoraSection()) == 0
+    assert adapter_size(planned_shape("tiny-actor"), section).parameters == parameters
+    assert adapter_size(planned_shape("tiny-actor"), LoraSection()).parameters == 0
+
+
+def test_activations_of_an_adapter_by_hand() -> None:
+    # q_proj and down_proj have 8 and 32 inputs. A float32 adapter of a 16-bit model stores both
+    # inputs in float32, and 3 numbers for each layer; dropout adds a mask of the inputs.
+    size = adapter_size(SMALL, LoraSection(rank=3, targets="q_proj,down_proj"))
+    assert (size.layer_bytes(2, 4), size.layer_bytes(4, 4)) == (4 * (40 + 6), 4 * 6)
+    assert replace(size, dropout=True).layer_bytes(2, 4) == 4 * (40 + 40 + 6)
+    assert size.layer_bytes(2, 2) == 2 * 6, "DeepSpeed has a 16-bit adapter"
+    for checkpointing, layers in ((False, 2), (True, 1)):
+        section = LearnerSection(kind="local", activation_checkpointing=checkpointing)
+        with_adapter, without = (
+            LEARNERS["local"].memory(section, SMALL, 10, adapter=adapter).activations
+            for adapter in (size, NO_ADAPTER)
+        )
+        assert with_adapter - without == 10 * layers * 4 * 46
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_pass_with_an_adapter_stores_no_more_than_planned(
+    dtype: torch.dtype, dropout: float
+) -> None:
+    tokens, section = 128, LoraSection(rank=8, dropout=dropout)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=320, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    enable_packing(model)
+    add_adapter(model, Adapter(section, BaseModel(Path(), ""), 0))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    stored: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            stored[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(64, (1, tokens))
+    with (
+        dropout_of(dropout_layers(model), 0),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        token_logprobs(model, ids, torch.arange(tokens)[None] > 0)
+    shape = ModelShape(0, 4, 64, 320, AttentionShape(4, 2, 16), 64, 2048, half_precision=True)
+    found = sum(storage.nbytes() for storage in stored.values())
+    planned, without = (
+        training_bytes(shape, tokens, dtype.itemsize, checkpointing=False, adapter=adapter)
+        for adapter in (adapter_size(shape, section), NO_ADAPTER)
+    )
+    assert found <= planned <= 1.6 * found
+    assert dtype == torch.float32 or found > without, "the adapter has activations of its own"
 
 
 def test_a_reference_is_a_whole_copy_of_the_weights_on_every_rank():

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from crl.cli.main import app
 from crl.config.load import load
 from crl.config.models.shapes import PUBLISHED_SHAPES
-from crl.modeling.memory import GIB, adapter_parameters
+from crl.modeling.memory import GIB, adapter_size
 from crl.planning import doctor
 from crl.planning.doctor import Finding, environment, failed
 from crl.planning.gpus import Gpu
@@ -286,7 +286,7 @@ def test_adapters_are_published_without_their_base_models() -> None:
     sets = ["actor.lora.rank=16", "extractor.lora.rank=16", "actor.kl_coef=0.1"]
     settings = load(["room"], preset="node8", sets=sets)
     adapters = [
-        adapter_parameters(PUBLISHED_SHAPES[section.model], section.lora)
+        adapter_size(PUBLISHED_SHAPES[section.model], section.lora).parameters
         for section in (settings.actor, settings.extractor)
     ]
     assert doctor._weight_bytes(settings) == [2 * adapter for adapter in adapters]
