@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from crl.config.load import dump, load
+from crl.config.models.shapes import require_context
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
 from crl.manager.storage.database import Database
@@ -492,6 +493,12 @@ def test_the_plan_of_reflexion_tells_which_reflections_guide() -> None:
         "retrieval  attempts one after the other, guided by the last 3 reflections; evaluations "
         "are guided by at most 3, chosen by success record"
     ) in shown[0]
+
+
+def test_a_context_of_minus_one_is_no_limit() -> None:
+    require_context("actor", 512, -1)  # as in the config.json of XLNet
+    with pytest.raises(ConfigError, match="which is 511 tokens"):
+        require_context("actor", 512, 511)
 
 
 def test_the_plan_is_shown_before_this_machine_is_refused() -> None:
