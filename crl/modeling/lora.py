@@ -184,7 +184,8 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]
     The dimensions are the numbers of outputs and inputs. The weights are not read.
     """
     head = model.get_output_embeddings()
-    for name, module in model.named_modules():
+    modules: Iterator[tuple[str, Any]] = model.named_modules()
+    for name, module in modules:
         if _is_linear(module) and module is not head:
             rows, columns = module.weight.shape
             transposed = not isinstance(module, torch.nn.Linear)
