@@ -184,11 +184,11 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, int]
     The dimensions are the numbers of outputs and inputs. The weights are not read.
     """
     head = model.get_output_embeddings()
-    modules: Iterator[tuple[str, Any]] = model.named_modules()
-    for name, module in modules:
+    for name, module in model.named_modules():
         if _is_linear(module) and module is not head:
-            rows, columns = module.weight.shape
-            transposed = not isinstance(module, torch.nn.Linear)
+            layer: Any = module
+            rows, columns = layer.weight.shape
+            transposed = not isinstance(layer, torch.nn.Linear)
             yield name.rpartition(".")[2], (columns, rows) if transposed else (rows, columns)
 
 
