@@ -360,6 +360,14 @@ def test_conversations(tmp_path: Path) -> None:
         assert not (tmp_path / "none" / "config.json").exists()
 
 
+def test_recordings_outside_of_a_run_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "0.jsonl.gz"
+    file.write_bytes(b"")
+    for source in (tmp_path, file):
+        error = one_line(crl("sft", "--from", source, "--run-dir", tmp_path / "none"))
+        assert f"--from = '{source}': is not a recording: {tmp_path} is not a run directory" in error
+
+
 def test_answers_of_a_file_have_no_control_tokens(tmp_path: Path) -> None:
     """The model would learn to continue after the end of its turn."""
     file = tmp_path / "talks.jsonl"
