@@ -365,7 +365,7 @@ def test_recordings_outside_of_a_run_are_refused(tmp_path: Path) -> None:
     file.write_bytes(b"")
     for source in (tmp_path, file):
         error = one_line(crl("sft", "--from", source, "--run-dir", tmp_path / "none"))
-        assert f"--from = '{source}': is not a recording: {tmp_path} is not a run directory" in error
+        assert f"--from = '{source}': is not a recording: {tmp_path} is not a run" in error
 
 
 def test_answers_of_a_file_have_no_control_tokens(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def _config_of_run(path: Path, options: Mapping[str, Any], sets: list[str] | Non
     run = run_of_file(path) if path.is_file() else path
     if not (run / "config.json").is_file():
         reason = f"is not a recording: {run} is not a run directory and contains no config.json"
-        remedy = "Give a run directory, a file in its episodes directory, or a file of conversations"
+        remedy = "Give a run directory, a file in its folder episodes, or a file of conversations"
         raise ConfigError("--from", str(path), reason, remedy)
     return changed_config(load_saved(run).config, options=options, sets=sets or ())[0]
 
