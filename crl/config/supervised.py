@@ -9,6 +9,7 @@ from crl.config.method import ACTOR_ALONE
 from crl.types import RoleName
 
 _NEXT_TOKEN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "kl_coef": 0.0}
+"""Settings of both roles that the loss fixes."""
 
 OBJECTIVE: Mapping[RoleName, Mapping[str, Any]] = {
     "actor": {

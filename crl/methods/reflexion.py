@@ -34,7 +34,7 @@ class ReflexionSection(MethodSection):
     """Settings of the method `reflexion`."""
 
     writer: Literal["actor", "extractor"] = "actor"
-    """Model that reflects on failed attempts: in the paper the actor. The bundled one cannot."""
+    """Model that reflects on failed attempts: in the paper the actor. The bundled actor cannot."""
     memory: Count = 3
     """Maximum number of reflections that guide an attempt (Ω in the paper, 1 to 3)."""
 

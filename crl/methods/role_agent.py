@@ -70,7 +70,7 @@ class RoleAgentSection(MethodSection):
     the nearest (Figure 9). The default needs no further answers, and suits tiny models.
     """
     matches: Count = 3
-    """Maximum number of tasks that are retrieved for a failure mode of a group; in Figure 10, 3."""
+    """Maximum number of tasks that are retrieved for a failure mode of a group (Figure 10: 3)."""
     history: Count = 2000
     """Number of the last drawn training tasks that can be retrieved. The paper has no limit."""
 

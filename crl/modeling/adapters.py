@@ -146,7 +146,7 @@ def unchanged_base(adapter: Path, key: str) -> Path:
 
 
 def _compare(adapter: Path, base: Path, recorded: str, key: str, remedy: str) -> None:
-    """Raise `ConfigError` under `key` if the weights in `base` have not the SHA-256 `recorded`."""
+    """Raise `ConfigError` under `key` if the weights in `base` do not have this SHA-256."""
     if (found := weights_sha256(base, key)) != recorded:
         reason = (
             f"is not the base model of {adapter}: their weights differ (SHA-256 {found[:12]}… "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 from crl.config.models import ADAPTER_CONFIG, adapter_base, find_model, is_adapter
 from crl.config.models.packaged import cache_folder
 from crl.errors import ConfigError, is_disk_full
+from crl.extras import require_package
 from crl.modeling import Precision
 from crl.scratch import remove_stale_folders, scratch_folder
 
@@ -111,9 +111,7 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
     remove_stale_folders(folder.parent)
     if (folder / "config.json").is_file():
         return folder
-    if importlib.util.find_spec("gguf") is None:
-        reason = "a GGUF file needs the package gguf, which is not installed"
-        raise ConfigError(key, str(file), reason, "Run pip install 'crl[gguf]'")
+    require_package("gguf", key, str(file))
     try:
         unfinished = Path(tempfile.mkdtemp(dir=scratch_folder(folder.parent)))
     except OSError as error:

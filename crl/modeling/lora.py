@@ -102,7 +102,8 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, key: str = "actor.lora
     head = model.get_output_embeddings()
     try:
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="peft")  # about layers that are refused below
+            # Peft corrects its setting for Conv1D itself, and the output head is refused below.
+            warnings.filterwarnings("ignore", module="peft")
             torch.manual_seed(adapter.seed)
             inject_adapter_in_model(config, model, adapter_name=_NAME)
     except ValueError as error:  # no layer has one of these names, or it has no adapters

@@ -199,21 +199,19 @@ def _models(config: RunConfig, only: RoleName | None = None) -> str:
         _model(role, section.model, config.profile(role)) + _adapter(config, role)
         for role, section in model_sections(config, only).items()
     ]
-    return "\n".join([*models, *([_untrained_writer(config)] if _writes_untrained(config) else [])])
+    return "\n".join([*models, *_writer_warnings(config)])
 
 
-def _writes_untrained(config: RunConfig) -> bool:
-    """Return whether an actor that was not trained to write notes should write them."""
+def _writer_warnings(config: RunConfig) -> list[str]:
+    """Return the warning about a tiny actor that writes notes although the extractor could."""
     writes = config.spec.notes and config.distils and config.writer == "actor"
-    return bool(writes) and config.profile("actor") == "compact"
-
-
-def _untrained_writer(config: RunConfig) -> str:
-    """Return the warning about an actor that cannot write notes."""
-    return (
+    chosen = writes and hasattr(config.method_settings, "writer")
+    if not chosen or config.profile("actor") != "compact":
+        return []
+    return [
         "warning: the actor writes notes on episodes, but tiny actors were not trained to write: "
-        f"most of its answers are dropped. Add --set {config.method}.writer=extractor"
-    )
+        f"most of its answers are dropped. Add --set {config.spec.name}.writer=extractor"
+    ]
 
 
 def _adapter(config: RunConfig, role: RoleName) -> str:

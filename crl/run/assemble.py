@@ -333,11 +333,11 @@ async def _open_collector(
         raise ConfigError("method", config.method, reason, "Use crl train")
     if method.step.intrinsic:
         reason = "has an intrinsic reward, which crl rollout does not compute"
-        remedy = "Switch it off (in empo2, novelty_coef=0), or use crl train"
+        remedy = f"Switch it off in the section {config.spec.name}, or use crl train"
         raise ConfigError("method", config.method, reason, remedy)
     if method.step.replay:
         reason = "draws tasks again by their failures, but crl rollout analyses no failures"
-        remedy = "Switch it off (in role_agent, replay_ratio=0), or use crl train"
+        remedy = f"Switch it off in the section {config.spec.name}, or use crl train"
         raise ConfigError("method", config.method, reason, remedy)
     engine = await open_role_engine(config, gpus, actor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)

@@ -1,5 +1,6 @@
 """Memory that the C library keeps after it is freed."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,7 @@ BLOCKS, BLOCK = 2_000, 25_000
 def resident() -> float:
     """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    return pages * 4096 / MIB
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
 def fragment_heap() -> list[torch.Tensor]:

@@ -168,8 +168,8 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert error(file) == (
-            f"extractor.model = '{file}': a GGUF file needs the package gguf, which is not "
-            "installed. Run pip install 'crl[gguf]'."
+            f"extractor.model = '{file}': it needs the extra 'gguf', which is not installed. "
+            "Run pip install 'crl[gguf]'."
         )
     monkeypatch.setattr(module, "convert", lambda file, folder: 1 / 0)
     assert "the GGUF file cannot be converted (division by zero)" in error(file)
