@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import commit
+from common import commit, set_options
 
 from crl.protocols import Monitor
 
@@ -289,7 +289,7 @@ def _run_in_subprocess(
     command = [sys.executable, script, "--one", setting, arm, str(seed)]
     command += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     command += ["--quick"] if arguments.quick else []
-    command += [word for text in arguments.set for word in ("--set", text)]
+    command += set_options(arguments.set)
     labels = {
         "setting": setting,
         "arm": arm,

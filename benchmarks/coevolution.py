@@ -39,7 +39,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-from common import commit, processor, train_command
+from common import commit, processor, set_options, train_command
 from figures import ARMS, FIGURES, SETTINGS, Figure, Results, StoredRun
 from report import document, section
 
@@ -243,7 +243,7 @@ class Sweep:
             for name, count in QUICK_SIZES.items()
         ]
         given = [*sets, *sizes] if self._quick else sets
-        return [word for text in given for word in ("--set", text)]
+        return set_options(given)
 
     def _store(self, run: Run, result: StoredRun) -> None:
         path = self._file(run)

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,11 @@ from crl.intervals import Mean
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+
+def set_options(settings: Iterable[str]) -> list[str]:
+    """Return settings KEY=VALUE as options --set."""
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def train_command(options: Sequence[str], run: Path) -> list[str] | None:

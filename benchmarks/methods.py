@@ -31,7 +31,7 @@ from statistics import fmean
 
 import coevolution
 from coevolution import Run, Sweep
-from common import train_run, without_evaluations, write_results
+from common import set_options, train_run, without_evaluations, write_results
 from figures import (
     ARMS,
     CHANGES,
@@ -125,7 +125,7 @@ def seconds_per_step(task: str, arm: str, steps: int) -> float:
     """Return the mean duration of the steps of a run after the first `WARM_UP` ones."""
     sets = [*ARMS[arm].sets, *without_evaluations(task)]
     options = ["--tasks", task, "--steps", str(steps)]
-    options += [word for setting in sets for word in ("--set", setting)]
+    options += set_options(sets)
     with tempfile.TemporaryDirectory() as folder:
         return step_seconds(train_run(options, Path(folder) / "run"))
 

@@ -19,11 +19,15 @@ settings of the preset smollm2:
   drills at the same low learning rate.
 * grpo full, frozen full: as grpo and frozen, but in the full rendering, from scripted players.
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
+* three tasks: three steps of complementary without a supervised start, in the full rendering of
+  room, webshop and alfworld, with merges, questions and critic. Two vLLM engines sample, and two
+  ranks train each model. It shows whether all parts work together, and how many replies parse.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
 evaluations before the first and after the last step, and means over the first and the last steps of
-the training; those of lessons are weighted by the number of answers of a step.
+the training; those of lessons are weighted by the number of answers of a step. For three tasks, the
+output is the share of replies of each kind that parse, and the KL between engine and trainer.
 """
 
 from __future__ import annotations
@@ -32,15 +36,18 @@ import argparse
 import json
 import lzma
 import shutil
+import sqlite3
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import commit, machine, train_run
+from common import commit, machine, set_options, train_run
 
 from crl.intervals import plus_minus
 
@@ -48,6 +55,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "smollm2"
 SEEDS = (20, 21, 22)
 """Seeds that nothing was tuned on."""
+OPERATIONS = frozenset({"add", "update", "return", "up", "down", "merge", "discard"})
+"""Kinds of operations of the extractor in the bank's log."""
 WINDOW = 5
 """Number of first and of last training steps over which training metrics are averaged."""
 
@@ -78,25 +87,49 @@ does not show which ones are right; and few lessons of an extractor are right, s
 reinforce.
 """
 COMMON = (
-    "--tasks", "room", "--preset", "smollm2", "--plain",
-    "--set", "tasks.room.eval.seen=256", "--set", "tasks.room.eval.unseen=512",
+    "--preset", "smollm2", "--plain",
     "--set", "eval.probe_every=0", "--set", "run.keep_last=1", "--set", "run.keep_episodes=1",
+)  # fmt: skip
+ROOM = (
+    "--tasks", "room",
+    "--set", "tasks.room.eval.seen=256", "--set", "tasks.room.eval.unseen=512",
 )  # fmt: skip
 FULL_RL = ("--set", "actor.optimizer.learning_rate=4e-5", "--set", "actor.optimizer.warmup_steps=4")
 """Learning rate of the preset's compact profile, for the full one."""
-BOTH = ("--set", "tasks.room.eval.online_places=32")
+BOTH = (*ROOM, "--set", "tasks.room.eval.online_places=32")
+THREE_TASKS = "three tasks"
+ENGINES = (
+    "engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2",
+    "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1",
+    "rollout.groups=3", "rollout.group_size=4", "extractor.batch=2",
+    *(f"{role}.profile=full" for role in ("actor", "extractor")),
+    *(f"{role}.max_context_tokens=8192" for role in ("actor", "extractor")),
+    "extractor.max_response_tokens=256",
+    *(
+        f"tasks.{task}.{setting}"
+        for task in ("room", "webshop", "alfworld")
+        for setting in (
+            "max_response_tokens=64", "max_turns=8",
+            "eval.seen=0", "eval.unseen=0", "eval.online_places=0",
+        )
+    ),
+)  # fmt: skip
+"""Settings of the arm three tasks. Its groups are one of each task."""
 ARMS: Mapping[str, Sequence[str]] = {
-    "grpo": ("--method", "grpo"),
-    "frozen": ("--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
+    "grpo": (*ROOM, "--method", "grpo"),
+    "frozen": (*ROOM, "--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
     "lora": (
-        "--method", "grpo", "--set", "actor.lora.rank=16",
+        *ROOM, "--method", "grpo", "--set", "actor.lora.rank=16",
         "--set", "actor.optimizer.learning_rate=4e-4",
     ),
     "complementary": BOTH,
     "short start": BOTH,
-    "grpo full": ("--method", "grpo", *FULL, *FULL_RL),
+    "grpo full": (*ROOM, "--method", "grpo", *FULL, *FULL_RL),
     "frozen full": (
-        "--method", "grpo", *FULL, *FULL_RL, "--set", "actor.optimizer.learning_rate=0",
+        *ROOM, "--method", "grpo", *FULL, *FULL_RL, "--set", "actor.optimizer.learning_rate=0",
+    ),
+    THREE_TASKS: (
+        "--tasks", "room,webshop,alfworld", "--steps", "3", *set_options(ENGINES),
     ),
 }  # fmt: skip
 """Options of each arm besides those of all runs."""
@@ -107,9 +140,11 @@ def is_full(arm: str) -> bool:
     return FULL[1] in ARMS[arm]
 
 
-def trains_both(arm: str) -> bool:
-    """Return whether the runs of an arm train both models."""
-    return "--method" not in ARMS[arm]
+def started_roles(arm: str) -> Sequence[str]:
+    """Return the roles whose models have a supervised start."""
+    if arm == THREE_TASKS:
+        return ()
+    return ("actor",) if "--method" in ARMS[arm] else ("actor", "extractor")
 
 
 def start_of(arm: str) -> str:
@@ -143,10 +178,9 @@ def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
     """Train one run and store it. `sets` are the options --set."""
     import torch  # noqa: F401  (`machine` names the GPU if torch is imported)
 
-    roles = ("actor", "extractor") if trains_both(arm) else ("actor",)
+    roles = started_roles(arm)
     models = [f"{role}.model={start(arm, role, seed, folder, sets)}" for role in roles]
-    options = [*COMMON, *ARMS[arm], *sets, "--seed", str(seed)]
-    options += [word for text in models for word in ("--set", text)]
+    options = [*COMMON, *ARMS[arm], *sets, "--seed", str(seed), *set_options(models)]
     run = folder / f"{arm.replace(' ', '-')}-{seed}"
     metrics = train_run(options, run)
     result = {
@@ -166,6 +200,8 @@ def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
         "config": json.loads((run / "config.json").read_text("utf-8")),
         "metrics": metrics,
     }
+    if arm == THREE_TASKS:
+        result["answers"] = answers(run / "bank.sqlite")
     path = RESULTS / arm / f"{seed}.json.xz"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
@@ -181,6 +217,27 @@ def stored(arm: str, seed: int) -> Mapping[str, Any] | None:
         return None
     with lzma.open(path, "rt", encoding="utf-8") as file:
         return json.load(file)
+
+
+def answers(bank: Path) -> dict[str, tuple[int, int]]:
+    """Return the numbers of usable and of all answers of the extractor, by their kind.
+
+    An answer is not usable if all its operations were refused, other than as near duplicates.
+    """
+    rows: defaultdict[str, set[str]] = defaultdict(set)
+    with closing(sqlite3.connect(f"file:{bank}?mode=ro", uri=True)) as database:
+        for kind, origin, data in database.execute("SELECT kind, origin, data FROM log"):
+            duplicate = kind == "drop" and json.loads(data)["reason"] == "near duplicate"
+            rows["used" if duplicate or kind in OPERATIONS else kind].add(origin)
+            if kind == "refine" and json.loads(data)["text"] is not None:
+                rows["used"].add(origin)
+    asked = {
+        "distillations": rows["submit"] - rows["dead"],
+        "merges": rows["chunk"],
+        "answers to questions": rows["refine"],
+    }
+    refused = rows["drop"] - rows["used"]
+    return {kind: (len(names - refused), len(names)) for kind, names in asked.items()}
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────
@@ -248,6 +305,40 @@ def table(arms: Sequence[str], seeds: Sequence[int]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def parsed_table(seeds: Sequence[int]) -> str:
+    """Return the parsed replies and the KL between engine and trainer of each run, as Markdown."""
+    rows = ["| seed | replies | usable | of | share |", "| --- | --- | --- | --- | --- |"]
+    lines = []
+    for seed in seeds:
+        if not (run := stored(THREE_TASKS, seed)):
+            continue
+        found = {**actor_replies(run["metrics"]), **run["answers"]}
+        for kind, (usable, total) in found.items():
+            share = f"{usable / total:.3f}" if total else "–"
+            rows.append(f"| {seed} | {kind} | {usable} | {total} | {share} |")
+        for role in ("actor", "extractor"):
+            values = [line.get(f"{role}/mismatch_kl") for line in run["metrics"]]
+            numbers = ", ".join(f"{value:.6f}" for value in values if value is not None)
+            lines.append(f"seed {seed}, KL between engine and trainer of the {role}: {numbers}")
+    return "\n".join([*rows, "", *lines])
+
+
+def actor_replies(metrics: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Return the numbers of usable and of all replies of the actor, by their kind."""
+    steps = [line for line in metrics if line["kind"] == "train"]
+    turns, valid, critiques, verdicts, before = 0, 0.0, 0.0, 0.0, 0
+    for line in steps:
+        played = line["total/env_turns"] - before
+        before = line["total/env_turns"]
+        turns += played
+        valid += played * (1 - line["rollout/invalid_actions"])
+        critiques += line.get("critic/critiques", 0)
+        verdicts += line.get("critic/critiques", 0) * (1 - (line.get("critic/malformed") or 0))
+    return {
+        "actions": (round(valid), turns), "verdicts": (round(verdicts), round(critiques)),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -257,12 +348,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "smollm2")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     arguments = parser.parse_args()
-    sets = [word for text in arguments.sets for word in ("--set", text)]
+    sets = set_options(arguments.sets)
     for seed in arguments.seeds:
         for arm in arguments.arm:
             if stored(arm, seed) is None:
                 make(arm, seed, arguments.folder.resolve(), sets)
-    print(table(arguments.arm, arguments.seeds))
+    if arms := [arm for arm in arguments.arm if arm != THREE_TASKS]:
+        print(table(arms, arguments.seeds))
+    if THREE_TASKS in arguments.arm:
+        print(parsed_table(arguments.seeds))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import mean_and_interval, train_run, write_results
+from common import mean_and_interval, set_options, train_run, write_results
 
 from crl.intervals import t_975
 
@@ -54,7 +54,7 @@ def run(stack: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     The results are the `metrics` by metric, the `curves` of success over the steps, and the seconds
     per step between the end of the first and the end of the last step.
     """
-    options = [word for setting in STACKS[stack] for word in ("--set", setting)]
+    options = set_options(STACKS[stack])
     lines = train_run(
         [
             "--tasks",

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from common import train_run, without_evaluations, write_results
+from common import set_options, train_run, without_evaluations, write_results
 
 WARM_UP = 5
 """Steps at the start that are not counted."""
@@ -49,7 +49,7 @@ def step_times(staleness: int, steps: int) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         sets = [f"rollout.max_staleness={staleness}", *without_evaluations("room")]
-        options = [word for setting in sets for word in ("--set", setting)]
+        options = set_options(sets)
         lines = train_run(
             ["--tasks", "room", "--steps", str(steps), "--plain", *options], Path(folder) / "run"
         )
