@@ -100,6 +100,7 @@ BOTH = (*ROOM, "--set", "tasks.room.eval.online_places=32")
 THREE_TASKS = "three tasks"
 ENGINES = (
     "engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2",
+    "learner.activation_checkpointing=true",
     "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1",
     "rollout.groups=3", "rollout.group_size=4", "extractor.batch=2",
     *(f"{role}.profile=full" for role in ("actor", "extractor")),
