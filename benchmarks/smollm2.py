@@ -19,9 +19,11 @@ settings of the preset smollm2:
   drills at the same low learning rate.
 * grpo full, frozen full: as grpo and frozen, but in the full rendering, from scripted players.
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
-* three tasks: three steps of complementary without a supervised start, in the full rendering of
-  room, webshop and alfworld, with merges, questions and critic. Two vLLM engines sample, and two
-  ranks train each model. It shows whether all parts work together, and how many replies parse.
+* three tasks: three steps of complementary in the full rendering of room, webshop and alfworld,
+  with merges, questions and critic. Two vLLM engines sample, from the 20 most probable tokens, and
+  two ranks train each model. The actor starts from scripted players. The extractor has no
+  supervised start; the bank starts with its lessons about scripted episodes, as structured outputs.
+  The arm shows whether all parts work together, and how many replies parse.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
@@ -60,16 +62,28 @@ OPERATIONS = frozenset({"add", "update", "return", "up", "down", "merge", "disca
 WINDOW = 5
 """Number of first and of last training steps over which training metrics are averaged."""
 
-SHORT, LONG, FULL_START = "short", "long", "full"
+THREE_TASKS = "three tasks"
+SHORT, LONG, FULL_START, THREE_START = "short", "long", "full", "three-tasks"
 """Names of the supervised starts."""
 SLOW, FAST = ("--learning-rate", "5e-5"), ("--learning-rate", "2e-4", "--decay")
-DRILLS = ("--from", "drills", "--batch-tokens", "1024", "--demonstrations")
+DRILLS = (
+    "--tasks", "room", "--from", "drills", "--batch-tokens", "1024", "--demonstrations",
+)  # fmt: skip
 FULL = (
     "--set", "actor.profile=full", "--set", "actor.max_context_tokens=4096",
     "--set", "tasks.room.max_turns=8", "--set", "tasks.room.max_response_tokens=32",
 )  # fmt: skip
 """Options of a supervised start and of a run in the full rendering."""
-START = ("--preset", "smollm2", "--tasks", "room", "--epochs", "1")
+THREE = (
+    "--tasks", "room,webshop,alfworld",
+    *set_options(
+        f"{role}.{setting}"
+        for role in ("actor", "extractor")
+        for setting in ("profile=full", "max_context_tokens=8192")
+    ),
+)  # fmt: skip
+"""Options of the arm three tasks and of its start."""
+START = ("--preset", "smollm2", "--epochs", "1")
 """Options of all supervised starts."""
 STARTS: Mapping[tuple[str, str], Sequence[str]] = {
     (SHORT, "actor"): (*DRILLS, "200", *SLOW),
@@ -77,7 +91,12 @@ STARTS: Mapping[tuple[str, str], Sequence[str]] = {
     (LONG, "actor"): (*DRILLS, "1000", *FAST),
     (LONG, "extractor"): (*DRILLS, "2000", *FAST),
     (FULL_START, "actor"): (
-        "--from", "scripted", "--steps", "2", "--batch-tokens", "4096", *SLOW, *FULL,
+        "--tasks", "room", "--from", "scripted", "--steps", "2", "--batch-tokens", "4096",
+        *SLOW, *FULL,
+    ),
+    (THREE_START, "actor"): (
+        *THREE, "--from", "scripted", "--steps", "1", "--batch-tokens", "2048", *FAST,
+        "--set", "rollout.groups=24", "--set", "rollout.group_size=2",
     ),
 }  # fmt: skip
 """Options of the supervised starts, by name and role.
@@ -97,15 +116,13 @@ ROOM = (
 FULL_RL = ("--set", "actor.optimizer.learning_rate=4e-5", "--set", "actor.optimizer.warmup_steps=4")
 """Learning rate of the preset's compact profile, for the full one."""
 BOTH = (*ROOM, "--set", "tasks.room.eval.online_places=32")
-THREE_TASKS = "three tasks"
 ENGINES = (
     "engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2",
     "learner.activation_checkpointing=true",
     "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1",
     "rollout.groups=3", "rollout.group_size=4", "extractor.batch=2",
-    *(f"{role}.profile=full" for role in ("actor", "extractor")),
-    *(f"{role}.max_context_tokens=8192" for role in ("actor", "extractor")),
-    "extractor.max_response_tokens=256",
+    "actor.top_k=20", "extractor.top_k=20",
+    "extractor.max_response_tokens=256", "extractor.malformed_reward=-1",
     *(
         f"tasks.{task}.{setting}"
         for task in ("room", "webshop", "alfworld")
@@ -129,28 +146,24 @@ ARMS: Mapping[str, Sequence[str]] = {
     "frozen full": (
         *ROOM, "--method", "grpo", *FULL, *FULL_RL, "--set", "actor.optimizer.learning_rate=0",
     ),
-    THREE_TASKS: (
-        "--tasks", "room,webshop,alfworld", "--steps", "3", *set_options(ENGINES),
-    ),
+    THREE_TASKS: (*THREE, "--steps", "3", *set_options(ENGINES)),
 }  # fmt: skip
 """Options of each arm besides those of all runs."""
 
 
-def is_full(arm: str) -> bool:
-    """Return whether the runs of an arm have the full rendering."""
-    return FULL[1] in ARMS[arm]
-
-
 def started_roles(arm: str) -> Sequence[str]:
     """Return the roles whose models have a supervised start."""
-    if arm == THREE_TASKS:
-        return ()
-    return ("actor",) if "--method" in ARMS[arm] else ("actor", "extractor")
+    actor_alone = arm == THREE_TASKS or "--method" in ARMS[arm]
+    return ("actor",) if actor_alone else ("actor", "extractor")
 
 
 def start_of(arm: str) -> str:
     """Return the name of the supervised start of an arm."""
-    return FULL_START if is_full(arm) else LONG if arm == "complementary" else SHORT
+    starts = {
+        "complementary": LONG, "grpo full": FULL_START, "frozen full": FULL_START,
+        THREE_TASKS: THREE_START,
+    }  # fmt: skip
+    return starts.get(arm, SHORT)
 
 
 def start_folder(arm: str, role: str, seed: int, folder: Path) -> Path:
@@ -175,12 +188,35 @@ def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()
     return model
 
 
+def start_bank(seed: int, folder: Path) -> Path:
+    """Return a bank with lessons about scripted episodes of three tasks. Make it if none exists."""
+    played, run = (folder / f"{name}-three-tasks-{seed}" for name in ("scripted", "bank"))
+    bank = run / "bank.sqlite"
+    if not (run / "summary.json").exists():
+        for path in (played, run):
+            shutil.rmtree(path, ignore_errors=True)
+        sizes = set_options(["rollout.groups=6", "rollout.group_size=4"])
+        rollout = ["rollout", "--scripted", "--preset", "smollm2", "--steps", "1", *THREE, *sizes]
+        settings = (
+            "engine.kind=vllm", "extractor.profile=full", "extractor.max_context_tokens=8192",
+            "extractor.max_response_tokens=256", "extractor.structured_outputs=true",
+        )  # fmt: skip
+        build = ["bank", "build", "--from", str(played), *set_options(settings)]
+        for command, path in ((rollout, played), (build, run)):
+            words = ["crl", *command, "--seed", str(seed), "--run-dir", str(path)]
+            print(" ".join(words), file=sys.stderr)
+            subprocess.run([sys.executable, "-m", *words], check=True)
+    return bank
+
+
 def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
     """Train one run and store it. `sets` are the options --set."""
     import torch  # noqa: F401  (`machine` names the GPU if torch is imported)
 
     roles = started_roles(arm)
     models = [f"{role}.model={start(arm, role, seed, folder, sets)}" for role in roles]
+    if arm == THREE_TASKS:
+        models.append(f"bank.init={start_bank(seed, folder)}")
     options = [*COMMON, *ARMS[arm], *sets, "--seed", str(seed), *set_options(models)]
     run = folder / f"{arm.replace(' ', '-')}-{seed}"
     metrics = train_run(options, run)

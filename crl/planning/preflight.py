@@ -20,6 +20,7 @@ from typing import Literal
 
 from crl import embedders
 from crl.config.catalog import tasks as bundled_tasks
+from crl.config.models import profile_of
 from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.schema import RunConfig
 from crl.envs.base import EnvSpec
@@ -193,10 +194,14 @@ def require_compatible_extractor(config: RunConfig) -> None:
     writer = config.writer
     if config.profile(writer) == "full":
         return
-    model = getattr(config, writer).model
+    section = getattr(config, writer)
+    # Compact because a setting says so, as in the preset smollm2, or because the model is.
+    model, chosen = section.model, profile_of(section.model, f"{writer}.model") == "full"
     if config.bank.evict_votes is not None:
         reason = (
-            f"needs a language model as {writer}, but {model} "
+            f"needs {writer}.profile=full"
+            if chosen
+            else f"needs a language model as {writer}, but {model} "
             "is a tiny model that was not trained to vote"
         )
         raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
@@ -212,6 +217,9 @@ def require_compatible_extractor(config: RunConfig) -> None:
                     else f"Set tasks.{name}.rendering to compact, with --set or in the table "
                     "[compact] of the task's file"
                 )
+            if chosen:
+                remedy = f"Add --set {writer}.profile=full"
+                raise ConfigError(f"{writer}.profile", section.profile, reason, remedy)
             raise ConfigError(f"{writer}.model", model, reason, remedy)
 
 

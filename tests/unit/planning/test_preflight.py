@@ -275,6 +275,33 @@ def test_models(
     assert message in text
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "tasks.room.rendering=full",
+            "extractor.profile = 'compact': reads only the compact rendering, but "
+            "tasks.room.rendering is full. Add --set extractor.profile=full.",
+        ),
+        (
+            "bank.evict_votes=2",
+            "bank.evict_votes = 2: needs extractor.profile=full. Leave it unset.",
+        ),
+    ],
+)
+def test_a_language_model_with_the_compact_profile(
+    setting: str,
+    message: str,
+    tiny_extractor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Path(shutil.copytree(tiny_extractor, tmp_path / "model"))
+    (model / "crl.json").unlink()
+    sets = [f"extractor.model={model}", "extractor.profile=compact", setting]
+    assert message in refused(load(["room"], sets=sets), tmp_path, monkeypatch)
+
+
 def test_structured_outputs_of_a_model_that_thinks(
     tiny_extractor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
