@@ -21,9 +21,9 @@ settings of the preset smollm2:
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
 * three tasks: three steps of complementary in the full rendering of room, webshop and alfworld,
   with merges, questions and critic. Two vLLM engines sample, from the 20 most probable tokens, and
-  two ranks train each model. The actor starts from scripted players. The extractor has no
-  supervised start; the bank starts with its lessons about scripted episodes, as structured outputs.
-  The arm shows whether all parts work together, and how many replies parse.
+  two ranks train each model. The actor starts from scripted players, and the extractor has no
+  supervised start. The bank starts with right and wrong advice of the environments' advisors. The
+  arm shows whether all parts work together, and how many replies parse.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
@@ -74,15 +74,15 @@ FULL = (
     "--set", "tasks.room.max_turns=8", "--set", "tasks.room.max_response_tokens=32",
 )  # fmt: skip
 """Options of a supervised start and of a run in the full rendering."""
-THREE = (
-    "--tasks", "room,webshop,alfworld",
-    *set_options(
-        f"{role}.{setting}"
-        for role in ("actor", "extractor")
-        for setting in ("profile=full", "max_context_tokens=8192")
-    ),
-)  # fmt: skip
-"""Options of the arm three tasks and of its start."""
+TASKS = ("room", "webshop", "alfworld")
+STEPS, GROUP = 3, 4
+"""Steps of the arm three tasks, and members of its groups. A step has one group of each task."""
+FULL_RENDERING = tuple(
+    f"{role}.{setting}"
+    for role in ("actor", "extractor")
+    for setting in ("profile=full", "max_context_tokens=8192")
+)
+"""Settings of the arm three tasks and of its start."""
 START = ("--preset", "smollm2", "--epochs", "1")
 """Options of all supervised starts."""
 STARTS: Mapping[tuple[str, str], Sequence[str]] = {
@@ -95,8 +95,9 @@ STARTS: Mapping[tuple[str, str], Sequence[str]] = {
         *SLOW, *FULL,
     ),
     (THREE_START, "actor"): (
-        *THREE, "--from", "scripted", "--steps", "1", "--batch-tokens", "2048", *FAST,
-        "--set", "rollout.groups=24", "--set", "rollout.group_size=2",
+        "--tasks", ",".join(TASKS), "--from", "scripted", "--steps", "1",
+        "--batch-tokens", "2048", *FAST,
+        *set_options([*FULL_RENDERING, "rollout.groups=24", "rollout.group_size=2"]),
     ),
 }  # fmt: skip
 """Options of the supervised starts, by name and role.
@@ -117,22 +118,23 @@ FULL_RL = ("--set", "actor.optimizer.learning_rate=4e-5", "--set", "actor.optimi
 """Learning rate of the preset's compact profile, for the full one."""
 BOTH = (*ROOM, "--set", "tasks.room.eval.online_places=32")
 ENGINES = (
+    *FULL_RENDERING, f"run.steps={STEPS}",
+    f"rollout.groups={len(TASKS)}", f"rollout.group_size={GROUP}",
     "engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2",
     "learner.activation_checkpointing=true",
-    "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1",
-    "rollout.groups=3", "rollout.group_size=4", "extractor.batch=2",
+    "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1", "extractor.batch=2",
     "actor.top_k=20", "extractor.top_k=20",
     "extractor.max_response_tokens=256", "extractor.malformed_reward=-1",
     *(
         f"tasks.{task}.{setting}"
-        for task in ("room", "webshop", "alfworld")
+        for task in TASKS
         for setting in (
             "max_response_tokens=64", "max_turns=8",
             "eval.seen=0", "eval.unseen=0", "eval.online_places=0",
         )
     ),
 )  # fmt: skip
-"""Settings of the arm three tasks. Its groups are one of each task."""
+"""Settings of the arm three tasks."""
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": (*ROOM, "--method", "grpo"),
     "frozen": (*ROOM, "--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
@@ -146,7 +148,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "frozen full": (
         *ROOM, "--method", "grpo", *FULL, *FULL_RL, "--set", "actor.optimizer.learning_rate=0",
     ),
-    THREE_TASKS: (*THREE, "--steps", "3", *set_options(ENGINES)),
+    THREE_TASKS: ("--tasks", ",".join(TASKS), *set_options(ENGINES)),
 }  # fmt: skip
 """Options of each arm besides those of all runs."""
 
@@ -189,24 +191,22 @@ def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()
 
 
 def start_bank(seed: int, folder: Path) -> Path:
-    """Return a bank with lessons about scripted episodes of three tasks. Make it if none exists."""
-    played, run = (folder / f"{name}-three-tasks-{seed}" for name in ("scripted", "bank"))
-    bank = run / "bank.sqlite"
-    if not (run / "summary.json").exists():
-        for path in (played, run):
-            shutil.rmtree(path, ignore_errors=True)
-        sizes = set_options(["rollout.groups=6", "rollout.group_size=4"])
-        rollout = ["rollout", "--scripted", "--preset", "smollm2", "--steps", "1", *THREE, *sizes]
-        settings = (
-            "engine.kind=vllm", "extractor.profile=full", "extractor.max_context_tokens=8192",
-            "extractor.max_response_tokens=256", "extractor.structured_outputs=true",
-        )  # fmt: skip
-        build = ["bank", "build", "--from", str(played), *set_options(settings)]
-        for command, path in ((rollout, played), (build, run)):
-            words = ["crl", *command, "--seed", str(seed), "--run-dir", str(path)]
-            print(" ".join(words), file=sys.stderr)
-            subprocess.run([sys.executable, "-m", *words], check=True)
-    return bank
+    """Return a bank with the advice of the environments' advisors for the training episodes.
+
+    Right and wrong advice take turns, as in `prompts.py`. Make the bank if it does not exist.
+    """
+    from prompt_episodes import bank, record
+
+    from crl.config import load
+    from crl.manager.inspection.upkeep import create_bank
+    from crl.planning.tasks import specs
+
+    path = folder / f"bank-three-tasks-{seed}.sqlite"
+    if not path.exists():
+        config = load(TASKS, preset="smollm2", sets=[*ENGINES, f"run.seed={seed}"])
+        episodes = record(config, specs(config), STEPS * GROUP)
+        create_bank(path, [entry for of_task in episodes for entry in bank(of_task)])
+    return path
 
 
 def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
