@@ -323,6 +323,7 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
         ("complementary", "actor", "start-long-actor-20", "drills --demonstrations 1000"),
         ("short start", "extractor", "start-short-extractor-20", "drills --demonstrations 1000"),
         ("grpo full", "actor", "start-full-actor-20", "scripted"),
+        ("three tasks", "actor", "start-three-tasks-actor-20", "scripted"),
     )
     for arm, role, name, _ in starts:
         (tmp_path / name).mkdir()
@@ -330,7 +331,7 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
         for _ in range(2):
             model = smollm2.start(arm, role, 20, tmp_path, setting)
             assert model == tmp_path / name / role
-    assert [command[-4:-2] for command in commands] == [setting] * 4
+    assert [command[-4:-2] for command in commands] == [setting] * len(starts)
     for command, (*_, source) in zip(commands, starts, strict=True):
         assert f"--from {source}" in " ".join(command).replace("--batch-tokens 1024 ", "")
 
