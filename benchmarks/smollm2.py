@@ -123,7 +123,7 @@ ENGINES = (
     "engine.kind=vllm", "learner.kind=deepspeed", "learner.ranks=2",
     "learner.activation_checkpointing=true",
     "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1", "extractor.batch=2",
-    "actor.top_k=20", "extractor.top_k=20",
+    f"bank.queue_size={len(TASKS) * GROUP}", "actor.top_k=20", "extractor.top_k=20",
     "extractor.max_response_tokens=256", "extractor.malformed_reward=-1",
     *(
         f"tasks.{task}.{setting}"
@@ -133,8 +133,13 @@ ENGINES = (
             "eval.seen=0", "eval.unseen=0", "eval.online_places=0",
         )
     ),
+    "tasks.room.max_turns=20",
 )  # fmt: skip
-"""Settings of the arm three tasks."""
+"""Settings of the arm three tasks.
+
+A step waits until the episodes of the last one are distilled, so that the extractor is trained in
+the run. With 20 turns, some members of a group find the exit by chance.
+"""
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": (*ROOM, "--method", "grpo"),
     "frozen": (*ROOM, "--method", "grpo", "--set", "actor.optimizer.learning_rate=0"),
