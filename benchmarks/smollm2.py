@@ -21,9 +21,9 @@ settings of the preset smollm2:
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
 * three tasks: three steps of complementary in the full rendering of room, webshop and alfworld,
   with merges, questions and critic. Two vLLM engines sample, from the 20 most probable tokens, and
-  two ranks train each model. The actor starts from scripted players, and the extractor has no
-  supervised start. The bank starts with right and wrong advice of the environments' advisors. The
-  arm shows whether all parts work together, and how many replies parse.
+  two ranks train each model, in float32. Both models start from `demonstrations.py`, and the bank
+  with right and wrong advice of the environments' advisors. The arm shows whether all parts work
+  together, and how many replies parse.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
@@ -52,6 +52,7 @@ from typing import Any
 from common import commit, machine, set_options, train_run
 
 from crl.intervals import plus_minus
+from crl.types import RoleName
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "smollm2"
@@ -83,6 +84,11 @@ FULL_RENDERING = tuple(
     for setting in ("profile=full", "max_context_tokens=8192")
 )
 """Settings of the arm three tasks and of its start."""
+THREE_DEMONSTRATIONS = (
+    "--tasks", ",".join(TASKS), "--batch-tokens", "2048", *FAST, *set_options(FULL_RENDERING),
+)  # fmt: skip
+PLACES: Mapping[str, int] = {"actor": 18, "extractor": 6}
+"""Number of the places of the demonstrations of this arm. Each place has four episodes."""
 START = ("--preset", "smollm2", "--epochs", "1")
 """Options of all supervised starts."""
 STARTS: Mapping[tuple[str, str], Sequence[str]] = {
@@ -94,11 +100,8 @@ STARTS: Mapping[tuple[str, str], Sequence[str]] = {
         "--tasks", "room", "--from", "scripted", "--steps", "2", "--batch-tokens", "4096",
         *SLOW, *FULL,
     ),
-    (THREE_START, "actor"): (
-        "--tasks", ",".join(TASKS), "--from", "scripted", "--steps", "1",
-        "--batch-tokens", "2048", *FAST,
-        *set_options([*FULL_RENDERING, "rollout.groups=24", "rollout.group_size=2"]),
-    ),
+    (THREE_START, "actor"): THREE_DEMONSTRATIONS,
+    (THREE_START, "extractor"): THREE_DEMONSTRATIONS,
 }  # fmt: skip
 """Options of the supervised starts, by name and role.
 
@@ -158,10 +161,9 @@ ARMS: Mapping[str, Sequence[str]] = {
 """Options of each arm besides those of all runs."""
 
 
-def started_roles(arm: str) -> Sequence[str]:
+def started_roles(arm: str) -> Sequence[RoleName]:
     """Return the roles whose models have a supervised start."""
-    actor_alone = arm == THREE_TASKS or "--method" in ARMS[arm]
-    return ("actor",) if actor_alone else ("actor", "extractor")
+    return ("actor",) if "--method" in ARMS[arm] else ("actor", "extractor")
 
 
 def start_of(arm: str) -> str:
@@ -178,7 +180,7 @@ def start_folder(arm: str, role: str, seed: int, folder: Path) -> Path:
     return folder / f"start-{start_of(arm)}-{role}-{seed}"
 
 
-def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
+def start(arm: str, role: RoleName, seed: int, folder: Path, sets: Sequence[str] = ()) -> Path:
     """Return the model of the supervised start of a role. Train it if it does not exist.
 
     `sets` are the options --set. The remains of an interrupted training are removed.
@@ -188,11 +190,28 @@ def start(arm: str, role: str, seed: int, folder: Path, sets: Sequence[str] = ()
     if not (model / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
         options = (*START, *STARTS[start_of(arm), role])
+        if arm == THREE_TASKS:
+            options = (*options, "--from", str(demonstrated(role, seed, folder)))
         command = ["crl", "sft", *options, "--role", role, "--seed", str(seed)]
         command += [*sets, "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)
         subprocess.run([sys.executable, "-m", *command], check=True)
     return model
+
+
+def demonstrated(role: RoleName, seed: int, folder: Path) -> Path:
+    """Write the demonstrations of the arm three tasks. Return their file."""
+    from demonstrations import write
+
+    from crl.config import load
+
+    path = folder / f"demonstrations-three-tasks-{role}-{seed}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sizes = ["run.steps=1", f"rollout.groups={PLACES[role]}", f"rollout.group_size={GROUP}"]
+    asks = ["ask.enabled=true", "extractor.max_response_tokens=256"]
+    sets = [*FULL_RENDERING, *asks, *sizes, f"run.seed={seed}"]
+    write(path, role, load(TASKS, preset="smollm2", sets=sets))
+    return path
 
 
 def start_bank(seed: int, folder: Path) -> Path:
@@ -221,7 +240,7 @@ def make(arm: str, seed: int, folder: Path, sets: Sequence[str]) -> None:
     roles = started_roles(arm)
     models = [f"{role}.model={start(arm, role, seed, folder, sets)}" for role in roles]
     if arm == THREE_TASKS:
-        models.append(f"bank.init={start_bank(seed, folder)}")
+        models += [f"bank.init={start_bank(seed, folder)}", "learner.precision=float32"]
     options = [*COMMON, *ARMS[arm], *sets, "--seed", str(seed), *set_options(models)]
     run = folder / f"{arm.replace(' ', '-')}-{seed}"
     metrics = train_run(options, run)

@@ -323,7 +323,6 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
         ("complementary", "actor", "start-long-actor-20", "drills --demonstrations 1000"),
         ("short start", "extractor", "start-short-extractor-20", "drills --demonstrations 1000"),
         ("grpo full", "actor", "start-full-actor-20", "scripted"),
-        ("three tasks", "actor", "start-three-tasks-actor-20", "scripted"),
     )
     for arm, role, name, _ in starts:
         (tmp_path / name).mkdir()

@@ -1,0 +1,110 @@
+"""Demonstrations in the full rendering: a reply to every prompt of a run, for `crl sft`.
+
+The scripted players play the training episodes of a run. Each won episode gives one conversation of
+the actor. For tasks with an advisor, each episode also gives one reply of every other kind:
+
+* actor: a question with search_and_ask, and a verdict about advice: accept if it is right, reject
+  if it is wrong.
+* extractor: the distillation `add` with the right advice, the answer to a question with it, and a
+  merge of the right and the wrong advice of the place into the right one.
+
+Advice is right and wrong in turn, as in `prompts.py`. The places are those of another seed than
+the run's, so a model learns the form of the replies and not the places of its training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prompt_episodes import Episode, bank, record
+from prompts import QUESTION, RATE
+
+from crl.config import RunConfig
+from crl.manager import DistilRequest
+from crl.methods.parts.rollouts import ChatContext
+from crl.planning import tasks
+from crl.planning.context import bank_prompts, critic_prompt
+from crl.planning.methods import build_method
+from crl.protocols import Question
+from crl.run.models import extractor_model
+from crl.types import Observation, RoleName, Segment
+
+OTHER_SEED = 1000
+"""Difference between the seeds of the demonstrations and of the run."""
+
+Conversation = Mapping[str, Any]
+
+
+def conversation(segments: Sequence[Segment], reply: str | None = None) -> Conversation:
+    """Return the segments as the messages of a conversation, which ends with the reply."""
+    messages = [{"role": s.role, "content": s.text} for s in segments]
+    if reply is not None:
+        messages.append({"role": "assistant", "content": reply})
+    return {"messages": messages}
+
+
+def actor_conversations(config: RunConfig, episodes: Sequence[Episode]) -> Iterator[Conversation]:
+    """Yield the demonstrations of the actor."""
+    context = build_method(config, tasks.specs(config)).context
+    assert isinstance(context, ChatContext)
+    judge = critic_prompt("full", config.prompts.files)
+    for episode in episodes:
+        if episode.trajectory.outcome.success:
+            last = len(episode.answers) - 1
+            yield conversation(episode.before(last), episode.answers[last])
+        if hit := episode.advice:
+            first = next(s.text for s in episode.trajectory.segments if s.origin == "env")
+            opening = context.opening(
+                episode.task, Observation(first), [hit], max_questions=config.ask.questions
+            )
+            yield conversation(opening, f"<search_and_ask>{QUESTION}</search_and_ask>")
+            verdict = "accept" if episode.advice_kind == "right" else "reject"
+            yield conversation(judge(episode.task, hit, RATE), f"<answer>{verdict}</answer>")
+
+
+def extractor_conversations(
+    config: RunConfig, episodes: Sequence[Episode]
+) -> Iterator[Conversation]:
+    """Yield the demonstrations of the extractor, of the episodes of one task."""
+    prompts = bank_prompts(config, tasks.specs(config), extractor_model(config).renderer)
+    assert prompts.refine
+    lessons = {
+        hit.goal: hit.text for e in episodes if (hit := e.advice) and e.advice_kind == "right"
+    }
+    entries = bank(episodes)
+    for episode in episodes:
+        hit, lesson = episode.advice, lessons.get(episode.task.goal)
+        if not (hit and lesson):
+            continue
+        request = DistilRequest.from_trajectory("demonstration", episode.trajectory)
+        yield conversation(prompts.distil(request), answer(op="add", text=lesson))
+        before = episode.before(episode.later_turn)
+        question = Question("demonstration", episode.task, QUESTION, before)
+        right = replace(hit, text=lesson)
+        reply = answer(op="refine", text=lesson)
+        yield conversation(prompts.refine(question, right), reply)
+        chunk = [entry for entry in entries if entry.place.goal == episode.task.goal]
+        if len(chunk) > 1:
+            targets = list(range(1, len(chunk) + 1))
+            reply = answer(op="merge", targets=targets, text=lesson)
+            yield conversation(prompts.merge(chunk), reply)
+
+
+def answer(**op: Any) -> str:
+    """Return an answer with one operation."""
+    return json.dumps([op])
+
+
+def write(path: Path, role: RoleName, config: RunConfig) -> None:
+    """Write the demonstrations of a role in a run with this config, but another seed."""
+    seed = config.run.seed + OTHER_SEED
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    conversations = actor_conversations if role == "actor" else extractor_conversations
+    specs = tasks.specs(config)
+    episodes = record(config, specs, config.rollout.groups * config.rollout.group_size)
+    lines = [json.dumps(line) for of_task in episodes for line in conversations(config, of_task)]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
