@@ -39,12 +39,10 @@ OTHER_SEED = 1000
 Conversation = Mapping[str, Any]
 
 
-def conversation(segments: Sequence[Segment], reply: str | None = None) -> Conversation:
+def conversation(segments: Sequence[Segment], reply: str) -> Conversation:
     """Return the segments as the messages of a conversation, which ends with the reply."""
     messages = [{"role": s.role, "content": s.text} for s in segments]
-    if reply is not None:
-        messages.append({"role": "assistant", "content": reply})
-    return {"messages": messages}
+    return {"messages": [*messages, {"role": "assistant", "content": reply}]}
 
 
 def actor_conversations(config: RunConfig, episodes: Sequence[Episode]) -> Iterator[Conversation]:

@@ -23,7 +23,8 @@ settings of the preset smollm2:
   with merges, questions and critic. Two vLLM engines sample, from the 20 most probable tokens, and
   two ranks train each model, in float32. Both models start from `demonstrations.py`, and the bank
   with right and wrong advice of the environments' advisors. The arm shows whether all parts work
-  together, and how many replies parse.
+  together, and how many replies parse. It needs the environment of `make setup-engines` with the
+  extra alfworld.
 
 Finished runs are stored in benchmarks/results/smollm2/ARM/SEED.json.xz with config and metrics, and
 are not repeated, whatever --set says. Interrupted ones are resumed. The output is Markdown: the
@@ -140,8 +141,8 @@ ENGINES = (
 )  # fmt: skip
 """Settings of the arm three tasks.
 
-A step waits until the episodes of the last one are distilled, so that the extractor is trained in
-the run. With 20 turns, some members of a group find the exit by chance.
+A step waits until the episodes of the last one are distilled, so that their lessons can earn
+credit in the run. 20 turns let members of a group find the exit of the room by chance.
 """
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": (*ROOM, "--method", "grpo"),
@@ -283,7 +284,8 @@ def stored(arm: str, seed: int) -> Mapping[str, Any] | None:
 def answers(bank: Path) -> dict[str, tuple[int, int]]:
     """Return the numbers of usable and of all answers of the extractor, by their kind.
 
-    An answer is not usable if all its operations were refused, other than as near duplicates.
+    An answer is not usable if all its operations were refused, other than as near duplicates. The
+    log has no operation `keep`, so a merge with only this one and a refused one is not usable.
     """
     rows: defaultdict[str, set[str]] = defaultdict(set)
     with closing(sqlite3.connect(f"file:{bank}?mode=ro", uri=True)) as database:

@@ -206,21 +206,22 @@ def require_compatible_extractor(config: RunConfig) -> None:
         )
         raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
     for name, task in config.tasks.items():
-        if task.rendering == "full":
-            reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
-            remedy = f"Use a language model as {writer}, or a tiny model as actor"
-            if config.profile("actor") == "compact":
-                # The [compact] table of every bundled task has the compact rendering.
-                remedy = (
-                    f"Remove --set tasks.{name}.rendering, or this setting in your preset"
-                    if name in bundled_tasks()
-                    else f"Set tasks.{name}.rendering to compact, with --set or in the table "
-                    "[compact] of the task's file"
-                )
-            if chosen:
-                remedy = f"Add --set {writer}.profile=full"
-                raise ConfigError(f"{writer}.profile", section.profile, reason, remedy)
-            raise ConfigError(f"{writer}.model", model, reason, remedy)
+        if task.rendering != "full":
+            continue
+        reason = f"reads only the compact rendering, but tasks.{name}.rendering is full"
+        if chosen:
+            remedy = f"Add --set {writer}.profile=full"
+            raise ConfigError(f"{writer}.profile", section.profile, reason, remedy)
+        remedy = f"Use a language model as {writer}, or a tiny model as actor"
+        if config.profile("actor") == "compact":
+            # The [compact] table of every bundled task has the compact rendering.
+            remedy = (
+                f"Remove --set tasks.{name}.rendering, or this setting in your preset"
+                if name in bundled_tasks()
+                else f"Set tasks.{name}.rendering to compact, with --set or in the table "
+                "[compact] of the task's file"
+            )
+        raise ConfigError(f"{writer}.model", model, reason, remedy)
 
 
 def require_bank(config: RunConfig) -> None:

@@ -317,12 +317,16 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
         (run_dir / role / "config.json").touch()
 
     monkeypatch.setattr(smollm2.subprocess, "run", run)
+    monkeypatch.setattr(
+        smollm2, "demonstrated", lambda role, seed, folder: Path(f"{role}-{seed}.jsonl")
+    )
     setting = ["--set", "learner.precision=bfloat16"]
     starts = (
         ("grpo", "actor", "start-short-actor-20", "drills --demonstrations 200"),
         ("complementary", "actor", "start-long-actor-20", "drills --demonstrations 1000"),
         ("short start", "extractor", "start-short-extractor-20", "drills --demonstrations 1000"),
         ("grpo full", "actor", "start-full-actor-20", "scripted"),
+        ("three tasks", "extractor", "start-three-tasks-extractor-20", "extractor-20.jsonl"),
     )
     for arm, role, name, _ in starts:
         (tmp_path / name).mkdir()
