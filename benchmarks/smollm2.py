@@ -79,10 +79,13 @@ FULL = (
 TASKS = ("room", "webshop", "alfworld")
 STEPS, GROUP = 3, 4
 """Steps of the arm three tasks, and members of its groups. A step has one group of each task."""
-FULL_RENDERING = tuple(
-    f"{role}.{setting}"
-    for role in ("actor", "extractor")
-    for setting in ("profile=full", "max_context_tokens=8192")
+FULL_RENDERING = (
+    *(
+        f"{role}.{setting}"
+        for role in ("actor", "extractor")
+        for setting in ("profile=full", "max_context_tokens=8192")
+    ),
+    "extractor.max_response_tokens=256",
 )
 """Settings of the arm three tasks and of its start."""
 THREE_DEMONSTRATIONS = (
@@ -128,7 +131,7 @@ ENGINES = (
     "learner.activation_checkpointing=true",
     "ask.enabled=true", "critic.enabled=true", "extractor.merge_every=1", "extractor.batch=2",
     f"bank.queue_size={len(TASKS) * GROUP}", "actor.top_k=20", "extractor.top_k=20",
-    "extractor.max_response_tokens=256", "extractor.malformed_reward=-1",
+    "extractor.malformed_reward=-1",
     *(
         f"tasks.{task}.{setting}"
         for task in TASKS
@@ -209,8 +212,7 @@ def demonstrated(role: RoleName, seed: int, folder: Path) -> Path:
     path = folder / f"demonstrations-three-tasks-{role}-{seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = ["run.steps=1", f"rollout.groups={PLACES[role]}", f"rollout.group_size={GROUP}"]
-    asks = ["ask.enabled=true", "extractor.max_response_tokens=256"]
-    sets = [*FULL_RENDERING, *asks, *sizes, f"run.seed={seed}"]
+    sets = [*FULL_RENDERING, "ask.enabled=true", *sizes, f"run.seed={seed}"]
     write(path, role, load(TASKS, preset="smollm2", sets=sets))
     return path
 

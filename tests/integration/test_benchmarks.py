@@ -14,12 +14,14 @@ import re
 import subprocess
 import sys
 from importlib.metadata import packages_distributions, requires
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from crl.config import load
 from support.paths import ROOT, benchmark
 from support.simulator import simulated
 
@@ -337,6 +339,9 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [command[-4:-2] for command in commands] == [setting] * len(starts)
     for command, (*_, source) in zip(commands, starts, strict=True):
         assert f"--from {source}" in " ".join(command).replace("--batch-tokens 1024 ", "")
+        sets = [value for option, value in pairwise(command) if option == "--set"]
+        tasks = command[command.index("--tasks") + 1].split(",")
+        load(tasks, preset="smollm2", sets=sets)  # the run of crl sft does this first
 
 
 def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
