@@ -707,7 +707,7 @@ def _with_decoded_texts(
 
 
 def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes the extractor's tokens. Only the tokenizer is loaded.
+    """Return a function that decodes the writer's tokens. Only the tokenizer is loaded.
 
     Raise `ConfigError` if the tokenizer is missing or cannot be read.
     """
@@ -717,12 +717,13 @@ def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
     from crl.config.models import resolve_model
     from crl.modeling.gguf import described
 
-    name, key = load_saved(file.parent).config.extractor.model, "extractor.model"
-    model = described(resolve_model(name, key), key)
+    config = load_saved(file.parent).config
+    key = f"{config.writer}.model"
+    model = described(resolve_model(getattr(config, config.writer).model, key), key)
     path = model / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
-            "extractor.model",
+            key,
             str(model),
             "the directory contains no tokenizer.json",
             "Copy the files of the tokenizer there",
@@ -731,6 +732,6 @@ def _decoder(file: Path) -> Callable[[Sequence[int]], str]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific type
         raise ConfigError(
-            "extractor.model", str(path), f"cannot be read ({error})", "Restore the file"
+            key, str(path), f"cannot be read ({error})", "Restore the file"
         ) from error
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

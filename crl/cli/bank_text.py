@@ -158,7 +158,7 @@ class GenerationReport:
     """Information on the generation that wrote an entry or an answer."""
 
     generation: GenerationView | None
-    """Generation of the extractor. None if it is not stored in this bank."""
+    """Generation of the writer. None if it is not stored in this bank."""
     prompt: str | None = None
     """Decoded prompt. None if it could not be decoded."""
     answer: str | None = None
@@ -171,14 +171,14 @@ class GenerationReport:
         generation = self.generation
         if generation is None:
             yield from wrapped(
-                "The extractor's answer is not in this bank: it was not imported, or training no "
+                "The model's answer is not in this bank: it was not imported, or training no "
                 "longer needs it.",
                 width,
             )
             return
         last = "" if generation.trained_at is None else f", last {_when(generation.trained_at)}"
         yield from wrapped(
-            f"written by {single_line(generation.id)}: extractor version {generation.extractor}, "
+            f"written by {single_line(generation.id)}: model version {generation.extractor}, "
             f"{counted(len(generation.sampled), 'token')}, finish reason {generation.finish}",
             width,
         )

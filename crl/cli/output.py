@@ -64,6 +64,8 @@ def terminal_width() -> int | None:
 
 def is_terminal() -> bool:
     """Return whether stdout is a terminal that supports control sequences and Unicode."""
+    if sys.stdout is None:  # closed before the start
+        return False
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     return (
         sys.stdout.isatty()

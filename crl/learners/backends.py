@@ -264,6 +264,7 @@ class LocalBackend(LearnerBackend):
             model.settings,
             threads=section.threads,
             adapter=model.adapter,
+            key=model.key,
         )
 
 

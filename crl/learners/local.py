@@ -53,9 +53,14 @@ class LocalLearner:
         *,
         threads: int = 1,
         adapter: Adapter | None = None,
+        key: str = "actor.model",
     ) -> None:
-        """Prepare training of the model. `adapter` is the adapter that the model has."""
+        """Prepare training of the model.
+
+        `adapter` is the adapter that the model has, `key` the setting that names the model.
+        """
         self.model = model
+        self._key = key
         self.version = 0
         """Number of steps that changed the weights."""
         self._adapter = adapter
@@ -187,7 +192,7 @@ class LocalLearner:
         if self._adapter:
             load_adapter(self.model, directory)
         else:
-            loaded = load_model(directory, self.model.device, self.model.dtype)
+            loaded = load_model(directory, self.model.device, self.model.dtype, key=self._key)
             self.model.load_state_dict(loaded.state_dict())
         path = optimizer_path(directory)
         optimizer, device = self._trainer.optimizer, str(self.model.device)

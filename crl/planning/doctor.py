@@ -328,13 +328,15 @@ def _models(config: RunConfig) -> Iterator[Finding]:
             yield Finding(key, "fail", f"{name}: {error.reason}", error.remedy)
 
 
-def _shapes(config: RunConfig) -> dict[RoleName, ModelShape]:
-    """Return the shapes of the actor and, with experience, of the extractor, by role.
+def _trained_shapes(config: RunConfig) -> dict[RoleName, ModelShape]:
+    """Return the shapes of the models that are trained, by role.
 
     A model whose shape cannot be determined is left out.
     """
     shapes: dict[RoleName, ModelShape] = {}
     for role, section in model_sections(config).items():
+        if not config.trains(role):
+            continue
         try:
             shapes[role] = planned_shape(section.model, f"{role}.model")
         except ConfigError:  # `_models` reports it
@@ -353,7 +355,7 @@ def _memory(config: RunConfig) -> Finding:
         LEARNERS[config.learner.kind].host_bytes(
             config.learner, shape, _adapter(config, role, shape)
         )
-        for role, shape in _shapes(config).items()
+        for role, shape in _trained_shapes(config).items()
     )
     needed = _cpu_bytes(config) + offloaded + _published_bytes(config, _weight_bytes(config))
     needed += max(_starting_bytes(config), _checkpoint_bytes(config))
@@ -413,7 +415,7 @@ def _checkpoint_bytes(config: RunConfig) -> int:
     """
     return CHECKPOINT_BYTES * sum(
         _adapter(config, role, shape).parameters or shape.parameters
-        for role, shape in _shapes(config).items()
+        for role, shape in _trained_shapes(config).items()
     )
 
 
@@ -466,7 +468,7 @@ def _weight_bytes(config: RunConfig) -> list[int]:
     return [
         dtype_bytes(shape, config.learner)
         * ((alone and _adapter(config, role, shape).parameters) or shape.parameters)
-        for role, shape in _shapes(config).items()
+        for role, shape in _trained_shapes(config).items()
     ]
 
 
@@ -483,7 +485,7 @@ def _starting_bytes(config: RunConfig) -> float:
             reference=bool(sections[role].kl_coef),
             adapter=_adapter(config, role, shape),
         )
-        for role, shape in _shapes(config).items()
+        for role, shape in _trained_shapes(config).items()
     )
     return max(starting, default=0.0)
 

@@ -671,16 +671,13 @@ def describe(plan: GpuPlan) -> str:
     used = {gpu for placement in plan.placements for gpu in placement.gpus}
     for placement in plan.placements:
         lines.append(
-            f"{placement.request.role:<18} {_numbers(placement.gpus):<8} "
+            f"{placement.request.role:<19} {_numbers(placement.gpus):<8} "
             f"{placement.request.description}{_sharing(plan, placement)}"
         )
     if idle := sorted(set(range(plan.count)) - used):
-        lines.append(
-            f"{'idle':<18} {_numbers(idle):<8} "
-            "increase engine.replicas or learner.ranks to use them"
-        )
+        lines.append(f"{'idle':<19} {_numbers(idle):<8} {_use_of_idle(plan)}")
     if host_bytes := sum(placement.request.host_bytes for placement in plan.placements):
-        lines.append(f"{'host memory':<18} {'':<8} {gib_text(host_bytes)} GiB for offloaded states")
+        lines.append(f"{'host memory':<19} {'':<8} {gib_text(host_bytes)} GiB for offloaded states")
     lines += ["", *_table(plan)]
     lines += [
         f"does not fit: {problem.key} = {problem.value}: {problem.reason}"
@@ -690,7 +687,24 @@ def describe(plan: GpuPlan) -> str:
     return "\n".join(lines)
 
 
+def _use_of_idle(plan: GpuPlan) -> str:
+    """Return the settings that use more GPUs. Torch engines and local learners have none."""
+    settings = [
+        setting
+        for part, setting in (("engine", "engine.replicas"), ("learner", "learner.ranks"))
+        if any(
+            part in placement.request.role and not placement.request.first_gpu
+            for placement in plan.placements
+        )
+    ]
+    if settings:
+        return f"increase {' or '.join(settings)} to use them"
+    return "torch engines and local learners do not use them"
+
+
 def _placement_rule(plan: GpuPlan) -> str:
+    if not plan.placements:
+        return "no part of the run uses a GPU"
     if all(placement.request.first_gpu for placement in plan.placements):
         return "all parts run in this process, on the first GPU"
     requested = f"engines and learners need {counted(plan.requested, 'GPU')}"

@@ -241,9 +241,9 @@ def estimate(
     half = dtype_bytes(shapes["actor"], config.learner) == 2
     peak = (speed.bfloat16 if half else speed.float32) / 1e12
     return (
-        f"{'time of a step':<18} about {_duration(step_seconds(config, plan, seconds))} if all "
+        f"{'time of a step':<19} about {_duration(step_seconds(config, plan, seconds))} if all "
         f"episodes fill their context of {actor_work(config).tokens:,} tokens: {parts}\n"
-        f"{'':<18} estimate, not measured, for "
+        f"{'':<19} estimate, not measured, for "
         f"{speed.name}{'' if known else ' (assumed)'}, at {percent(FLOPS_SHARE)} of "
         f"{peak:,.0f} TFLOP/s and {percent(BANDWIDTH_SHARE)} of {speed.bandwidth / 1e12:.2f} TB/s"
     )

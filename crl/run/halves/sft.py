@@ -376,13 +376,13 @@ def _demonstrations(
     limit = role.section.max_context_tokens - (config.engine.kind == "vllm")
     fitting = [d for d in found if d.traces and all(len(t.ids) <= limit for t in d.traces)]
     if not fitting:
-        reason = f"all {len(found)} are longer than the context of {limit} tokens"
+        reason = f"all {len(found)} have more than {limit:,} tokens"
         remedy = f"Give shorter ones, or raise {role.name}.max_context_tokens"
         raise _nothing_found(source, reason, remedy)
     if len(fitting) < len(found):
         monitor.note(
-            f"{counted(len(found) - len(fitting), 'demonstration')} left out: longer than the "
-            f"context of {limit} tokens ({role.name}.max_context_tokens)"
+            f"{counted(len(found) - len(fitting), 'demonstration')} left out: more than {limit:,} "
+            f"tokens ({role.name}.max_context_tokens)"
         )
     return fitting
 

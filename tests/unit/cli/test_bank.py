@@ -97,7 +97,7 @@ guided episodes
      2  run/1/0/1        1      -1
      3  run/2/0/0        2      +1
 
-written by run/1/0/0: extractor version 0, 39 tokens, finish reason stop
+written by run/1/0/0: model version 0, 39 tokens, finish reason stop
 never trained on
 prompt
   <|im_start|>user
@@ -513,7 +513,7 @@ guided episode
   step  episode    version  reward
      2  run/1/4/0        1      +1
 
-written by run/train/1/4/0/1: extractor version 0, 30 tokens, finish reason stop
+written by run/train/1/4/0/1: model version 0, 30 tokens, finish reason stop
 never trained on
 prompt
   <|im_start|>user
@@ -524,6 +524,13 @@ prompt
 
 answer
   [{"op": "refine", "text": "Two rooms west."}]<|im_end|>"""
+
+
+def test_answers_are_decoded_with_the_tokenizer_of_the_model_that_wrote_them(tmp_path: Path):
+    asyncio.run(play_with_questions(tmp_path, REFINED, KEPT))
+    dump(load(["room"], options={"method": "empo2"}), tmp_path / "config.json")
+    output = bank("show", tmp_path, "run/train/1/4/0/1").stdout
+    assert "  Go west.<|im_end|>" in output
 
 
 def test_an_answer_to_a_question_is_shown_by_its_generation(tmp_path: Path):

@@ -210,6 +210,13 @@ def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert doctor._disk(config("cpu"), tmp_path).status == "ok"
 
 
+def test_models_that_are_not_trained_are_neither_saved_nor_published() -> None:
+    settings = load(["room"], preset="node8", sets=["extractor.train=false"])
+    actor = 7_615_616_512
+    assert doctor._checkpoint_bytes(settings) == 14 * actor
+    assert doctor._weight_bytes(settings) == [2 * actor]
+
+
 def test_shared_memory_for_published_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
     assert doctor._shared_memory(config("cpu"), tmp_path).status == "ok"

@@ -163,9 +163,21 @@ def test_tensor_parallel_replicas_and_idle_gpus():
     )
     assert (plan["actor engine"].gpus, plan["actor learner"].gpus) == ((0, 1), (2,))
     assert (
-        "idle               GPU 3–6  increase engine.replicas or learner.ranks to use them"
+        "idle                GPU 3–6  increase engine.replicas or learner.ranks to use them"
         in describe(plan)
     )
+
+
+def test_parts_of_this_process_use_no_second_gpu() -> None:
+    text = describe(planned(preset="cpu", visible=[gpu(0), gpu(1)]))
+    assert text.splitlines()[1] == "all parts run in this process, on the first GPU"
+    assert "idle                GPU 1    torch engines and local learners do not use" in text
+    ranks = describe(planned("learner.kind=deepspeed", "gpus=4", preset="gpu1"))
+    assert "GPU 3    increase learner.ranks to use them" in ranks
+    nothing = describe(
+        planned("engine.device=cpu", "learner.device=cpu", preset="cpu", visible=[gpu(0)])
+    )
+    assert nothing.splitlines()[1] == "no part of the run uses a GPU"
 
 
 def test_a_run_without_experience_has_only_the_actor():

@@ -172,14 +172,14 @@ def test_a_dry_run_for_a_size() -> None:
         "for hypothetical models of 14,000,000,000 parameters as actor and extractor: "
         "48 layers of 5120, 40 heads, 8 key-value heads"
     ) in lines
-    assert any(line.startswith("actor learner      GPU 2–3  14.0 B, DeepSpeed") for line in lines)
+    assert any(line.startswith("actor learner       GPU 2–3  14.0 B, DeepSpeed") for line in lines)
     assert (
         "── models ──\n"
         "actor      hypothetical, 14,000,000,000 parameters (--size)\n"
         "extractor  hypothetical, 14,000,000,000 parameters (--size)\n"
     ) in result.output
     assert "missing on this machine" not in result.output
-    assert "time of a step     about" in result.output
+    assert "time of a step      about" in result.output
 
 
 def test_a_size_that_does_not_fit() -> None:

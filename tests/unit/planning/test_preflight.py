@@ -462,7 +462,7 @@ def test_a_plan_for_another_machine_lists_what_is_missing_here() -> None:
     config, shown = load(["room"], preset="node8"), list[str]()
     dry_run(config, shown.append)
     plan, here = shown
-    assert "actor learner      GPU 2–3" in plan
+    assert "actor learner       GPU 2–3" in plan
     assert here.startswith("\n── missing on this machine ──\nactor.model = 'Qwen/Qwen2.5-7B")
     for text in ("learner.kind = 'deepspeed'", "engine.kind = 'vllm'", "gpus = 8: this machine"):
         assert f"\n{text}" in here

@@ -191,7 +191,7 @@ def test_the_estimate_states_its_assumptions() -> None:
     assert plan is not None
     first, second = estimate(config, plan, shapes, None).splitlines()
     assert first == (
-        "time of a step     about 62 min if all episodes fill their context of 32,768 tokens: "
+        "time of a step      about 62 min if all episodes fill their context of 32,768 tokens: "
         "actor engine 62 min, actor learner 23 min"
     )
     assert second.strip() == (

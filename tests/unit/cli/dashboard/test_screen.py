@@ -293,3 +293,5 @@ def test_the_dashboard_is_for_terminals(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(TextTerminal, "encoding", "ascii")
     assert not is_terminal()
+    monkeypatch.setattr(sys, "stdout", None)  # as with the shell's >&-
+    assert not is_terminal()

@@ -147,7 +147,7 @@ def test_an_imported_bank_holds_what_was_exported(bank_run: Path, tmp_path: Path
     assert "  –  import  1/0/1#0@1  run/1/0/1#0  Go southeast." in shown[17], (
         "the successor of an earlier version"
     )
-    assert shown[-1].startswith("The extractor's answer is not in this bank: it was not imported")
+    assert shown[-1].startswith("The model's answer is not in this bank: it was not imported")
 
 
 def test_an_imported_bank_starts_a_run(bank_run: Path, tmp_path: Path):
