@@ -57,12 +57,19 @@ class Episode:
 
 
 def record(config: RunConfig, specs: Mapping[str, EnvSpec], number: int) -> list[list[Episode]]:
-    """Let the scripted players play `number` episodes of each task. Return them by task."""
+    """Let the scripted players play `number` episodes of each task. Return them by task.
+
+    Raise `RuntimeError` if an episode ends with an error.
+    """
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         with redirect_stdout(sys.stderr):
             play_episodes(config, run, scripted=True)
-        played = [t for t in read_episodes(run) if t.error is None]
+        played = list(read_episodes(run))
+    if errors := [f"{t.task.name}: {t.error}" for t in played if t.error is not None]:
+        raise RuntimeError(
+            f"{len(errors)} of {len(played)} episodes ended with an error. {errors[0]}"
+        )
     found = []
     for name, spec in specs.items():
         of_task = [t for t in played if t.task.name == name][:number]

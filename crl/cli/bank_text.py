@@ -479,7 +479,7 @@ def stats_lines(stats: Mapping[str, Any], width: int | None) -> Iterator[str]:
             f"{used['credited']:,} credited{voted}",
         ],
         "operations": _counts(stats["ops"]) or ["–"],
-        "dropped": _counts(stats["dropped"]) or ["–"],
+        "refused": _counts(stats["dropped"]) or ["–"],
         "queue": _counts(stats["queue"]),
         "training": _counts(
             {"stored answers": stats["generations"], "credit units ready": stats["ready"]}

@@ -38,7 +38,7 @@ Tasks = Annotated[
     typer.Option(
         metavar="A,B",
         autocompletion=completion.tasks,
-        help="Tasks to train on: names, or paths of TOML files.",
+        help="Tasks: names, or paths of TOML files.",
     ),
 ]
 Preset = Annotated[

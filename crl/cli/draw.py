@@ -114,7 +114,7 @@ class LineGroup:
     """Group of lines in the dashboard."""
 
     lines: Sequence[Text]
-    """All lines of the section. If not all fit, the first ones are shown."""
+    """All lines of the section. If not all fit, `tail` decides which ones are shown."""
     min_lines: int = 1
     """Minimum number of lines. With less space, the section is not shown."""
     title: str = ""

@@ -165,7 +165,7 @@ def train(
         plan.dry_run(config, typer.echo, size=size)
         return 0
     if size is not None:
-        raise ConfigError("size", size, "only applies to a dry run", "Add --dry-run")
+        raise ConfigError("--size", size, "only applies to a dry run", "Add --dry-run")
     repeated = {
         "--tasks": tasks,
         "--method": method,
@@ -269,13 +269,13 @@ def export(
     from crl.config.load import load_saved
     from crl.config.models import is_adapter
 
-    chosen_role = chosen(Role, "role", role or Role.actor)
+    chosen_role = chosen(Role, "--role", role or Role.actor)
     if bank and role:
         reason = "does not apply to --bank, which exports no model"
-        raise ConfigError("role", role, reason, "Leave out --role or --bank")
+        raise ConfigError("--role", role, reason, "Leave out --role or --bank")
     if bank and merge:
         reason = "does not apply to --bank, which exports no model"
-        raise ConfigError("merge", True, reason, "Leave out --merge or --bank")
+        raise ConfigError("--merge", True, reason, "Leave out --merge or --bank")
     if merge and is_adapter(run):
         _merge(run, folder, role, step)
         return
@@ -290,7 +290,7 @@ def export(
 
 def _merge(adapter: Path, folder: Path, role: str | None, step: int | None) -> None:
     """Export the adapter in a directory with its base model."""
-    for key, value in (("role", role), ("step", step)):
+    for key, value in (("--role", role), ("--step", step)):
         if value is not None:
             reason = "does not apply to the directory of an adapter"
             raise ConfigError(key, value, reason, "Leave it out")

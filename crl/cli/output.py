@@ -130,8 +130,8 @@ def table(
 
     `width`: maximum number of terminal cells in a line. Only the last two columns are cut, and
     together they keep at least `MIN_CUT` cells. None: nothing is cut. `optional`: columns that are
-    left out, in this order, while the lines are too long. A cell with more than `MAX_PADDED` cells
-    is longer than its column.
+    left out, in this order, while the lines are too long. A table cell
+    wider than `MAX_PADDED` terminal cells is longer than its column.
     """
     from rich.cells import cell_len
 
@@ -173,7 +173,7 @@ MIN_CUT = 20
 """Minimum number of cells of the two columns of a table that are cut."""
 
 MAX_PADDED = 500
-"""Maximum number of cells that a cell is padded to."""
+"""Maximum width to which a table cell is padded, in terminal cells."""
 
 
 def _available(widths: Mapping[str, int], width: int) -> int:

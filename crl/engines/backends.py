@@ -28,7 +28,7 @@ from crl.modeling.memory import (
     Memory,
     VllmCache,
     adapter_size,
-    layer_bytes,
+    block_bytes,
     sampling_bytes,
     size_text,
 )
@@ -182,7 +182,7 @@ class TorchBackend(EngineBackend):
         memory = Memory(
             weights=element_bytes * shape.parameters,
             cache=2 * batch * row_tokens * shape.kv_bytes(element_bytes),
-            activations=PREFILL_TOKENS * layer_bytes(shape, element_bytes)
+            activations=PREFILL_TOKENS * block_bytes(shape, element_bytes)
             + sampling_bytes(batch, shape.vocabulary, truncated=truncated),
             other=PROCESS_BYTES,
         )

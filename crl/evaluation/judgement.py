@@ -9,7 +9,7 @@ from crl.config.schema import OVERALL
 from crl.evaluation.evaluate import EvalKey, Rate, difference_interval
 from crl.intervals import interval_text
 
-PLACES: Mapping[str, str] = {"seen": "in places seen before", "unseen": "in new places"}
+PLACES: Mapping[str, str] = {"seen": "in seen places", "unseen": "in unseen places"}
 """Words for the splits."""
 
 Interval = tuple[float, float, float]

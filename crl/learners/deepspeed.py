@@ -412,7 +412,8 @@ class DeepSpeedLearner:
             if self._progress_timeout == self._settings.timeout
             else f"{self._progress_timeout:g}"
         )
-        return f"rank {numbers} of {count} made no progress within {limit} s", [
+        ranks = "rank" if len(late) == 1 else "ranks"
+        return f"{ranks} {numbers} of {count} made no progress within {limit} s", [
             *late,
             *(rank for rank in self._ranks if rank not in late),
         ]

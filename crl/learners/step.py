@@ -110,7 +110,10 @@ class MicroBatch:
     mask: torch.Tensor
     """True at trained tokens."""
     old_logp: torch.Tensor
-    """Log-probs of the behaviour policy, float32."""
+    """Old log-probs, float32: the engine's, or the trainer's after `_recompute_logprobs`.
+
+    They are not used where `versions` is `CURRENT_POLICY`.
+    """
     versions: torch.Tensor
     """Policy version that sampled each token; negative as in `TokenTrace`."""
     advantage: torch.Tensor

@@ -4,8 +4,8 @@ The actor is guided by experience that the extractor distils from its episodes, 
 `crl.manager.retrieval` chooses (eq. 6). Guided and free members of a group have separate advantages
 (eq. 5). An experience earns r = ±1 for each episode that it guided (`crl.rollout.crediting`). The
 extractor is trained on these rewards with CISPO (eq. 3; eq. 7: `crl.manager.credit`). Evaluations
-have no experience, the bank of the run, or one that is built in unseen places. docs/algorithm.md
-lists the switches. The baseline is `--method grpo`.
+are played without experience, with the bank of the run, and with a bank that is built in unseen
+places. docs/algorithm.md lists the switches. The baseline is `--method grpo`.
 """
 
 from __future__ import annotations

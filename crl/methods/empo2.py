@@ -75,10 +75,10 @@ class Empo2Section(MethodSection):
     novelty_coef: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
-    n is the number of visits to similar states of the same variation, with this one. The paper
-    has a coefficient without a value (F.2), for scores of up to 100, which are rewards of up to 1
-    here. With actor.advantage_scale = "std", the weight has no effect in a group of equal outcomes:
-    its advantages have the standard deviation 1 whatever the weight is.
+    n is the number of visits to the most similar known state of the same variation, this visit
+    included. The paper has a coefficient without a value (F.2), for scores of up to 100, which are
+    rewards of up to 1 here. With actor.advantage_scale = "std", the weight has no effect in a group
+    of equal outcomes: its advantages have the standard deviation 1 whatever the weight is.
     """
     novelty_states: Literal["visited", "new"] = "visited"
     """States that give an intrinsic reward.

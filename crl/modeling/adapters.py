@@ -156,7 +156,7 @@ def _compare(adapter: Path, base: Path, recorded: str, key: str, remedy: str) ->
 
 
 def moved_base(adapter: Path, model: str, key: str) -> Path:
-    """Return the base model of a run's adapter, which the adapter names, or to which it has moved.
+    """Return the base model of a run's adapter: the one that it names, or `model` if that is gone.
 
     `model` is the base model's name or path in the settings of the run. Raise `ConfigError` under
     `key` if it is needed and does not exist, or is another model.

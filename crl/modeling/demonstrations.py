@@ -25,7 +25,9 @@ def demonstrated_traces(
     demonstration: Demonstration, renderer: ChatRenderer, *, window: int | None = None,
     turns: int | None = None,
 ) -> tuple[TokenTrace, ...]:  # fmt: skip
-    """Return the training samples of a demonstration: one, unless the template starts new ones.
+    """Return the training samples of a demonstration.
+
+    It is one sample, unless the template or `window` starts new ones.
 
     The mask selects the tokens of the demonstrator and their stop tokens. Log-probs are 0. `window`
     is that of `Conversation`. `turns`: number of the demonstrator's segments that are trained, from

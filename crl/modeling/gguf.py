@@ -106,7 +106,8 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
 
     DIR is in a scratch folder. If this process is killed, the next call removes it.
 
-    Raise `ConfigError` under `key` if `write` fails, or the one that it raises.
+    Raise `ConfigError` under `key` if `write` fails. Value, reason and remedy of a `ConfigError`
+    that `write` raises are kept.
     """
     remove_stale_folders(folder.parent)
     if (folder / "config.json").is_file():

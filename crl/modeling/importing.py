@@ -139,7 +139,7 @@ def _require_precision(folder: Path, precision: Precision) -> None:
     found = declared.get("dtype", declared.get("torch_dtype"))
     if found != precision:
         reason = f"the model is already in {folder}, in {found}"
-        raise ConfigError("dtype", precision, reason, f"Remove it first: rm -r {folder}")
+        raise ConfigError("--dtype", precision, reason, f"Remove it first: rm -r {folder}")
 
 
 def _installed_file(model: PackagedModel) -> Path | None:

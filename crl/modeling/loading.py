@@ -383,9 +383,9 @@ def stop_ids(
 ) -> tuple[int, ...]:
     """Return the ids of all tokens that end a turn.
 
-    They are the token with which the chat template ends an answer, if there is one, and then in
-    ascending order the eos token of the tokenizer and the eos tokens in the model's generation
-    config. Raise `ConfigError` if the generation config cannot be read.
+    The first is the token with which the chat template ends an answer, if there is one. The eos
+    tokens of the tokenizer and of the model's generation config follow in ascending order. Raise
+    `ConfigError` if the generation config cannot be read.
     """
     from transformers import GenerationConfig
 

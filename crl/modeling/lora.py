@@ -66,10 +66,10 @@ _bases: WeakValueDictionary[tuple[Path, torch.device, torch.dtype], PreTrainedMo
 def shared_base(
     path: Path, device: torch.device, dtype: torch.dtype, *, key: str = "actor.model"
 ) -> PreTrainedModel:
-    """Load a model whose weights are shared with all models of this function from the same path.
+    """Load a model that shares its weights with other models that this function returned.
 
-    The weights are frozen, so that adapters can be added to each of these models. Raise
-    `ConfigError` as `load_model` does.
+    They are shared if path, device and dtype are equal. The weights are frozen, so that adapters
+    can be added to each of these models. Raise `ConfigError` as `load_model` does.
     """
     from crl.modeling.loading import load_model
 

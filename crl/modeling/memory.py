@@ -123,8 +123,8 @@ def dtype_bytes(shape: ModelShape, learner: LearnerSection) -> int:
     return 2 if half else 4
 
 
-def layer_bytes(shape: ModelShape, element_bytes: int) -> int:
-    """Return the bytes that one layer stores for one token, for the backward pass.
+def block_bytes(shape: ModelShape, element_bytes: int) -> int:
+    """Return the bytes that one block stores for one token, for the backward pass.
 
     Norms: the fp32 input and two results of each of the two. Attention: queries, keys, values and
     the output. MLP: gate, activation of the gate, up projection and product.
@@ -142,13 +142,13 @@ class AdapterSize:
     parameters: int = 0
     """Number of parameters; 0 without an adapter."""
     inputs: int = 0
-    """Sum of the inputs of the adapted layers of a block."""
+    """Sum of the input dimensions of the adapted linear layers of a block."""
     ranks: int = 0
-    """Sum of the ranks of the adapted layers of a block."""
+    """Sum of the ranks of the adapted linear layers of a block."""
     dropout: bool = False
     """True with dropout."""
 
-    def layer_bytes(self, element_bytes: int, adapter_bytes: int) -> int:
+    def block_bytes(self, element_bytes: int, adapter_bytes: int) -> int:
         """Return the bytes that the adapters of a block store for one token.
 
         They are the product A x of each layer; its input x, if it is converted to the precision of
@@ -171,9 +171,9 @@ def training_bytes(
 
     The gradients of one MLP's hidden layer are included. With `checkpointing` the input of every
     layer and all activations of one layer are stored. Logits, log-probs and the logits' gradient
-    are in fp32. `adapter_bytes` is that of `AdapterSize.layer_bytes`.
+    are in fp32. `adapter_bytes` is that of `AdapterSize.block_bytes`.
     """
-    layer = layer_bytes(shape, element_bytes) + adapter.layer_bytes(element_bytes, adapter_bytes)
+    layer = block_bytes(shape, element_bytes) + adapter.block_bytes(element_bytes, adapter_bytes)
     layers = (
         shape.layers * element_bytes * shape.hidden + layer
         if checkpointing

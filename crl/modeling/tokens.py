@@ -32,10 +32,10 @@ PINNED_ORIGINS = frozenset({"task", "experience", "tool_spec"})
 """Origins of the opening segments that a window never drops."""
 
 LONG_PROMPT = 4_096
-"""Characters that are tokenised in about 2 ms."""
+"""Number of characters that are tokenised in about 2 ms."""
 
 TEMPLATE_DATE = datetime(2025, 1, 1)
-"""Date of today for chat templates that write it (Llama 3.2, gpt-oss).
+"""Current date for chat templates that print it (Llama 3.2, gpt-oss).
 
 It is fixed, because the prompts of a run must not depend on the day.
 """
@@ -59,7 +59,8 @@ class ChatRenderer:
 
     * System messages: if the template refuses or omits them, they become part of the first message
       of the user.
-    * Thinking: `thinking_start` is what prompts end with if they open it.
+    * Thinking: if the template opens it at the end of prompts, `thinking_start` is the text that
+      does so.
     * Harmony (gpt-oss): the template accepts only the final channel of earlier answers.
     """
 

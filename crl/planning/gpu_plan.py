@@ -139,10 +139,10 @@ def gpu_plan(
     """Return the GPU plan of a run; None for a run without GPUs.
 
     `visible` holds this machine's GPUs; None: ask nvidia-smi. `learners` is False if nothing is
-    trained, as in an evaluation. `only` is the model whose engine and learner are all that runs, as
-    in supervised fine-tuning. `shapes` are sizes by model (see `model_shapes`) that replace those
-    of the run's models. Raise `ConfigError` if the size of a model is unknown, or if a model
-    cannot be served with these settings.
+    trained, as in an evaluation. `only`: the run consists of the engine and the learner of this
+    model, as in supervised fine-tuning. `shapes` are sizes by model (see `model_shapes`) that
+    replace those of the run's models. Raise `ConfigError` if the size of a model is unknown, or if
+    a model cannot be served with these settings.
 
     A run with all parts in this process and without the setting `gpus` is not checked: its plan has
     no problems. If the size of one of its models is unknown, the result is None instead of an
@@ -214,8 +214,8 @@ def assigned_gpus(
 def planned_elsewhere(config: RunConfig, visible: Sequence[Gpu] | None = None) -> bool:
     """Return whether a plan is for another machine.
 
-    It is if the settings `gpus` and `gpu_memory` describe GPUs that this machine does not have.
-    `visible` is as in `gpu_plan`.
+    This is the case if the settings `gpus` and `gpu_memory` describe GPUs that this machine does
+    not have. `visible` is as in `gpu_plan`.
     """
     if config.gpus is None or config.gpu_memory is None:
         return False
@@ -237,7 +237,7 @@ def _sizes(
 
 
 def model_shapes(config: RunConfig, only: RoleName | None = None) -> dict[str, ModelShape]:
-    """Return the sizes of actor and, with experience, extractor and embedder; or of `only`.
+    """Return the sizes of actor, extractor and embedder, as far as they are used; or of `only`.
 
     Raise `ConfigError` if the size of a model is unknown.
     """

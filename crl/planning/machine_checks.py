@@ -41,7 +41,7 @@ def require_monitors(config: RunConfig) -> None:
 def require_gpus(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if the run does not fit on this machine's GPUs.
 
-    `only` is the model whose engine and learner are all that runs, or None.
+    `only`: the run consists of the engine and the learner of this model; None for a whole run.
     """
     assigned_gpus(config, only=only)
 

@@ -61,8 +61,8 @@ def model_sections(
 ) -> dict[RoleName, ActorSection | ExtractorSection]:
     """Return the sections of the models of a run, by role.
 
-    These are the actor and, with experience, the extractor. `only` is the role that is the only one
-    in use, or None. The checks below have the same parameter.
+    These are the actor and, if the method has one, the extractor. `only`: the only role in use;
+    None for all. The checks below have the same parameter.
     """
     sections: dict[RoleName, ActorSection | ExtractorSection] = {"actor": config.actor}
     if config.with_extractor:
@@ -252,8 +252,8 @@ def _positions(path: Path) -> int | None:
 def require_architectures(config: RunConfig, only: RoleName | None = None) -> None:
     """Raise `ConfigError` if crl does not support the architecture of a model that it loads.
 
-    The processes of another engine alone load a model that is not trained. vLLM supports more
-    architectures.
+    An untrained model of an engine in other processes is not checked: only that engine loads it,
+    and vLLM supports more architectures.
     """
     for role, section in model_sections(config, only).items():
         loaded = config.trains(role) or ENGINES[config.engine.kind].in_process
@@ -306,9 +306,10 @@ def require_tokenizers(config: RunConfig, only: RoleName | None = None) -> None:
 
 
 def require_structured_outputs(config: RunConfig) -> None:
-    """Raise `ConfigError` if the extractor's chat template opens a thinking that is held to JSON.
+    """Raise `ConfigError` if structured outputs conflict with the extractor's chat template.
 
-    Nothing is checked without a tokenizer.
+    They conflict if the template opens the thinking in every prompt. Nothing is checked without a
+    tokenizer.
     """
     if not config.with_extractor or not config.extractor.structured_outputs:
         return
@@ -363,10 +364,10 @@ def _extractor_renderer(config: RunConfig) -> ChatRenderer | None:
 
 
 def recording_model(run: RunDir, model: str) -> Path:
-    """Return the directory of the model whose tokens the episodes of a run are.
+    """Return the directory of the model that recorded the episodes of a run, for its tokenizer.
 
-    It has the tokenizer: the actor of a checkpoint, or else the initial model `model`. Raise
-    `ConfigError` if there is neither.
+    It is the actor of a checkpoint, or else the initial model `model`. Raise `ConfigError` if there
+    is neither.
     """
     if saved := sorted(run.checkpoints.glob("[0-9]*/actor")):
         return saved[0]
@@ -382,7 +383,7 @@ def require_same_tokenizer(name: str, recorder: Path) -> None:
     key = "actor.model"
     tokenizers = [_tokenizer(path, key) for path in (described(resolve_model(name), key), recorder)]
     if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        reason = f"has another tokenizer than {recorder}, whose tokens the recorded episodes have"
+        reason = f"does not have the tokenizer of {recorder}, which recorded the episodes"
         remedy = "Use a model with the same tokenizer, or record episodes of this model"
         raise ConfigError(key, name, reason, remedy)
 

@@ -99,7 +99,7 @@ def _built_shape(path: Path, key: str, *, encoder: bool) -> ModelShape:
     )
 
 
-def parse_size(text: str, key: str = "size") -> int:
+def parse_size(text: str, key: str = "--size") -> int:
     """Return the number of parameters that a text such as 1.5B or 350M names.
 
     Raise `ConfigError` under `key` if the text is not of this form, or outside the supported range.

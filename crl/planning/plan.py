@@ -66,7 +66,7 @@ def dry_run(config: RunConfig, show: Callable[[str], object], *, size: str | Non
     if size and gpus is None:
         reason = "is only used to plan GPUs, but the run has none"
         raise ConfigError(
-            "size", size, reason, "Add --set gpus=1 --set gpu_memory=80, or use --preset gpu1"
+            "--size", size, reason, "Add --set gpus=1 --set gpu_memory=80, or use --preset gpu1"
         )
     show(plan(config, gpus and _gpus(config, gpus, visible, size, shapes), shapes))
     if not size and planned_elsewhere(config, visible):

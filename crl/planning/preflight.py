@@ -6,7 +6,8 @@ engines. They import torch only for a device that is asked for, for DeepSpeed an
 models of uncommon architectures.
 
 Checks of weights stay in the run, in `crl.modeling.loading`: weights that are missing in a file,
-logits that are changed after the output head, and packed sequences. So do answers of an endpoint.
+logits that are changed after the output head, and packed sequences. Checks of the
+answers of an endpoint stay there too.
 """
 
 from __future__ import annotations

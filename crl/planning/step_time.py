@@ -228,9 +228,10 @@ def step_seconds(config: RunConfig, plan: GpuPlan, seconds: Mapping[GpuUser, flo
 def estimate(
     config: RunConfig, plan: GpuPlan, shapes: Mapping[str, ModelShape], gpu_name: str | None
 ) -> str:
-    """Return the estimate with its assumptions, as two lines for people; empty for tiny models.
+    """Return the estimate with its assumptions, as two lines for people.
 
-    `gpu_name`: name of the run's GPUs in nvidia-smi; None if they are not in this machine.
+    Return an empty text if a model has fewer than `MIN_PARAMETERS`. `gpu_name`: name of the run's
+    GPUs in nvidia-smi; None if they are not in this machine.
     """
     if min(shapes[role].parameters for role in model_sections(config)) < MIN_PARAMETERS:
         return ""

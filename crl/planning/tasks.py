@@ -172,9 +172,9 @@ def first_tasks(
             else spec.tasks.eval_tasks(split, n, seed, stream)
         )
 
-    with _config_errors("split", split):
+    with _config_errors("--split", split):
         draw_first(1)
-    with _config_errors("episodes", n):
+    with _config_errors("--episodes", n):
         tasks = draw_first(n)
     return _checked_tasks(
         tasks, n, "train_stream" if split == "train" else "eval_tasks", name, task

@@ -365,7 +365,7 @@ class Outcome:
         if self.interrupted:
             return [f"last checkpoint: {self.checkpoint}", f"continue: crl resume {run}"]
         models = "trained models" if self.actor_trained and self.actor_updated else "checkpoint"
-        return [f"{models}: {self.checkpoint}", f"look further: crl report {run}"]
+        return [f"{models}: {self.checkpoint}", f"report: crl report {run}"]
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_settings_and_log(page: Any) -> None:
     page.locator('input[data-filter="settings-1"]').fill("rollout group_size")
     assert page.locator("#settings-1 tbody tr:visible").count() == 1
     page.get_by_role("link", name="Log").click()
-    assert "look further: crl report" in page.locator("pre").inner_text()
+    assert "report: crl report" in page.locator("pre").inner_text()
 
 
 def test_a_run_is_followed(page: Any, root: Path) -> None:

@@ -81,7 +81,7 @@ def test_only_bank_and_extractor_learn_if_the_actor_is_not_trained(tmp_path: Pat
     assert "no sample could be trained on" not in resumed.stdout
     exported = crl("export", run, tmp_path / "actor")
     assert (exported.exit_code, exported.stdout) == (2, "")
-    assert exported.stderr.startswith("error: role = 'actor': ")
+    assert exported.stderr.startswith("error: --role = 'actor': ")
     assert exported.stderr.endswith(
         "has no actor, because the run did not train one. Export the extractor.\n"
     )

@@ -17,10 +17,10 @@ from crl.records.shards import read_records, shards, trajectory_of
 from crl.types import Experience
 
 BANK_EXPERIENCES = 200
-"""Number of experiences that are read from the bank: those of the last searches."""
+"""Maximum number of experiences in a snapshot: those of the last searches."""
 
 COST_SHARE = 20
-"""Divisor of the time: reading bank and episodes takes at most 1 / COST_SHARE of it."""
+"""Reading the bank takes at most 1 / COST_SHARE of the time, and so does reading episodes."""
 
 WARN_AT = 3
 """Number of failures in a row to read a file at which a warning is shown.

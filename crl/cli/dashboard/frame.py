@@ -75,7 +75,7 @@ class View:
 
 
 class Keys(NamedTuple):
-    """Keys that end something, for the last line and the help."""
+    """Keys that close the view, or stop or suspend the run, for the last line and the help."""
 
     hint: str
     """Hint in the last line."""

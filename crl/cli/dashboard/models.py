@@ -14,7 +14,7 @@ FIRST = (
     "reward", "loss", "approx_kl", "reference_kl", "ratio_mean", "ratio_max", "clip_fraction",
     "entropy", "grad_norm", "learning_rate", "updates", "version", "skipped_updates",
 )  # fmt: skip
-"""Metrics that are shown first, in this order. The others follow in the order of their line."""
+"""Metrics that are shown first, in this order. The others follow in the order of the log."""
 
 
 def actor(s: Snapshot, width: int, height: int) -> Body:

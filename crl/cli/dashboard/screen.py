@@ -31,7 +31,7 @@ REFRESH_PER_S = 4
 """Number of redraws per second."""
 
 MAX_LINE_CHARS = 10_000
-"""Maximum number of characters of one line. The rest is dropped."""
+"""Maximum number of buffered characters of an unfinished line. Earlier ones are dropped."""
 
 TRAIN_KEYS = Keys(
     "q close",
@@ -49,7 +49,7 @@ class LiveScreen:
     A separate thread draws the newest snapshot. The terminal is restored by `stop`, and while the
     process is suspended.
 
-    `snapshot`: returns the contents. `keys`: hints about the keys that end something. `on_quit`:
+    `snapshot`: returns the contents. `keys`: keys that close the view or stop the run. `on_quit`:
     called in the thread of the keyboard when q is pressed.
     """
 

@@ -111,7 +111,7 @@ def evaluate(
     options = Options(
         step=step,
         tasks=tasks,
-        experience=None if experience is None else chosen(Source, "experience", experience),
+        experience=None if experience is None else chosen(Source, "--experience", experience),
         samples=samples,
         temperature=temperature,
         bank=bank,
@@ -160,7 +160,7 @@ def _show(folder: Path) -> int:
     files = saved_files(folder)
     if not files:
         raise ConfigError(
-            "show",
+            "--show",
             str(folder),
             "contains no saved evaluation",
             "Make one, for example with crl eval RUN --samples 4",

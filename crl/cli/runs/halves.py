@@ -100,7 +100,7 @@ def learn(
 def run_of_file(file: Path) -> Path:
     """Return the nearest folder above a file of episodes that is a run.
 
-    It is not the parent of `episodes` for a file of RUN/discarded.
+    For a file in RUN/discarded/N/episodes it is RUN, not the folder above `episodes`.
     """
     folders = file.resolve().parents
     runs = (folder for folder in folders[1:] if (folder / "config.json").is_file())
@@ -108,7 +108,7 @@ def run_of_file(file: Path) -> Path:
 
 
 def shard_of_file(file: Path) -> dict[int, Path]:
-    """Return a file of episodes by its step. Raise `ConfigError` if its name is another one."""
+    """Return a file of episodes by its step. Raise `ConfigError` if it is no such file."""
     from crl.records.shards import shards
 
     found = {step: path for step, path in shards(file.parent).items() if path.name == file.name}

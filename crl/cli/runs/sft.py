@@ -70,9 +70,9 @@ Source = Annotated[
         "--from",
         metavar="SOURCE",
         autocompletion=_sources,
-        help="scripted = demonstrations of the environments' scripted players; drills = those of "
-        "the bundled models; or a run with recorded episodes, one file of them "
-        "(RUN/episodes/STEP.jsonl.gz), or conversations (FILE.jsonl).",
+        help="scripted = demonstrations of the environments' scripted players; drills = "
+        "demonstrations that the bundled models learned from; or a run with recorded episodes, one "
+        "file of them (RUN/episodes/STEP.jsonl.gz), or conversations (FILE.jsonl).",
     ),
 ]
 TrainedRole = Annotated[
@@ -88,7 +88,7 @@ Tasks = Annotated[
     typer.Option(
         metavar="A,B",
         autocompletion=completion.tasks,
-        help="Tasks; not for recorded episodes, else required.",
+        help="Tasks. Required, except for recorded episodes, which have their own.",
     ),
 ]
 Model = Annotated[
@@ -139,9 +139,7 @@ HeldOut = Annotated[
 ]
 Patience = Annotated[
     int,
-    typer.Option(
-        metavar="N", min=1, help="Epochs without a lower held-out loss after which it ends."
-    ),
+    typer.Option(metavar="N", min=1, help="Stop after N epochs without a lower held-out loss."),
 ]
 Decay = Annotated[
     bool,

@@ -37,7 +37,7 @@ TASK_NAMES = (
 """Tasks of EMPO², Table 1. Its text counts 19, and the table lists these 18."""
 
 TRAIN, UNSEEN, PROBE = 5, 20, 22
-"""Maximum numbers of variations of a task: EMPO²'s for training and evaluation, and our own."""
+"""Maximum numbers of variations of a task. Those for training and evaluation are EMPO²'s."""
 
 SMALL_TASK_NAMES = ("find-animal", "find-non-living-thing", "lifespan-longest-lived")
 
@@ -45,7 +45,7 @@ _TARGET = re.compile(r".*find a\(n\) (.+?)\. .* move it to the (.+) in the (.+)\
 
 
 def collect_variations(simulator: Simulator) -> dict[str, Any]:
-    """Return task → split → variation → goal."""
+    """Return the goals by task, split and variation."""
     return {
         task: {
             split: {str(variation): _goal(simulator, task, variation) for variation in chosen}
@@ -57,7 +57,7 @@ def collect_variations(simulator: Simulator) -> dict[str, Any]:
 
 
 def collect_small(simulator: Simulator) -> dict[str, Any]:
-    """Return task → use → variation → its short goal and the animals outside.
+    """Return short goal and animals outside, by task, use and variation.
 
     The longest-lived animal comes first if the task asks for it.
     """

@@ -1,10 +1,12 @@
 """ScienceWorld's simulator: one game at a time per `Simulator`, in Java virtual machines (JVMs).
 
-A process starts JVMs on demand. Up to `GAMES_PER_JVM` simulators share one. A game does not depend
-on the games beside it. Their shared state would be Java's identity hashes, which order the things
-in a description, so `_JVM_OPTIONS` make these hashes constant; and the simulator's list of
-simplifications, which every load writes, so the calls of a JVM take turns. The same actions
-therefore give the same texts in every JVM.
+A process starts JVMs on demand. Up to `GAMES_PER_JVM` simulators share one. Simulators in a JVM
+share two kinds of state, which must not make a game depend on the games beside it:
+
+* Java's identity hashes order the things in a description. `_JVM_OPTIONS` makes them constant.
+* Every load writes the simulator's list of simplifications. The calls of a JVM run one at a time.
+
+The same actions therefore give the same texts in every JVM.
 
 The gateway to a JVM listens on the loopback interface only and requires a token. A JVM ends when
 its last simulator is closed, and when the process that started it ends, even if it is killed.
@@ -71,8 +73,8 @@ class Simulator:
     def load(self, task: str, variation: int, *, gold: bool = False) -> str:
         """Start the game of a variation of a task, with a gold path if `gold` is set.
 
-        Return the description of the first room. As in the original, the agent has looked around,
-        which may score points. Raise `RuntimeError` if no JVM can be started.
+        Return the description of the first location. As in the original, the agent has looked
+        around, which may score points. Raise `RuntimeError` if no JVM can be started.
         """
         if self._jvm is None or not self._jvm.alive:
             self._connect()
@@ -89,7 +91,7 @@ class Simulator:
         return self._call("step", action)
 
     def look(self) -> str:
-        """Return the description of the room. It takes no time."""
+        """Return the description of the location. It takes no time."""
         return self._call("freeActionLook")
 
     def inventory(self) -> str:
@@ -120,7 +122,7 @@ class Simulator:
         return tuple(self._call(f"getVariations{split}"))
 
     def close(self) -> None:
-        """Free the game and its place in the JVM."""
+        """Free the game and its slot in the JVM."""
         jvm, self._jvm, self._server = self._jvm, None, None
         if jvm is not None:
             jvm.release()
@@ -183,7 +185,7 @@ class _Jvm:
         return self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
 
     def release(self) -> None:
-        """Give back the place of a simulator. End the JVM after the last one."""
+        """Release the slot of a simulator. End the JVM after the last one."""
         with _LOCK:
             self.games -= 1
             if self.games and self.alive:
@@ -227,7 +229,7 @@ _LOCK = threading.Lock()
 
 
 def _lease_jvm() -> _Jvm:
-    """Return a JVM with a free place, which is then taken."""
+    """Return a JVM with a free slot, and occupy the slot."""
     with _LOCK:
         free = (jvm for jvm in _JVMS if jvm.alive and jvm.games < GAMES_PER_JVM)
         jvm = next(free, None)

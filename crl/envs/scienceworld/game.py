@@ -23,9 +23,9 @@ class ScienceWorldGame:
 
     def reset(self, task: Task) -> str:
         """Start the game that the task's params name. Raise `KeyError` if they name none."""
-        room = self._simulator.load(str(task.params["task"]), int(task.params["variation"]))
+        location = self._simulator.load(str(task.params["task"]), int(task.params["variation"]))
         self._rewarded, self._over = 0.0, False
-        return text.first(room, self._simulator.inventory(), self._rendering)
+        return text.first(location, self._simulator.inventory(), self._rendering)
 
     def step(self, action: str) -> StepResult:
         """Play one action.
@@ -58,7 +58,7 @@ class ScienceWorldGame:
         if self._rendering == "full":
             return answer.strip()
         if text.has_moved(answer):  # saves tiny models an action
-            return text.compact_room(self._simulator.look())
+            return text.compact_location(self._simulator.look())
         return text.compact(answer)
 
     def _last_text(self, shown: str, won: bool) -> str:

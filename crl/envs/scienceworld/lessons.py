@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from crl.envs.curriculum import LessonVerdict
-from crl.envs.scienceworld.player import NON_LIVING, ROOMS, is_animal
+from crl.envs.scienceworld.player import LOCATIONS, NON_LIVING, is_animal
 from crl.envs.scienceworld.tasks import animals
 from crl.types import Segment, Task
 
@@ -30,14 +30,14 @@ _PATTERNS = {
     kind: re.compile(
         re.escape(text)
         .replace(r"\{thing\}", r"(?P<thing>[a-z ]+?)")
-        .replace(r"\{place\}", f"(?P<place>{'|'.join(ROOMS)})")
+        .replace(r"\{place\}", f"(?P<place>{'|'.join(LOCATIONS)})")
     )
     for kind, text in LESSONS.items()
 }
 
 
 def lesson(kind: str, thing: str = "", place: str = "") -> str:
-    """Return the lesson of this kind, about a thing "dove egg" and a room "outside"."""
+    """Return the lesson of this kind about a thing ("dove egg") and a location ("outside")."""
     return LESSONS[kind].format(thing=thing, place=place)
 
 
@@ -57,13 +57,13 @@ def read(text: str) -> tuple[str, str, str]:
 # ── episode digests ───────────────────────────────────────────────────────────────────────────────
 
 _FOCUS = re.compile(r"focus (?:on )?(.+)")
-_ROOM = re.compile(f"({'|'.join(ROOMS)}): .+")
+_LOCATION = re.compile(f"({'|'.join(LOCATIONS)}): .+")
 
 
 def digest(segments: Sequence[Segment]) -> str:
     """Summarise an episode of the compact rendering, from its texts alone.
 
-    The digest holds the thing on which the agent focused, and all rooms that it visited, in order:
+    The digest holds the thing on which the agent focused, and all visited locations, in order:
 
         right dove egg in outside        (or: wrong axe in outside, or: no focus)
         visited hallway, outside, kitchen
@@ -74,25 +74,25 @@ def digest(segments: Sequence[Segment]) -> str:
 
 
 def focused(segments: Sequence[Segment]) -> tuple[str, str, str] | None:
-    """Return ("right" or "wrong", thing, room) of the last focus, or None if there was none."""
-    room, thing, found = "", "", None
+    """Return ("right" or "wrong", thing, location) of the last focus, or None if there was none."""
+    location, thing, found = "", "", None
     for segment in segments:
         if segment.origin == "policy":
             match = _FOCUS.fullmatch(segment.text)
             thing = match[1] if match else ""
         elif segment.origin == "env":
-            if match := _ROOM.fullmatch(segment.text):
-                room = match[1]
-            elif thing and room and segment.text in (f"focus on {thing}", "done."):
-                found = "right", thing, room
-            elif thing and room and segment.text == "failed.":
-                found = "wrong", thing, room
+            if match := _LOCATION.fullmatch(segment.text):
+                location = match[1]
+            elif thing and location and segment.text in (f"focus on {thing}", "done."):
+                found = "right", thing, location
+            elif thing and location and segment.text == "failed.":
+                found = "wrong", thing, location
     return found
 
 
 def visited_rooms(segments: Sequence[Segment]) -> list[str]:
-    """Return the rooms that the agent saw, in order, without repetition."""
-    seen = (_ROOM.fullmatch(segment.text) for segment in segments if segment.origin == "env")
+    """Return the locations that the agent saw, in order, without repetition."""
+    seen = (_LOCATION.fullmatch(segment.text) for segment in segments if segment.origin == "env")
     return list(dict.fromkeys(match[1] for match in seen if match))
 
 
@@ -100,7 +100,7 @@ def visited_rooms(segments: Sequence[Segment]) -> list[str]:
 
 
 class ScienceAdvisor:
-    """`Advisor` of the tasks for tiny models. Right advice names a right thing and its room."""
+    """`Advisor` of the tasks for tiny models. Right advice names a right thing and its location."""
 
     def right(self, task: Task) -> str:
         return lesson("focus", right_things(task)[0], "outside")

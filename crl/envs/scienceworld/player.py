@@ -27,9 +27,9 @@ LIFESPANS = (
     "baby dragonfly",
     "baby ant",
 )
-"""Animals of the task lifespan-longest-lived."""
+"""Animals of the task lifespan-longest-lived, the longest-lived first."""
 
-ROOMS = (
+LOCATIONS = (
     "art studio",
     "bathroom",
     "bedroom",
@@ -60,8 +60,8 @@ class GoldPlayer:
     def begin(self, goal: str, observation: str) -> None:
         simulator = _simulator()
         for task, variation in variations_with_goal(goal):
-            room = simulator.load(task, variation)
-            if observation == text.first(room, simulator.inventory(), "full"):
+            location = simulator.load(task, variation)
+            if observation == text.first(location, simulator.inventory(), "full"):
                 simulator.load(task, variation, gold=True)
                 self._actions = list(reversed(simulator.gold_path()))
                 return
@@ -85,9 +85,9 @@ def _simulator() -> Any:
 class SmallPlayer:
     """Player of the tasks for tiny models. It reads both renderings.
 
-    It goes outside, focuses on the right thing, and brings it to the box if there is one. `room` is
-    the agent's room, "" if unknown. `seen` maps rooms to the things that were seen in them.
-    `focused` is the thing in focus, "" if there is none.
+    It goes outside, focuses on the right thing, and brings it to the box if there is one.
+    `location` is that of the agent, "" if unknown. `seen` maps locations to the things that were
+    seen in them. `focused` is the thing in focus, "" if there is none.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -97,13 +97,13 @@ class SmallPlayer:
         match = _GOAL.fullmatch(goal)
         if match is None:
             raise ValueError(f"not a goal of ScienceWorld for tiny models: {goal!r}")
-        self._kind, self._box, self._box_room = match.groups()
-        self.room, self.focused, self._held = "", "", False
+        self._kind, self._box, self._box_location = match.groups()
+        self.location, self.focused, self._held = "", "", False
         self.seen: dict[str, list[str]] = {}
         self.observe(observation)
 
     def act(self) -> str:
-        if not self.room:
+        if not self.location:
             return "look around"
         return self._bring() if self.focused else self._search()
 
@@ -111,19 +111,19 @@ class SmallPlayer:
         first = observation.partition("\nIn your inventory")[0]
         words = text.compact(first)
         if text.has_moved(observation):
-            self.room = ""
-        elif (parts := words.partition(": "))[0] in ROOMS:
-            self.room = parts[0]
-            self.seen[self.room] = parts[2].split(", ")
+            self.location = ""
+        elif (parts := words.partition(": "))[0] in LOCATIONS:
+            self.location = parts[0]
+            self.seen[self.location] = parts[2].split(", ")
         elif match := re.fullmatch(r"focus on (.+)", words):
             self.focused = match[1]
         elif words.startswith("took "):
             self._held = True
 
     def _search(self) -> str:
-        if self.room != "outside":
+        if self.location != "outside":
             return "teleport to outside"
-        return f"focus on {self._choice(self.seen[self.room])}"
+        return f"focus on {self._choice(self.seen[self.location])}"
 
     def _choice(self, things: list[str]) -> str:
         """Return the thing to focus on, of those that are outside."""
@@ -135,9 +135,9 @@ class SmallPlayer:
         return min(animals, key=LIFESPANS.index)
 
     def _bring(self) -> str:
-        if self.room == self._box_room:
+        if self.location == self._box_location:
             return f"move {self.focused} to {self._box}"
-        return f"teleport to {self._box_room}" if self._held else f"pick up {self.focused}"
+        return f"teleport to {self._box_location}" if self._held else f"pick up {self.focused}"
 
 
 def is_animal(thing: str) -> bool:

@@ -38,10 +38,10 @@ _SHORT_ANSWERS = (
     (re.compile(r"You move the (.+) to the (.+)\."), r"\1 in \2"),
 )
 _MOVED = re.compile(r"You (?:teleport|move) to the [^.]+\.")
-_ROOM = re.compile(r"This (?:room|outside location) is called the ([^.]+)\.")
+_LOCATION = re.compile(r"This (?:room|outside location) is called the ([^.]+)\.")
 _THING = re.compile(r"\t(?:an?|the) (?:substance called )?([^.,(]+?)(?=[.,(]|\s*$)")
 _UNNAMED = ("agent", "air")
-"""Things of every room."""
+"""Things of every location."""
 
 
 def action(text: str, rendering: Rendering) -> str | None:
@@ -60,24 +60,26 @@ def action(text: str, rendering: Rendering) -> str | None:
 
 
 def is_valid(answer: str) -> bool:
-    """Return whether the simulator's answer is that to an action."""
+    """Return whether the simulator recognised an action, according to its answer."""
     return not answer.startswith(_INVALID_ANSWERS)
 
 
 def has_moved(answer: str) -> bool:
-    """Return whether the simulator's answer says that the agent is in another room."""
+    """Return whether the simulator's answer says that the agent is in another location."""
     return _MOVED.match(answer) is not None
 
 
 def first(look: str, inventory: str, rendering: Rendering) -> str:
-    """Return the first observation: the room, and in `full` the inventory."""
-    return compact_room(look) if rendering == "compact" else f"{look.strip()}\n{inventory.strip()}"
+    """Return the first observation: the location, and in `full` the inventory."""
+    if rendering == "compact":
+        return compact_location(look)
+    return f"{look.strip()}\n{inventory.strip()}"
 
 
 def compact(answer: str) -> str:
     """Return the simulator's answer in few words. An unknown text is written in one line."""
-    if _ROOM.match(answer):
-        return compact_room(answer)
+    if _LOCATION.match(answer):
+        return compact_location(answer)
     if not is_valid(answer):
         return INVALID["compact"]
     for pattern, form in _SHORT_ANSWERS:
@@ -86,15 +88,15 @@ def compact(answer: str) -> str:
     return " ".join(answer.split())
 
 
-def compact_room(look: str) -> str:
-    """Return the name of a room and of the things that are visible in it, without its doors."""
-    match = _ROOM.match(look)
+def compact_location(look: str) -> str:
+    """Return the name of a location and of the things that are visible in it, without its doors."""
+    match = _LOCATION.match(look)
     name = match[1] if match else "?"
     return f"{name}: {', '.join(things(look)) or 'nothing'}"
 
 
 def things(look: str) -> list[str]:
-    """Return the names of the things in the description of a room, without their contents."""
+    """Return the names of the things in the description of a location, without their contents."""
     lines = look.partition("You also see")[0].splitlines()
     names = (match[1].strip() for match in map(_THING.match, lines) if match)
     return [name for name in names if name not in _UNNAMED]

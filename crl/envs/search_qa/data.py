@@ -167,5 +167,5 @@ def _text(value: object) -> str:
 
 
 def _malformed(path: Path, number: int, expected: str) -> ConfigError:
-    reason = f"line {number} of {path.name} must have {expected}"
+    reason = f"line {number} of {path.name} must contain {expected}"
     return ConfigError(VARIABLE, str(path.parent), reason, LAYOUT)

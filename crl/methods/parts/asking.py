@@ -73,7 +73,7 @@ class FullRefinePrompt:
     renderer: ChatRenderer
     """Renderer of the extractor's model."""
     max_tokens: int
-    """Maximal tokens of the rendered prompt."""
+    """Maximum number of tokens of the rendered prompt."""
 
     def __call__(self, question: Question, hit: Hit) -> Sequence[Segment]:
         slots = {

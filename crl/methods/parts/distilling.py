@@ -22,14 +22,14 @@ SPEAKERS: Mapping[Origin, str] = {
 }
 """Labels of the turns that a transcript contains, by origin.
 
-Instructions, goal, tools and advice are not part of the transcript.
+Instructions, goal, tools and experiences are not part of the transcript.
 """
 
 INDENT = "  "
 """Prefix of every quoted line."""
 
 REWORDED_MARK = " (reworded)"
-"""Mark of advice that the agent read in reworded form; see the prompt `vote`."""
+"""Mark of an experience that the agent read in reworded form; see the prompt `vote`."""
 
 
 def turns_text(segments: Sequence[Segment]) -> str:
@@ -104,9 +104,12 @@ class FullDistilPrompt:
     template: str
     """Text of the prompt `distil`."""
     renderer: ChatRenderer
-    """Renderer of the extractor's model."""
+    """Renderer of the model that writes the bank."""
     max_tokens: int
-    """Maximal tokens of the rendered prompt: the extractor's context less its response limit."""
+    """Maximum number of tokens of the rendered prompt.
+
+    It is the context of this model minus `extractor.max_response_tokens`.
+    """
     vote: str | None = None
     """Text that asks for votes on the experience that guided the episode; None for no votes.
 

@@ -30,7 +30,7 @@ class CompactCriticPrompt:
 class FullCriticPrompt:
     """`CriticPromptWriter` for language models: it fills the prompt `critic`.
 
-    Goal and advice are indented, so that they cannot be mistaken for a line of the prompt.
+    Goal and experience are indented, so that they cannot be mistaken for a line of the prompt.
     """
 
     template: str

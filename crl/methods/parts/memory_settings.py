@@ -42,6 +42,7 @@ def check_memory(config: RunConfig, settings: Empo2Section) -> None:
             "empo2.off_policy_old",
             "with_tips",
             f"cannot be used with actor.{truncated}: the old log-probs are normalised over the "
-            "tokens that the engine kept with the tips, those without the tips over all tokens",
+            "tokens that the engine kept with the tips, but the log-probs without the tips over "
+            "all tokens",
             "Add --set empo2.off_policy_old=without_tips",
         )

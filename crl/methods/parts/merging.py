@@ -16,7 +16,7 @@ from crl.types import Segment
 class FullMergePrompt:
     """`MergePromptWriter` for language models: it fills the prompt `merge`.
 
-    Advice is indented, so that it cannot be mistaken for a line of the prompt.
+    Experiences are indented, so that they cannot be mistaken for a line of the prompt.
     """
 
     template: str

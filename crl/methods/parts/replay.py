@@ -43,7 +43,7 @@ class ReplaySettings:
     ratio: float
     """Probability that a drawn task is a retrieved one, if one of this name waits."""
     matches: int
-    """Maximum number of tasks that are retrieved for a failure."""
+    """Maximum number of tasks that are retrieved for a failure pattern."""
     history: int
     """Number of last drawn tasks that can be retrieved."""
     waiting: int
@@ -86,7 +86,7 @@ class FailureReplay:
         self._retrievals = 0
         """Number of retrievals that found tasks."""
         self._patterns = set[tuple[tuple[int, int], str]]()
-        """Address and mode of the patterns of drawn tasks for which tasks were retrieved."""
+        """Group address and mode of the failure patterns that were handled."""
         self._counts = Counter[str]()
         """Counts since the last `take_metrics`."""
 
@@ -143,7 +143,10 @@ class FailureReplay:
             self._waiting = self._newest([*self._waiting, *added])
 
     def _newest(self, tasks: list[RetrievedTask]) -> list[RetrievedTask]:
-        """Return the tasks that wait if `tasks` were retrieved, the oldest first."""
+        """Return the newest of `tasks`, the oldest first.
+
+        At most `waiting` are kept, but always all tasks of the last retrieval.
+        """
         last = sum(number == tasks[-1][0] for number, _ in tasks)
         return tasks[-max(last, self._settings.waiting) :]
 

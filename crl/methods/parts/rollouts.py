@@ -23,7 +23,7 @@ class GuidedShare:
     """
 
     share: float
-    """Share of guided members in [0, 1]; the number of members is rounded."""
+    """Share of guided members, in [0, 1]. The number of guided members is rounded."""
 
     def plan(self, task: Task, members: int, step: int) -> Sequence[RolloutPlan]:
         guided = round(members * self.share)

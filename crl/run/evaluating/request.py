@@ -159,21 +159,24 @@ def resolve(subject: Path, options: Options, note: Any) -> Request:
 
 def _check_options(options: Options, source: Source) -> None:
     if options.samples is not None and options.samples < 1:
-        raise ConfigError("samples", options.samples, "must be at least 1", "Use --samples 1")
+        raise ConfigError("--samples", options.samples, "must be at least 1", "Use --samples 1")
     if options.temperature is not None and not options.temperature >= 0:
         raise ConfigError(
-            "temperature", options.temperature, "must not be negative", "Use 0 for greedy decoding"
+            "--temperature",
+            options.temperature,
+            "must not be negative",
+            "Use 0 for greedy decoding",
         )
     if options.bank and source is Source.none:
         raise ConfigError(
-            "bank",
+            "--bank",
             str(options.bank),
             "has no effect without experience",
             "Add --experience bank or --experience online",
         )
     if source is Source.online and (options.samples or 1) > 1:
         raise ConfigError(
-            "samples",
+            "--samples",
             options.samples,
             "does not apply to the online evaluation, in which the number of visits is fixed",
             "Leave it out",
@@ -184,7 +187,7 @@ def _of_run(path: Path, options: Options, source: Source, samples: int, note: An
     saved, run = load_saved(path).config, RunDir(path)
     if options.preset:
         reason = "does not apply to a run, which has its own settings"
-        raise ConfigError("preset", options.preset, reason, "Leave it out, or use --set")
+        raise ConfigError("--preset", options.preset, reason, "Leave it out, or use --set")
     checkpoint = chosen_checkpoint(run.checkpoints, options.step, note)
     tree = saved.model_dump(mode="json")
     if options.tasks is not None:
@@ -215,14 +218,14 @@ def _of_model(subject: Path, options: Options, source: Source, samples: int) -> 
         )
     if options.step is not None:
         raise ConfigError(
-            "step", options.step, f"{subject} is a model and not a run", "Leave it out"
+            "--step", options.step, f"{subject} is a model and not a run", "Leave it out"
         )
     if options.tasks is None:
         reason = "is required for a model, which has no tasks of its own"
-        raise ConfigError("tasks", None, reason, "Add for example --tasks room")
+        raise ConfigError("--tasks", None, reason, "Add for example --tasks room")
     if source is Source.bank and options.bank is None:
         reason = f"needs a bank, and {subject} is a model and not a run"
-        raise ConfigError("experience", "bank", reason, "Add --bank FILE")
+        raise ConfigError("--experience", "bank", reason, "Add --bank FILE")
     given: dict[str, Any] = {"actor.model": str(found)}
     if source is Source.none:
         given["method"] = "grpo"  # without extractor and bank
@@ -300,7 +303,7 @@ def _tasks_of_run(
         for task, layer in task_layers([name], profile).items():
             chosen[task] = own.get(task, layer.data["tasks"][task])
     if not chosen:
-        raise ConfigError("tasks", names, "contains no task", "Give at least one: --tasks room")
+        raise ConfigError("--tasks", names, "contains no task", "Give at least one: --tasks room")
     return chosen
 
 
@@ -335,7 +338,7 @@ def _bank_of_run(
             if options.bank is None
             else f"Evaluate the model: crl eval {checkpoint / 'actor'} --tasks … --bank FILE"
         )
-        raise ConfigError("experience", source.value, reason, remedy)
+        raise ConfigError("--experience", source.value, reason, remedy)
     if options.bank:
         return Bank(options.bank, None, foreign=True)
     snapshot = read_state(checkpoint)["bank"]
@@ -363,7 +366,7 @@ def _check_bank(request: Request) -> None:
             f"evaluation ({', '.join(sorted(config.tasks))})"
         )
         raise ConfigError(
-            "bank", str(path), reason, "Use the bank of these tasks, or --set bank.scope=shared"
+            "--bank", str(path), reason, "Use the bank of these tasks, or --set bank.scope=shared"
         )
 
 
@@ -379,10 +382,10 @@ def _check_online(request: Request) -> None:
     config = request.config
     if config.bank.frozen:
         reason = "the bank of the run is frozen, so nothing is learned about unseen places"
-        raise ConfigError("experience", "online", reason, "Use --experience bank")
+        raise ConfigError("--experience", "online", reason, "Use --experience bank")
     if not tasks.online_tasks(config, tasks.specs(config)):
         name = next(iter(config.tasks))
         reason = "no task has places that the online evaluation visits"
         raise ConfigError(
-            "experience", "online", reason, f"Add --set tasks.{name}.eval.online_places=16"
+            "--experience", "online", reason, f"Add --set tasks.{name}.eval.online_places=16"
         )

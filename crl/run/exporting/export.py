@@ -44,10 +44,10 @@ def export_model(
             trained = read_manifest(checkpoint)["models"]
             reason = f"{checkpoint} has no {role}, because the run did not train one"
             remedy = f"Export the {trained[0]}" if trained else "Export the bank with --bank"
-            raise ConfigError("role", role, reason, remedy)
+            raise ConfigError("--role", role, reason, remedy)
         if merge and not is_adapter(source):
             reason = f"the {role} has no adapter, because all of its weights were trained"
-            raise ConfigError("merge", True, reason, "Leave it out")
+            raise ConfigError("--merge", True, reason, "Leave it out")
         initial: str = getattr(saved.config, role).model
         if merge:
             from crl.modeling.lora import write_merged

@@ -100,7 +100,7 @@ class Source:
 class Demonstrated:
     """Demonstration as training samples."""
 
-    goal: str
+    place: str
     """Place of the demonstration. All demonstrations of a place are trained on, or held out."""
     traces: Sequence[TokenTrace]
 
@@ -161,12 +161,12 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     model refuses, or whose answers contain a control token.
     """
     found: list[Demonstrated] = []
-    for place, value in read_lines(file):
-        segments = conversation(value, place)
+    for line, value in read_lines(file):
+        segments = conversation(value, line)
         answers = "".join(s.text for s in segments if s.origin == "policy")
         if token := renderer.control_token(answers):
             reason = f"an answer contains the control token {token!r} of the model"
-            raise ConfigError("--from", place, reason, "Remove it: the chat template adds it")
+            raise ConfigError("--from", line, reason, "Remove it: the chat template adds it")
         try:
             traces = demonstrated_traces(segments, renderer)
         except Exception as error:  # a template raises errors of many types
@@ -175,7 +175,7 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
                 f"({type(error).__name__}: {first_line(error)})"
             )
             remedy = "Correct the line, or choose another model"
-            raise ConfigError("--from", place, reason, remedy) from error
+            raise ConfigError("--from", line, reason, remedy) from error
         goal = next((s.text for s in segments if s.role == "user"), "")
         found.append(Demonstrated(goal, traces))
     return found
@@ -354,7 +354,7 @@ def _demonstrations(
     config: RunConfig, role: ModelRole, source: Source, monitor: Monitor
 ) -> list[Demonstrated]:
     """Return the demonstrations that fit into the context. Raise `ConfigError` if there is none."""
-    talks = isinstance(source.files, Path)
+    is_conversations = isinstance(source.files, Path)
     renderer = role.renderer
     if source.drilled is not None:
         found = [
@@ -368,8 +368,8 @@ def _demonstrations(
         found = recorded_demonstrations(config, renderer, source.files, lost=source.lost)
     if not found:
         reason, remedy = "no episode was won", "or --lost to train on lost episodes too"
-        if talks or source.lost:
-            reason = "the file is empty" if talks else "all episodes ended with an error"
+        if is_conversations or source.lost:
+            reason = "the file is empty" if is_conversations else "all episodes ended with an error"
             remedy = ""
         raise _nothing_found(source, reason, f"Give other demonstrations, {remedy}".rstrip(", "))
     # vLLM samples a token after a demonstration whose loss it computes.
@@ -398,17 +398,17 @@ def _split(
 
     With a share above 0 at least one place is held out. Raise `ConfigError` if none remains.
     """
-    goals = sorted({demonstration.goal for demonstration in demonstrations})
-    n_held_out = max(1, round(share * len(goals))) if share else 0
-    if n_held_out >= len(goals):
+    places = sorted({demonstration.place for demonstration in demonstrations})
+    n_held_out = max(1, round(share * len(places))) if share else 0
+    if n_held_out >= len(places):
         reason = (
-            f"leaves nothing to train on: the demonstrations are of {counted(len(goals), 'place')}"
+            f"leaves nothing to train on: the demonstrations are of {counted(len(places), 'place')}"
         )
         raise ConfigError("--held-out", share, reason, "Use 0, or demonstrations of more places")
-    held_out = set(draws.sample(goals, n_held_out))
+    held_out = set(draws.sample(places, n_held_out))
     parts: tuple[list[Demonstrated], list[Demonstrated]] = [], []
     for demonstration in demonstrations:
-        parts[demonstration.goal in held_out].append(demonstration)
+        parts[demonstration.place in held_out].append(demonstration)
     return parts
 
 

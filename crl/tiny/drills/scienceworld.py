@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 
 from crl.envs.scienceworld.lessons import LESSONS, digest, focused, lesson, read, visited_rooms
-from crl.envs.scienceworld.player import ROOMS
+from crl.envs.scienceworld.player import LOCATIONS
 from crl.envs.scienceworld.tasks import SMALL, demonstration_tasks
 from crl.modeling.demonstrations import Demonstration
 from crl.tiny.drills import drill
@@ -80,7 +80,7 @@ def random_bank_lesson(rng: random.Random) -> str:
     """Return a random lesson. Most lessons of a bank name the thing to focus on."""
     kind = "focus" if rng.random() < 0.65 else rng.choice(list(LESSONS))
     (task,) = rng.sample(demonstration_tasks(180), 1)
-    return lesson(kind, random_thing(task, rng), rng.choice(ROOMS))
+    return lesson(kind, random_thing(task, rng), rng.choice(LOCATIONS))
 
 
 def makes_claim(text: str) -> bool:

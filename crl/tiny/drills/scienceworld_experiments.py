@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from crl.envs.base import Game
 from crl.envs.scienceworld import SMALL_SPEC
 from crl.envs.scienceworld.lessons import LESSONS, lesson, read, right_things, wrong_things
-from crl.envs.scienceworld.player import ROOMS, SmallPlayer, is_animal
+from crl.envs.scienceworld.player import LOCATIONS, SmallPlayer, is_animal
 from crl.envs.scienceworld.tasks import SMALL, demonstration_tasks
 from crl.methods.parts.asking import COMPACT_CALL, COMPACT_NO_RESULT
 from crl.methods.parts.rollouts import ChatContext
@@ -49,7 +49,7 @@ class Experimenter(SmallPlayer):
 
     def slip(self) -> str:
         """Return a random action instead of the intended one."""
-        return self._rng.choice(["look around", "inventory", f"go {self._rng.choice(ROOMS)}"])
+        return self._rng.choice(["look around", "inventory", f"go {self._rng.choice(LOCATIONS)}"])
 
     def follow(self, text: str) -> None:
         """Follow a lesson, as far as it concerns this player."""
@@ -63,9 +63,9 @@ class Experimenter(SmallPlayer):
 
     def _search(self) -> str:
         thing, place = self.advised
-        if place and self.room != place and place not in self.seen:
+        if place and self.location != place and place not in self.seen:
             return f"teleport to {place}"
-        if thing in self.seen.get(self.room, []):
+        if thing in self.seen.get(self.location, []):
             return f"focus on {thing}"
         return self._explore()
 
@@ -98,9 +98,10 @@ class Wanderer(Experimenter):
     """Persona that visits rooms at random until it is outside."""
 
     def _explore(self) -> str:
-        if self.room == "outside":
+        if self.location == "outside":
             return super()._explore()
-        return f"teleport to {self._rng.choice([room for room in ROOMS if room != self.room])}"
+        others = [name for name in LOCATIONS if name != self.location]
+        return f"teleport to {self._rng.choice(others)}"
 
 
 def shorten(action: str) -> str:
@@ -184,7 +185,7 @@ def draw_lesson(kind: str, task: Task, rng: random.Random) -> str:
 
 def random_lesson(kind: str, task: Task, rng: random.Random) -> str:
     """Return a lesson of this kind on the task. The lesson may be false."""
-    return lesson(kind, random_thing(task, rng), rng.choice(ROOMS))
+    return lesson(kind, random_thing(task, rng), rng.choice(LOCATIONS))
 
 
 def random_thing(task: Task, rng: random.Random) -> str:

@@ -117,7 +117,7 @@ vectors     search key: goal, plus 0.1 × text (embedder hash-char_wb-2-4-384)
 used        1 of 5 active experiences retrieved, 1 credited
 operations  add 6  credit 3  dead 1  drop 1  evict 1  lift 2  retrieve 1  return 1  \
 submit 9  update 1
-dropped     no op in the answer 1
+refused     no op in the answer 1
 queue       pending 1  leased 0  done 7  dead 1
 training    stored answers 5  credit units ready 2
 

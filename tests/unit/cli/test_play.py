@@ -196,11 +196,11 @@ def test_seed_and_split_choose_the_tasks():
         ),
         (
             ("room", "--split", "unseen", "--episodes", "200000"),
-            "episodes = 200000: 200,000 places were requested, but there are only 100,000.",
+            "--episodes = 200000: 200,000 places were requested, but there are only 100,000.",
         ),
         (
             ("webshop", "--split", "seen", "--episodes", "200000"),
-            "split = 'seen': the seen split needs permanent places",
+            "--split = 'seen': the seen split needs permanent places",
         ),
         (
             (DOORS, "--scripted"),

@@ -19,11 +19,11 @@ def test_effects_of_one_task():
         ("room", "seen", "guided"): LOW,
     }
     assert judgements(before, after, [(0.2, 0.1)], trained=True) == [
-        "Without experience, training raised success in places seen before "
-        "(+0.300 [+0.236, +0.364]); no effect of training on success is shown in new places "
+        "Without experience, training raised success in seen places "
+        "(+0.300 [+0.236, +0.364]); no effect of training on success is shown in unseen places "
         "(+0.000 [-0.071, +0.071]).",
-        "The bank lowered success in places seen before (-0.300 [-0.364, -0.236]); "
-        "a bank built online raised success in new places (+0.200 [+0.100, +0.300]).",
+        "The bank lowered success in seen places (-0.300 [-0.364, -0.236]); "
+        "a bank built online raised success in unseen places (+0.200 [+0.100, +0.300]).",
     ]
 
 
@@ -31,22 +31,22 @@ def test_overall_rates_of_several_tasks():
     before = {("room", "seen", "free"): HIGH, ("overall", "seen", "free"): LOW}
     after = {("room", "seen", "free"): LOW, ("overall", "seen", "free"): HIGH}
     (sentence,) = judgements(before, after, [], trained=True)
-    assert sentence.startswith("Without experience, training raised success in places seen before")
+    assert sentence.startswith("Without experience, training raised success in seen places")
 
 
 def test_equal_effects_are_in_one_clause():
     rates = {("room", split, "free"): LOW for split in ("seen", "unseen")}
     (sentence,) = judgements(rates, rates, [], trained=True)
     assert sentence == (
-        "Without experience, no effect of training on success is shown in places seen before "
-        "(+0.000 [-0.071, +0.071]) or in new places (+0.000 [-0.071, +0.071])."
+        "Without experience, no effect of training on success is shown in seen places "
+        "(+0.000 [-0.071, +0.071]) or in unseen places (+0.000 [-0.071, +0.071])."
     )
 
 
 def test_mean_gain_of_several_tasks():
     """(0.2 + 0.4) / 2 ± √(0.1² + 0.1²) / 2."""
     assert judgements({}, {}, [(0.2, 0.1), (0.4, 0.1)], trained=True) == [
-        "A bank built online raised success in new places (+0.300 [+0.229, +0.371])."
+        "A bank built online raised success in unseen places (+0.300 [+0.229, +0.371])."
     ]
 
 

@@ -203,7 +203,7 @@ def test_a_model_of_an_installed_package(installed: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         get_packaged("smollm2", "bfloat16", print)
     assert str(caught.value) == (
-        f"dtype = 'bfloat16': the model is already in {folder}, in float32. Remove it first: "
+        f"--dtype = 'bfloat16': the model is already in {folder}, in float32. Remove it first: "
         f"rm -r {folder}."
     )
     shutil.rmtree(folder)

@@ -225,9 +225,9 @@ def test_activations_of_an_adapter_by_hand() -> None:
     # q_proj and down_proj have 8 and 32 inputs. A float32 adapter of a 16-bit model stores both
     # inputs in float32, and 3 numbers for each layer; dropout adds a mask of the inputs.
     size = adapter_size(SMALL, LoraSection(rank=3, targets="q_proj,down_proj"))
-    assert (size.layer_bytes(2, 4), size.layer_bytes(4, 4)) == (4 * (40 + 6), 4 * 6)
-    assert replace(size, dropout=True).layer_bytes(2, 4) == 4 * (40 + 40 + 6)
-    assert size.layer_bytes(2, 2) == 2 * 6, "DeepSpeed has a 16-bit adapter"
+    assert (size.block_bytes(2, 4), size.block_bytes(4, 4)) == (4 * (40 + 6), 4 * 6)
+    assert replace(size, dropout=True).block_bytes(2, 4) == 4 * (40 + 40 + 6)
+    assert size.block_bytes(2, 2) == 2 * 6, "DeepSpeed has a 16-bit adapter"
     for checkpointing, layers in ((False, 2), (True, 1)):
         section = LearnerSection(kind="local", activation_checkpointing=checkpointing)
         with_adapter, without = (

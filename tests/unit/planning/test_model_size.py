@@ -102,7 +102,7 @@ def test_sizes_as_texts(text: str, parameters: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "B", "1.5", "1,5B", "1.5T", "-1B", "1e9", "1.5BB", "x1B"])
 def test_texts_that_are_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^size = .*: is not a number of parameters") as caught:
+    with pytest.raises(ConfigError, match=r"^--size = .*: is not a number of parameters") as caught:
         parse_size(text)
     assert caught.value.remedy == "Write for example 1.5B or 350M"
 
@@ -195,9 +195,12 @@ def test_a_size_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--size", "1.5B"], "size = '1.5B': only applies to a dry run. Add --dry-run."),
-        (["--size", "1.5B", "--dry-run"], "size = '1.5B': is only used to plan GPUs, but the run"),
-        (["--size", "big", "--dry-run"], "size = 'big': is not a number of parameters"),
+        (["--size", "1.5B"], "--size = '1.5B': only applies to a dry run. Add --dry-run."),
+        (
+            ["--size", "1.5B", "--dry-run"],
+            "--size = '1.5B': is only used to plan GPUs, but the run",
+        ),
+        (["--size", "big", "--dry-run"], "--size = 'big': is not a number of parameters"),
     ],
 )
 def test_sizes_that_are_refused(args: list[str], message: str) -> None:

@@ -148,7 +148,7 @@ def test_a_card_has_results_with_intervals_use_and_limits(checkpoint: Path, tmp_
 def test_a_bank_has_no_role(role: str, checkpoint: Path, tmp_path: Path) -> None:
     result = crl_export(checkpoint, tmp_path / "bank", "--bank", "--role", role)
     assert result.exit_code == 2
-    assert f"role = '{role}': does not apply to --bank" in result.stderr
+    assert f"--role = '{role}': does not apply to --bank" in result.stderr
 
 
 @pytest.mark.parametrize(

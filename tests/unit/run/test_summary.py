@@ -52,11 +52,11 @@ success [95 % interval]:
   seen, without experience           0.250 → 0.750   +0.500 [+0.420, +0.569]
   unseen, without experience         0.000 → 0.551   +0.551 [+0.488, +0.611]
 
-Without experience, training raised success in places seen before (+0.500
-  [+0.420, +0.569]) and in new places (+0.551 [+0.488, +0.611]).
+Without experience, training raised success in seen places (+0.500 [+0.420,
+  +0.569]) and in unseen places (+0.551 [+0.488, +0.611]).
 
 trained models: runs/one/checkpoints/80
-look further: crl report runs/one"""
+report: crl report runs/one"""
 
 
 def test_a_whole_run() -> None:
@@ -126,7 +126,7 @@ def test_the_longest_text_fits_one_screen() -> None:
         lines = replace(summary, outcome=outcome).text().splitlines()
         assert len(lines) == HEIGHT - 1
         assert max(map(len, lines)) <= WIDTH
-        assert lines[-1].startswith(("look further: crl report", "continue: crl resume"))
+        assert lines[-1].startswith(("report: crl report", "continue: crl resume"))
         assert any(line.startswith("warning: in 0 of 9") for line in lines)
         assert any("more lines of notes: the report has them" in line for line in lines)
     record = summary.record()
@@ -398,7 +398,7 @@ def test_suggested_commands_can_be_pasted() -> None:
     odd = Path("my runs/one")
     outcome = Outcome(odd, odd / "checkpoints/80", planned_steps=0)
     text = replace(SUMMARY, outcome=outcome).text()
-    assert text.endswith("\nlook further: crl report 'my runs/one'")
+    assert text.endswith("\nreport: crl report 'my runs/one'")
 
 
 def test_the_summary_of_an_interrupted_run() -> None:

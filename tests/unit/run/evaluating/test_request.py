@@ -131,8 +131,8 @@ def test_wrong_options_of_a_run(run: Path, options: Mapping[str, object], messag
     ("options", "message"),
     [
         ({}, "tasks = None: is required for a model"),
-        ({"tasks": "room", "step": 3}, "step = 3: .* is a model and not a run"),
-        ({"tasks": "room", "experience": Source.bank}, "experience = 'bank': needs a bank"),
+        ({"tasks": "room", "step": 3}, "--step = 3: .* is a model and not a run"),
+        ({"tasks": "room", "experience": Source.bank}, "--experience = 'bank': needs a bank"),
         (
             {"tasks": "river", "experience": Source.online, "sets": ["bank.frozen=true"]},
             "bank.frozen|frozen",
