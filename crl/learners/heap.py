@@ -12,7 +12,7 @@ def release_freed_memory() -> None:
 
     glibc keeps freed blocks of up to 32 MiB in the arena of the thread that allocated them
     (`M_MMAP_THRESHOLD` in mallopt(3)). The tensors of a training step have many sizes, so the free
-    blocks hardly fit the tensors of the next step, and the other threads do not use them.
+    blocks rarely fit those of the next step. Other threads do not use these blocks.
     """
     if trim := _malloc_trim():
         trim(0)

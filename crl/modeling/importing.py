@@ -36,7 +36,7 @@ def import_file(file: Path, name: str, precision: Precision, note: Callable[[str
 
     `note` is called with a line of text before the conversion, which may take minutes.
 
-    Raise `ConfigError` if the file is not that of a chat model that crl can train, if the name is
+    Raise `ConfigError` if the file does not hold a chat model that crl can train, if the name is
     invalid, or if the name is taken.
     """
     _require_gguf(file)
@@ -87,7 +87,7 @@ def _require_name(name: str) -> None:
 
 
 def _require_chat_model(file: Path, folder: Path) -> None:
-    """Raise `ConfigError` for a model that cannot chat, or that crl cannot train right.
+    """Raise `ConfigError` for a model that cannot chat, or that crl cannot train correctly.
 
     Config and tokenizer are read from the header of the file and written to `folder`.
     """

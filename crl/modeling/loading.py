@@ -124,7 +124,7 @@ def load_model(
     Raise `ConfigError` if:
 
     * the model cannot be loaded, or weights are missing in its checkpoint,
-    * its architecture cannot be trained right (`require_trainable`), or it is not causal,
+    * its architecture cannot be trained correctly (`require_trainable`), or it is not causal,
     * a layer does not use full attention, because the in-process engine could not serve it,
     * the output head is not linear, or the model changes the logits after the output head, because
       log-probs would be wrong.

@@ -173,7 +173,7 @@ def dropout_of(layers: Sequence[AdapterDropout], *address: int) -> Iterator[None
 def default_targets(model: PreTrainedModel) -> list[str]:
     """Return the names of the layers that have an adapter without `LoraSection.targets`.
 
-    They are the last parts of the names of all linear layers except the output head, as for peft.
+    They are the last parts of the names of all linear layers except the output head, as in peft.
     The weights are not read.
     """
     return sorted({name for name, _ in linear_layers(model)})

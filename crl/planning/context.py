@@ -59,7 +59,7 @@ def chat_context(
 
 
 def agent_prompts(config: RunConfig, specs: Mapping[str, EnvSpec]) -> frozenset[str]:
-    """Return the names of the prompts that agents read, without those of the method's own.
+    """Return the names of the prompts that agents read, without the method's own prompts.
 
     Tiny models read no prompt files.
     """

@@ -54,7 +54,7 @@ def dry_run(config: RunConfig, show: Callable[[str], object], *, size: str | Non
 
     The plan is not shown if the settings or the models are wrong. It is shown if only this machine
     is unsuitable. If the plan is for another machine, `show` is also called with the reasons why
-    this machine is unsuitable, and they are no error.
+    this machine is unsuitable, and these reasons are not errors.
 
     With `size`, such as 1.5B, the GPUs are planned for hypothetical models of this size, and
     neither the run's models nor this machine are checked.

@@ -13,8 +13,8 @@ parameters, L layers and attention of width d = heads · head width:
 * Prefill: one forward pass for every token that is not sampled. The prefix cache keeps the tokens
   of earlier turns.
 * Decode: a pass reads the weights and the keys and values of all sequences in the batch, with T / 2
-  tokens each on average. Its time is the larger one of reading and computing (Pope et al. 2022,
-  arXiv 2211.05102, §2).
+  tokens each on average. Its time is the larger of the times of reading and computing (Pope et al.
+  2022, arXiv 2211.05102, §2).
 
 Roles on different GPUs work at the same time, and roles on the same GPU in turn. In a synchronous
 run, training starts after sampling. Transfers of weights and of offloaded states, environments,
@@ -114,7 +114,7 @@ def actor_work(config: RunConfig) -> Work:
 
 
 def extractor_work(config: RunConfig) -> Work:
-    """Return the extractor's work: one answer about every episode, of the maximal length."""
+    """Return the extractor's work: one answer about every episode, of the maximum length."""
     extractor = config.extractor
     rollouts = config.rollout.groups * config.rollout.group_size if config.distils else 0
     return Work(rollouts, extractor.max_context_tokens, extractor.max_response_tokens)

@@ -230,7 +230,7 @@ def _decoder(run: Path) -> Callable[[int], str]:
 def _paged(console: Console) -> AbstractContextManager[object]:
     """Return a context that shows its output in a pager.
 
-    The output is printed if it is no terminal, or if PAGER names a program that does not exist.
+    The output is printed if it is not a terminal, or if PAGER names a program that does not exist.
     """
     if not (console.is_terminal and _pager_exists()):
         return nullcontext()

@@ -1,6 +1,6 @@
 """`scienceworld` and `scienceworld_small`: experiments of elementary science in text.
 
-They are ScienceWorld (arXiv 2203.07540, the package scienceworld), with the tasks, splits and
+They play ScienceWorld (arXiv 2203.07540, the package scienceworld), with the tasks, splits and
 simplifications of EMPO² (arXiv 2602.23008). The simulator runs in Java (see `engine`).
 
 `scienceworld` plays the 18 tasks of EMPO²'s Table 1: the first 5 variations of each are for

@@ -40,7 +40,7 @@ HEAP_MB = 512
 """Maximum heap of a JVM in MiB. The JVM takes about 130 MiB more."""
 
 SIMPLIFICATIONS = "easy"
-"""ScienceWorld's simplifications of EMPO²: open doors and containers, teleports, and others."""
+"""Simplifications that EMPO² uses: open doors and containers, teleports, and others."""
 
 _JVM_OPTIONS = (
     f"-Xmx{HEAP_MB}m",

@@ -24,7 +24,7 @@ WON = {"full": "The task is completed.", "compact": "done."}
 FAILED = {"full": "The task has failed.", "compact": "failed."}
 
 _INVALID_ANSWERS = ("No known action matches that input.", "Unknown action.")
-"""Beginnings of the simulator's answers to texts that are no action."""
+"""Beginnings of the simulator's answers to texts that are not actions."""
 
 _SHORT_ACTIONS = (
     (re.compile(r"go (?:to )?(.+)"), r"teleport to \1"),

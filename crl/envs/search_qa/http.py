@@ -21,9 +21,9 @@ from crl.errors import RolloutError, TransientError
 ATTEMPTS = 3
 """Attempts per search."""
 MAX_BYTES = 1 << 24
-"""Maximal size of a response."""
+"""Maximum size of a response in bytes."""
 MAX_QUOTED = 200
-"""Maximal length of a response quoted in an error message, in characters."""
+"""Maximum number of characters of a response that an error message quotes."""
 
 
 class HttpRetriever:

@@ -1,8 +1,7 @@
 """Fictional names: words of two syllables that are in no dictionary.
 
 The first syllable ends with v, x or z, and the second one begins with another consonant. Few real
-words have this form. The last letter is none that a stemmer removes, so that two names never have
-the same stem.
+words have this form. No stemmer removes the last letter, so two names never have the same stem.
 """
 
 from __future__ import annotations

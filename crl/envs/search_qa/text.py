@@ -30,9 +30,9 @@ class Renderer:
     verdict: Callable[[bool], str]
     """Last observation: whether the answer is right."""
     parse: Callable[[str], tuple[str, str] | None]
-    """Function that returns (search or answer, its text), or None if a text is no action."""
+    """Function that returns (search or answer, its text), or None for other texts."""
     invalid: str
-    """Observation after a text that is no action."""
+    """Observation after a text that is not an action."""
 
 
 def _full_found(documents: Sequence[Document]) -> str:
@@ -44,7 +44,7 @@ def _full_found(documents: Sequence[Document]) -> str:
 
 
 def _full_parse(text: str) -> tuple[str, str] | None:
-    """Return the last action in tags. Tags without text are no action."""
+    """Return the last action in tags. Tags without text are not actions."""
     actions = [
         (match[1].lower(), " ".join(match[2].split()))
         for match in _TAGGED.finditer(text)

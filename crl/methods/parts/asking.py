@@ -35,7 +35,7 @@ class AskTool:
 
 
 def compact_query(answer: str) -> str | None:
-    """Return the words after the call, or None if `answer` is no call."""
+    """Return the words after the call, or None if `answer` is not a call."""
     call, *query = answer.split(maxsplit=1) or [""]
     return "".join(query).strip() if call.casefold() == COMPACT_CALL else None
 

@@ -22,7 +22,7 @@ class PredictedStepAdvantage(StepAdvantage):
     The return of turn t is R_t = R_task + c · R_task⁺ · Σ_h γ^(h−1) · r̃(t, h). R_task is the
     discounted return of the rewards r, R_task⁺ that of max(r, 0). A missing prediction has r̃ = 0.
     In tasks without predictions and in failed episodes, R_t is R_task. An episode has failed if it
-    is no success and its rewards sum to 0 or less.
+    is not a success and its rewards sum to 0 or less.
 
     With rewards r ≥ 0 this is eq. 6: R_task (1 + R_pre). The paper has no other rewards ("suc=1,
     fail=0", Table 5). With a negative return, eq. 6 would punish accurate predictions. **Ours**:

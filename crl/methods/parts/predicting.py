@@ -57,7 +57,7 @@ def measured_request(config: RunConfig, share: float | None) -> dict[str, Any]:
 
 
 def without_predictions(answer: str) -> str:
-    """Return the text of an answer without its predictions, which are no part of the action."""
+    """Return the text of an answer without its predictions, which are not part of the action."""
     return _PREDICTION.sub("", answer)
 
 

@@ -86,7 +86,7 @@ class Source:
     name: str
     """Name for error messages: the value of --from."""
     files: Mapping[int, Path] | Path | None
-    """Recorded episodes, as of `crl.records.reader.episode_shards`, or a file of `conversations`.
+    """Recorded episodes, as returned by `episode_shards`, or a file of `conversations`.
 
     None = drills, or the episodes of scripted players, which have not been played yet.
     """
