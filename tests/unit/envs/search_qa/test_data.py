@@ -131,14 +131,14 @@ def test_missing_files_are_named(folder: Path, name: str, message: str) -> None:
     [
         ("nq/train.jsonl", "{", "train.jsonl is not JSON lines in UTF-8"),
         ("nq/train.jsonl", "[]", "line 3 of train.jsonl must have a JSON object"),
-        ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must have question and"),
+        ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must contain question and"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": []}', "not empty"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": [" "]}', "not empty"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": "y"}', "not empty"),
         ("nq/test.jsonl", '{"question": " ", "golden_answers": ["y"]}', "not empty"),
-        ("nq/test.jsonl", '{"question": 5, "golden_answers": ["y"]}', "must have question and"),
-        ("corpus.jsonl", '{"id": "4"}', "line 4 of corpus.jsonl must have contents"),
-        ("corpus.jsonl", '{"contents": 4}', "line 4 of corpus.jsonl must have contents"),
+        ("nq/test.jsonl", '{"question": 5, "golden_answers": ["y"]}', "must contain question and"),
+        ("corpus.jsonl", '{"id": "4"}', "line 4 of corpus.jsonl must contain contents"),
+        ("corpus.jsonl", '{"contents": 4}', "line 4 of corpus.jsonl must contain contents"),
         ("corpus.jsonl", "\ufeff\xff", "corpus.jsonl is not JSON lines in UTF-8"),
     ],
 )
