@@ -238,7 +238,7 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
         ),
         (
             ("learn", "--from", played, "--run-dir", new, *sets("actor.model=tiny-extractor")),
-            "actor.model = 'tiny-extractor': has another tokenizer than ",
+            "actor.model = 'tiny-extractor': does not have the tokenizer of ",
         ),
     ):
         result = crl(*options)

@@ -130,7 +130,7 @@ def test_missing_files_are_named(folder: Path, name: str, message: str) -> None:
     ("name", "line", "message"),
     [
         ("nq/train.jsonl", "{", "train.jsonl is not JSON lines in UTF-8"),
-        ("nq/train.jsonl", "[]", "line 3 of train.jsonl must have a JSON object"),
+        ("nq/train.jsonl", "[]", "line 3 of train.jsonl must contain a JSON object"),
         ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must contain question and"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": []}', "not empty"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": [" "]}', "not empty"),
