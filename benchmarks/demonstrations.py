@@ -1,10 +1,13 @@
 """Demonstrations in the full rendering: a reply to every prompt of a run, for `crl sft`.
 
 The scripted players play the training episodes of a run. Each won episode gives one conversation of
-the actor. For tasks with an advisor, each episode also gives one reply of every other kind:
+the actor. In half of the conversations the agent is guided: it has the right advice, or it has
+wrong advice and asks a question first, whose answer is the right advice. In a task without advisor,
+there is no advice, and a question has no answer.
 
-* actor: a question with search_and_ask, and a verdict about advice: accept if it is right, reject
-  if it is wrong.
+For tasks with an advisor, each episode also gives one reply of every other kind:
+
+* actor: a verdict about advice, which accepts right advice and rejects wrong advice.
 * extractor: the distillation `add` with the right advice, the answer to a question with it, and a
   merge of the right and the wrong advice of the place into the right one.
 
@@ -16,7 +19,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from crl.methods.parts.rollouts import ChatContext
 from crl.planning import tasks
 from crl.planning.context import bank_prompts, critic_prompt
 from crl.planning.methods import build_method
-from crl.protocols import Question
+from crl.protocols import Hit, Question
 from crl.run.models import extractor_model
 from crl.types import Observation, RoleName, Segment
 
@@ -46,22 +48,45 @@ def conversation(segments: Sequence[Segment], reply: str) -> Conversation:
 
 
 def actor_conversations(config: RunConfig, episodes: Sequence[Episode]) -> Iterator[Conversation]:
-    """Yield the demonstrations of the actor."""
+    """Yield the demonstrations of the actor, of the episodes of one task."""
     context = build_method(config, tasks.specs(config)).context
     assert isinstance(context, ChatContext)
     judge = critic_prompt("full", config.prompts.files)
+    right = right_advice(episodes)
     for episode in episodes:
         if episode.trajectory.outcome.success:
-            last = len(episode.answers) - 1
-            yield conversation(episode.before(last), episode.answers[last])
+            yield won_conversation(episode, context, right, config.ask.questions)
         if hit := episode.advice:
-            first = next(s.text for s in episode.trajectory.segments if s.origin == "env")
-            opening = context.opening(
-                episode.task, Observation(first), [hit], max_questions=config.ask.questions
-            )
-            yield conversation(opening, f"<search_and_ask>{QUESTION}</search_and_ask>")
             verdict = "accept" if episode.advice_kind == "right" else "reject"
             yield conversation(judge(episode.task, hit, RATE), f"<answer>{verdict}</answer>")
+
+
+def won_conversation(
+    episode: Episode, context: ChatContext, right: Mapping[str, Hit], questions: int
+) -> Conversation:
+    """Return a won episode. The agent of the first two of four episodes is guided.
+
+    `right`: right advice by goal. `questions`: maximum number of questions.
+    """
+    last = len(episode.answers) - 1
+    segments, reply = episode.before(last), episode.answers[last]
+    guided = episode.number % 4 < 2
+    if not guided:
+        return conversation(segments, reply)
+    first = next(i for i, segment in enumerate(segments) if segment.origin == "env")
+    task, observation = episode.task, Observation(segments[first].text)
+    hits = [episode.advice] if episode.advice else []
+    opening = [*context.opening(task, observation, hits, max_questions=questions)]
+    if episode.advice_kind == "wrong":
+        question = f"<search_and_ask>{QUESTION}</search_and_ask>"
+        opening += [Segment("assistant", question, "tool_call")]
+        opening += context.reply(task, right.get(task.goal))
+    return conversation([*opening, *segments[first + 1 :]], reply)
+
+
+def right_advice(episodes: Sequence[Episode]) -> dict[str, Hit]:
+    """Return the right advice for each goal."""
+    return {hit.goal: hit for e in episodes if (hit := e.advice) and e.advice_kind == "right"}
 
 
 def extractor_conversations(
@@ -70,21 +95,17 @@ def extractor_conversations(
     """Yield the demonstrations of the extractor, of the episodes of one task."""
     prompts = bank_prompts(config, tasks.specs(config), extractor_model(config).renderer)
     assert prompts.refine
-    lessons = {
-        hit.goal: hit.text for e in episodes if (hit := e.advice) and e.advice_kind == "right"
-    }
-    entries = bank(episodes)
+    right, entries = right_advice(episodes), bank(episodes)
     for episode in episodes:
-        hit, lesson = episode.advice, lessons.get(episode.task.goal)
-        if not (hit and lesson):
+        if not episode.advice or episode.task.goal not in right:
             continue
+        lesson = right[episode.task.goal].text
         request = DistilRequest.from_trajectory("demonstration", episode.trajectory)
         yield conversation(prompts.distil(request), answer(op="add", text=lesson))
         before = episode.before(episode.later_turn)
         question = Question("demonstration", episode.task, QUESTION, before)
-        right = replace(hit, text=lesson)
         reply = answer(op="refine", text=lesson)
-        yield conversation(prompts.refine(question, right), reply)
+        yield conversation(prompts.refine(question, right[episode.task.goal]), reply)
         chunk = [entry for entry in entries if entry.place.goal == episode.task.goal]
         if len(chunk) > 1:
             targets = list(range(1, len(chunk) + 1))

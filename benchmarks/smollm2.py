@@ -91,7 +91,7 @@ FULL_RENDERING = (
 THREE_DEMONSTRATIONS = (
     "--tasks", ",".join(TASKS), "--batch-tokens", "2048", *FAST, *set_options(FULL_RENDERING),
 )  # fmt: skip
-PLACES: Mapping[str, int] = {"actor": 18, "extractor": 6}
+PLACES: Mapping[str, int] = {"actor": 24, "extractor": 6}
 """Number of the places of the demonstrations of this arm. Each place has four episodes."""
 START = ("--preset", "smollm2", "--epochs", "1")
 """Options of all supervised starts."""
@@ -136,16 +136,15 @@ ENGINES = (
         f"tasks.{task}.{setting}"
         for task in TASKS
         for setting in (
-            "max_response_tokens=64", "max_turns=8",
-            "eval.seen=0", "eval.unseen=0", "eval.online_places=0",
+            "max_response_tokens=64", "eval.seen=0", "eval.unseen=0", "eval.online_places=0",
         )
     ),
-    "tasks.room.max_turns=20",
+    "tasks.webshop.max_turns=8", "tasks.alfworld.max_turns=8",
 )  # fmt: skip
 """Settings of the arm three tasks.
 
 A step waits until the episodes of the last one are distilled, so that their lessons can earn
-credit in the run. 20 turns let members of a group find the exit of the room by chance.
+credit in the run. In the 30 turns of the room, members of a group find the exit by chance.
 """
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": (*ROOM, "--method", "grpo"),

@@ -36,11 +36,25 @@ def written(role: str, config: RunConfig, folder: Path) -> list[list[dict[str, A
 def test_every_reply_parses(tiny_actor: Path, tiny_extractor: Path, tmp_path: Path) -> None:
     config = config_of({"actor": tiny_actor, "extractor": tiny_extractor}, tmp_path)
 
-    actor = [messages[-1]["content"] for messages in written("actor", config, tmp_path)]
-    questions = [text for text in actor if "<search_and_ask>" in text]
+    conversations = written("actor", config, tmp_path)
+    actor = [messages[-1]["content"] for messages in conversations]
     critiques = [parse_critique(text) for text in actor if text.startswith("<answer>")]
     verdicts = [critique.verdict for critique in critiques if not critique.malformed]
-    assert (len(questions), verdicts.count("accept"), verdicts.count("reject")) == (8, 4, 4)
+    assert (len(actor), verdicts.count("accept"), verdicts.count("reject")) == (16, 4, 4)
+    guided = [messages for messages in conversations if "<search_and_ask>" in str(messages)]
+    asked = [
+        (place, messages)
+        for messages in guided
+        for place, message in enumerate(messages)
+        if message["role"] == "assistant" and "<search_and_ask>" in message["content"]
+    ]
+    assert (len(guided), len(asked)) == (4, 2), "half of the won episodes, and half of these"
+    for place, messages in asked:
+        advice = messages[place + 1]["content"]
+        assert "from the start go" in advice
+        openings = [message["content"] for m in guided for message in m[:place]]
+        assert advice in openings, "another guided agent has the right advice at once"
+        assert len(messages) > place + 2, "the agent acts after the answer"
 
     answers = written("extractor", config, tmp_path)
     assert len(answers) == 8 * 3
