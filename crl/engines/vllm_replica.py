@@ -49,10 +49,12 @@ Output = TypeVar("Output")
 CHECK_INTERVAL_S = 5.0
 """Seconds between two checks of an engine."""
 
-ANSWER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 900.0 if current_platform.is_cpu() else 120.0
 """Timeout in seconds without an answer, after which an engine counts as dead.
 
-An engine answers between two steps, and a step takes seconds.
+An engine answers between two steps. A step takes seconds on a GPU. On a CPU, a step that reads a
+prompt of thousands of tokens takes minutes, because prompts are not split there (see
+`crl.engines.vllm`).
 """
 
 CALL_TIMEOUT_S = 300.0
