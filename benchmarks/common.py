@@ -75,9 +75,10 @@ def sampling_config(tokens: int) -> GenerationConfig:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write the raw numbers as JSON, with the machine and the commit that produced them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"machine": machine(), "commit": commit(), **results}, indent=1) + "\n", "utf-8"
-    )
+    text = json.dumps({"machine": machine(), "commit": commit(), **results}, indent=1) + "\n"
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_text(text, "utf-8")
+    temporary.rename(path)
 
 
 def machine() -> dict[str, Any]:

@@ -18,6 +18,9 @@ replies to it once, at the temperature of training:
 Advice is that of the environment's advisor. It is right and wrong in turn. A task without advisor
 has only the prompts without advice.
 
+--out is written after each kind of prompts. The same command continues an interrupted run, and
+other tasks and kinds are added to the file.
+
 Metrics, as means over the replies of a kind:
 
 * usable: share of replies that a run can use, with the 95 % interval of Wilson: a valid action in
@@ -33,10 +36,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import os
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +49,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common import write_results
+from common import commit, processor, write_results
 from prompt_episodes import Episode, bank, conversation_before, record
 
 from crl.config import RunConfig, load
@@ -303,18 +307,21 @@ async def open_asker(
 
 
 async def ask_all(
-    config: RunConfig, recorded: Sequence[Sequence[Episode]], kinds: Sequence[str]
-) -> list[Reply]:
-    """Return the replies to the prompts of all episodes, of these kinds."""
-    replies: list[Reply] = []
+    config: RunConfig, recorded: Sequence[Sequence[Episode]], kinds: Sequence[str],
+    done: Collection[tuple[str, str]], finished: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    """Give the prompts of all episodes to the model, of these kinds.
+
+    `done`: tasks and kinds that are left out. `finished` is called with the row of each other one.
+    """
     async with AsyncExitStack() as stack:
         asker = await open_asker(config, tasks.specs(config), stack)
         for episodes in recorded:
-            available = askers(config, asker, episodes)
-            for kind in (kind for kind in kinds if kind in available):
-                replies += await asyncio.gather(*map(available[kind], episodes))
-                print(f"{episodes[0].task.name}, {kind}: done", file=sys.stderr)
-    return replies
+            available, task = askers(config, asker, episodes), episodes[0].task.name
+            for kind in kinds:
+                if kind in available and (task, kind) not in done:
+                    finished(row(await asyncio.gather(*map(available[kind], episodes))))
+                    print(f"{task}, {kind}: done", file=sys.stderr)
 
 
 def askers(
@@ -350,14 +357,6 @@ def askers(
 # ── output ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def summarise(replies: Sequence[Reply]) -> list[dict[str, Any]]:
-    """Return one row for each task and kind of prompt, in the order of the replies."""
-    groups: defaultdict[tuple[str, str], list[Reply]] = defaultdict(list)
-    for reply in replies:
-        groups[reply.task, reply.kind].append(reply)
-    return [row(of_kind) for of_kind in groups.values()]
-
-
 def row(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the metrics of replies of one task and kind."""
     usable = fmean(reply.usable for reply in replies)
@@ -365,6 +364,8 @@ def row(replies: Sequence[Reply]) -> dict[str, Any]:
     return {
         "task": replies[0].task,
         "kind": replies[0].kind,
+        "processor": processor(),
+        "commit": commit(),
         "replies": len(replies),
         "usable": usable,
         "usable_interval": wilson_interval(usable, len(replies)),
@@ -394,6 +395,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| {row['reply_tokens']:.0f} | {row['cut_off']:.2f} | {content} |"
         )
     return "\n".join(lines)
+
+
+def saved_rows(path: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run. End the process if it had other settings."""
+    if path is None or not path.exists():
+        return []
+    saved = json.loads(path.read_text("utf-8"))
+    if saved["settings"] != settings:
+        sys.exit(f"{path} has results of other settings: {saved['settings']}. Give another --out.")
+    return saved["rows"]
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
@@ -428,14 +439,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.episodes = None, 4
+    names = ("model", "episodes", "tokens", "set")
+    settings = {name: getattr(arguments, name) for name in names}
+    rows = saved_rows(arguments.out, settings)
+
+    def finished(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if arguments.out:
+            write_results(arguments.out, {"settings": settings, "rows": rows})
+
     config = config_of(arguments)
     recorded = record(config, tasks.specs(config), arguments.episodes)
-    rows = summarise(asyncio.run(ask_all(config, recorded, arguments.prompts)))
+    done = {(row["task"], row["kind"]) for row in rows}
+    asyncio.run(ask_all(config, recorded, arguments.prompts, done, finished))
     print(table(rows))
-    if arguments.out:
-        names = ("model", "tasks", "episodes", "prompts", "tokens", "set")
-        settings = {name: getattr(arguments, name) for name in names}
-        write_results(arguments.out, {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -515,6 +515,18 @@ def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):
         assert room[kind]["usable"] == 1, "the bundled models know these prompts"
     assert room["advice"]["prompt_tokens"] > room["first turn"]["prompt_tokens"]
 
+    results = json.loads(out.read_text("utf-8"))
+    interrupted = {**results, "rows": [row for row in rows if row["kind"] != "later turn"]}
+    out.write_text(json.dumps(interrupted), "utf-8")
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    again = json.loads(out.read_text("utf-8"))["rows"]
+    assert done.stderr.count(": done") == 2, "the others are not repeated"
+    assert sorted(again, key=str) == sorted(rows, key=str)
+    other = [*command, "--tokens", "5"]
+    done = subprocess.run(other, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert "has results of other settings" in done.stderr
+    assert json.loads(out.read_text("utf-8"))["rows"] == again
+
 
 @simulated
 def test_the_skills_of_the_bundled_models_are_measured(tmp_path: Path) -> None:

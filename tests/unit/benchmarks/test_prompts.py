@@ -43,9 +43,8 @@ def test_metrics_are_means_over_the_replies_of_a_task_and_kind():
         reply(content=("return",), prompt_tokens=200),
         reply(content=("no op in the answer",), usable=False, cut_off=True, reply_tokens=50),
         reply(content=("add",), prompt_tokens=300),
-        reply("critic", content=("accept right",)),
     ]
-    row, other = prompts.summarise(replies)
+    row = prompts.row(replies)
     assert (row["task"], row["kind"], row["replies"]) == ("room", "distil", 4)
     assert (row["usable"], row["cut_off"]) == (0.75, 0.25)
     assert (row["prompt_tokens"], row["reply_tokens"]) == (175, 25)
@@ -54,7 +53,6 @@ def test_metrics_are_means_over_the_replies_of_a_task_and_kind():
     }  # fmt: skip
     # Wilson, z = 1.96: centre (0.75 + z²/8) / (1 + z²/4) = 0.6275, half width 0.3269
     assert row["usable_interval"] == pytest.approx((0.3006, 0.9544), abs=1e-3)
-    assert (other["kind"], other["replies"], other["usable"]) == ("critic", 1, 1.0)
     assert prompts.table([row]).splitlines()[-1] == (
         "| room | distil | 4 | 0.75 [0.30, 0.95] | 175 | 25 | 0.25 "
         "| add 0.75, no text 0.25, return 0.25, no op in the answer 0.25 |"
