@@ -5,10 +5,11 @@ the actor. In half of the conversations the agent is guided: it has the right ad
 wrong advice and asks a question first, whose answer is the right advice. In a task without advisor,
 there is no advice, and a question has no answer.
 
-For tasks with an advisor, each episode also gives one reply of every other kind:
+For tasks with an advisor, the episodes also give the replies of every other kind:
 
-* actor: a verdict about advice, which accepts right advice and rejects wrong advice.
-* extractor: the distillation `add` with the right advice, the answer to a question with it, and a
+* actor: a verdict about advice, which accepts right advice and rejects wrong advice; for the
+  episodes in which the agent is not guided.
+* extractor: for each episode, the distillation `add` with the right advice, the answer to a question with it, and a
   merge of the right and the wrong advice of the place into the right one.
 
 Advice is right and wrong in turn, as in `prompts.py`. The places are those of another seed than
@@ -56,7 +57,7 @@ def actor_conversations(config: RunConfig, episodes: Sequence[Episode]) -> Itera
     for episode in episodes:
         if episode.trajectory.outcome.success:
             yield won_conversation(episode, context, right, config.ask.questions)
-        if hit := episode.advice:
+        if (hit := episode.advice) and not is_guided(episode):
             verdict = "accept" if episode.advice_kind == "right" else "reject"
             yield conversation(judge(episode.task, hit, RATE), f"<answer>{verdict}</answer>")
 
@@ -64,14 +65,13 @@ def actor_conversations(config: RunConfig, episodes: Sequence[Episode]) -> Itera
 def won_conversation(
     episode: Episode, context: ChatContext, right: Mapping[str, Hit], questions: int
 ) -> Conversation:
-    """Return a won episode. The agent of the first two of four episodes is guided.
+    """Return a won episode, whose agent may be guided.
 
     `right`: right advice by goal. `questions`: maximum number of questions.
     """
     last = len(episode.answers) - 1
     segments, reply = episode.before(last), episode.answers[last]
-    guided = episode.number % 4 < 2
-    if not guided:
+    if not is_guided(episode):
         return conversation(segments, reply)
     first = next(i for i, segment in enumerate(segments) if segment.origin == "env")
     task, observation = episode.task, Observation(segments[first].text)
@@ -82,6 +82,11 @@ def won_conversation(
         opening += [Segment("assistant", question, "tool_call")]
         opening += context.reply(task, right.get(task.goal))
     return conversation([*opening, *segments[first + 1 :]], reply)
+
+
+def is_guided(episode: Episode) -> bool:
+    """Return whether the agent of a demonstration is guided: in the first two of four episodes."""
+    return episode.number % 4 < 2
 
 
 def right_advice(episodes: Sequence[Episode]) -> dict[str, Hit]:
@@ -118,12 +123,14 @@ def answer(**op: Any) -> str:
     return json.dumps([op])
 
 
-def write(path: Path, role: RoleName, config: RunConfig) -> None:
-    """Write the demonstrations of a role in a run with this config, but another seed."""
-    seed = config.run.seed + OTHER_SEED
-    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+def write(path: Path, role: RoleName, configs: Sequence[RunConfig]) -> None:
+    """Write the demonstrations of a role in runs with these configs, but another seed."""
     conversations = actor_conversations if role == "actor" else extractor_conversations
-    specs = tasks.specs(config)
-    episodes = record(config, specs, config.rollout.groups * config.rollout.group_size)
-    lines = [json.dumps(line) for of_task in episodes for line in conversations(config, of_task)]
+    lines = []
+    for config in configs:
+        seed = config.run.seed + OTHER_SEED
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+        episodes = config.rollout.groups * config.rollout.group_size
+        for of_task in record(config, tasks.specs(config), episodes):
+            lines += [json.dumps(line) for line in conversations(config, of_task)]
     path.write_text("\n".join(lines) + "\n", "utf-8")

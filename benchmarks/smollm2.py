@@ -91,8 +91,14 @@ FULL_RENDERING = (
 THREE_DEMONSTRATIONS = (
     "--tasks", ",".join(TASKS), "--batch-tokens", "2048", *FAST, *set_options(FULL_RENDERING),
 )  # fmt: skip
-PLACES: Mapping[str, int] = {"actor": 24, "extractor": 6}
-"""Number of the places of the demonstrations of this arm. Each place has four episodes."""
+PLACES: Mapping[str, Mapping[str, int]] = {
+    "actor": {"room": 32, "webshop": 4, "alfworld": 4}, "extractor": {"room": 2, "webshop": 2},
+}  # fmt: skip
+"""Number of the places of the demonstrations of this arm, by role and task.
+
+Each place has four episodes. Those of the room are short, and the actor needs many of them: after
+32 episodes, it won none of 8 in the room.
+"""
 START = ("--preset", "smollm2", "--epochs", "1")
 """Options of all supervised starts."""
 STARTS: Mapping[tuple[str, str], Sequence[str]] = {
@@ -210,9 +216,15 @@ def demonstrated(role: RoleName, seed: int, folder: Path) -> Path:
 
     path = folder / f"demonstrations-three-tasks-{role}-{seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    sizes = ["run.steps=1", f"rollout.groups={PLACES[role]}", f"rollout.group_size={GROUP}"]
-    sets = [*FULL_RENDERING, "ask.enabled=true", *sizes, f"run.seed={seed}"]
-    write(path, role, load(TASKS, preset="smollm2", sets=sets))
+    sets = [
+        *FULL_RENDERING, "ask.enabled=true", "run.steps=1", f"rollout.group_size={GROUP}",
+        f"run.seed={seed}",
+    ]  # fmt: skip
+    configs = [
+        load([task], preset="smollm2", sets=[*sets, f"rollout.groups={places}"])
+        for task, places in PLACES[role].items()
+    ]
+    write(path, role, configs)
     return path
 
 

@@ -27,7 +27,7 @@ def config_of(models: dict[str, Path], folder: Path) -> RunConfig:
 
 def written(role: str, config: RunConfig, folder: Path) -> list[list[dict[str, Any]]]:
     path = folder / f"{role}.jsonl"
-    demonstrations.write(path, role, config)
+    demonstrations.write(path, role, [config])
     lines = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
     assert all(messages[-1]["role"] == "assistant" for messages in lines)
     return lines
@@ -40,7 +40,7 @@ def test_every_reply_parses(tiny_actor: Path, tiny_extractor: Path, tmp_path: Pa
     actor = [messages[-1]["content"] for messages in conversations]
     critiques = [parse_critique(text) for text in actor if text.startswith("<answer>")]
     verdicts = [critique.verdict for critique in critiques if not critique.malformed]
-    assert (len(actor), verdicts.count("accept"), verdicts.count("reject")) == (16, 4, 4)
+    assert (len(actor), verdicts.count("accept"), verdicts.count("reject")) == (12, 2, 2)
     guided = [messages for messages in conversations if "<search_and_ask>" in str(messages)]
     asked = [
         (place, messages)
