@@ -7,10 +7,9 @@ there is no advice, and a question has no answer.
 
 For tasks with an advisor, the episodes also give the replies of every other kind:
 
-* actor: a verdict about advice, which accepts right advice and rejects wrong advice; for the
-  episodes in which the agent is not guided.
-* extractor: for each episode, the distillation `add` with the right advice, the answer to a question with it, and a
-  merge of the right and the wrong advice of the place into the right one.
+* actor, of the other half: a verdict, which accepts right advice and rejects wrong advice.
+* extractor, of all: the distillation `add` with the right advice, the answer to a question with it,
+  and a merge of the right and the wrong advice of the place into the right one.
 
 Advice is right and wrong in turn, as in `prompts.py`. The places are those of another seed than
 the run's, so a model learns the form of the replies and not the places of its training.
