@@ -394,7 +394,7 @@ def parsed_table(seeds: Sequence[int]) -> str:
             rows.append(f"| {seed} | {kind} | {usable} | {total} | {share} |")
         for role in ("actor", "extractor"):
             values = [line.get(f"{role}/mismatch_kl") for line in run["metrics"]]
-            numbers = ", ".join(f"{value:.6f}" for value in values if value is not None)
+            numbers = ", ".join(f"{value:.1e}" for value in values if value is not None)
             lines.append(f"seed {seed}, KL between engine and trainer of the {role}: {numbers}")
     return "\n".join([*rows, "", *lines])
 
