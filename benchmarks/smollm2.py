@@ -96,8 +96,7 @@ PLACES: Mapping[str, Mapping[str, int]] = {
 }  # fmt: skip
 """Number of the places of the demonstrations of this arm, by role and task.
 
-Each place has four episodes. Those of the room are short, and the actor needs many of them: after
-32 episodes, it won none of 8 in the room.
+Each place has four episodes. Those of the room are short, and 24 of them were too few to win.
 """
 START = ("--preset", "smollm2", "--epochs", "1")
 """Options of all supervised starts."""
@@ -150,7 +149,7 @@ ENGINES = (
 """Settings of the arm three tasks.
 
 A step waits until the episodes of the last one are distilled, so that their lessons can earn
-credit in the run. In the 30 turns of the room, members of a group find the exit by chance.
+credit in the run. In the 30 turns of the room, members of a group can find the exit by chance.
 """
 ARMS: Mapping[str, Sequence[str]] = {
     "grpo": (*ROOM, "--method", "grpo"),

@@ -130,8 +130,8 @@ def table(
 
     `width`: maximum number of terminal cells in a line. Only the last two columns are cut, and
     together they keep at least `MIN_CUT` cells. None: nothing is cut. `optional`: columns that are
-    left out, in this order, while the lines are too long. A table cell
-    wider than `MAX_PADDED` terminal cells is longer than its column.
+    left out, in this order, while the lines are too long. A table cell wider than `MAX_PADDED`
+    terminal cells is longer than its column.
     """
     from rich.cells import cell_len
 

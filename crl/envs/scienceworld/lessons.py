@@ -70,7 +70,7 @@ def digest(segments: Sequence[Segment]) -> str:
     """
     focus = focused(segments)
     outcome = "{} {} in {}".format(*focus) if focus else "no focus"
-    return f"{outcome}\nvisited {', '.join(visited_rooms(segments)) or 'nothing'}"
+    return f"{outcome}\nvisited {', '.join(visited_locations(segments)) or 'nothing'}"
 
 
 def focused(segments: Sequence[Segment]) -> tuple[str, str, str] | None:
@@ -90,7 +90,7 @@ def focused(segments: Sequence[Segment]) -> tuple[str, str, str] | None:
     return found
 
 
-def visited_rooms(segments: Sequence[Segment]) -> list[str]:
+def visited_locations(segments: Sequence[Segment]) -> list[str]:
     """Return the locations that the agent saw, in order, without repetition."""
     seen = (_LOCATION.fullmatch(segment.text) for segment in segments if segment.origin == "env")
     return list(dict.fromkeys(match[1] for match in seen if match))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from crl.envs.scienceworld.lessons import LESSONS, digest, focused, lesson, read, visited_rooms
+from crl.envs.scienceworld.lessons import LESSONS, digest, focused, lesson, read, visited_locations
 from crl.envs.scienceworld.player import LOCATIONS
 from crl.envs.scienceworld.tasks import SMALL, demonstration_tasks
 from crl.modeling.demonstrations import Demonstration
@@ -58,7 +58,7 @@ def _lesson_text(kind: str, episode: Episode) -> str | None:
         case "never":
             return lesson("never", thing) if verdict == "wrong" else None
         case "visit":
-            return lesson("visit", place=visited_rooms(episode.segments)[-1])
+            return lesson("visit", place=visited_locations(episode.segments)[-1])
     return lesson(kind)
 
 
