@@ -27,7 +27,7 @@ from crl.learners.local import LocalLearner
 from crl.learners.optimizer_file import OPTIMIZER_FILE
 from crl.learners.step import Trainer, TrainSettings, adamw, mismatch, mismatch_moments
 from crl.methods.parts.training import SurrogateLoss
-from crl.modeling.loading import checksum, named_weights, token_logprobs
+from crl.modeling.loading import checksum, load_model, named_weights, token_logprobs
 from crl.protocols import Loss
 from crl.types import BEHAVIOUR, STEP_START, Minibatch, StepStats, TokenTrace, TrainSample
 from support.kept_sets import kept_set
@@ -931,3 +931,13 @@ async def test_a_resumed_learner_uses_the_learning_rate_of_its_settings(tmp_path
     rate = before.metrics["learning_rate"]
     assert same.metrics["learning_rate"] == pytest.approx(2 * rate)
     assert slower.metrics["learning_rate"] == pytest.approx(rate)
+
+
+async def test_a_checkpoint_without_weights_is_an_error_of_the_models_setting(
+    tiny_actor: Path, tmp_path: Path
+) -> None:
+    model = load_model(tiny_actor, torch.device("cpu"))
+    learner = LocalLearner(model, SURROGATE, OptimizerSection(), SETTINGS, key="extractor.model")
+    with pytest.raises(ConfigError, match=r"^extractor\.model = "):
+        await learner.load(tmp_path)
+    await learner.aclose()
