@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -56,12 +56,20 @@ def no_text(settings: Any) -> str:
 class MethodSection(Section):
     """Base class of the section of a method. Its functions tell what the settings do in a run."""
 
+    SHOWN: ClassVar[tuple[str, ...]] = ()
+    """Names of settings on which the prompts of agents in evaluations depend."""
+    SWITCHES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Settings without effect if another one of this section is 0: name, and key of the other."""
+
     def unused_reason(self, name: str) -> tuple[str, str] | None:
         """Return why a setting has no effect, and the remedy; None if it has an effect.
 
         It is called for settings of the command line.
         """
-        return None
+        switch = self.SWITCHES.get(name)
+        if switch is None or getattr(self, switch.rpartition(".")[2]):
+            return None
+        return f"{switch} is 0", f"Set {switch} above 0, or leave it out"
 
     def prompts(self) -> frozenset[str]:
         """Return the names of the method's own prompts that language models read."""
@@ -73,7 +81,7 @@ class MethodSection(Section):
         These are values of settings that change the prompts of agents, and hashes of prompts. The
         keys are the same for all settings: a key that a checkpoint lacks is not compared.
         """
-        return {}
+        return {f"{config.spec.name}.{name}": getattr(self, name) for name in self.SHOWN}
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,8 @@ def check_texts(config: RunConfig) -> None:
     for switch in ("ask", "critic"):
         if getattr(config, switch).enabled:
             reason = f"cannot be used: {config.method} does not support it with notes"
-            raise ConfigError(f"{switch}.enabled", True, reason, "Leave it out")
+            key = f"{switch}.enabled"
+            raise ConfigError(key, True, reason, f"Use --set {key}=false")
     if config.bank.evict_votes is not None:
         reason = "cannot be used: a note is a text, without votes"
         raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")

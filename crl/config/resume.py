@@ -23,6 +23,7 @@ FIXED: Mapping[str, str] = {
     r"(actor|extractor)\.lora\..*": "the checkpoint has the adapter of the run, or none",
     r"(actor|extractor)\.train": "the checkpoint has the trained models of the run",
     r"role_agent\.(replay_ratio|writer)": "the checkpoint has the bank of the run, or none",
+    r"empo2\.key": "the tips in the bank have the keys of the run",
     r"critic\.enabled": "the checkpoint has the success rates of a run with a critic, or none",
     r"embedder\.(model|name)": "the vectors in the bank were made by the embedder of the run",
     r"bank\.(init|frozen|scope)": "the bank of the run already exists",

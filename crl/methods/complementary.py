@@ -5,13 +5,15 @@ The actor is guided by experience that the extractor distils from its episodes, 
 (eq. 5). An experience earns r = ±1 for each episode that it guided (`crl.rollout.crediting`). The
 extractor is trained on these rewards with CISPO (eq. 3; eq. 7: `crl.manager.credit`). Evaluations
 are played without experience, with the bank of the run, and with a bank that is built in unseen
-places. docs/algorithm.md lists the switches. The baseline is `--method grpo`.
+places. The defaults here are the paper's, except those marked **Ours**. For tiny models, the preset
+`cpu` changes several. docs/algorithm.md lists switches and departures. The baseline is
+`--method grpo`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 class ComplementarySection(MethodSection):
     """Ablations and extensions of the method `complementary`."""
 
+    SHOWN: ClassVar = ("show_record",)
+    SWITCHES: ClassVar = {"self_distillation_every": "complementary.self_distillation"}
+
     guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a group's members that are guided by experience.
 
@@ -40,7 +45,7 @@ class ComplementarySection(MethodSection):
     them; cross = all members of the group (eq. 4). In the loss, each half has half of the weight.
     """
     lift_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a second advantage of guided members.
+    """Weight of a second advantage of guided members (**ours**).
 
     This advantage is the mean success of the members that the same experience guided minus the mean
     success of the free members. 0 = off, only eq. 5, as in the paper.
@@ -59,7 +64,7 @@ class ComplementarySection(MethodSection):
     self-distillation as a remedy and did not try it. With n, the steps n, 2n, … have it.
     """
     show_record: bool = False
-    """True if guided agents are shown the record of their experience.
+    """True if guided agents are shown the record of their experience (**ours**).
 
     The record is the number of earlier episodes that the experience guided and how many of them
     succeeded; language models also see its lift. The bundled actor was not trained to read it.
@@ -73,10 +78,7 @@ class ComplementarySection(MethodSection):
                 "complementary.guided_share is 1, so a group has no free members to compare with"
             )
             return reason, "Remove one of the two settings"
-        if name == "self_distillation_every" and not self.self_distillation:
-            remedy = "Add --set complementary.self_distillation=0.5, or leave it out"
-            return "complementary.self_distillation is 0", remedy
-        return None
+        return super().unused_reason(name)
 
 
 def build(config: RunConfig, settings: ComplementarySection, context: ChatContext) -> Method:

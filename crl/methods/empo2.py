@@ -1,14 +1,15 @@
 """EMPO² (Liu et al., arXiv 2602.23008): GRPO with a memory of tips, on- and off-policy.
 
-After each episode, the actor writes a tip into a memory for the variation of the task, which keeps
-the last 1,000. Its key is the last state in which the episode acted. A training step is played with
-memory with probability p, otherwise without. With memory, the tips near the current state (cosine
-of at least 0.5) are shown before every turn, those of the episodes with the highest rewards first.
-They stay in the conversation, so that a later turn reads those of all turns before it; tips_t of
-the paper are those of turn t alone. Steps with memory are trained in one of two modes. On-policy,
-the prompts keep the tips. Off-policy (probability q), the episodes are rendered again without them,
-so that the actor learns to act without tips (eq. 2, appendix C). Novel states give an intrinsic
-reward (§4.2). The tokens of tips are not trained on.
+After each episode, the actor (`empo2.writer`) writes a tip into a memory for the variation of the
+task, which keeps the last 1,000. The memory is the bank, and `distiller` selects the episodes. The
+key of a tip is the last state in which the episode acted. A training step is played with memory
+with probability p, otherwise without. With memory, the tips near the current state (cosine of at
+least 0.5) are shown before every turn, those of the episodes with the highest rewards first. They
+stay in the conversation, so that a later turn reads those of all turns before it; tips_t of the
+paper are those of turn t alone. Steps with memory are trained in one of two modes. On-policy, the
+prompts keep the tips. Off-policy (probability q), the episodes are rendered again without them, so
+that the actor learns to act without tips (eq. 2, appendix C). Novel states give an intrinsic reward
+(§4.2). The tokens of tips are not trained on.
 
 Evaluations are played without memory, with that of the run, and with one that is built in unseen
 places (Figure 8). Algorithm 1 and the text contradict each other; the settings name the readings.
@@ -17,13 +18,13 @@ places (Figure 8). Algorithm 1 and the text contradict each other; the settings 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from crl.config.method import Guidance, MethodSection, MethodSpec, Notes, parts_with_writer
 from crl.config.section import Count
-from crl.methods.parts.memory_settings import MEMORY_DEFAULTS, check_memory
+from crl.methods.parts.memory_settings import MEMORY_DEFAULTS, UNUSED_WITHOUT, check_memory
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -36,13 +37,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Empo2Section(MethodSection):
     """Settings of the method `empo2`."""
 
+    SHOWN: ClassVar = ("tips",)
+    SWITCHES: ClassVar = UNUSED_WITHOUT
+
     memory_share: Share = 0.25
     """p: probability that a training step is played with memory.
 
-    §4.2, appendix F.1 and the released code name this probability p. Algorithm 1 swaps the modes.
+    p and q are named as in §4.2, in appendix F.1 and in the released code. Algorithm 1 swaps them.
     """
     off_policy_share: Share = 2 / 3
-    """q: probability that a step with memory is trained off-policy, without the tips. See p."""
+    """q: probability that a step with memory is trained off-policy, without the tips."""
     off_policy_old: Literal["with_tips", "without_tips"] = "with_tips"
     """Prompts of the old log-probs in off-policy training.
 
@@ -76,8 +80,8 @@ class Empo2Section(MethodSection):
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
     n is the number of visits to the most similar known state of the same variation, this visit
-    included. The paper has a coefficient without a value (F.2), for scores of up to 100, which are
-    rewards of up to 1 here. With actor.advantage_scale = "std", the weight has no effect in a group
+    included. The paper has a coefficient without a value (F.2). Its scores reach 100 (Table 1), and
+    rewards reach 1 here. With actor.advantage_scale = "std", the weight has no effect in a group
     of equal outcomes: its advantages have the standard deviation 1 whatever the weight is.
     """
     novelty_states: Literal["visited", "new"] = "visited"

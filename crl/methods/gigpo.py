@@ -1,10 +1,11 @@
 """GiGPO (Feng et al., arXiv 2505.10978): GRPO with a second advantage for each turn.
 
 The advantage of a turn (a step in the paper) is A = A_E + w · A_S. A_E is GRPO's advantage of the
-episode. A_S is the discounted return of the turn minus the mean return of all turns of its group in
-the same state. The difference is divided by the standard deviation of these returns (Role-Agent,
-arXiv 2606.10917, eq. 7 and 8). A state is the observation before a turn. A state that occurs once
-gives 0. There is no experience.
+episode. A_S is the discounted return R_t = Σ_k γ^(k−t) r_k of the turn minus the mean return of all
+turns of its group in the same state. Like A_E, it is divided by the standard deviation of what is
+compared (`actor.advantage_scale`). The equations are 5, 7 and 8 of Role-Agent (arXiv 2606.10917),
+whose eq. 7 compares the turns of a whole batch. A state is the observation before a turn. A state
+that occurs once gives 0. There is no experience.
 """
 
 from __future__ import annotations

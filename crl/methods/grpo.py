@@ -1,7 +1,8 @@
 """GRPO: the actor alone, without experience. This is the baseline of all other methods.
 
 The advantage of an episode is (reward − mean of its group) / standard deviation of its group (CRL
-eq. 4). The loss is the clipped surrogate with one ratio per token.
+eq. 4; `actor.advantage_scale`). The loss is the clipped surrogate, averaged over the tokens of an
+episode. It has one ratio per token; that of eq. 4 is for the whole answer (`actor.ratio`).
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
 The members of a group are attempts at its task, one after the other, until one succeeds. After a
 failed attempt, the actor or the extractor reflects on it in words. The last reflections guide the
-next attempt. `rollout.group_size` is the maximum number of attempts.
+next attempt (Algorithm 1; `crl.rollout.attempts`). `rollout.group_size` is the maximum number of
+attempts. The paper's Evaluator is the environment, which reports the success.
 
-The reflections are also experiences of the bank, each for its own goal. Evaluations are played
-without reflections, with those of the bank, and in unseen places with those of earlier visits.
+**Ours**: the reflections are also experiences of the bank, each for its own goal. Evaluations are
+played without reflections, with those of the bank, and in unseen places with those of earlier
+visits.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from crl.config.method import (
     NOTE_DEFAULTS,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 class ReflexionSection(MethodSection):
     """Settings of the method `reflexion`."""
+
+    SHOWN: ClassVar = ("memory",)
 
     writer: Literal["actor", "extractor"] = "actor"
     """Model that reflects on failed attempts: in the paper the actor. The bundled actor cannot."""

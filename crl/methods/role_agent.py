@@ -1,27 +1,27 @@
 """Role-Agent (Wang et al., arXiv 2606.10917): the actor is both the agent and the environment.
 
-World-in-Agent (§3.2): the agent predicts the next states in its replies, in evaluations too. The
-similarity of a prediction and the state that followed raises the return of a turn, if a positive
-reward follows and the episode has not failed (`PredictedStepAdvantage`, eq. 5 and 6). The
-advantages are those of GiGPO with these returns, A = A_S + α · A_E (eq. 7 and 8, line 17 of
-Algorithm 1).
+World-in-Agent (§3.2): the agent predicts the next H states in its replies, in evaluations too. The
+similarity r̃ of a prediction and the state that followed (`crl.algo.states.similarity`) raises the
+return of a turn to R_task · (1 + c · Σ_h γ^(h−1) r̃(t, h)), if a positive reward follows and the
+episode has not failed (`PredictedStepAdvantage`, eq. 4 to 6). The advantages are those of GiGPO
+with these returns, A = A_S + α · A_E (eq. 7 and 8, line 17 of Algorithm 1).
 
 Agent-in-World (§3.3): after a failed episode, the actor writes a note with failure mode
 (`crl.manager.failure_notes`), lesson and query into the bank. Training tasks with similar failures
-are retrieved and drawn again. No agent is shown a note.
+are retrieved and drawn again (`crl.methods.parts.replay`). No agent is shown a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from crl.config.method import MethodSection, MethodSpec, Notes, Part, parts_with_writer
 from crl.config.section import Count
 from crl.errors import ConfigError
-from crl.methods.parts.failure_settings import LIBRARY_DEFAULTS, check_library
+from crl.methods.parts.failure_settings import LIBRARY_DEFAULTS, UNUSED_WITHOUT, check_library
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -35,13 +35,18 @@ Weight = Annotated[float, Field(ge=0)]
 class RoleAgentSection(MethodSection):
     """Settings of the method `role_agent`."""
 
+    SWITCHES: ClassVar = UNUSED_WITHOUT
+
     prediction_weight: Weight = 1.0
-    """Weight c of the predictions in the returns: 1 in eq. 6, 0.2 in the released code. 0 = off."""
+    """Weight c of the predictions in the returns: 1 in eq. 6, 0.2 in the released code. 0 = off.
+
+    With actor.advantage_scale = "std", it hardly matters in states with equal outcomes.
+    """
     horizon: Share = 0.05
     """Number H of predicted states in a reply, as a share of the task's max_turns.
 
-    H is rounded (a half to the even number) and at least 1. 0.05 is the paper's value: 2 states for
-    50 turns, 1 for 15. 0 gives H = 1 for all tasks, as in the released code.
+    H is rounded (a half to the even number) and at least 1. The paper's 0.05 gives 2 states for 30
+    and for 50 turns, and 1 for 15. 0 gives H = 1 for all tasks, as in the released code.
     """
     episode_weight: Weight = 1.0
     """α: weight of the advantage of the episode, relative to that of the turn."""
@@ -67,7 +72,8 @@ class RoleAgentSection(MethodSection):
     """Choice of the tasks with similar failures.
 
     embedding = the failures whose notes are nearest to the query; model = the writer chooses among
-    the nearest (Figure 9). The default needs no further answers, and suits tiny models.
+    the nearest, as in the paper (Figure 9). The default needs no further answers, and suits tiny
+    models.
     """
     matches: Count = 3
     """Maximum number of tasks that are retrieved for a failure mode of a group (Figure 10: 3)."""

@@ -26,10 +26,21 @@ LIBRARY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         },
         # Enough for the 30 tasks among which the model chooses, with 8 failures each.
         "retrieval": {"candidates": 256, "min_similarity": 0.1},
+        # Table 5: temperature of the reflection.
         "extractor": {"merge_every": 0, "temperature": 0.5},
+        "ask": {"enabled": False},
+        "critic": {"enabled": False},
     }
 )
 """Settings of a method with a library of failures, which replace those of the preset."""
+
+UNUSED_WITHOUT: Mapping[str, str] = MappingProxyType(
+    {
+        "horizon": "role_agent.prediction_weight",
+        **dict.fromkeys(("writer", "retrieval", "matches", "history"), "role_agent.replay_ratio"),
+    }
+)
+"""Settings of Role-Agent without effect if another one is 0."""
 
 
 def check_library(config: RunConfig) -> None:

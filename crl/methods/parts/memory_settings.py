@@ -30,6 +30,16 @@ MEMORY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """Settings of EMPO² that replace those of the preset."""
 
+UNUSED_WITHOUT: Mapping[str, str] = MappingProxyType(
+    {
+        "off_policy_share": "empo2.memory_share",
+        "off_policy_old": "empo2.off_policy_share",
+        "novelty_states": "empo2.novelty_coef",
+        "novelty_similarity": "empo2.novelty_coef",
+    }
+)
+"""Settings of EMPO² without effect if another one is 0."""
+
 
 def check_memory(config: RunConfig, settings: Empo2Section) -> None:
     """Raise `ConfigError` for settings that contradict tips or off-policy updates."""

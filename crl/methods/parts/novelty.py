@@ -123,8 +123,8 @@ class StateNovelty:
 
 
 def novelty_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean intrinsic reward of the episodes without an error, as `rollout/novelty`."""
-    rewards = [t.rewards["novelty"] for t in batch if not t.error]
+    """Return the mean intrinsic reward of the episodes that got one, as `rollout/novelty`."""
+    rewards = [t.rewards["novelty"] for t in batch if "novelty" in t.rewards]
     return {"rollout/novelty": fmean(rewards)} if rewards else {}
 
 

@@ -1390,15 +1390,31 @@ def test_the_asymmetric_clip_has_a_smaller_penalty(model: Path):
     assert clips(asymmetric, "extractor.perplexity.clip_low=0.5") == (0.5, 1.0)
 
 
-def test_periodic_self_distillation_requires_self_distillation(model: Path):
-    key, weight = "complementary.self_distillation_every", "complementary.self_distillation"
-    assert config_error(model, f"{key}=5") == (
-        f"{key} = 5: has no effect because {weight} is 0. Add --set {weight}=0.5, or leave it out."
+@pytest.mark.parametrize(
+    ("method", "setting", "value", "switch"),
+    [
+        ("complementary", "self_distillation_every", 5, "self_distillation"),
+        ("empo2", "off_policy_share", 0.9, "memory_share"),
+        ("empo2", "off_policy_old", "without_tips", "off_policy_share"),
+        ("empo2", "novelty_states", "new", "novelty_coef"),
+        ("empo2", "novelty_similarity", 0.9, "novelty_coef"),
+        ("role_agent", "horizon", 0.1, "prediction_weight"),
+        ("role_agent", "matches", 9, "replay_ratio"),
+    ],
+)
+def test_settings_of_a_method_whose_switch_is_0(
+    model: Path, method: str, setting: str, value: float | str, switch: str
+):
+    key, off = f"{method}.{setting}", f"{method}.{switch}"
+    assert config_error(model, f"{key}={value}", f"{off}=0", options={"method": method}) == (
+        f"{key} = {value!r}: has no effect because {off} is 0. Set {off} above 0, or leave it out."
     )
-    assert resolved(model, f"{weight}=0.5", f"{key}=5")
-    assert "should be greater than or equal to 1" in config_error(
-        model, f"{weight}=0.5", f"{key}=0"
-    )
+    assert resolved(model, f"{key}={value}", f"{off}=0.5", options={"method": method})
+
+
+def test_self_distillation_in_no_step_is_refused(model: Path):
+    sets = ("complementary.self_distillation=0.5", "complementary.self_distillation_every=0")
+    assert "should be greater than or equal to 1" in config_error(model, *sets)
 
 
 def test_a_saved_run_with_settings_of_a_part_that_is_off_can_be_read(model: Path, tmp_path: Path):

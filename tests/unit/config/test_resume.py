@@ -100,6 +100,25 @@ def test_evaluations_with_experience_depend_on_what_agents_are_shown(
         assert not measured_change(alone, setting), "its agents are shown no experience"
 
 
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("empo2", "empo2.tips=1"),
+        ("reflexion", "reflexion.memory=1"),
+        ("complementary", "complementary.show_record=true"),
+    ],
+)
+def test_evaluations_depend_on_what_a_method_shows(method: str, setting: str) -> None:
+    saved = load(["room"], options={"method": method})
+    assert measured_change(saved, setting) == {setting.partition("=")[0]}
+
+
+def test_the_keys_of_stored_tips_are_fixed() -> None:
+    saved = load(["room"], options={"method": "empo2"})
+    with pytest.raises(ConfigError, match="the tips in the bank have the keys of the run"):
+        resumed(saved, "empo2.key=conversation")
+
+
 def measured_change(saved: RunConfig, *sets: str) -> set[str]:
     """Return the keys by which evaluations differ after a resumption with other settings."""
     before, after = measured_settings(saved), measured_settings(resumed(saved, *sets)[0])

@@ -520,7 +520,7 @@ def test_elsewhere_the_goal_identifies_the_place(name: str) -> None:
     assert len(places) == len({task.goal for task in drawn})
 
 
-@pytest.mark.parametrize("method", ["empo2", "reflexion"])
+@pytest.mark.parametrize("method", ["empo2", "reflexion", "role_agent"])
 def test_presets_that_ask_do_not_ask_about_notes(method: str) -> None:
     config = load(["room"], preset="node8", options={"method": method})
     assert not (config.ask.enabled)
