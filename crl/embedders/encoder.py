@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.errors import ConfigError, EngineError
 from crl.modeling.loading import (
+    OWN_FILES,
     checksum,
     first_line,
     named_weights,
+    not_loadable,
     resolve_device,
     silence_transformers,
 )
@@ -127,15 +129,11 @@ def _load(settings: EncoderSettings, device: torch.device) -> PreTrainedModel:
     folder = str(settings.folder)
     try:
         model, info = AutoModel.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-            settings.folder, dtype="auto", local_files_only=True, output_loading_info=True
+            settings.folder, dtype="auto", output_loading_info=True, **OWN_FILES
         )
     except Exception as error:  # a broken file can fail in many ways
-        raise ConfigError(
-            MODEL_KEY,
-            folder,
-            f"the model cannot be loaded ({first_line(error)})",
-            "Give a directory with a text encoder",
-        ) from error
+        remedy = "Give a directory with a text encoder"
+        raise not_loadable(MODEL_KEY, settings.folder, error, remedy) from error
     # The output of the pooler is not used, so its weights may be missing.
     if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
         reason = f"its checkpoint lacks weights: {missing[0]} ({len(missing)} in total)"
@@ -153,11 +151,11 @@ def encoder_tokenizer(settings: EncoderSettings) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(settings.folder, **OWN_FILES)
     except Exception as error:
-        reason = f"its tokenizer cannot be loaded ({first_line(error)})"
-        raise ConfigError(
-            MODEL_KEY, str(settings.folder), reason, "Put the tokenizer's files in this directory"
+        remedy = "Put the tokenizer's files in this directory"
+        raise not_loadable(
+            MODEL_KEY, settings.folder, error, remedy, part="its tokenizer"
         ) from error
     # Without its files, transformers builds an empty tokenizer.
     if not tokenizer("Go north?")["input_ids"]:

@@ -26,7 +26,7 @@ from crl.embedders.encoder import encoder_tokenizer, token_limit
 from crl.embedders.recipe import MODEL_KEY, EncoderSettings, Pooling
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, start_vllm
 from crl.errors import ConfigError
-from crl.modeling.loading import first_line
+from crl.modeling.loading import OWN_FILES, first_line
 
 VLLM_POOLING: dict[Pooling, Literal["MEAN", "CLS", "LAST"]] = {
     "mean": "MEAN",
@@ -59,7 +59,7 @@ class VllmEmbedder:
         batch: int,
         threads: int,
     ) -> None:
-        config = AutoConfig.from_pretrained(settings.folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(settings.folder, **OWN_FILES)
         self._settings, self._model_type = settings, config.model_type
         self._tokenizer = encoder_tokenizer(settings)
         self._max_tokens = token_limit(settings, self._tokenizer, config)

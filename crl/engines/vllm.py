@@ -61,7 +61,7 @@ from crl.engines.vllm_heads import WiderHeads
 from crl.engines.vllm_replica import Replica, gpu_share, on_cpu, shut_down_on_error, start_vllm
 from crl.errors import ConfigError, EngineError, RolloutError
 from crl.modeling import ADAPTER_WEIGHTS, Precision
-from crl.modeling.loading import InProcessWeights, checksum, first_line
+from crl.modeling.loading import OWN_FILES, InProcessWeights, checksum, not_loadable
 from crl.modeling.weights import (
     LOOPBACK_ADDRESS,
     FileWeights,
@@ -696,12 +696,9 @@ def wider_heads(config: PreTrainedConfig) -> WiderHeads | None:
 
 def _config(model: Path, key: str) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True)
+        return AutoConfig.from_pretrained(model, **OWN_FILES)
     except Exception as error:  # a broken file raises many types of errors
-        reason = f"its config.json cannot be read ({first_line(error)})"
-        raise ConfigError(
-            key, str(model), reason, "Give a directory with a causal language model"
-        ) from error
+        raise not_loadable(key, model, error, part="its config.json") from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -129,8 +129,8 @@ def made_from(file: Path, folder: Path, write: Callable[[Path, Path], None], key
         if not (folder / "config.json").is_file():  # no other process has made it meanwhile
             first_line = str(error).strip().split("\n")[0].rstrip(".")
             remedy = (
-                "Give a GGUF file of a language model that transformers supports, or a directory "
-                "in Hugging Face format"
+                "Download the file again in case it is incomplete, or give a GGUF file of a "
+                "language model that transformers supports, or a directory in Hugging Face format"
             )
             if is_disk_full(error):
                 remedy = f"Free some disk space in {folder.parent}, or set XDG_CACHE_HOME"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,11 @@ from crl.protocols import WeightManifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+OWN_FILES: Mapping[str, bool] = MappingProxyType(
+    {"local_files_only": True, "trust_remote_code": False}
+)
+"""Arguments of transformers for a model's directory: no downloads, and none of its code is run."""
 
 CHECKSUM_ROW_WORDS = 4096
 """Number of 32-bit words that a checksum sums together."""
@@ -52,12 +58,10 @@ def load_tokenizer(path: Path, key: str = "actor.model") -> PreTrainedTokenizerB
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, **OWN_FILES)
     except Exception as error:  # a broken file raises many types of errors
-        reason = f"its tokenizer cannot be loaded ({first_line(error)})"
-        raise ConfigError(
-            key, str(path), reason, "Put the tokenizer's files in this directory"
-        ) from error
+        remedy = "Put the tokenizer's files in this directory"
+        raise not_loadable(key, path, error, remedy, part="its tokenizer") from error
     if not tokenizer.chat_template:
         raise ConfigError(
             key,
@@ -133,20 +137,20 @@ def load_model(
 
     silence_transformers()
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, **OWN_FILES)
     except Exception as error:  # a broken file raises many types of errors
-        raise _not_loadable(path, key, error) from error
+        raise not_loadable(key, path, error) from error
     require_trainable(config, path, key)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,  # pyright: ignore[reportGeneralTypeIssues]
             dtype=dtype,
             attn_implementation="sdpa",
-            local_files_only=True,
             output_loading_info=True,
+            **OWN_FILES,
         )
     except Exception as error:  # a broken file raises many types of errors
-        raise _not_loadable(path, key, error) from error
+        raise not_loadable(key, path, error) from error
     # Transformers initialises missing weights with random numbers.
     if missing := sorted(report["missing_keys"]):
         reason = f"its checkpoint lacks weights: {missing[0]} ({len(missing)} in total)"
@@ -169,21 +173,29 @@ def meta_model(path: Path, key: str = "actor.model", *, encoder: bool = False) -
 
     silence_transformers()
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, **OWN_FILES)
     except Exception as error:  # a broken file raises many types of errors
-        raise _not_loadable(path, key, error) from error
+        raise not_loadable(key, path, error) from error
     if not encoder:
         require_trainable(config, path, key)
     try:
         with init_empty_weights(include_buffers=True):
-            return (AutoModel if encoder else AutoModelForCausalLM).from_config(config)
+            kind = AutoModel if encoder else AutoModelForCausalLM
+            return kind.from_config(config, trust_remote_code=False)
     except Exception as error:  # a broken file raises many types of errors
-        raise _not_loadable(path, key, error) from error
+        raise not_loadable(key, path, error) from error
 
 
-def _not_loadable(path: Path, key: str, error: Exception) -> ConfigError:
-    reason = f"the model cannot be loaded ({first_line(error)})"
-    return ConfigError(key, str(path), reason, "Give a directory with a causal language model")
+def not_loadable(
+    key: str, path: Path, error: Exception,
+    remedy: str = "Give a directory with a causal language model", *, part: str = "the model",
+) -> ConfigError:  # fmt: skip
+    """Return the error for a part of a model's directory that transformers cannot load."""
+    reason = f"{part} cannot be loaded ({first_line(error)})"
+    if "trust_remote_code" in str(error):
+        reason = f"{part} needs code from this directory, which crl does not run"
+        remedy = "Use a model whose architecture is part of transformers"
+    return ConfigError(key, str(path), reason, remedy)
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

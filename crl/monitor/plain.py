@@ -73,6 +73,7 @@ SFT_COLUMNS: Columns = (
     ("loss", "sft/nll", ".4f"),
     ("lr", "sft/learning_rate", ".1e"),
     ("grad", "sft/grad_norm", ".2f"),
+    ("skipped", "sft/skipped_updates", ".0f"),
 )
 
 COLUMNS: Mapping[str, Columns] = {

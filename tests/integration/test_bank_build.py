@@ -145,18 +145,18 @@ def test_episodes_of_other_programs(tasks: tuple[str, ...], played: Path, tmp_pa
         ("", (), "has no episodes. Give another file."),
         (line(task="maze.py:SPEC"), (), "line 1': is of the task 'maze.py:SPEC', which is not"),
         ("[]", (), "line 1': is of the task None, which is not bundled. Correct it, or name"),
-        (f"{line()}\n{{", ("--tasks", "room"), "line 2': has no text as goal, or no true or false"),
+        (f"{line()}\n{{", ("--tasks", "room"), "line 2': is not JSON (Expecting property"),
         (line(success=1), ("--tasks", "room"), "line 1': has no text as goal"),
         (line(task="maze"), ("--tasks", "room"), "is of the task 'maze', which --tasks does not"),
         (line(task=["room"]), ("--tasks", "room"), "is of the task ['room'], which --tasks does"),
         (line(goal="\ud800"), ("--tasks", "room"), "line 1': has no text as goal"),
-        ("[" * 100_000, ("--tasks", "room"), "line 1': has no text as goal"),
+        ("[" * 100_000, ("--tasks", "room"), "line 1': is not JSON (maximum recursion depth"),
         (
             line(messages=[{"role": "user", "content": "\ud800"}]),
             ("--tasks", "room"),
-            "is not a conversation in which the assistant",
+            "the content of message 1 is not a text",
         ),
-        (line(messages=[]), ("--tasks", "room"), "is not a conversation in which the assistant"),
+        (line(messages=[]), ("--tasks", "room"), "has no message of the assistant"),
     ],
 )
 def test_faulty_files(tmp_path: Path, text: str, arguments: tuple[str, ...], error: str) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from crl.config.load import load_saved
 from crl.config.models import model_profile, resolve_model
 from crl.modeling.loading import load_model, load_tokenizer
 from crl.records.reader import episode_shards
-from crl.records.shards import read_shard
+from crl.records.shards import read_shard, write_shard
 from crl.run.halves import sft
 from crl.run.halves.sft import minibatch, recorded_demonstrations
 from crl.run.models import actor_model
@@ -28,14 +29,17 @@ from support.whole_runs import crl, episodes, lines, metrics, one_line
 TASK = ("--tasks", "room", "--set", "rollout.groups=8", "--set", "rollout.group_size=4")
 FAST = ("--learning-rate", "1e-3")
 TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
-INVALID_LINES = (
-    "no JSON",
-    '{"messages": []}',
-    '{"messages": [{"role": "user", "content": "a"}]}',
-    '{"messages": [{"role": "tool", "content": "a"}]}',
-    '{"messages": [{"role": 1}]}',
-    '{"messages": [{"role": "assistant", "content": "a"}]}',
-)
+INVALID_LINES = {
+    "no JSON": "is not JSON (Expecting value: line 1 column 1 (char 0))",
+    '{"prompt": "a", "completion": "b"}': "has no list of messages",
+    '{"messages": []}': "has no message of the assistant",
+    '{"messages": [{"role": "user", "content": "a"}]}': "has no message of the assistant",
+    '{"messages": [{"role": "tool", "content": "a"}]}': "message 1 has the role 'tool'",
+    '{"messages": [{"role": 1}]}': "message 1 has no role or no content",
+    '{"messages": [{"role": "user", "content": [1]}]}': "the content of message 1 is not a text",
+    '{"messages": [{"role": "assistant", "content": "a"}]}': "begins with the assistant",
+}
+"""Invalid lines of a file of conversations, and the reasons that an error gives."""
 
 
 @pytest.fixture(scope="module")
@@ -351,12 +355,12 @@ def test_conversations(tmp_path: Path) -> None:
     assert "18 demonstrations with" in result.stdout
     start, best = losses(result.stdout)
     assert best < start - 0.3
-    for line in INVALID_LINES:
+    for line, reason in INVALID_LINES.items():
         file.write_text(json.dumps({"messages": talks[0]}) + "\n\n" + line + "\n", "utf-8")
         error = one_line(
             crl("sft", "--from", file, "--tasks", "room", "--run-dir", tmp_path / "none")
         )
-        assert f"{file}, line 3': is not a conversation in which the assistant answers" in error
+        assert f"{file}, line 3': {reason}" in error
         assert not (tmp_path / "none" / "config.json").exists()
 
 
@@ -383,12 +387,40 @@ def test_answers_of_a_file_have_no_control_tokens(tmp_path: Path) -> None:
     assert f"{file}, line 21': an answer contains the control token '<|im_end|>' of the" in error
 
 
+def test_recorded_replies_with_control_tokens_are_left_out(
+    demonstrated: Path, tmp_path: Path
+) -> None:
+    """Their texts may come from a model of another family, in which they are no control tokens."""
+    run = tmp_path / "run"
+    shutil.copytree(demonstrated, run)
+    step, shard = next(iter(episode_shards(run).items()))
+    first, *others = read_shard(shard)
+    reply = next(i for i, s in enumerate(first.segments) if s.origin == "policy")
+    segments = list(first.segments)
+    segments[reply] = replace(segments[reply], text="north<|im_end|>")
+    write_shard(shard.parent, step, [replace(first, segments=tuple(segments)), *others])
+    result = crl("sft", "--from", run, "--epochs", 1, "--run-dir", tmp_path / "sft")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "1 episode left out: a reply contains a control token of the model" in result.stdout
+
+
+def test_a_training_without_finite_updates_is_an_error(tmp_path: Path) -> None:
+    file, run = tmp_path / "talks.jsonl", tmp_path / "run"
+    file.write_text(f"{TALK}\n" * 20, "utf-8")
+    options = ("--from", file, "--tasks", "room", "--held-out", 0, "--batch-tokens", 64)
+    error = one_line(crl("sft", *options, "--learning-rate", 1e30, "--run-dir", run))
+    assert "of epoch 1 were skipped, because the loss or the gradient was not finite" in error
+    assert not (run / "actor").exists()
+    error = one_line(crl("sft", *options, "--context-weight", "inf", "--run-dir", tmp_path / "n"))
+    assert "--context-weight = inf: is not a finite number" in error
+
+
 def test_turns_in_overtime_are_not_trained(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert crl("rollout", *TASK, "--steps", 1, "--run-dir", run).exit_code == 0
     saved, renderer = load_saved(run).config, actor_model(load_saved(run).config, print).renderer
     shards = episode_shards(run)
-    found = recorded_demonstrations(saved, renderer, shards, lost=True)
+    found = recorded_demonstrations(saved, renderer, shards, lost=True, note=print)
     played = [t for path in shards.values() for t in read_shard(path)]
     assert any(sum(s.origin == "policy" for s in t.segments) > t.turns for t in played)
     for demonstration, t in zip(found, played, strict=True):

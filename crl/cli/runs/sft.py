@@ -6,6 +6,7 @@ Modules that need torch are imported inside the command.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,6 +188,9 @@ def sft(
         "--lost": lost or None,
     }
     kind = _kind(source)
+    if not isfinite(context_weight):
+        reason = "is not a finite number"
+        raise ConfigError("--context-weight", context_weight, reason, "Use a number from 0 on")
     _refuse_unused(kind, given)
     _refuse_decay(role, sets)
     _refuse_no_samples(source, kind, role, held_out)
@@ -241,7 +245,7 @@ def _kind(source: str) -> str:
     path = Path(source)
     if source in (SCRIPTED, DRILLS):
         return source
-    if not path.exists():
+    if not source or not path.exists():
         reason = "is neither scripted, nor drills, nor a run, nor a file"
         raise ConfigError("--from", source, reason, "Give one of these")
     return "recorded" if path.is_dir() or path.name.endswith(".jsonl.gz") else "conversations"

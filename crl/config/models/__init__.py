@@ -304,21 +304,27 @@ def _safetensors_header(file: Path, key: str) -> dict[str, dict]:
     """Return the header: an entry for each tensor, and the metadata.
 
     The file starts with the length of the header as a little-endian u64, followed by the header as
-    JSON.
+    JSON. Raise `ConfigError` also if the file is shorter than its header says.
     """
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > file.stat().st_size:
+            size = file.stat().st_size
+            if length > size:
                 raise ValueError("the header is longer than the file")
             header = json.loads(stream.read(length))
         if not isinstance(header, dict):
             raise ValueError("the header is not an object")
-        return header
-    except (ValueError, struct.error) as error:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != _METADATA]
+        whole = 8 + length + max(ends, default=0)
+    except (ValueError, LookupError, TypeError, struct.error) as error:
         raise ConfigError(
             key,
             str(file),
             f"is not a safetensors file ({error})",
             "Download or create the model again",
         ) from error
+    if size < whole:
+        reason = f"is incomplete: it has {size:,} of {whole:,} bytes"
+        raise ConfigError(key, str(file), reason, "Download or create the model again")
+    return header

@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from crl.types import (
     CURRENT_POLICY,
     Minibatch,
     RoleName,
+    Segment,
     StepStats,
     TokenTrace,
     TrainSample,
@@ -123,19 +124,33 @@ class SftResult:
 
 
 def recorded_demonstrations(
-    config: RunConfig, renderer: ChatRenderer, shards: Mapping[int, Path], *, lost: bool
-) -> list[Demonstrated]:
+    config: RunConfig, renderer: ChatRenderer, shards: Mapping[int, Path], *, lost: bool,
+    note: Callable[[str], None],
+) -> list[Demonstrated]:  # fmt: skip
     """Return recorded episodes as demonstrations, with tokens of the model that is trained.
 
-    Episodes with an error are left out, and lost ones too unless `lost` is true. Turns in overtime
-    are not trained.
+    Episodes with an error are left out, and lost ones too unless `lost` is true. So are those with
+    a control token of the model in a reply, and `note` is called with their number. Turns in
+    overtime are not trained.
     """
-    episodes = (t for path in shards.values() for t in read_shard(path))
-    return [
-        Demonstrated(t.task.goal, _traces(config, renderer, t))
-        for t in episodes
+    episodes = [
+        t
+        for path in shards.values()
+        for t in read_shard(path)
         if t.error is None and (lost or t.success)
     ]
+    plain = [t for t in episodes if not renderer.control_token(_replies(t.segments))]
+    if left_out := len(episodes) - len(plain):
+        note(
+            f"{counted(left_out, 'episode')} left out: a reply contains a control token of the "
+            "model, which would be trained as one"
+        )
+    return [Demonstrated(t.task.goal, _traces(config, renderer, t)) for t in plain]
+
+
+def _replies(segments: Iterable[Segment]) -> str:
+    """Return the texts of the policy, one after the other."""
+    return "".join(segment.text for segment in segments if segment.origin == "policy")
 
 
 def _traces(
@@ -163,8 +178,7 @@ def conversations(file: Path, renderer: ChatRenderer) -> list[Demonstrated]:
     found: list[Demonstrated] = []
     for line, value in read_lines(file):
         segments = conversation(value, line)
-        answers = "".join(s.text for s in segments if s.origin == "policy")
-        if token := renderer.control_token(answers):
+        if token := renderer.control_token(_replies(segments)):
             reason = f"an answer contains the control token {token!r} of the model"
             raise ConfigError("--from", line, reason, "Remove it: the chat template adds it")
         try:
@@ -259,7 +273,12 @@ async def _fine_tune(
     log_every = max(LOG_EVERY, math.ceil(sum(map(len, epochs)) / MAX_LINES))
     for epoch, batches in enumerate(epochs, start=1):
         minibatches = (minibatch(batch, settings.context_weight) for batch in batches)
-        await _train_epoch(learner, minibatches, updates, monitor, log_every)
+        skipped = await _train_epoch(learner, minibatches, updates, monitor, log_every)
+        if skipped > len(batches) / 2:
+            raise CrlError(
+                f"{skipped} of {counted(len(batches), 'update')} of epoch {epoch} were skipped, "
+                "because the loss or the gradient was not finite. Use a lower --learning-rate."
+            )
         updates += len(batches)
         if engine:
             await sync_weights(learner, engine)
@@ -309,20 +328,23 @@ def _with_schedule(
 async def _train_epoch(
     learner: Learner, minibatches: Iterable[Minibatch], updates: int, monitor: Monitor,
     log_every: int,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Make one update for each minibatch, and log the means over each `log_every` of them.
 
-    `updates`: number of earlier updates, for the log.
+    `updates`: number of earlier updates, for the log. Return the number of skipped updates.
     """
     recent: list[StepStats] = []
+    skipped = 0
     for minibatch in minibatches:
         recent.append(await learner.step([minibatch]))
+        skipped += recent[-1].skipped
         updates += 1
         if len(recent) == log_every:
             monitor.log(updates, "sft", _metrics(recent))
             recent.clear()
     if recent:
         monitor.log(updates, "sft", _metrics(recent))
+    return skipped
 
 
 def _metrics(updates: Sequence[StepStats]) -> dict[str, float]:
@@ -343,9 +365,11 @@ async def _write(learner: Learner, initial: ModelRole, target: Path) -> None:
     def finish() -> None:
         write()
         copy_model_files(initial.path, part, initial.section.profile)
+        old = target.with_name(f".{target.name}.old")
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(old)  # a model is on the disk at any time
         part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
 
     await asyncio.to_thread(finish)
 
@@ -365,7 +389,9 @@ def _demonstrations(
         found = conversations(source.files, renderer)
     else:
         assert source.files is not None
-        found = recorded_demonstrations(config, renderer, source.files, lost=source.lost)
+        found = recorded_demonstrations(
+            config, renderer, source.files, lost=source.lost, note=monitor.note
+        )
     if not found:
         reason, remedy = "no episode was won", "or --lost to train on lost episodes too"
         if is_conversations or source.lost:

@@ -300,6 +300,18 @@ def test_the_commands(installed: Path, tiny_actor: Path, tmp_path: Path) -> None
     assert (code, lines[-1]) == (0, missing)
     code, lines = run("get", "smollm2")
     assert (code, lines[-1]) == (0, "use it with: --set actor.model=smollm2")
+    config, weights = (imported_folder("smollm2") / n for n in ("config.json", "model.safetensors"))
+    for file, text, reason in (
+        (config, b"{", "cannot be read"),
+        (weights, weights.read_bytes()[:-100], "is incomplete: it has"),
+    ):
+        whole = file.read_bytes()
+        file.write_bytes(text)
+        code, (line,) = run("get", "smollm2")
+        assert code == 2
+        assert line.startswith(f"error: get = 'smollm2': its directory is damaged: {file} {reason}")
+        assert line.endswith(f"Remove it first: rm -r {imported_folder('smollm2')}.")
+        file.write_bytes(whole)
     code, lines = run("list")
     row = ["smollm2", "197,440", "full", str(imported_folder("smollm2").resolve())]
     assert (code, lines[-1].split()) == (0, row)

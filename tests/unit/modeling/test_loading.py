@@ -8,6 +8,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,34 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error(
         load_model(copied, CPU)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value), "one line, although transformers reports several"
+
+
+OWN_CODE = """
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+Path(__file__).with_name("ran").touch()
+
+
+class Config(PretrainedConfig):
+    model_type = "own"
+"""
+
+
+@pytest.mark.parametrize("load", [partial(load_model, device=CPU), meta_model, load_tokenizer])
+def test_code_in_the_directory_of_a_model_is_not_run(
+    copied: Path, load: Callable[[Path], object]
+) -> None:
+    (copied / "own.py").write_text(OWN_CODE)
+    for name, entry in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        settings = json.loads((copied / name).read_text("utf-8"))
+        code: object = [None, "own.Config"] if entry == "AutoTokenizer" else "own.Config"
+        settings |= {"model_type": "own", "tokenizer_class": "Own", "auto_map": {entry: code}}
+        (copied / name).write_text(json.dumps(settings), "utf-8")
+    with pytest.raises(ConfigError, match="needs code from this directory, which crl does not run"):
+        load(copied)
+    assert not [*copied.rglob("ran")]
 
 
 @pytest.mark.parametrize(
