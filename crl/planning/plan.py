@@ -18,6 +18,7 @@ from crl.config.models import (
     is_adapter,
     model_size,
 )
+from crl.config.models.packaged import PACKAGED_MODELS, imported_folder
 from crl.config.models.shapes import PUBLISHED_SHAPES, ModelShape
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
@@ -199,7 +200,21 @@ def _models(config: RunConfig, only: RoleName | None = None) -> str:
         _model(role, section.model, config.profile(role)) + _adapter(config, role)
         for role, section in model_sections(config, only).items()
     ]
-    return "\n".join([*models, *_writer_warnings(config)])
+    untrained = [] if only else _untrained_warnings(config)
+    return "\n".join([*models, *untrained, *_writer_warnings(config)])
+
+
+def _untrained_warnings(config: RunConfig) -> list[str]:
+    """Return the warnings about models as published that read the compact rendering."""
+    published = {name: str(imported_folder(name)) for name in PACKAGED_MODELS}
+    return [
+        f"warning: {role}.model is {name} as published, which hardly ever answers in the compact "
+        f"rendering. Train it first: crl sft --preset {name} --from drills --role {role} "
+        f"--tasks {','.join(config.tasks)}"
+        for role, section in model_sections(config).items()
+        for name, folder in published.items()
+        if section.model in (name, folder) and config.profile(role) == "compact"
+    ]
 
 
 def _writer_warnings(config: RunConfig) -> list[str]:

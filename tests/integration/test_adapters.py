@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from crl.config.models import adapter_base, resolve_model
 from crl.config.schema import LoraSection
@@ -360,4 +360,8 @@ def test_adapters_with_wrong_files_are_refused(tmp_path: Path) -> None:
     empty.mkdir()
     (empty / "adapter_config.json").write_text('{"base_model_name_or_path": "tiny-actor"}')
     with pytest.raises(ConfigError, match=r"contains no adapter_model\.safetensors"):
+        require_model(str(empty), "actor.model")
+    save_file({"a": torch.zeros(8)}, weights := empty / "adapter_model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors': is incomplete: it has"):
         require_model(str(empty), "actor.model")

@@ -299,7 +299,7 @@ def test_the_commands(installed: Path, tiny_actor: Path, tmp_path: Path) -> None
     code, lines = run("list")
     assert (code, lines[-1]) == (0, missing)
     code, lines = run("get", "smollm2")
-    assert (code, lines[-1]) == (0, "use it with: --set actor.model=smollm2")
+    assert (code, lines[-1]) == (0, "use it with: --preset smollm2, or --set actor.model=smollm2")
     config, weights = (imported_folder("smollm2") / n for n in ("config.json", "model.safetensors"))
     for file, text, reason in (
         (config, b"{", "cannot be read"),

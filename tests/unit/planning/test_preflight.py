@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from crl.config.load import dump, load
+from crl.config.models.packaged import imported_folder
 from crl.config.models.shapes import require_context
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError
@@ -510,6 +511,26 @@ def test_the_plan_warns_if_a_tiny_actor_should_write_notes(
     text = overview(load(["room"], options={"method": method}, sets=sets))
     assert ("tiny actors were not trained to write" in text) == warned
     assert (f"Add --set {method}.writer=extractor" in text) == warned
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_plan_warns_of_an_untrained_packaged_model(
+    folder: bool, tiny_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    warning = (
+        "warning: actor.model is smollm2 as published, which hardly ever answers in the compact "
+        "rendering. Train it first: crl sft --preset smollm2 --from drills --role actor "
+        "--tasks room"
+    )
+    if folder:
+        shutil.copytree(tiny_actor, imported_folder("smollm2"))
+    options = {"method": "grpo"}
+    assert warning in overview(load(["room"], preset="smollm2", options=options))
+    trained = [f"actor.model={shutil.copytree(tiny_actor, tmp_path / 'trained')}"]
+    assert "warning" not in overview(
+        load(["room"], preset="smollm2", options=options, sets=trained)
+    )
 
 
 def test_the_plan_of_reflexion_tells_which_reflections_guide() -> None:
