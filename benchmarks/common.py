@@ -81,6 +81,16 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     temporary.rename(path)
 
 
+def saved_rows(path: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run. End the process if it had other settings."""
+    if path is None or not path.exists():
+        return []
+    saved = json.loads(path.read_text("utf-8"))
+    if saved["settings"] != settings:
+        sys.exit(f"{path} has results of other settings: {saved['settings']}. Give another --out.")
+    return saved["rows"]
+
+
 def machine() -> dict[str, Any]:
     """Return the machine and the versions of its software."""
     return {

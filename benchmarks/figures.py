@@ -370,7 +370,7 @@ METRIC_TEXTS: Mapping[str, str] = {
     "training, guided, free": "Success of all, of guided and of free training episodes, as a mean "
     f"over the last {LAST_STEPS} steps. Pictures show the whole curve.",
     "early training": f"Success of all training episodes of the first {FIRST_STEPS} steps.",
-    "attempt 1, attempt 8": "Share of tasks that Reflexion solves in at most so many attempts, as "
+    "attempt 1, attempt 8": "Share of tasks that Reflexion solves within so many attempts, as "
     f"a mean over the last {LAST_STEPS} steps.",
     "actions": f"Environment turns of the training episodes of the last {LAST_STEPS} steps, "
     "failed episodes included.",
@@ -800,8 +800,9 @@ FIGURES: Mapping[str, Figure] = {
          "seen with bank", "seen score with bank", "unseen", "unseen score",
          "unseen with online bank", "unseen score with online bank", "unseen visits alone",
          "right lessons", *COSTS),
-        note="Each method has the defaults of crl, which are its paper's values for its own parts, "
-        "and the optimizer, clipping, temperature and sizes of the preset `cpu`, except for the "
+        note="Each method has the defaults of crl for its own parts: its paper's values where the "
+        "paper gives one, otherwise those of its released code or ours ([methods.md](methods.md)). "
+        "It has the optimizer, clipping, temperature and sizes of the preset `cpu`, except for the "
         "clipping of `empo2` (0.3). The preset was tuned for `co-evolved`. For each method that "
         "trains, the same two changes of it were tried (`python benchmarks/methods.py --tune`, "
         "[Tuning of the methods](#tuning-of-the-methods)), and the best of the three settings is "
@@ -812,9 +813,10 @@ FIGURES: Mapping[str, Figure] = {
         "(`co-evolved`, `static`, `self-distillation`) also continue unfinished episodes for "
         "distillation, which the others do not: see their environment turns.\n\n"
         f"{MIXED_TRAINING} The training episodes of `empo2` have memory in some steps, those of "
-        "`role agent` are to a quarter failed tasks that are replayed, and those of `reflexion` "
-        "are attempts until the first success: their `training` is not comparable. *Attempt* is "
-        "the share of the last steps' tasks that `reflexion` solves in so many attempts.\n\n"
+        "`role agent` are up to a quarter replayed failures, and those of `reflexion` are attempts "
+        "until the first success: their `training` is not comparable. *Attempt n* is the share of "
+        "the last steps' tasks that `reflexion` solves within n attempts. Without any reflection, "
+        "it would rise with n too.\n\n"
         "The minutes cannot be compared: other runs shared the machine. The models are the current "
         "bundled ones. The other figures have runs with [those before](#conditions), so no run is "
         "shared with them.",

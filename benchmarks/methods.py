@@ -16,7 +16,8 @@ Stored runs are not repeated.
 
 The third one measures the duration of a training step of every method and task, one short run after
 the other without evaluations: the mean over the steps after the fifth. Nothing else should use the
-machine. The ratio to GRPO (`none`) has the same task.
+machine. The ratio to GRPO (`none`) has the same task. Each run is written when it ends, and the
+same command continues.
 """
 
 from __future__ import annotations
@@ -25,13 +26,22 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import coevolution
 from coevolution import Run, Sweep
-from common import set_options, train_run, without_evaluations, write_results
+from common import (
+    machine,
+    saved_rows,
+    set_options,
+    train_run,
+    without_evaluations,
+    write_results,
+)
 from figures import (
     ARMS,
     CHANGES,
@@ -109,11 +119,9 @@ def stored_scores() -> dict[str, dict[str, float]]:
     return scores({run: stored for run in runs() if (stored := sweep().stored(run))})
 
 
-def tune(arguments: Sequence[str]) -> None:
+def tune(jobs: int) -> None:
     """Make the runs of the tuning that are not stored, and print the scores."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
-    sweep().make(runs(), parser.parse_args(arguments).jobs)
+    sweep().make(runs(), jobs)
     print(table(stored_scores()))
 
 
@@ -136,9 +144,12 @@ def step_seconds(metrics: Lines) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-def seconds_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return seconds by arm and task as a Markdown table, with the ratio to GRPO."""
-    tasks = list(next(iter(seconds.values())))
+def seconds_table(timings: Sequence[Mapping[str, Any]]) -> str:
+    """Return `seconds` by `arm` and `task` as a Markdown table, with the ratio to GRPO."""
+    seconds: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in timings:
+        seconds[row["arm"]][row["task"]] = row["seconds"]
+    tasks = list(seconds[tuned("none")])
     rows: list[Sequence[str]] = [("", *tasks), ("---",) * (len(tasks) + 1)]
     for arm, by_task in seconds.items():
         cells = [
@@ -149,30 +160,47 @@ def seconds_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(markdown_row(*row) for row in rows)
 
 
-def time_steps(arguments: Sequence[str]) -> None:
-    """Measure the duration of a step of each method and task, and print them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
-    options = parser.parse_args(arguments)
-    if options.steps < WARM_UP + 1:
-        parser.error(f"--steps = {options.steps}: must be above {WARM_UP}, which are not timed")
+def time_steps(steps: int, out: Path) -> None:
+    """Measure the duration of a step of each method and task, and print them.
+
+    Runs that are in `out` are not repeated.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     figure = FIGURES["methods"]
-    seconds: dict[str, dict[str, float]] = {arm: {} for arm in figure.arms}
+    settings = {"steps": steps, "processor": machine()["processor"]}
+    rows = saved_rows(out, settings)
+    measured = {(row["task"], row["arm"]) for row in rows}
     for task in figure.settings:
         for arm in figure.arms:
-            seconds[arm][task] = seconds_per_step(task, arm, options.steps)
-    print(seconds_table(seconds))
-    if options.out:
-        write_results(options.out, {"steps": options.steps, "seconds": seconds})
+            if (task, arm) not in measured:
+                seconds = seconds_per_step(task, arm, steps)
+                rows.append({"task": task, "arm": arm, "seconds": seconds})
+                write_results(out, {"settings": settings, "rows": rows})
+    print(seconds_table(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", action="store_true", help="make the runs of the tuning")
+    parser.add_argument("--seconds", action="store_true", help="measure the duration of a step")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
+    parser.add_argument("--steps", type=int, default=25, help="steps of a run of --seconds")
+    parser.add_argument("--out", type=Path, help="JSON file of --seconds")
+    options, others = parser.parse_known_args()
+    if options.tune:
+        tune(options.jobs)
+    elif not options.seconds:
+        sys.argv[1:] = ["--figure", "methods", "--jobs", str(options.jobs), *others]
+        coevolution.main()
+    elif options.out is None:
+        parser.error("--seconds needs --out")
+    elif options.steps < WARM_UP + 1:
+        parser.error(f"--steps = {options.steps}: must be above {WARM_UP}, which are not timed")
+    else:
+        time_steps(options.steps, options.out)
 
 
 if __name__ == "__main__":
-    if "--tune" in sys.argv:
-        tune([word for word in sys.argv[1:] if word != "--tune"])
-    elif "--seconds" in sys.argv:
-        time_steps([word for word in sys.argv[1:] if word != "--seconds"])
-    else:
-        sys.argv[1:1] = ["--figure", "methods"]
-        coevolution.main()
+    main()

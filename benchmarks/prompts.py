@@ -36,7 +36,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import sys
 from collections import Counter
@@ -49,7 +48,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common import commit, processor, write_results
+from common import commit, processor, saved_rows, write_results
 from prompt_episodes import Episode, bank, conversation_before, record
 
 from crl.config import RunConfig, load
@@ -395,16 +394,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| {row['reply_tokens']:.0f} | {row['cut_off']:.2f} | {content} |"
         )
     return "\n".join(lines)
-
-
-def saved_rows(path: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an earlier run. End the process if it had other settings."""
-    if path is None or not path.exists():
-        return []
-    saved = json.loads(path.read_text("utf-8"))
-    if saved["settings"] != settings:
-        sys.exit(f"{path} has results of other settings: {saved['settings']}. Give another --out.")
-    return saved["rows"]
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:

@@ -1034,6 +1034,8 @@ class SearchSection(Section):
                 f"retriever http needs the address of its endpoint in url, such as "
                 f"http://localhost:8000/retrieve, not {self.url!r}"
             )
+        if is_http and "@" in urlsplit(self.url).netloc:
+            raise ValueError("url must not contain a user or a password, which errors would show")
         if self.url and not is_http:
             raise ValueError(f"url does not apply to the retriever {self.retriever}")
         if self.embedder.kind == "vllm" or self.embedder.model == "auto":

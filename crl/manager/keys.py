@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -55,6 +56,15 @@ STATE_KEYS: Mapping[str, StateKey] = MappingProxyType(
     }
 )
 """States by which notes are found, by name."""
+
+
+_FORMULA = re.compile(r": (goal \+ \S+ text|\w+ before the last action)$")
+"""Formula of the keys at the end of their name."""
+
+
+def embedder_of(name: str) -> str:
+    """Return the name of the embedder in the name of keys (`KeyEmbedder.name`)."""
+    return _FORMULA.sub("", name)
 
 
 class KeyEmbedder:

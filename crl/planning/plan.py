@@ -272,7 +272,7 @@ def _counted_parameters(name: str, key: str) -> str:
 
 NO_SEARCH_RESULTS = (
     "warning: searches find hardly any experience, because it guides only episodes with its own "
-    "goal, and every group has a new place"
+    "goal, and every group has a new place. Add --set bank.scope=task to share it"
 )
 """Note on a task whose places never return, for a bank in which a goal has its own experiences."""
 

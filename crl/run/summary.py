@@ -24,7 +24,7 @@ from crl.evaluation.evaluate import (
 )
 from crl.evaluation.judgement import judgements
 from crl.evaluation.metrics import GroupGap, mean_gap
-from crl.intervals import Mean, interval_text, number_text
+from crl.intervals import Mean, interval_text, number_text, wilson_interval
 from crl.run.totals import Totals
 from crl.types import Experience, RoleName
 from crl.wording import counted
@@ -413,8 +413,19 @@ class Summary:
         if outcome.interrupted:
             after = f"interrupted after {self.steps} of {counted(outcome.planned_steps, 'step')}"
             lines.insert(0, f"{after}: the final evaluation was skipped")
-        lines += self.success.short_lines()
+        lines += [*self.success.short_lines(), *self._attempts()]
         return ["", *lines, *([self.experience.line()] if self.experience else [])]
+
+    def _attempts(self) -> list[str]:
+        """Return the line with the success within one and within all attempts, if there are any."""
+        if not (tasks := self.totals.attempted):
+            return []
+        rates = []
+        for solved in (self.totals.solved[0], self.totals.solved[-1]):
+            low, high = wilson_interval(solved / tasks, tasks)
+            rates.append(f"{solved / tasks:.3f} [{low:.3f}, {high:.3f}]")
+        attempts = counted(len(self.totals.solved), "attempt")
+        return [f"success within 1 attempt {rates[0]}, {attempts} {rates[1]}"]
 
     @property
     def _writer_tokens(self) -> int:

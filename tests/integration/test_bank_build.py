@@ -144,7 +144,7 @@ def test_episodes_of_other_programs(tasks: tuple[str, ...], played: Path, tmp_pa
         ("", ("--tasks", "room"), "has no episodes. Give another file."),
         ("", (), "has no episodes. Give another file."),
         (line(task="maze.py:SPEC"), (), "line 1': is of the task 'maze.py:SPEC', which is not"),
-        ("[]", (), "line 1': is of the task None, which is not bundled. Correct it, or name"),
+        ("[]", (), "line 1': is not a JSON object with a task. Correct it, or name"),
         (f"{line()}\n{{", ("--tasks", "room"), "line 2': is not JSON (Expecting property"),
         (line(success=1), ("--tasks", "room"), "line 1': has no text as goal"),
         (line(task="maze"), ("--tasks", "room"), "is of the task 'maze', which --tasks does not"),

@@ -263,6 +263,8 @@ def test_attempts_are_guided_by_the_reflections_on_earlier_ones(tmp_path: Path) 
     ]
     summary = json.loads((run / "summary.json").read_text("utf-8"))
     assert summary["attempts"] == {"tasks": 8, "success_within": pytest.approx(within)}
+    ends = f"success within 1 attempt {within[0]:.3f} [", f", 4 attempts {within[3]:.3f} ["
+    assert all(end in (run / "log.txt").read_text("utf-8") for end in ends)
     assert crl("report", run).exit_code == 0
     shares = ", ".join(f"{share:.3f}" for share in within)
     assert f"<dd>{shares} (8 tasks)</dd>" in (run / "report.html").read_text("utf-8")

@@ -158,6 +158,8 @@ def _bundled_tasks(source: Path) -> list[str]:
         name = line.get("task") if isinstance(line, dict) else None
         if not isinstance(name, str) or name not in catalog.tasks():
             reason = f"is of the task {name!r}, which is not bundled"
+            if name is None:
+                reason = "is not a JSON object with a task"
             remedy = "Correct it, or name the tasks of the file with --tasks"
             raise ConfigError("--from", place, reason, remedy)
         names[name] = None

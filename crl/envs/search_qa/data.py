@@ -134,7 +134,8 @@ def _read_questions(path: Path) -> Iterator[Question]:
             text, answers = " ".join(_text(row["question"]).split()), row["golden_answers"]
             gold = tuple(_text(answer) for answer in answers) if isinstance(answers, list) else ()
         except (KeyError, TypeError) as error:
-            raise _malformed(path, number, "question and golden_answers") from error
+            expected = "a question, and golden_answers as a list of texts"
+            raise _malformed(path, number, expected) from error
         if not text or not any(map(normalised, gold)):
             raise _malformed(path, number, "a question and a list of golden_answers, not empty")
         yield Question(text, gold)
@@ -147,7 +148,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                row = json.loads(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
                 if not isinstance(row, dict):
                     raise _malformed(path, number, "a JSON object")
                 yield number, row
@@ -155,7 +159,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         reason = f"{path.name} cannot be read ({error.strerror})"
         raise ConfigError(VARIABLE, str(path.parent), reason, LAYOUT) from error
     except ValueError as error:
-        reason = f"{path.name} is not JSON lines in UTF-8 ({error})"
+        reason = f"{path.name} is not a text in UTF-8 ({error})"
         raise ConfigError(VARIABLE, str(path.parent), reason, LAYOUT) from error
 
 
@@ -168,4 +172,4 @@ def _text(value: object) -> str:
 
 def _malformed(path: Path, number: int, expected: str) -> ConfigError:
     reason = f"line {number} of {path.name} must contain {expected}"
-    return ConfigError(VARIABLE, str(path.parent), reason, LAYOUT)
+    return ConfigError(VARIABLE, str(path.parent), reason, f"Correct the line; {LAYOUT}")

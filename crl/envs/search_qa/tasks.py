@@ -61,11 +61,16 @@ class TopicTasks:
         """Return the first n tasks of a split.
 
         The seen split depends on the run's seed and settings. The unseen split is the same in every
-        run. Raise `ValueError` for any other split.
+        run. Raise `ValueError` for any other split, and for more tasks than official questions.
         """
         if split == "seen":
             return tuple(map(self.named, seen_tasks(self.env, "{place}", n, seed, settings)))
         if split == "unseen":
+            available = self.split_sizes().get("unseen", n)
+            if n > available:
+                raise ValueError(
+                    f"{n} questions were requested, but there are only {available} official ones"
+                )
             return self.fixed(UNSEEN_LAYOUTS, n)
         raise ValueError(f"an eval split must be seen or unseen, not {split!r}")
 

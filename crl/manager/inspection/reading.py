@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.errors import ConfigError
+from crl.manager.keys import embedder_of
 from crl.manager.records import DistilRequest, Entry, UnitKey
 from crl.manager.storage.database import (
     as_store_errors,
@@ -219,8 +220,7 @@ class KeyVectors:
 
     def comparable(self, embedder: str, dim: int) -> bool:
         """Return whether the keys can be compared with vectors of `embedder` of size `dim`."""
-        by = self.name or ""
-        return (by == embedder or by.startswith(f"{embedder}: goal + ")) and all(
+        return embedder_of(self.name or "") == embedder and all(
             len(vector) == dim for vector in self.vectors.values()
         )
 

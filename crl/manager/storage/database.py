@@ -23,6 +23,7 @@ from sqlite3 import Connection
 from typing import Any, TypeVar
 
 from crl.errors import ConfigError, StoreError
+from crl.manager.keys import embedder_of
 from crl.manager.storage.schema import (
     APPLICATION_ID,
     DAMAGED_REMEDY,
@@ -311,8 +312,7 @@ def require_vectors_of(path: Path, embedder: str, key: str) -> None:
     """
     with as_store_errors(path), closing(connect_to_read(path)) as db:
         row = db.execute("SELECT value FROM facts WHERE name = 'embedder'").fetchone()
-    if row and row[0].partition(": goal + ")[0] != embedder:
-        made_by = row[0].partition(": goal + ")[0]
+    if row and (made_by := embedder_of(row[0])) != embedder:
         reason = f"its vectors were made by the embedder {made_by}, not by {embedder}"
         kind = made_by.partition("-")[0]
         model = kind if kind in ("hash", "wordllama") else f"MODEL with the embedder {made_by}"

@@ -238,6 +238,9 @@ def _of_model(subject: Path, options: Options, source: Source, samples: int) -> 
         sets=options.sets,
     )
     config = _with_overrides(config.model_dump(mode="json"), _overrides(options))
+    if source is not Source.none and not config.guides:
+        reason = f"the method {config.spec.name} {_lack(config)}"
+        raise ConfigError("--experience", source.value, reason, "Set another method")
     bank = None if source is Source.none else Bank(options.bank, None, options.bank is not None)
     return Request(subject, config, source, samples, bank, None, options)
 
@@ -331,8 +334,7 @@ def _bank_of_run(
     if source is Source.none:
         return None
     if not config.guides:
-        lacks = "has no bank" if not config.with_bank else "shows its agents no experience"
-        reason = f"the method {config.spec.name} of the run {lacks}"
+        reason = f"the method {config.spec.name} of the run {_lack(config)}"
         remedy = (
             "Leave it out"
             if options.bank is None
@@ -349,6 +351,11 @@ def _bank_of_run(
         reason = f"its bank has no snapshot of the checkpoint of step {checkpoint.name}"
         raise ConfigError("run", str(run.path), reason, "Restore the file, or give --bank FILE")
     return Bank(run.bank, snapshot, foreign=False)
+
+
+def _lack(config: RunConfig) -> str:
+    """Return why the method guides no episodes."""
+    return "shows its agents no experience" if config.with_bank else "has no bank"
 
 
 def _check_bank(request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,11 +65,37 @@ def test_the_first_steps_are_not_timed() -> None:
     assert methods.step_seconds(lines) == pytest.approx(1.5), "steps 6 and 7: 2 s and 1 s"
 
 
+def test_a_measurement_of_seconds_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, made = tmp_path / "seconds.json", []
+
+    def seconds(task: str, arm: str, steps: int) -> float:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append((task, arm))
+        return 1.0
+
+    monkeypatch.setattr(methods, "seconds_per_step", seconds)
+    with pytest.raises(KeyboardInterrupt):
+        methods.time_steps(25, out)
+    first, made = made, []
+    with pytest.raises(KeyboardInterrupt):
+        methods.time_steps(25, out)
+    assert not {*first} & {*made}
+    with pytest.raises(SystemExit, match="has results of other settings"):
+        methods.time_steps(30, out)
+
+
 def test_seconds_are_shown_with_their_ratio_to_grpo_in_the_same_task() -> None:
-    seconds = {
-        figures.tuned("none"): {"room": 2.0, "webshop": 4.0},
-        "empo2": {"room": 3.0, "webshop": 2.0},
-    }
-    rows = methods.seconds_table(seconds).splitlines()
+    none = figures.tuned("none")
+    timings = [
+        {"task": task, "arm": arm, "seconds": seconds}
+        for task, arm, seconds in (
+            ("room", none, 2.0), ("room", "empo2", 3.0),
+            ("webshop", none, 4.0), ("webshop", "empo2", 2.0),
+        )
+    ]  # fmt: skip
+    rows = methods.seconds_table(timings).splitlines()
     assert rows[0] == "|  | room | webshop |"
     assert rows[-1] == "| empo2 | 3.00 (1.50×) | 2.00 (0.50×) |"

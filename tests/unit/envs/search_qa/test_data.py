@@ -70,6 +70,8 @@ def test_tasks_on_official_data(folder: Path) -> None:
     unseen = SPEC.tasks.eval_tasks("unseen", 3, 0, PAPER)
     drawn = SPEC.tasks.train_stream(0, PAPER).draw(20)
     assert len({task.goal for task in unseen}) == 3
+    with pytest.raises(ValueError, match="4 questions were requested, but there are only 3"):
+        SPEC.tasks.eval_tasks("unseen", 4, 0, PAPER)
     assert not {task.goal for task in unseen} & {task.goal for task in drawn}
     game = SPEC.make_game("full")
     task = next(task for task in unseen if "birthplace" in task.goal)
@@ -129,17 +131,21 @@ def test_missing_files_are_named(folder: Path, name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
-        ("nq/train.jsonl", "{", "train.jsonl is not JSON lines in UTF-8"),
+        ("nq/train.jsonl", "{", "line 3 of train.jsonl must contain a JSON object"),
         ("nq/train.jsonl", "[]", "line 3 of train.jsonl must contain a JSON object"),
-        ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must contain question and"),
+        ("nq/test.jsonl", '{"question": "x"}', "line 3 of test.jsonl must contain a question, and"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": []}', "not empty"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": [" "]}', "not empty"),
         ("nq/test.jsonl", '{"question": "x", "golden_answers": "y"}', "not empty"),
         ("nq/test.jsonl", '{"question": " ", "golden_answers": ["y"]}', "not empty"),
-        ("nq/test.jsonl", '{"question": 5, "golden_answers": ["y"]}', "must contain question and"),
+        (
+            "nq/test.jsonl",
+            '{"question": 5, "golden_answers": ["y"]}',
+            "must contain a question, and",
+        ),
         ("corpus.jsonl", '{"id": "4"}', "line 4 of corpus.jsonl must contain contents"),
         ("corpus.jsonl", '{"contents": 4}', "line 4 of corpus.jsonl must contain contents"),
-        ("corpus.jsonl", "\ufeff\xff", "corpus.jsonl is not JSON lines in UTF-8"),
+        ("corpus.jsonl", "\ufeff\xff", "corpus.jsonl is not a text in UTF-8"),
     ],
 )
 def test_malformed_lines_are_named(folder: Path, name: str, line: str, message: str) -> None:

@@ -306,6 +306,13 @@ def test_invalid_addresses_are_refused(url: str) -> None:
         )
 
 
+def test_addresses_have_no_password() -> None:
+    url = "http://me:secret@localhost:8000/retrieve"
+    sets = ["retriever=http", f"url={url}"]
+    with pytest.raises(ConfigError, match="must not contain a user or a password"):
+        load(["search_qa"], sets=[f"tasks.search_qa.search.{setting}" for setting in sets])
+
+
 def test_other_environments_refuse_a_search_tool() -> None:
     config = load(["room"], sets=["tasks.room.search.top_k=2"])
     with pytest.raises(ConfigError, match="the environment room has no search tool"):

@@ -18,6 +18,7 @@ from crl.config.load import dump, load
 from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.evaluation.samples import Source
+from crl.manager.inspection.reading import KeyVectors
 from crl.manager.storage.database import require_vectors_of
 from crl.manager.storage.tables import set_fact
 from crl.run.checkpoint import MANIFEST
@@ -137,6 +138,14 @@ def test_wrong_options_of_a_run(run: Path, options: Mapping[str, object], messag
             {"tasks": "river", "experience": Source.online, "sets": ["bank.frozen=true"]},
             "bank.frozen|frozen",
         ),
+        (
+            {"tasks": "room", "experience": Source.online, "sets": ["method=grpo"]},
+            "--experience = 'online': the method grpo has no bank",
+        ),
+        (
+            {"tasks": "room", "experience": Source.online, "sets": ["method=role_agent"]},
+            "the method role_agent shows its agents no experience",
+        ),
     ],
 )
 def test_wrong_options_of_a_model(
@@ -189,6 +198,20 @@ def test_a_run_with_a_bank_of_another_embedder_takes_the_advice_of_the_message(
     assert request_of(run, **foreign, sets=sets).config.embedder.model == "hash"
     with pytest.raises(ConfigError, match=r"embedder.model = 'hash': has no effect: the vectors"):
         request_of(run, experience=Source.bank, sets=sets)
+
+
+def test_a_bank_of_tips_guides_episodes(tiny_actor: Path, banked: Path, tmp_path: Path) -> None:
+    """Its keys are states of episodes, by the same embedder."""
+    other = tmp_path / "bank.sqlite"
+    shutil.copy(banked, other)
+    with closing(sqlite3.connect(other)) as db, db:
+        set_fact(db, "embedder", "hash-char_wb-2-4-384: state before the last action")
+    sets = ["method=empo2"]
+    options = {"tasks": "room", "experience": Source.bank, "sets": sets}
+    assert request_of(tiny_actor, **options, bank=other).bank
+    keys = KeyVectors("hash-char_wb-2-4-384: state before the last action", {})
+    assert keys.comparable("hash-char_wb-2-4-384", 384)
+    assert not keys.comparable("hash-char_wb-2-4", 384)
 
 
 @pytest.mark.parametrize(
