@@ -52,12 +52,15 @@ def judgements(
 
 
 def _mean_gain(gains: Sequence[tuple[float, float]]) -> Interval | None:
-    """Return the mean over tasks with its interval; None if that of a task is unknown."""
+    """Return the mean over tasks with its interval; None if that of a task is unknown.
+
+    Its ends are at most 1 and at least −1, as differences of rates are.
+    """
     if not gains:
         return None
     value = sum(gain for gain, _ in gains) / len(gains)
     half = math.hypot(*(half for _, half in gains)) / len(gains)
-    return _known((value, value - half, value + half))
+    return _known((value, max(-1.0, value - half), min(1.0, value + half)))
 
 
 def _known(interval: Interval) -> Interval | None:

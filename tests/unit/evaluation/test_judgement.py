@@ -50,6 +50,14 @@ def test_mean_gain_of_several_tasks():
     ]
 
 
+def test_the_interval_of_a_gain_has_possible_values():
+    """The half width of two places, by Student's t, can be large."""
+    assert judgements({}, {}, [(0.083, 5.295)], trained=True) == [
+        "No effect of a bank built online on success is shown in unseen places "
+        "(+0.083 [-1.000, +1.000])."
+    ]
+
+
 def test_nothing_is_said_without_rates():
     several = {("room", "seen", "free"): LOW, ("maze", "seen", "free"): LOW}
     assert judgements(several, several, [], trained=True) == []
