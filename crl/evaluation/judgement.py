@@ -60,7 +60,9 @@ def _mean_gain(gains: Sequence[tuple[float, float]]) -> Interval | None:
         return None
     value = sum(gain for gain, _ in gains) / len(gains)
     half = math.hypot(*(half for _, half in gains)) / len(gains)
-    return _known((value, max(-1.0, value - half), min(1.0, value + half)))
+    if (known := _known((value, value - half, value + half))) is None:
+        return None
+    return value, max(-1.0, known[1]), min(1.0, known[2])
 
 
 def _known(interval: Interval) -> Interval | None:
