@@ -6,7 +6,6 @@ Modules that need torch are imported inside the command.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -188,9 +187,6 @@ def sft(
         "--lost": lost or None,
     }
     kind = _kind(source)
-    if not isfinite(context_weight):
-        reason = "is not a finite number"
-        raise ConfigError("--context-weight", context_weight, reason, "Use a number from 0 on")
     _refuse_unused(kind, given)
     _refuse_decay(role, sets)
     _refuse_no_samples(source, kind, role, held_out)

@@ -60,7 +60,7 @@ WARMUP_SHARE = 0.1
 
 @dataclass(frozen=True)
 class SftSettings:
-    """Settings of supervised fine-tuning."""
+    """Settings of supervised fine-tuning. Raise `ConfigError` for a weight that is not finite."""
 
     role: RoleName = "actor"
     """Model that is trained."""
@@ -78,6 +78,11 @@ class SftSettings:
     """True if the learning rate falls linearly to 0 over all updates after the warm-up."""
     context_weight: float = 0.0
     """Weight of the mean loss of the other tokens beside that of the demonstrator's tokens."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.context_weight):
+            key, reason = "--context-weight", "is not a finite number"
+            raise ConfigError(key, self.context_weight, reason, "Use a number from 0 on")
 
 
 @dataclass(frozen=True)
