@@ -147,6 +147,25 @@ class Segment:
         _check_choice("origin", self.origin, Origin)
 
 
+COMMANDS = "\nCommands: "
+"""Separator before the commands that a game accepts now. An observation may end with them."""
+
+
+def states(segments: Iterable[Segment]) -> list[str]:
+    """Return the states between the actions of a conversation: one more than it has actions.
+
+    A state is the text that the environment shows since the last action, without `COMMANDS` and
+    what follows them. It is empty if the environment shows none.
+    """
+    texts: list[list[str]] = [[]]
+    for segment in segments:
+        if segment.origin == "env":
+            texts[-1].append(segment.text.rsplit(COMMANDS, 1)[0])
+        elif segment.origin == "policy":
+            texts.append([])
+    return ["\n".join(parts) for parts in texts]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters of one completion."""
@@ -764,17 +783,9 @@ class Trajectory:
         return self.activity.turn_rewards
 
     @property
-    def turn_observations(self) -> tuple[str, ...]:
-        """Environment texts that the agent saw directly before its action, for each of `turns`."""
-        observations: list[str] = []
-        newest: list[str] = []
-        for segment in self.segments:
-            if segment.origin == "env":
-                newest.append(segment.text)
-            elif segment.origin == "policy":
-                observations.append("\n".join(newest))
-                newest = []
-        return tuple(observations[: self.turns])
+    def turn_states(self) -> tuple[str, ...]:
+        """State in which the agent acted (see `states`), for each of `turns`."""
+        return tuple(states(self.segments)[: self.turns])
 
     def with_rewards(self, rewards: Mapping[str, float]) -> Trajectory:
         """Return this trajectory with `rewards` as its channels and their sum as its reward."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crl.protocols import Embedder
-from crl.types import Segment
+from crl.types import Segment, states
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,9 @@ class StateKey:
         return self.text(segments[: actions[-1]] if actions else segments)
 
 
-def newest_observation(segments: Sequence[Segment]) -> str:
-    """Return the environment's texts since the agent's last action."""
-    texts: list[str] = []
-    for segment in segments:
-        if segment.origin == "policy":
-            texts = []
-        elif segment.origin == "env":
-            texts.append(segment.text)
-    return "\n".join(texts)
+def newest_state(segments: Sequence[Segment]) -> str:
+    """Return the state after the agent's last action (`crl.types.states`)."""
+    return states(segments)[-1]
 
 
 def whole_conversation(segments: Sequence[Segment]) -> str:
@@ -51,7 +45,7 @@ def whole_conversation(segments: Sequence[Segment]) -> str:
 
 STATE_KEYS: Mapping[str, StateKey] = MappingProxyType(
     {
-        "state": StateKey("state", newest_observation),
+        "state": StateKey("state", newest_state),
         "conversation": StateKey("conversation", whole_conversation),
     }
 )

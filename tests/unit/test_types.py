@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scipy.special import erf
 
 from crl.types import (
+    COMMANDS,
     SPLIT_DRAW_NAMES,
     Completion,
     EpisodeAddress,
@@ -37,6 +38,7 @@ from crl.types import (
     kept_counts,
     lift_order,
     split_kept,
+    states,
 )
 from support.kept_sets import kept_set
 
@@ -288,6 +290,24 @@ def test_few_equal_groups_rank_below_many_similar_ones() -> None:
         pytest.approx(0.540216, abs=1e-6),
     )
     assert sorted([None, lucky, proven], key=lift_order) == [proven, lucky, None]
+
+
+# ── states ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_states_lie_between_the_actions_and_end_before_the_commands():
+    conversation = [
+        Segment("system", "Play.", "task"),
+        Segment("user", "A room.\nCommands: none?" + COMMANDS + "go, wait", "env"),
+        Segment("assistant", "ask", "tool_call"),
+        Segment("user", "Go.", "tool_result"),
+        Segment("assistant", "go", "policy"),
+        Segment("user", "A hall.", "env"),
+        Segment("user", "It is dark." + COMMANDS + "wait", "env"),
+        Segment("assistant", "wait", "policy"),
+    ]
+    assert states(conversation) == ["A room.\nCommands: none?", "A hall.\nIt is dark.", ""]
+    assert states([]) == [""]
 
 
 # ── traces of many tokens ─────────────────────────────────────────────────────────────────────────

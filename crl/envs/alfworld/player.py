@@ -6,7 +6,8 @@ import random
 import re
 
 from crl.envs.alfworld.house import APPLIANCES, read_chore
-from crl.envs.alfworld.text import COMMANDS, compact
+from crl.envs.alfworld.text import compact
+from crl.types import COMMANDS
 
 _TREATMENTS = {
     "pick_clean_then_place_in_recep": "clean",

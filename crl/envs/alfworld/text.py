@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from crl.envs.actions import parse_choice
+from crl.types import COMMANDS
 
-COMMANDS = "\nCommands: "
-"""Separator before the accepted commands in a full text."""
 INVALID = {
     "full": "Nothing happens: that is no command that can be given here.",
     "compact": "nothing happens.",

@@ -71,11 +71,11 @@ class StateNovelty:
     async def add(self, batch: Sequence[Trajectory], embedder: Embedder) -> list[Trajectory]:
         """Return the trajectories with the reward channel `novelty`."""
         await self._embed_loaded(embedder)
-        texts = list(dict.fromkeys(text for t in batch for text in t.turn_observations))
+        texts = list(dict.fromkeys(text for t in batch for text in t.turn_states))
         embedded = await embedder.embed(texts) if texts else ()
         vectors = dict(zip(texts, embedded, strict=True))
         rewarded = [t if t.error else self._rewarded(t, vectors) for t in batch]
-        for t in sorted(batch, key=lambda t: (t.task.place, t.turn_observations)):
+        for t in sorted(batch, key=lambda t: (t.task.place, t.turn_states)):
             if not t.error:
                 self._remember(t, vectors)
         return rewarded
@@ -98,7 +98,7 @@ class StateNovelty:
         self, states: _States, t: Trajectory, vectors: Mapping[str, NDArray[np.float32]]
     ) -> list[int]:
         """Visit the states of an episode, in order. Return the number of visits n of each."""
-        return [states.visit(text, vectors[text], self._similarity) for text in t.turn_observations]
+        return [states.visit(text, vectors[text], self._similarity) for text in t.turn_states]
 
     async def _embed_loaded(self, embedder: Embedder) -> None:
         """Embed the states of a loaded memory again. A checkpoint has only their texts."""

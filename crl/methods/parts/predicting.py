@@ -1,7 +1,7 @@
 """World-in-Agent (Role-Agent §3.2): the agent predicts the next states in its replies.
 
-A state is the text that the environment shows. The reward of a prediction is its similarity to the
-state that followed. The module needs no torch.
+The reward of a prediction is its similarity to the state that followed (`crl.types.states`). The
+module needs no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from crl.algo.states import similarity
 from crl.config.schema import RunConfig, TaskConfig
 from crl.modeling.thinking import answer_start
 from crl.prompts import NO_OVERRIDES, Overrides, fill, hashes, prompt
-from crl.types import Trajectory
+from crl.types import Trajectory, states
 
 Horizons = Mapping[str, int]
 """H, the number of predictions in a reply, by task name. Agents of other tasks predict nothing."""
@@ -81,26 +81,15 @@ def prediction_rewards(trajectory: Trajectory, horizon: int) -> list[list[float 
     missing.
     """
     replies = [s.text for s in trajectory.segments if s.origin == "policy"][: trajectory.turns]
-    states = _states(trajectory)
+    seen = states(trajectory.segments)[: trajectory.turns + 1]
     rows: list[list[float | None]] = []
     for turn, reply in enumerate(replies):
         row: list[float | None] = [None] * horizon
         for h, predicted in enumerate(predictions(reply)[:horizon], start=1):
-            later = states[turn + h : turn + h + 1]
+            later = seen[turn + h : turn + h + 1]
             row[h - 1] = similarity(predicted, later[0]) if later else 0.0
         rows.append(row)
     return rows
-
-
-def _states(trajectory: Trajectory) -> list[str]:
-    """Return the states s_1 … s_(T+1) of T turns: that before each turn, and the last one."""
-    states: list[list[str]] = [[]]
-    for segment in trajectory.segments:
-        if segment.origin == "env":
-            states[-1].append(segment.text)
-        elif segment.origin == "policy":
-            states.append([])
-    return ["\n".join(texts) for texts in states[: trajectory.turns + 1]]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from crl.manager.keys import StateKey, newest_observation
+from crl.manager.keys import StateKey, newest_state
 from crl.methods.parts.asking import AskTool
 from crl.methods.parts.predicting import without_predictions
 from crl.methods.parts.records import RecordWriter
@@ -107,7 +107,7 @@ class ChatContext:
     def turn_query(self, task: Task, segments: Sequence[Segment]) -> str:
         if self.state:
             return self.state.text(segments)
-        return f"{task.goal}\n{newest_observation(segments)}"
+        return f"{task.goal}\n{newest_state(segments)}"
 
     def advice(self, task: Task, experiences: Sequence[Hit]) -> Sequence[Segment]:
         if not experiences:

@@ -96,7 +96,7 @@ class StepAdvantage:
     ) -> PerTurn:
         """Return the advantages of given returns, one for each turn of each trajectory."""
         groups = [t.group for t in trajectories for _ in range(t.turns)]
-        states = [text for t in trajectories for text in t.turn_observations]
+        states = [text for t in trajectories for text in t.turn_states]
         flat = step_advantages(
             [value for values in returns for value in values],
             groups,

@@ -94,5 +94,5 @@ def test_an_episode_that_ends_after_a_question_has_tokens_but_no_turn():
     assert sum_terms([PerTurn([()])], [asked]) == [(0.0, 0.0)]
 
 
-def test_observations_before_the_turns():
-    assert episode().turn_observations == ("1", "5")
+def test_states_before_the_turns():
+    assert episode().turn_states == ("1", "5")

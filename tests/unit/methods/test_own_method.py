@@ -214,7 +214,7 @@ class StepAdvantage:
         flat = step_advantages(
             [value for values in returns for value in values],
             [t.group for t in trajectories for _ in range(t.turns)],
-            [text for t in trajectories for text in t.turn_observations],
+            [text for t in trajectories for text in t.turn_states],
         ).tolist()
         values = iter(flat)
         return PerTurn([[next(values) for _ in range(t.turns)] for t in trajectories])

@@ -32,7 +32,7 @@ from crl.envs.registry import get_spec, require_extra
 from crl.errors import ConfigError
 from crl.planning.plan import overview
 from crl.planning.tasks import data_notes
-from crl.types import Task
+from crl.types import Segment, Task, states
 from support.alfworld_episodes import SETTINGS, SMALL_UNSEEN, admissible, some_tasks, transcript
 from support.paths import WEBSHOP_DATA, python_environment
 from support.shipped_tasks import scripted_player, shipped_task
@@ -453,6 +453,17 @@ def test_the_last_text_reports_the_end_and_no_step_is_possible(
     assert played.observations[-1] == "done."
     with pytest.raises(RuntimeError, match="over"):
         players["compact"].step("look")
+
+
+def test_the_accepted_commands_are_not_part_of_the_state(
+    players: dict[Rendering, alfworld.Game],
+) -> None:
+    game, task = players["full"], some_tasks()[0]
+    observation = game.reset(task)
+    assert "go to" in observation
+    (state,) = states([Segment("user", observation, "env")])
+    assert "Looking quickly around you, you see" in state
+    assert "go to" not in state
 
 
 async def test_members_of_a_group_play_the_same_episode_in_worker_processes() -> None:
