@@ -1,8 +1,8 @@
 """Loading of a checked `RunConfig` from the command line; saving and loading of RUN/config.json.
 
-Later layers override earlier ones. Their order: defaults of the schema, a bundled preset, the
-defaults of the method, the user's own preset, the files of the tasks, options, `--set`. Functions
-raise `ConfigError` for every fault of the user's input.
+Later layers override earlier ones. Their order: defaults of the schema, the positions of the
+models, a bundled preset, the defaults of the method, the user's own preset, the files of the tasks,
+options, `--set`. Functions raise `ConfigError` for every fault of the user's input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from crl.config.layers import (
     read_toml,
 )
 from crl.config.method import method_spec
-from crl.config.models import Profile, bundled_models, cached_model, find_model, profile_of
+from crl.config.models import (
+    Profile,
+    bundled_models,
+    cached_model,
+    find_model,
+    positions,
+    profile_of,
+)
+from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.renamed import upgrade
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import (
@@ -71,6 +79,12 @@ PERPLEXITY_SETTINGS: Mapping[str, tuple[PerplexityNormaliser, ...]] = MappingPro
     }
 )
 """Normalisers that use a setting of `extractor.perplexity`, by the name of the setting."""
+
+LEAST_POSITIONS: Mapping[str, int] = MappingProxyType({"actor": 8192, "extractor": 16_384})
+"""Least number of positions that become the default of max_context_tokens, by role.
+
+A model with fewer needs other limits, too, such as that of the responses.
+"""
 
 TASK_TABLES = ("stream", "eval", "search", "compact")
 """Names of the tables of a task's file."""
@@ -155,7 +169,8 @@ def resolve(
     if spec:
         own = [] if preset in presets() else [files[-1].settings]
         of_presets += [Layer(f"the method {spec.name}", spec.defaults), *own]
-    tree, origins = merge([*of_presets, *layers_of_tasks.values(), *overrides])
+    of_models = [layer for role, model in models.items() for layer in _context_layers(role, model)]
+    tree, origins = merge([*of_models, *of_presets, *layers_of_tasks.values(), *overrides])
     origins.update({f"tasks.{name}": layer.origin for name, layer in layers_of_tasks.items()})
     _refuse_misplaced_keys(tree, list(layers_of_tasks))
     tree["preset"] = preset
@@ -222,6 +237,8 @@ class _Model:
     """
     profile: Profile
     bundled: bool
+    positions: int | None = None
+    """Number of tokens that its positions cover; None if the directory does not tell."""
 
 
 def _refuse_unused(config: RunConfig, given: Sequence[Layer]) -> None:
@@ -372,7 +389,18 @@ def _model(settings: Tree, role: str) -> _Model:
         return _Model(None, "full", bundled=False)
     key = f"{role}.model"
     profile = table.get("profile") or profile_of(name, key)
-    return _Model(find_model(name, key), profile, name in bundled_models())
+    path = find_model(name, key)
+    covered = positions(path) if path else PUBLISHED_SHAPES[name].max_context
+    return _Model(path, profile, name in bundled_models(), covered)
+
+
+def _context_layers(role: str, model: _Model) -> list[Layer]:
+    """Return the default of max_context_tokens for a language model with fewer positions."""
+    default = RunConfig.model_fields[role].default.max_context_tokens
+    limit = model.positions
+    if model.profile != "full" or limit is None or not LEAST_POSITIONS[role] <= limit < default:
+        return []
+    return [Layer(f"the positions of {role}.model", {role: {"max_context_tokens": limit}})]
 
 
 def _compact_layers(layer: Layer, profiles: Mapping[str, Profile]) -> list[Layer]:

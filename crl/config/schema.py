@@ -258,6 +258,8 @@ class ActorSection(Section):
     max_context_tokens: Annotated[int, Field(ge=2)] = 32_768
     """Maximum number of tokens in one sequence, prompt and completions together.
 
+    The default is at most the number of positions of the model, if it has 8,192 or more.
+
     An episode that reaches the limit ends there and counts as truncated.
     """
     mask_truncated: bool = False
@@ -406,6 +408,8 @@ class ExtractorSection(Section):
     """
     max_context_tokens: Annotated[int, Field(ge=2)] = 65_536
     """Maximum number of tokens in one request, prompt and answer together.
+
+    The default is at most the number of positions of the model, if it has 16,384 or more.
 
     For language models, the middle of a longer transcript is left out.
     """

@@ -15,6 +15,7 @@ from crl.config.models import (
     adapter_base,
     is_adapter,
     model_size,
+    positions,
     resolve_model,
     safetensors_metadata,
     weight_shapes,
@@ -239,16 +240,8 @@ def require_contexts(config: RunConfig, only: RoleName | None = None) -> None:
     """
     for role, section in model_sections(config, only).items():
         path = find_folder(section.model, f"{role}.model")
-        limit = _positions(path) if path else PUBLISHED_SHAPES[section.model].max_context
+        limit = positions(path) if path else PUBLISHED_SHAPES[section.model].max_context
         require_context(role, section.max_context_tokens, limit)
-
-
-def _positions(path: Path) -> int | None:
-    try:
-        limit = json.loads((path / "config.json").read_text("utf-8"))["max_position_embeddings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return limit if isinstance(limit, int) else None
 
 
 def require_architectures(config: RunConfig, only: RoleName | None = None) -> None:
@@ -286,7 +279,7 @@ def _is_plain(path: Path) -> bool:
         and layers <= {"full_attention"}
         and not (windows and config.get("sliding_window"))
         and not config.get("attention_dropout")
-        and _positions(path) is not None
+        and positions(path) is not None
     )
 
 

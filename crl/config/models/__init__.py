@@ -88,6 +88,18 @@ def find_model(name: str, key: str = "actor.model") -> Path | None:
     raise ConfigError(key, name, "is neither a known model nor a directory", remedy)
 
 
+def positions(path: Path) -> int | None:
+    """Return the number of tokens that the positions of the model in a directory cover.
+
+    Return None if its config.json does not tell.
+    """
+    try:
+        limit = json.loads((path / "config.json").read_text("utf-8"))["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return limit if isinstance(limit, int) else None
+
+
 def is_adapter(path: Path) -> bool:
     """Return whether a directory holds an adapter."""
     return (path / ADAPTER_CONFIG).is_file()

@@ -260,6 +260,29 @@ def test_the_models_profile_chooses_the_rendering(model: Path):
     assert resolved(model, "tasks.room.max_turns=7").tasks["room"].max_turns == 7
 
 
+@pytest.mark.parametrize(
+    ("positions", "contexts"),
+    [
+        (8191, (32_768, 65_536)),
+        (8192, (8192, 65_536)),
+        (16_384, (16_384, 16_384)),
+        (40_960, (32_768, 40_960)),
+        (131_072, (32_768, 65_536)),
+    ],
+)
+def test_the_positions_of_a_language_model_limit_the_default_context(
+    model: Path, positions: int, contexts: tuple[int, int]
+):
+    def of(*sets: str) -> tuple[int, int]:
+        config = resolved(model, f"extractor.model={model}", *sets)
+        return config.actor.max_context_tokens, config.extractor.max_context_tokens
+
+    (model / "crl.json").unlink()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    assert of() == contexts
+    assert of("extractor.max_context_tokens=30000") == (contexts[0], 30_000)
+
+
 def test_a_task_from_a_file_of_the_user(model: Path, tmp_path: Path):
     mine = tmp_path / "mine.toml"
     mine.write_text(
