@@ -83,9 +83,9 @@ $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-## test-engines: tests of DeepSpeed, vLLM and chat templates on the CPU, in .venv-engines (4 GB, 25 minutes)
+## test-engines: tests of DeepSpeed, vLLM and chat templates on the CPU, in .venv-engines (4 GB, 15 minutes)
 test-engines: setup-engines
-	$(ENGINES)/bin/pytest tests/engines
+	$(ENGINES)/bin/pytest $(PARALLEL) tests/engines
 
 ## wheel: build the source distribution, and from it the wheel, into dist
 wheel: setup-dev
