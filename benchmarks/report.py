@@ -165,11 +165,23 @@ def inequality(claim: Claim, sign: str) -> str:
 
 
 def _table(results: Results) -> list[str]:
-    figure = results.figure
-    lines = [
-        markdown_row("metric", "task", *figure.arms),
-        markdown_row(*["---"] * (2 + len(figure.arms))),
+    """Return the table of a figure, without the rows in which no arm has a value."""
+    arms = results.figure.arms
+    return [
+        markdown_row("metric", "task", *arms),
+        markdown_row(*["---"] * (2 + len(arms))),
+        *(
+            markdown_row(*row)
+            for row in _rows(results)
+            if any(text not in ("", "–") for text in row[2:])
+        ),
     ]
+
+
+def _rows(results: Results) -> list[tuple[str, ...]]:
+    """Return the rows of a figure's table: metric, task, and one text for each arm."""
+    figure = results.figure
+    rows: list[tuple[str, ...]] = []
     for name in figure.metrics:
         columns: dict[str, list[list[list[float | None]]]] = {}
         for setting in figure.settings:
@@ -177,18 +189,18 @@ def _table(results: Results) -> list[str]:
             for task in tasks_of(name, setting):
                 values = [results.values(name, setting, arm, task) for arm in figure.arms]
                 columns.setdefault(group, []).append(values)
-                lines.append(markdown_row(name, label(name, setting, task), *map(cell, values)))
+                rows.append((name, label(name, setting, task), *map(cell, values)))
                 halves = [results.place_half_widths(name, setting, a, task) for a in figure.arms]
                 if any(halves):
                     cells = (f"± {fmean(half):.3f}" if half else "–" for half in halves)
                     unit = "episodes" if name in SEVERAL_EPISODES_PER_PLACE else "places"
-                    lines.append(markdown_row("", f"over {unit}", *cells))
+                    rows.append(("", f"over {unit}", *cells))
                 gaps = [cell(differences(values[0], other)) for other in values[1:]]
-                lines.append(markdown_row("", f"{figure.arms[0]} − arm", "", *gaps))
+                rows.append(("", f"{figure.arms[0]} − arm", "", *gaps))
         for group, of_group in columns.items():
             prefix = f"{group}: " if group and len(columns) > 1 else ""
-            lines += _aggregates(figure, name, of_group, prefix)
-    return lines
+            rows += _aggregates(figure, name, of_group, prefix)
+    return rows
 
 
 def label(metric: str, setting: str, task: str) -> str:
@@ -198,7 +210,7 @@ def label(metric: str, setting: str, task: str) -> str:
 
 def _aggregates(
     figure: Figure, name: str, columns: Sequence[Sequence[Sequence[float | None]]], prefix: str
-) -> list[str]:
+) -> list[tuple[str, ...]]:
     """Return interquartile mean and probability of improvement over the tasks of one setting, or
     over tasks that were trained alone.
     """
@@ -211,12 +223,8 @@ def _aggregates(
     means = (_statistic(interquartile_mean, matrix) for matrix in scores)
     return [
         # Numbers of actions of several tasks have no common scale.
-        *(
-            []
-            if figure.lower_is_better
-            else [markdown_row(name, f"{prefix}interquartile mean", *means)]
-        ),
-        markdown_row(
+        *([] if figure.lower_is_better else [(name, f"{prefix}interquartile mean", *means)]),
+        (
             "",
             f"{prefix}P({figure.arms[0]} better)",
             "",
