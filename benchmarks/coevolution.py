@@ -20,7 +20,7 @@ the interval of a stratified bootstrap, and the probability that the first arm i
 another (`aggregates.py`). Metrics are those of the last steps and of the last checkpoint, never the
 best.
 
-With --document, all figures whose runs are stored are written to docs/results.md, with their
+With --document, all figures whose runs are stored are written to docs/results, with their
 pictures.
 """
 
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder of the stored runs")
     parser.add_argument("--runs", type=Path, help="folder of unfinished runs")
     parser.add_argument(
-        "--document", action="store_true", help="also write all stored figures to docs/results.md"
+        "--document", action="store_true", help="also write all stored figures to docs/results"
     )
     arguments = parser.parse_args()
     # Tiny runs must never count as results, or as sources of real runs.
@@ -296,7 +296,7 @@ def main() -> None:
             for name, figure in FIGURES.items()
             if all(sweep.is_stored(run) for run in runs_of(figure, figure.seeds))
         }
-        document(complete, ROOT / "docs")
+        document(complete, ROOT / "docs" / "results")
 
 
 if __name__ == "__main__":

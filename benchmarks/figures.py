@@ -477,7 +477,7 @@ FIGURES: Mapping[str, Figure] = {
         "`experience only` makes the offline banks; no claim of this figure is about it. "
         f"{ONLINE_BANK} The runs were made again, and all new means are within the stored "
         "intervals. With the new runs, the claim about `none` agrees, and the claim about "
-        "`offline` is not shown: see [Reproductions](#figure-3a-again).",
+        "`offline` is not shown: see [Reproductions](reproductions.md#figure-3a-again).",
     ),
     "3b-d": Figure(
         "Subgroups are better than no split and than advantages across the group.",
@@ -489,7 +489,7 @@ FIGURES: Mapping[str, Figure] = {
         "internalize experience\". Advantages across subgroups cause \"training to collapse\". "
         "Advantages within subgroups yield \"consistent improvement across both subgroups\".",
         note="The figure was run again twice, and the claim about `seen` that agrees was not "
-        "shown there: see [Reproductions](#reproductions).",
+        "shown there: see [Reproductions](reproductions.md#reproductions).",
     ),
     "5a": Figure(
         "Merging the bank helps.", _better("merge", "training", "co-evolved"),
@@ -516,7 +516,7 @@ FIGURES: Mapping[str, Figure] = {
         "times its success in MiniHack Room and ALFWorld, +3.0 % on SWE-Bench. Its scores are of "
         "evaluations.",
         note=f"{NO_SWE_BENCH} {MIXED_TRAINING} The runs were made again: see "
-        "[Reproductions](#figure-6-again).",
+        "[Reproductions](reproductions.md#figure-6-again).",
     ),
     "7": Figure(
         "Co-evolution needs fewer actions.",
@@ -524,7 +524,8 @@ FIGURES: Mapping[str, Figure] = {
         SINGLE, ("co-evolved", "none"), THREE, ("actions",), lower_is_better=True,
         paper="It requires \"1.5× fewer actions on MiniHack Room and 2× fewer actions on "
         "ALFWorld\", and more on SWE-Bench.",
-        note=f"{NO_SWE_BENCH} The figure was run again: see [Reproductions](#reproductions).",
+        note=f"{NO_SWE_BENCH} The figure was run again: see "
+        "[Reproductions](reproductions.md#reproductions).",
     ),
     "8": Figure(
         "In the mixture, co-evolution is better than no experience and than a static extractor.",
@@ -537,7 +538,7 @@ FIGURES: Mapping[str, Figure] = {
         "all tasks\", those of co-evolution are above it (+6.6 %, Figure 9d).",
         note=f"{MIXED_TRAINING} Against the GRPO of [Tuned](#tuned), higher training success is "
         f"not shown (0.026 ± 0.043). {EQUAL_COSTS} The runs were made again, and all verdicts are "
-        "the same: see [Reproductions](#figure-8-again).",
+        "the same: see [Reproductions](reproductions.md#figure-8-again).",
     ),
     "table1": Figure(
         "Co-evolution is best with and without experience at test time. A static extractor or the "
@@ -562,11 +563,14 @@ FIGURES: Mapping[str, Figure] = {
         note="The paper tests ALFWorld on 134 held-out instances, and does not say whether the "
         "places of the other tasks were trained on. Claims with a bank are about `seen`, the "
         "places of the bank. Claims without one are about `seen` and `unseen`. "
-        "[Missed aims](#missed-aims) compares co-evolution and the actor alone on other seeds. "
+        "[Missed aims](tiny-models.md#missed-aims) compares co-evolution and the actor alone on "
+        "other seeds. "
         "Against the GRPO of [Tuned](#tuned), co-evolution is worse without its bank in seen "
         "places (-0.151 ± 0.087). That the extractor alone does not reach the actor alone is our "
-        "reading of the paper; with [other runs of `none`](#none-in-the-mixture-again), the last "
-        "claim is not shown. With the [new runs of Figure 8](#other-figures), two verdicts change: "
+        "reading of the paper; with [other runs of "
+        "`none`](reproductions.md#none-in-the-mixture-again), the last "
+        "claim is not shown. With the [new runs of Figure 8](reproductions.md#other-figures), "
+        "two verdicts change: "
         "co-evolution is better than a static extractor with the bank in seen places, and worse "
         "than the actor alone in unseen places. In the room, success with the bank is higher with "
         "a static extractor. "
@@ -586,7 +590,8 @@ FIGURES: Mapping[str, Figure] = {
         note="The larger extractor has 2.7 times the parameters. It is not stored, and took an "
         "hour to make. It is larger, but not shown to write more right lessons before RL; the "
         "extractor of the paper is larger and better. The settings of its training are those that "
-        "were tuned for the bundled one. With the [new runs of Figure 8](#other-figures), the "
+        "were tuned for the bundled one. With the [new runs of Figure "
+        "8](reproductions.md#other-figures), the "
         "claim that disagrees is not shown. Per task: [Figure 11](#figure-11).",
     ),
     "9b": Figure(
@@ -597,7 +602,8 @@ FIGURES: Mapping[str, Figure] = {
         ("training", "early training", "seen"),
         paper="It \"initially improves upon Complementary RL\" and \"collapses in later "
         "training\".",
-        note="[Collapse of self-distillation](#collapse-of-self-distillation) has the same runs, "
+        note="[Collapse of self-distillation](tiny-models.md#collapse-of-self-distillation) has "
+        "the same runs, "
         "by fifths of their steps.",
     ),
     "9d": Figure(
@@ -612,8 +618,10 @@ FIGURES: Mapping[str, Figure] = {
         paper="It \"consistently outperforms the baseline in both settings\", by 6.6 % and 8.1 %.",
         note=f"{MIXED_TRAINING} Against the GRPO of [Tuned](#tuned), the gain with three tasks is "
         "not shown (0.021 ± 0.110, the same three seeds). With [other runs of `none`]"
-        "(#none-in-the-mixture-again), the claim about `free` with three tasks disagrees. With the "
-        "[new runs of Figure 8](#other-figures), higher training success with three tasks is not "
+        "(reproductions.md#none-in-the-mixture-again), the claim about `free` with three tasks "
+        "disagrees. With the "
+        "[new runs of Figure 8](reproductions.md#other-figures), higher training success with "
+        "three tasks is not "
         "shown. "
         f"{EQUAL_COSTS}",
     ),
@@ -638,7 +646,7 @@ FIGURES: Mapping[str, Figure] = {
         paper="\"Results show that a larger experience extractor consistently yields greater "
         "benefit across all tasks.\"",
         note="These are the runs of [Figure 9a](#figure-9a). With the [new runs of Figure 8]"
-        "(#other-figures), the claim about ALFWorld disagrees.",
+        "(reproductions.md#other-figures), the claim about ALFWorld disagrees.",
     ),
     "13": Figure(
         "The curves of co-evolution are above those of the actor alone, with three and with six "
@@ -649,7 +657,8 @@ FIGURES: Mapping[str, Figure] = {
         ("three", "six"), ("co-evolved", "none"), THREE, ("training", "early training", "free"),
         paper="The figure shows the curves of Figure 9d, without a statement of its own.",
         note=f"These are the runs of [Figure 9d](#figure-9d). {MIXED_TRAINING} With the [new runs "
-        "of Figure 8](#other-figures), higher training success with three tasks is not shown.",
+        "of Figure 8](reproductions.md#other-figures), higher training success with three tasks "
+        "is not shown.",
     ),
     "14a": Figure(
         "The actor as critic helps, most of all early.",
@@ -678,7 +687,7 @@ FIGURES: Mapping[str, Figure] = {
         "tokens is matched: co-evolution samples more tokens than every arm of GRPO. The GRPO of "
         "[Tuned](#tuned) was not given more rollouts. With other runs of `co-evolved`, higher "
         "training success than with 160 steps is not always shown: see "
-        "[Other figures](#other-figures).\n\n"
+        "[Other figures](reproductions.md#other-figures).\n\n"
         "The minutes cannot be compared: other runs shared the machine, and seed 20 of some arms "
         "ran on another processor. For this reason, seed 20 of each arm was run again (commit "
         "d57f418a) on an AMD EPYC that did nothing else, two runs at a time on two cores "
@@ -706,10 +715,12 @@ FIGURES: Mapping[str, Figure] = {
         ("training", "free", "seen", "unseen", "unseen with online bank", "unseen visits alone"),
         note="The figure was defined when the runs of `co-evolved` and `none` were finished, and "
         "before those of `tuned none`. The setting was chosen on rooms ([Switches of GRPO alone]"
-        "(#switches-of-grpo-alone)). It had not been tried for co-evolution, so the arm "
+        "(tiny-models.md#switches-of-grpo-alone)). It had not been tried for co-evolution, so "
+        "the arm "
         "`co-evolved 4 minibatches` was added when the runs of `tuned none` were finished. The "
         "runs of `co-evolved` and `none` are of earlier code than the others. `none` in the "
-        "mixture was [run again](#none-in-the-mixture-again) with newer code. The two arms with 4 "
+        "mixture was [run again](reproductions.md#none-in-the-mixture-again) with newer code. "
+        "The two arms with 4 "
         "minibatches have equal settings. Of the code that they use, only the search of the shop "
         f"was changed between their commits: it was moved to another module. {MIXED_TRAINING} "
         f"{ONLINE_BANK}",
@@ -734,7 +745,8 @@ FIGURES: Mapping[str, Figure] = {
         "of the run, but places of different seeds may have the same name. In the runs of "
         "`foreign bank`, a quarter of the guided episodes therefore read a lesson about another "
         "place of the same name (`rollout/used`). With one of two other sets of runs of "
-        "`none`, training success of `old bank` is higher: see [Other figures](#other-figures).",
+        "`none`, training success of `old bank` is higher: see [Other "
+        "figures](reproductions.md#other-figures).",
     ),
     "shared": Figure(
         "Not in the paper: lessons of other tasks help in a shared bank.",
@@ -766,7 +778,7 @@ FIGURES: Mapping[str, Figure] = {
         "the differences in `guided` were 0.094 ± 0.114, 0.073 ± 0.101 and 0.032 ± 0.085. The "
         "claim that agrees does so only since the filler was changed. With other runs of "
         "`co-evolved` it is not shown either, and with one of three sets of them `right` is better "
-        "than `co-evolved`: see [Other figures](#other-figures). Before another "
+        "than `co-evolved`: see [Other figures](reproductions.md#other-figures). Before another "
         "place has lessons, and before a place was visited, `shuffled` and `trajectory` show the "
         "filler.",
     ),
@@ -784,7 +796,7 @@ FIGURES: Mapping[str, Figure] = {
         "actor is not trained, as in their papers. Their differences to co-evolution contain the "
         "training of the actor; the arm with an equal actor is `experience only`. With other runs "
         "of `co-evolved` and `experience only`, up to four verdicts change: see "
-        "[Other figures](#other-figures).",
+        "[Other figures](reproductions.md#other-figures).",
     ),
     "methods": Figure(
         "Not in the paper: co-evolution is better than other methods of the field.",
@@ -801,11 +813,13 @@ FIGURES: Mapping[str, Figure] = {
          "unseen with online bank", "unseen score with online bank", "unseen visits alone",
          "right lessons", *COSTS),
         note="Each method has the defaults of crl for its own parts: its paper's values where the "
-        "paper gives one, otherwise those of its released code or ours ([methods.md](methods.md)). "
+        "paper gives one, otherwise those of its released code or ours "
+        "([methods.md](../methods.md)). "
         "It has the optimizer, clipping, temperature and sizes of the preset `cpu`, except for the "
         "clipping of `empo2` (0.3). The preset was tuned for `co-evolved`. For each method that "
         "trains, the same two changes of it were tried (`python benchmarks/methods.py --tune`, "
-        "[Tuning of the methods](#tuning-of-the-methods)), and the best of the three settings is "
+        "[Tuning of the methods](tiny-models.md#tuning-of-the-methods)), and the best of the "
+        "three settings is "
         "used. `static` has that of `co-evolved`. All arms have the same number of steps.\n\n"
         "The texts that `empo2`, `role agent` and `reflexion` show or use are written by the "
         "bundled extractor, which only `co-evolved` and `self-distillation` train. `static` shows "
@@ -818,7 +832,8 @@ FIGURES: Mapping[str, Figure] = {
         "the last steps' tasks that `reflexion` solves within n attempts. Without any reflection, "
         "it would rise with n too.\n\n"
         "The minutes cannot be compared: other runs shared the machine. The models are the current "
-        "bundled ones. The other figures have runs with [those before](#conditions), so no run is "
+        "bundled ones. The other figures have runs with [those "
+        "before](../results.md#conditions), so no run is "
         "shared with them.",
         folder="methods",
     ),

@@ -1,4 +1,4 @@
-"""Results of the figures of `coevolution.py` as Markdown, for the terminal and docs/results.md.
+"""Results of the figures of `coevolution.py` as Markdown, for the terminal and docs/results.
 
 A claim is judged by the 95 % interval of a difference over seeds, as in `verdicts.py`. For several
 tasks, the value of a seed is the mean over the tasks.
@@ -36,9 +36,9 @@ from verdicts import NOT_RUN, NOT_SHOWN, claim_line, markdown_row, overall, verd
 from crl.intervals import Mean
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-"""Lines around the part of docs/results.md with the figures of `coevolution.py`."""
+"""Lines around the part of figures.md with the figures of `coevolution.py`."""
 LATENCY_BEGIN, LATENCY_END = "<!-- latency: begin -->", "<!-- latency: end -->"
-"""Lines around the part with the figures of `rollout_latency.py`."""
+"""Lines around the part of speed.md with the figures of `rollout_latency.py`."""
 
 wrapped = partial(wrap, width=100, break_on_hyphens=False)
 """Function that wraps a text into lines, but not inside the anchor of a link."""
@@ -85,7 +85,7 @@ def section(name: str, results: Results) -> str:
     seeds = len(next(iter(results.runs.values())))
     return "\n".join(
         [
-            f"### {title(name)}",
+            f"## {title(name)}",
             "",
             *wrapped(f"*Claim:* {figure.text}"),
             "",
@@ -261,45 +261,43 @@ def cell(values: Sequence[float | None]) -> str:
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────
 
 
-def document(complete: Mapping[str, Results], docs: Path) -> None:
-    """Write the figures to docs/results.md, and their pictures beside it. Needs matplotlib.
+def document(complete: Mapping[str, Results], folder: Path) -> None:
+    """Write the figures to the pages in `folder`, and their pictures. Needs matplotlib.
 
     The part on rollout latency stays unchanged if there are no valid results
-    (`latency_figures.load`). Raise `ValueError` if the page lacks the lines around a part.
+    (`latency_figures.load`). Raise `ValueError` if a page lacks the lines around its part.
     """
-    page = docs / "results.md"
     latency = latency_figures.load(latency_figures.LATENCY)
     parts = [*summary(complete, latency), "", *definitions(complete), ""]
     for name, results in complete.items():
-        draw(results, docs / picture(name))
+        draw(results, folder / picture(name))
         parts += [section(name, results), f"![{title(name)}]({picture(name)})", ""]
-    text = _replaced(page.read_text("utf-8"), BEGIN, END, parts)
+    _replace(folder / "figures.md", BEGIN, END, parts)
     if latency:
         parts = []
         for name in latency_figures.FIGURES:
-            latency_figures.draw(name, latency, docs / picture(name))
+            latency_figures.draw(name, latency, folder / picture(name))
             parts += [
                 latency_figures.section(name, latency),
                 f"![{title(name)}]({picture(name)})",
                 "",
             ]
         parts += [latency_figures.background(latency)]
-        text = _replaced(text, LATENCY_BEGIN, LATENCY_END, parts)
-    page.write_text(text, "utf-8")
+        _replace(folder / "speed.md", LATENCY_BEGIN, LATENCY_END, parts)
 
 
 def picture(name: str) -> str:
     """Return the path of a figure's picture, relative to the page."""
-    return f"images/figures/{name}.svg"
+    return f"../images/figures/{name}.svg"
 
 
-def _replaced(text: str, begin: str, end: str, parts: Sequence[str]) -> str:
-    """Return `text` with other lines between `begin` and `end`."""
-    before, found_begin, rest = text.partition(begin)
+def _replace(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
+    """Replace the lines between `begin` and `end`."""
+    before, found_begin, rest = page.read_text("utf-8").partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"docs/results.md must have the lines {begin} and {end}")
-    return before + "\n".join([begin, "", *parts, end]) + after
+        raise ValueError(f"{page} must have the lines {begin} and {end}")
+    page.write_text(before + "\n".join([begin, "", *parts, end]) + after, "utf-8")
 
 
 def summary(complete: Mapping[str, Results], latency: latency_figures.Results | None) -> list[str]:
@@ -334,20 +332,20 @@ def _summary_row(name: str, text: str, verdicts: Sequence[tuple[str, bool]] | No
     if verdicts is None:
         return markdown_row(title(name), text, NOT_RUN, "–")
     cells = [[judged for judged, added in verdicts if added == column] for column in (False, True)]
-    return markdown_row(_link(title(name)), text, *(overall(c) if c else "–" for c in cells))
+    return markdown_row(_link(name), text, *(overall(c) if c else "–" for c in cells))
 
 
 def definitions(complete: Mapping[str, Results]) -> list[str]:
     """Return what the metrics and the arms of the figures mean."""
     arms = {arm for results in complete.values() for arm in results.figure.arms}
     return [
-        "### Metrics",
+        "## Metrics",
         "",
         markdown_row("metric", "meaning"),
         markdown_row("---", "---"),
         *(markdown_row(name, text) for name, text in METRIC_TEXTS.items()),
         "",
-        "### Arms",
+        "## Arms",
         "",
         markdown_row("arm", "meaning"),
         markdown_row("---", "---"),
@@ -355,8 +353,10 @@ def definitions(complete: Mapping[str, Results]) -> list[str]:
     ]
 
 
-def _link(heading: str) -> str:
-    return f"[{heading}](#{heading.lower().replace(' ', '-')})"
+def _link(name: str) -> str:
+    """Return a link to a figure from the page of figures."""
+    page = "speed.md" if name in latency_figures.FIGURES else ""
+    return f"[{title(name)}]({page}#{title(name).lower().replace(' ', '-')})"
 
 
 def _rank(judged: str) -> int:

@@ -39,9 +39,9 @@ Metrics:
 * left: seconds that the extractor still needs for the previous rollout after the end of this one.
 
 The output ends with the sections on Figures 9c, 12 and 14b (latency_figures.py) as Markdown.
-`coevolution.py --document` writes them to docs/results.md from the stored results. With --out, a
-measurement that was interrupted continues with the first number of environments that is not
-complete, unless the commit has changed.
+`coevolution.py --document` writes them to docs/results/speed.md from the stored results. With
+--out, a measurement that was interrupted continues with the first number of environments that is
+not complete, unless the commit has changed.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def readme_size(root: Path) -> Measurement:
 
 def wide_document_lines(root: Path) -> Measurement:
     """Count the wide lines of the README and of docs/, see `wide_lines`."""
-    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     places = tuple(
         f"{page.relative_to(root)}:{number}" for page in pages for number in wide_lines(page)
     )

@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SHELL = ("sh", "bash", "shell", "console")
 """Languages of code blocks whose lines are commands."""

@@ -108,7 +108,7 @@ def test_a_section_has_verdicts_paired_differences_and_aggregates() -> None:
         "8", results(("room", "sokoban"), {"none": (0.5, 0.2), "static": (0.3, 0.2)}, note="Note.")
     )
     rows = text.splitlines()
-    assert rows[:3] == ["### Figure 8", "", "*Claim:* The claim."]
+    assert rows[:3] == ["## Figure 8", "", "*Claim:* The claim."]
     assert rows[5:8] == ["", "Note.", ""]
     assert "- training of none > that of static: 0.100 ± 0.000. **agrees**" in rows
     assert "| training | room | 0.550 ± 0.635 | 0.350 ± 0.635 |" in rows
@@ -224,17 +224,21 @@ def test_the_documentation_has_all_figures_and_those_that_disagree_first(
 ) -> None:
     monkeypatch.setattr(report.latency_figures, "LATENCY", tmp_path / "latency.json")
     (tmp_path / "latency.json").write_text('{"repetitions": 1, "rows": [{"arm": "off"}]}', "utf-8")
-    page = tmp_path / "results.md"
-    latency = f"{report.LATENCY_BEGIN}\nlatency\n{report.LATENCY_END}"
-    page.write_text(f"# Results\n\n{report.BEGIN}\nold\n{report.END}\n\n{latency}\n", "utf-8")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    page = folder / "figures.md"
+    page.write_text(f"# Figures\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n", "utf-8")
+    latency = f"{report.LATENCY_BEGIN}\nlatency\n{report.LATENCY_END}\n"
+    (folder / "speed.md").write_text(latency, "utf-8")
     good = results(("room",), {"co-evolved": (0.5,), "none": (0.4,)})
     bad = results(("room",), {"co-evolved": (0.3,), "none": (0.4,)})
     for _ in range(2):
-        report.document({"3a": good, "6": bad}, tmp_path)
+        report.document({"3a": good, "6": bad}, folder)
     text = page.read_text("utf-8")
     head = "| figure | claim | fixed before the runs | added after them |"
-    assert text.startswith(f"# Results\n\n{report.BEGIN}\n\n{head}\n")
-    assert text.endswith(f"\n{report.END}\n\n{latency}\n"), "without valid results, unchanged"
+    assert text.startswith(f"# Figures\n\n{report.BEGIN}\n\n{head}\n")
+    assert text.endswith(f"\n{report.END}\n\nThe end.\n")
+    assert (folder / "speed.md").read_text("utf-8") == latency, "unchanged without valid results"
     assert "old" not in text
     rows = [row for row in text.splitlines() if row.startswith("| ")][2:]
     verdicts = [row.split(" | ")[2:] for row in rows[: len(figures.FIGURES) + 3]]
@@ -242,7 +246,7 @@ def test_the_documentation_has_all_figures_and_those_that_disagree_first(
     assert verdicts == [["disagrees", "– |"], ["agrees", "– |"], *others]
     assert rows[0].startswith("| [Figure 6](#figure-6) |")
     assert (tmp_path / "images" / "figures" / "3a.svg").exists()
-    assert "![Figure 6](images/figures/6.svg)" in text
+    assert "![Figure 6](../images/figures/6.svg)" in text
 
 
 def test_all_arms_are_valid_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Benchmark of rollout latency: the load of its arms, and its figures in docs/results.md."""
+"""Benchmark of rollout latency: the load of its arms, and its figures in the documentation."""
 
 from __future__ import annotations
 
@@ -173,21 +173,24 @@ def test_the_documentation_has_the_figures_and_their_pictures(
     path = tmp_path / "latency.json"
     path.write_text(json.dumps(stored), "utf-8")
     monkeypatch.setattr(latency_figures, "LATENCY", path)
-    page = tmp_path / "results.md"
+    folder = tmp_path / "results"
+    folder.mkdir()
+    summary, page = folder / "figures.md", folder / "speed.md"
+    summary.write_text(f"{report.BEGIN}\n{report.END}\n", "utf-8")
     page.write_text(
-        f"{report.BEGIN}\n{report.END}\n\n## Rollout latency\n\n"
-        f"{report.LATENCY_BEGIN}\nearlier text\n{report.LATENCY_END}\nThe end.\n",
+        f"## Rollout latency\n\n{report.LATENCY_BEGIN}\nearlier text\n{report.LATENCY_END}\n"
+        "The end.\n",
         "utf-8",
     )
     for _ in range(2):
-        report.document({}, tmp_path)
+        report.document({}, folder)
     text = page.read_text("utf-8")
     assert "earlier text" not in text
     assert text.endswith("The end.\n")
-    assert "| [Figure 14b](#figure-14b) | The actor as critic slows" in text
+    assert "| [Figure 14b](speed.md#figure-14b) | The actor as critic slows" in summary.read_text()
     for name, figure in latency_figures.FIGURES.items():
         assert text.count(f"### Figure {name}\n") == 1
-        assert text.count(f"![Figure {name}](images/figures/{name}.svg)") == 1
+        assert text.count(f"![Figure {name}](../images/figures/{name}.svg)") == 1
         svg = (tmp_path / "images" / "figures" / f"{name}.svg").read_text("utf-8")
         for arm in figure.arms:
             assert f"<!-- {arm} -->" in svg
