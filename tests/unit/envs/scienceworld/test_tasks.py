@@ -128,11 +128,31 @@ def test_a_machine_without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     with pytest.raises(ConfigError, match="Install a Java runtime") as error:
         require_extra(SPEC, "tasks.scienceworld.env")
     assert error.value.key == "tasks.scienceworld.env"
-    java = tmp_path / "jdk" / "bin" / "java"
-    java.parent.mkdir(parents=True)
-    java.touch(mode=0o755)
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
-    require_extra(SPEC, "tasks.scienceworld.env")
+
+
+@pytest.mark.parametrize(
+    ("script", "fault"),
+    [
+        ("#!/bin/sh\n", None),
+        ("#!/bin/sh\necho no such library >&2\nexit 1\n", r"does not start \(no such library\)"),
+        ("#!/bin/sh\nexit 3\n", r"does not start \(exit code 3\)"),
+        ("no program", r"does not start \(.*Exec format error"),
+    ],
+)
+def test_java_that_does_not_start_is_refused(
+    script: str, fault: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("crl.envs.registry.require_package", lambda *arguments: None)
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(script)
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    if fault is None:
+        require_extra(SPEC, "tasks.scienceworld.env")
+        return
+    with pytest.raises(ConfigError, match=fault):
+        require_extra(SPEC, "tasks.scienceworld.env")
 
 
 def test_java_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
