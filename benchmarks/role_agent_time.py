@@ -48,9 +48,11 @@ METHODS = ("role_agent", "gigpo")
 SETTINGS = (
     "actor.profile=full", "actor.max_context_tokens=4096", "tasks.room.max_turns=8",
     "tasks.room.max_response_tokens=128", "extractor.max_response_tokens=192",
-    "actor.optimizer.learning_rate=4e-5", *without_evaluations("room"),
+    *without_evaluations("room"),
 )  # fmt: skip
 """Settings of the start and of both runs."""
+LEARNING_RATE = 4e-5
+"""Learning rate of both runs."""
 GROUPS, MEMBERS = 4, 4
 PLACES = 64
 """Number of the places of the demonstrations. Each has four episodes."""
@@ -204,7 +206,7 @@ def main() -> None:
         model = started(folder, given.seed, given.sets)
         sets = [
             *SETTINGS, f"rollout.groups={GROUPS}", f"rollout.group_size={MEMBERS}",
-            f"actor.model={model}", *given.sets,
+            f"actor.model={model}", f"actor.optimizer.learning_rate={LEARNING_RATE}", *given.sets,
         ]  # fmt: skip
         options = ["--tasks", "room", "--preset", "smollm2", "--method", method]
         options += ["--steps", str(given.steps), "--seed", str(given.seed), *set_options(sets)]
