@@ -112,6 +112,8 @@ class Guidance:
 
     If the text is empty, the plan has the number of guided members and of experiences per search.
     """
+    attempts: bool = False
+    """True if the members of a group are attempts, which end with the first success."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ SPEC = MethodSpec(
             f"attempts one after the other, guided by the last {settings.memory} reflections; "
             f"evaluations are guided by at most {settings.memory}"
         ),
+        attempts=True,
     ),
     # In evaluations, the reflections on a goal with the best record come first, however similar the
     # goal is. The paper has no bound for their number.

@@ -423,6 +423,8 @@ def _places(stream: StreamSection) -> str:
 def _batch(config: RunConfig) -> str:
     rollout, steps = config.rollout, config.run.steps
     rollouts = rollout.groups * rollout.group_size
+    guidance = config.spec.guidance
+    bound = "at most " if guidance and guidance.attempts else ""
     staleness = (
         f"at most {counted(rollout.max_staleness, 'step')} ahead"
         if rollout.max_staleness
@@ -437,11 +439,11 @@ def _batch(config: RunConfig) -> str:
     )
     return "\n".join(
         [
-            f"a step    {groups} × {rollout.group_size} members = {rollouts} rollouts, "
+            f"a step    {groups} × {rollout.group_size} members = {bound}{rollouts} rollouts, "
             f"{staleness}{_shares(config)}",
             f"          {minibatches if updates else 'the actor is not trained'}",
-            f"training  {counted(steps, 'step')} × {rollouts} = {steps * rollouts:,} episodes, "
-            f"{updates:,} updates",
+            f"training  {counted(steps, 'step')} × {rollouts} = "
+            f"{bound}{steps * rollouts:,} episodes, {updates:,} updates",
             f"eval      {_evaluations(config)} at temperature {config.eval.temperature:g}",
         ]
     )

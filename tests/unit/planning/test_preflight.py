@@ -541,6 +541,8 @@ def test_the_plan_of_reflexion_tells_which_reflections_guide() -> None:
         "retrieval  attempts one after the other, guided by the last 3 reflections; evaluations "
         "are guided by at most 3, chosen by success record"
     ) in shown[0]
+    assert "members = at most 128 rollouts" in shown[0], "attempts end with the first success"
+    assert "training  100 steps × 128 = at most 12,800 episodes, 0 updates" in shown[0]
 
 
 def test_a_context_of_minus_one_is_no_limit() -> None:
