@@ -8,10 +8,11 @@ player, half of them with the right prediction in every reply, and notes on lost
 trained by Role-Agent, and by GiGPO, which has neither predictions nor analyses. Both runs have the
 same number of steps and no evaluations.
 
-The table has means over the steps after the first one, in seconds. *Step* is the time from one step
-to the next. *Analysis and retrieval* overlaps with the step. *Predictions* is a part of the waiting
-for episodes, estimated by the predictions' share of the replies. *Rewards of predictions* are
-computed once for the metrics, as measured here, and once for the advantages.
+The table has means over the steps after the second one, in seconds. Rollouts are one step ahead, so
+on one core the steps alternate: the number of steps should be even. *Step* is the time from one
+step to the next. *Predictions* is their share of the time in which replies were sampled, estimated
+by characters. *Rewards of predictions* are computed once for the metrics, as measured here, and
+once for the advantages. Predictions, analysis and retrieval may overlap with training.
 
 The option --set, which may be repeated, changes a setting of the start and of both runs.
 """
@@ -142,9 +143,9 @@ def started(folder: Path, seed: int, sets: Sequence[str]) -> Path:
 
 
 def parts(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the means of the parts of a step in seconds, over the steps after the first one."""
-    first, *steps = [line for line in metrics if line["kind"] == "train"]
-    times = [line["time"] for line in (first, *steps)]
+    """Return the means of the parts of a step in seconds, over the steps after the second one."""
+    _, second, *steps = [line for line in metrics if line["kind"] == "train"]
+    times = [line["time"] for line in (second, *steps)]
     walls = [end - begin for begin, end in pairwise(times)]
     shares = [line.get("perf/distil_share") or 0.0 for line in steps]
 

@@ -38,12 +38,13 @@ def line(step: int, time: float, **values: float) -> dict[str, Any]:
     return {"kind": "train", "step": step, "time": time, **values}
 
 
-def test_the_first_step_does_not_count() -> None:
+def test_the_first_two_steps_do_not_count() -> None:
     metrics = [
         {"kind": "eval", "time": 1.0},
-        line(1, 50.0, **{"time/wait": 40.0}),
-        line(2, 60.0, **{"time/wait": 6.0, "perf/distil_share": 0.5, "time/predictions": 2.0}),
-        line(3, 80.0, **{"time/wait": 8.0, "perf/distil_share": 0.1, "time/predictions": 4.0}),
+        line(1, 40.0, **{"time/wait": 39.0}),
+        line(2, 50.0, **{"time/wait": 10.0}),
+        line(3, 60.0, **{"time/wait": 6.0, "perf/distil_share": 0.5, "time/predictions": 2.0}),
+        line(4, 80.0, **{"time/wait": 8.0, "perf/distil_share": 0.1, "time/predictions": 4.0}),
     ]
     found = role_agent_time.parts(metrics)
     assert found["step"] == 15.0
