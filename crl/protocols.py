@@ -235,7 +235,8 @@ class SearchRequest:
     turn: int = 0
     """Number of the turn before which the search takes place; 0 for the search at the start."""
     shown: tuple[str, ...] = ()
-    """Uids of experiences that the episode has been shown. They are not returned again."""
+    """Uids of experiences that the episode has been shown. They are not returned again, and none
+    takes their places."""
 
 
 @dataclass(frozen=True, slots=True)

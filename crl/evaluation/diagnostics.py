@@ -17,7 +17,7 @@ from crl.envs.curriculum import Advisor, LessonVerdict
 from crl.evaluation.metrics import GroupGap, group_gaps
 from crl.manager import Distilled, Generation
 from crl.protocols import Hit, SearchRequest, State
-from crl.types import Trajectory
+from crl.types import Place, Trajectory
 
 _GENERATIONS = TypeAdapter(
     list[Generation],
@@ -96,7 +96,7 @@ class Diagnostics:
 
     def load_state(self, state: State) -> None:
         self.gaps = [
-            [GroupGap((task, goal), value) for task, goal, value in gaps] for gaps in state["gaps"]
+            [GroupGap(Place(*place), value) for *place, value in gaps] for gaps in state["gaps"]
         ]
         self.answers.clear()
         self.answers.extend(_GENERATIONS.validate_python(state["answers"], strict=False))

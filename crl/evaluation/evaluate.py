@@ -330,6 +330,6 @@ def clustered_success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
     Episodes of one place are not independent: they share its lessons and its difficulty. The
     interval is that of the `effective_number` of episodes, with places as clusters.
     """
-    places = [t.task.goal for t in trajectories]
+    places = [t.task.place for t in trajectories]
     number = effective_number([t.success for t in trajectories], places)
     return replace(success_rate(trajectories), effective_episodes=number)

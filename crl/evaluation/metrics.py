@@ -8,14 +8,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from crl.intervals import Mean
-from crl.types import Trajectory
+from crl.types import Place, Trajectory
 
 
 class GroupGap(NamedTuple):
     """Gap of one group: mean success of its guided members minus that of its free members."""
 
-    place: tuple[str, str]
-    """(task name, goal)."""
+    place: Place
     value: float
     """Gap, in [−1, 1]."""
 
@@ -56,7 +55,7 @@ def group_gaps(batch: Sequence[Trajectory]) -> list[GroupGap]:
         )
         if guided and free:
             task = members[0].task
-            gaps.append(GroupGap((task.name, task.goal), fmean(guided) - fmean(free)))
+            gaps.append(GroupGap(task.place, fmean(guided) - fmean(free)))
     return gaps
 
 

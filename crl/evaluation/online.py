@@ -24,7 +24,7 @@ from crl.manager import Distilled, ExperienceManager
 from crl.protocols import DistillationFilter
 from crl.rollout.crediting import credit_and_submit
 from crl.rollout.episode import EpisodeKey, EpisodeRunner, Limits
-from crl.types import Task, Trajectory
+from crl.types import Place, Task, Trajectory
 
 VISITS = 5
 """Visits to every place."""
@@ -87,10 +87,10 @@ class OnlineResult:
 
         Only visits that count are included. Both sides play the same episodes with the same draws.
         """
-        differences: defaultdict[str, list[int]] = defaultdict(list)
+        differences: defaultdict[Place, list[int]] = defaultdict(list)
         for guided_visit, free_visit in zip(self.counted_visits, self.free_visits, strict=True):
             for guided, free in zip(guided_visit, free_visit, strict=True):
-                differences[guided.task.goal].append(guided.success - free.success)
+                differences[guided.task.place].append(guided.success - free.success)
         return [fmean(of_place) for of_place in differences.values()]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from crl.evaluation.evaluate import EvalSet, Evaluator, eval_keys
-from crl.types import Split, Task, Trajectory
+from crl.types import Place, Split, Task, Trajectory
 
 
 class Source(StrEnum):
@@ -95,13 +95,13 @@ async def _play_online(evaluator: Evaluator) -> list[SavedEpisode]:
     episodes = []
     for result in (await evaluator.online.evaluate(compare_lessons=False)).values():
         for condition, visits in (("online", result.counted_visits), ("alone", result.free_visits)):
-            numbers: dict[str, int] = {}
-            counts: dict[str, int] = {}
+            numbers: dict[Place, int] = {}
+            counts: dict[Place, int] = {}
             for trajectory in (t for visit in visits for t in visit):
-                goal = trajectory.task.goal
-                number = numbers.setdefault(goal, len(numbers))
-                counts[goal] = counts.get(goal, -1) + 1
-                episodes.append(_saved(trajectory, number, counts[goal], condition))
+                place = trajectory.task.place
+                number = numbers.setdefault(place, len(numbers))
+                counts[place] = counts.get(place, -1) + 1
+                episodes.append(_saved(trajectory, number, counts[place], condition))
     return episodes
 
 

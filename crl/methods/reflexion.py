@@ -5,7 +5,7 @@ failed attempt, the actor or the extractor reflects on it in words. The last ref
 next attempt (Algorithm 1; `crl.rollout.attempts`). `rollout.group_size` is the maximum number of
 attempts. The paper's Evaluator is the environment, which reports the success.
 
-**Ours**: the reflections are also experiences of the bank, each for its own goal. Evaluations are
+**Ours**: the reflections are also experiences of the bank, each for its own game. Evaluations are
 played without reflections, with those of the bank, and in unseen places with those of earlier
 visits.
 """
@@ -85,12 +85,12 @@ SPEC = MethodSpec(
         ),
         attempts=True,
     ),
-    # In evaluations, the reflections on a goal with the best record come first, however similar the
+    # In evaluations, the reflections on a game with the best record come first, however similar the
     # goal is. The paper has no bound for their number.
     defaults={
         **NOTE_DEFAULTS,
         "actor": {"train": False},
-        "bank": {"scope": "goal", "max_entries": 16_000},
+        "bank": {"scope": "variation", "max_entries": 16_000},
         "retrieval": {**NOTE_DEFAULTS["retrieval"], "min_similarity": -1.0},
     },
     check=check,

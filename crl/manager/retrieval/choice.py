@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 from typing import NamedTuple
 
 from crl.config.retrieval import retrieval_policy
 from crl.config.schema import RetrievalSection
 from crl.errors import ConfigError
 from crl.manager.records import Entry
+from crl.seeds import derive_seed
 
 SIMILARITY_TOLERANCE = 1e-6
 """Tolerance for equal similarities, because float32 products differ in their last bits."""
@@ -62,14 +64,26 @@ def choose_entries(
             by_score.setdefault(score, []).append(candidate)
         complete = not eligible
         for score in sorted(by_score, reverse=True):
-            tied = sorted((c.entry for c in by_score.pop(score)), key=lambda entry: entry.uid)
-            needed = count - len(chosen)
-            chosen += rng().sample(tied, min(needed, len(tied))) if len(tied) > 1 else tied
+            tied = [candidate.entry for candidate in by_score.pop(score)]
+            chosen += _first_drawn(tied, count - len(chosen), rng)
             if len(chosen) == count or not complete:
                 break
         eligible = [candidate for tied in by_score.values() for candidate in tied] + eligible
         eligible.sort(key=_order)
     return chosen
+
+
+def _first_drawn(
+    tied: Sequence[Entry], count: int, rng: Callable[[], random.Random]
+) -> Sequence[Entry]:
+    """Return the first `count` entries in an order that `rng` draws.
+
+    The order of two entries does not depend on the others.
+    """
+    if len(tied) == 1:
+        return tied
+    root = rng().getrandbits(63)
+    return nsmallest(count, tied, key=lambda entry: derive_seed(root, "tie", entry.uid))
 
 
 def _order(candidate: Candidate) -> tuple[float, str]:

@@ -155,6 +155,9 @@ class Bank:
 
         The retrievals are counted immediately, so the next search sees the updated counts.
 
+        Entries that the episode has been shown are chosen like others and left out of the result.
+        Ties are broken in the same way at all turns of an episode.
+
         With `per = "group"`, all members of a group get the same experience at their start: the one
         that the first of them got. It is counted once. A question is answered for its member alone.
 
@@ -176,19 +179,15 @@ class Bank:
                 request.group,
                 request.member,
                 *([request.question] if request.question else []),
-                *(["turn", request.turn] if request.turn else []),
             )
         )
         near = self.nearest(request.task, query) if near is None else near
-        candidates = [
-            Candidate(self.entries[uid], similarity)
-            for uid, similarity in near
-            if uid not in request.shown
-        ]
+        candidates = [Candidate(self.entries[uid], similarity) for uid, similarity in near]
         rng = partial(generator, self._seed, "retrieval", *address)
         starts = not request.question and not request.turn
         trial = counted and starts and self._is_trial(request)
-        entries = choose_entries(candidates, step, rng, self._settings, count=count, trial=trial)
+        chosen = choose_entries(candidates, step, rng, self._settings, count=count, trial=trial)
+        entries = [entry for entry in chosen if entry.uid not in request.shown]
         hits = [_hit(e, "ask_unrefined" if request.question else "start") for e in entries]
         if counted:
             for entry in entries:

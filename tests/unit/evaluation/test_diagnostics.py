@@ -14,7 +14,7 @@ from crl.envs.curriculum import LessonVerdict
 from crl.evaluation.diagnostics import Diagnostics, lesson_verdict
 from crl.evaluation.metrics import group_gaps, rollout_metrics
 from crl.protocols import Hit, SearchRequest
-from crl.types import Condition, ExperienceUse, Segment, Task, Trajectory
+from crl.types import Condition, ExperienceUse, Place, Segment, Task, Trajectory
 from support.doors import TASK
 from support.kept_sets import kept_set
 from support.managers import distilled, hit
@@ -77,7 +77,11 @@ def test_gaps_by_hand() -> None:
         trajectory(0, "guided", False, lesson="x", task_name="maze"),
         trajectory(0, "free", False, task_name="maze"),
     ]  # fmt: skip
-    gaps = [(("doors", TASK.goal), 0.5), (("doors", TASK.goal), -1.0), (("maze", TASK.goal), 0.0)]
+    gaps = [
+        (Place("doors", TASK.goal), 0.5),
+        (Place("doors", TASK.goal), -1.0),
+        (Place("maze", TASK.goal), 0.0),
+    ]
     assert group_gaps(batch) == gaps
     metrics = rollout_metrics(batch, 0)
     # m = −1/6. Sums less n_c · m: doors −1/2 + 1/3, maze 0 + 1/6. V = 2 · (2/36) / 9 = 1/81.

@@ -231,7 +231,10 @@ def test_episodes_of_one_place_are_not_independent(won: tuple[int, ...], effecti
         for place, wins in enumerate(won)
         for i in range(4)
     ]
+    games = [replace(TASK, params={"variation": place}) for place in range(len(won))]
+    of_games = [replace(t, task=games[n // 4]) for n, t in enumerate(played)]
     rate = clustered_success_rate(played)
+    assert clustered_success_rate(of_games) == rate, "games may have the same goal"
     assert rate == SuccessRate(
         sum(won),
         4 * len(won),

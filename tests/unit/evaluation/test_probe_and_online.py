@@ -302,16 +302,21 @@ async def test_a_bank_built_online_helps_an_actor_that_follows_advice(tmp_path: 
     assert wins[0] > wins[1], "right advice increases the success"
 
 
-def test_lift_by_hand() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["goals", "variations"])
+def test_lift_by_hand(shared: bool) -> None:
     """Use two places, one member and three counted visits.
 
-    With the bank the places have 3 and 1 successes, without the bank 1 and 1: (2/3, 0).
+    With the bank the places have 3 and 1 successes, without the bank 1 and 1: (2/3, 0). Places with
+    the same goal differ in their variation.
     """
+
+    def place(number: int) -> Task:
+        goal = "the same" if shared else f"place {number}"
+        return Task("room", 1, "unseen", goal, {"variation": number} if shared else {})
 
     def visit(*won: bool) -> list[Trajectory]:
         return [
-            build_trajectory(Task("room", 1, "unseen", f"place {i}"), 0, i, 0, "free", success=one)
-            for i, one in enumerate(won)
+            build_trajectory(place(i), 0, i, 0, "free", success=one) for i, one in enumerate(won)
         ]
 
     guided = [

@@ -9,11 +9,13 @@ import pytest
 
 from crl.engines.scripted import ScriptedEngine
 from crl.evaluation.evaluate import EvalSet, Evaluator
+from crl.evaluation.online import UNCOUNTED_VISITS, VISITS, OnlineResult
 from crl.evaluation.samples import Source, play_samples
 from crl.evaluation.scheduling import EpisodeScheduler
 from crl.rollout.waves import SequentialSampler
-from crl.types import Split, Task
+from crl.types import Split, Task, Trajectory
 from support.doors import TASK, RecordingRetriever, dice, open_host, renderer, runner, scripted
+from support.trajectories import build_trajectory
 
 
 def games(n: int, split: Split) -> tuple[Task, ...]:
@@ -64,6 +66,34 @@ async def test_a_bank_guides_both_splits() -> None:
         episodes = await play_samples(evaluator, Source.bank, 1)
     assert {e.condition for e in episodes} == {"guided"}
     assert len(bank.requests) == len(episodes) == 17
+
+
+class Visits:
+    """Online evaluation with given results."""
+
+    def __init__(self, *visits: list[Trajectory]) -> None:
+        self.result = OnlineResult([[]] * UNCOUNTED_VISITS + list(visits), list(visits))
+
+    async def evaluate(self, *, compare_lessons: bool) -> dict[str, OnlineResult]:
+        return {"doors": self.result}
+
+
+async def test_games_with_the_same_goal_are_told_apart_in_online_evaluations() -> None:
+    places = [replace(TASK, split="unseen", params={"variation": n}) for n in (7, 3)]
+    visits = [
+        [build_trajectory(place, 0, n, 0, "guided") for n, place in enumerate(places)]
+        for _ in range(VISITS - UNCOUNTED_VISITS)
+    ]
+    async with open_host() as hosted:
+        evaluator = Evaluator(
+            runner(scripted("open"), hosted.host),
+            SETS,
+            EpisodeScheduler(1),
+            online=Visits(*visits),  # pyright: ignore[reportArgumentType]
+        )
+        episodes = await play_samples(evaluator, Source.online, 1)
+    played = [(e.game.number, e.sample) for e in episodes if e.condition == "online"]
+    assert played == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
 
 
 async def test_results_of_an_episode() -> None:

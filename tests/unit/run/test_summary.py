@@ -25,7 +25,7 @@ from crl.run.summary import (
     experience_report,
 )
 from crl.run.totals import Totals
-from crl.types import Counters, Experience, Lift, Provenance
+from crl.types import Counters, Experience, Lift, Place, Provenance
 
 SETTINGS: list[EvalKey] = [
     ("room", "seen", "free"),
@@ -262,10 +262,10 @@ REPORT = ExperienceReport(
         ),
     ],
     gaps=[
-        GroupGap(("room", "hut"), 0.5),
-        GroupGap(("room", "hut"), 0.0),
-        GroupGap(("room", "cell"), 0.25),
-        GroupGap(("shop", "cell"), 0.25),
+        GroupGap(Place("room", "hut"), 0.5),
+        GroupGap(Place("room", "hut"), 0.0),
+        GroupGap(Place("room", "cell"), 0.25),
+        GroupGap(Place("shop", "cell"), 0.25),
     ],
     probe_gains={"room": ((0.01, 0.05), (0.4, 0.06))},
     evaluation=Evaluation(
@@ -341,7 +341,9 @@ def test_groups_of_one_place_are_one_cluster() -> None:
     """
     values = {"hut": (0.75, -0.25), "cell": (0.0, -0.25), "yard": (0.25,)}
     gaps = [
-        GroupGap(("room", place), gap) for place, place_gaps in values.items() for gap in place_gaps
+        GroupGap(Place("room", place), gap)
+        for place, place_gaps in values.items()
+        for gap in place_gaps
     ]
     assert replace(REPORT, gaps=gaps).line().endswith("guided − free +0.100 ± 0.592")
 
@@ -387,7 +389,7 @@ def test_missing_values_are_null() -> None:
     assert (record["gap"], record["extractor_updates"], record["lessons"]) == (None, None, {})
     assert record["bank"]["ops/add"] == 0
     evaluation = Evaluation({}, {}, 0, lessons={"room": SuccessRate(1, 2)})
-    gaps = [GroupGap(("room", "hut"), 0.5)]
+    gaps = [GroupGap(Place("room", "hut"), 0.5)]
     one = replace(bare, gaps=gaps, evaluation=evaluation)
     assert one.line().endswith("guided − free +0.500 ± –")
     assert one.record()["gap"] == {"value": 0.5, "low": None, "high": None, "n": 1, "places": 1}
