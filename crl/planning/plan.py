@@ -205,15 +205,22 @@ def _models(config: RunConfig, only: RoleName | None = None) -> str:
 
 
 def _untrained_warnings(config: RunConfig) -> list[str]:
-    """Return the warnings about models as published that read the compact rendering."""
+    """Return the warnings about packaged models as published."""
     published = {name: str(imported_folder(name)) for name in PACKAGED_MODELS}
+    names = ",".join(config.tasks)
+    commands = {
+        ("actor", "compact"): f"--preset NAME --from drills --role actor --tasks {names}",
+        ("extractor", "compact"): f"--preset NAME --from drills --role extractor --tasks {names}",
+        ("actor", "full"): f"--from scripted --model NAME --tasks {names}",
+        ("extractor", "full"): f"--from FILE.jsonl --role extractor --model NAME --tasks {names}",
+    }
     return [
-        f"warning: {role}.model is {name} as published, which hardly ever answers in the compact "
-        f"rendering. Train it first: crl sft --preset {name} --from drills --role {role} "
-        f"--tasks {','.join(config.tasks)}"
+        f"warning: {role}.model is {name} as published, and hardly any of its replies can be used "
+        f"(docs/results/language-models.md, Prompts). Train it first: crl sft "
+        f"{commands[role, config.profile(role)].replace('NAME', name)}"
         for role, section in model_sections(config).items()
         for name, folder in published.items()
-        if section.model in (name, folder) and config.profile(role) == "compact"
+        if section.model in (name, folder)
     ]
 
 

@@ -320,7 +320,7 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(smollm2.subprocess, "run", run)
     monkeypatch.setattr(
-        smollm2, "demonstrated", lambda role, seed, folder: Path(f"{role}-{seed}.jsonl")
+        smollm2, "demonstrated", lambda name, role, seed, folder: Path(f"{name}-{role}.jsonl")
     )
     setting = ["--set", "learner.precision=bfloat16"]
     starts = (
@@ -328,7 +328,8 @@ def test_supervised_starts_of_smollm2(tmp_path: Path, monkeypatch: pytest.Monkey
         ("complementary", "actor", "start-long-actor-20", "drills --demonstrations 1000"),
         ("short start", "extractor", "start-short-extractor-20", "drills --demonstrations 1000"),
         ("grpo full", "actor", "start-full-actor-20", "scripted"),
-        ("three tasks", "extractor", "start-three-tasks-extractor-20", "extractor-20.jsonl"),
+        ("three tasks", "extractor", "start-three-tasks-extractor-20", "three-tasks-extractor"),
+        ("complementary full", "actor", "start-both-full-actor-20", "both-full-actor"),
     )
     for arm, role, name, _ in starts:
         (tmp_path / name).mkdir()

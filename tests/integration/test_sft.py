@@ -484,6 +484,8 @@ def test_demonstrations_that_cannot_be_used(demonstrated: Path, tmp_path: Path) 
     decay = error("--set", "actor.optimizer.decay_steps=80")
     assert "actor.optimizer.decay_steps = 80: does not apply" in decay
     assert "use --decay" in decay
+    other = error("--set", "extractor.lora.rank=4")
+    assert "extractor.lora.rank = 4: has no effect: --role actor trains the actor alone" in other
     assert "no epoch has a lower held-out loss" in error("--learning-rate", 0)
     assert not list(tmp_path.glob("run*/actor")), "no empty directory of a model"
 

@@ -189,6 +189,7 @@ def sft(
     kind = _kind(source)
     _refuse_unused(kind, given)
     _refuse_decay(role, sets)
+    _refuse_other_role(role, sets)
     _refuse_no_samples(source, kind, role, held_out)
     options = {"run.steps": steps or STEPS} | role_settings(role, model)
     options |= {} if seed is None else {"run.seed": seed}
@@ -273,6 +274,16 @@ def _refuse_decay(role: RoleName, sets: Sequence[str] | None) -> None:
     if (key := decay_key(role)) in given:
         reason = "does not apply: supervised fine-tuning computes the number of updates itself"
         raise ConfigError(key, given[key], reason, "Leave it out; use --decay for a decay")
+
+
+def _refuse_other_role(role: RoleName, sets: Sequence[str] | None) -> None:
+    """Raise `ConfigError` if `--set` gives adapter or optimizer of the role that is not trained."""
+    other = "actor" if role == "extractor" else "extractor"
+    for key, value in _settings(sets).items():
+        section, _, name = key.partition(".")
+        if section == other and name.startswith(("lora.", "optimizer.")):
+            reason = f"has no effect: --role {role} trains the {role} alone"
+            raise ConfigError(key, value, reason, f"Set {role}.{name}, or add --role {other}")
 
 
 def _files(source: str, kind: str) -> Mapping[int, Path] | Path | None:

@@ -30,6 +30,7 @@ from crl.run.checkpoint import chosen_checkpoint, read_manifest, read_state, tra
 REFUSED: Mapping[str, str] = {
     r"(method|learner\..*|monitor\..*)": "an evaluation trains nothing",
     r"run\.(?!seed|deterministic|max_error_rate).*": "an evaluation trains nothing",
+    r"(actor|extractor)\.(lora|optimizer)\..*": "an evaluation trains nothing",
     r"(actor|extractor)\.model": "the checkpoint has the models",
     r"bank\.init": "--bank FILE names the bank of an evaluation",
 }

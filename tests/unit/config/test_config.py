@@ -457,10 +457,12 @@ def test_any_value_is_accepted_or_raises_a_config_error(model: Path, value: str)
             resolved(model, f"{key}={value}")
 
 
-def test_experience_alone_needs_a_bank(model: Path):
-    config = resolved(model, "actor.train=false", "actor.lora.rank=4")
+def test_experience_alone_needs_a_bank(model: Path, tmp_path: Path):
+    config = resolved(model, "actor.train=false")
     assert [config.trains(role) for role in ("actor", "extractor")] == [False, True]
-    assert config.trained_adapter("actor") is None
+    (mine := tmp_path / "mine.toml").write_text('base = "cpu"\n[actor.lora]\nrank = 4\n')
+    config = load(["room"], preset=str(mine), sets=["actor.train=false"])
+    assert config.trained_adapter("actor") is None, "a file may also serve runs that train it"
     assert config_error(model, "actor.train=false", "method=grpo") == (
         "actor.train = False: leaves nothing to learn: grpo has no bank. Leave it out."
     )
@@ -1189,6 +1191,18 @@ def test_a_setting_names_all_kinds_that_use_it(model: Path, monkeypatch: pytest.
         "Add --set learner.kind=deepspeed or --set learner.kind=other, or leave it out."
     )
     assert resolved(model, "learner.zero=1").learner.zero == 1
+
+
+@pytest.mark.parametrize("role", ["actor", "extractor"])
+def test_an_adapter_of_a_model_that_is_not_trained_is_refused(model: Path, role: str):
+    rank = f"{role}.lora.rank=4"
+    assert config_error(model, f"{role}.train=false", rank) == (
+        f"{role}.lora.rank = 4: has no effect because {role}.train is false. Leave it out."
+    )
+    assert config_error(model, f"{role}.lora.alpha=4").endswith(
+        f"Add --set {role}.lora.rank=16, or leave it out."
+    )
+    assert resolved(model, rank, f"{role}.lora.alpha=4").trained_adapter(role)
 
 
 def test_settings_of_another_engine_are_refused(model: Path):

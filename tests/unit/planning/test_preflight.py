@@ -519,14 +519,17 @@ def test_the_plan_warns_of_an_untrained_packaged_model(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     warning = (
-        "warning: actor.model is smollm2 as published, which hardly ever answers in the compact "
-        "rendering. Train it first: crl sft --preset smollm2 --from drills --role actor "
-        "--tasks room"
+        "warning: actor.model is smollm2 as published, and hardly any of its replies can be used "
+        "(docs/results/language-models.md, Prompts). Train it first: crl sft "
     )
+    drills = "--preset smollm2 --from drills --role actor --tasks room\n"
+    scripted = "--from scripted --model smollm2 --tasks room\n"
     if folder:
         shutil.copytree(tiny_actor, imported_folder("smollm2"))
     options = {"method": "grpo"}
-    assert warning in overview(load(["room"], preset="smollm2", options=options))
+    assert warning + drills in overview(load(["room"], preset="smollm2", options=options))
+    full = load(["room"], preset="smollm2", options=options, sets=["actor.profile=full"])
+    assert warning + scripted in overview(full)
     trained = [f"actor.model={shutil.copytree(tiny_actor, tmp_path / 'trained')}"]
     assert "warning" not in overview(
         load(["room"], preset="smollm2", options=options, sets=trained)
@@ -649,7 +652,8 @@ def test_the_rank_of_a_trained_adapter_is_checked_before_a_new_run_only() -> Non
     """A resumed run cannot change its rank."""
     ranks = next(check for check in preflight.CHECKS if check.name == "adapter ranks")
     assert ranks not in preflight.RESUME_CHECKS
-    sets = ["extractor.lora.rank=64"]
+    config = load(["room"], sets=["extractor.lora.rank=64"])
     with pytest.raises(ConfigError, match=r"extractor\.lora\.rank = 64: is above the smallest"):
-        ranks.require(load(["room"], sets=sets))
-    ranks.require(load(["room"], sets=[*sets, "extractor.train=false"]))
+        ranks.require(config)
+    untrained = config.extractor.model_copy(update={"train": False})
+    ranks.require(config.model_copy(update={"extractor": untrained}))

@@ -113,6 +113,8 @@ def test_a_model_needs_no_run(tiny_actor: Path, banked: Path) -> None:
         ({"experience": Source.online, "samples": 2}, "does not apply to the online evaluation"),
         ({"preset": "cpu"}, "preset = 'cpu': does not apply to a run"),
         ({"sets": ["learner.threads=2"]}, "an evaluation trains nothing"),
+        ({"sets": ["actor.lora.rank=4"]}, "an evaluation trains nothing"),
+        ({"sets": ["extractor.optimizer.learning_rate=1"]}, "an evaluation trains nothing"),
         ({"sets": ["run.steps=9"]}, "an evaluation trains nothing"),
         ({"sets": ["actor.model=x"]}, "the checkpoint has the models"),
         ({"sets": ["tasks.maze.eval.seen=1"]}, "maze is not a task of this evaluation"),
