@@ -276,7 +276,10 @@ def export(
     if bank and merge:
         reason = "does not apply to --bank, which exports no model"
         raise ConfigError("--merge", True, reason, "Leave out --merge or --bank")
-    if merge and is_adapter(run):
+    if is_adapter(run):
+        if not merge:
+            reason = "is the directory of an adapter and not of a run"
+            raise ConfigError("run", str(run), reason, "Add --merge to merge it into its base model")
         _merge(run, folder, role, step)
         return
     load_saved(run)  # report a wrong path immediately, before torch is imported

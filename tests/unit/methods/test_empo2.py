@@ -303,6 +303,17 @@ def test_tokens_of_low_probability_have_no_advantage_by_hand() -> None:
     assert logp.grad[0].tolist() == pytest.approx([-0.5, 0.0])
 
 
+def test_a_negative_term_has_a_bound_by_hand() -> None:
+    # ρ = 20 and A = −1: the term −20 is raised to 10 · A. With A = 1 it is clipped to 1.3.
+    old = torch.tensor([[0.02]]).log()
+    logp, one = torch.tensor([[0.4]]).log(), torch.ones(1)
+    for dual_clip, advantage, term in ((None, -1.0, -20.0), (10.0, -1.0, -10.0), (10.0, 1.0, 1.3)):
+        value, _ = SurrogateLoss(0.2, 0.3, "token", 0.1, dual_clip)(
+            logp, old, advantage * one, torch.ones(1, 1), weights=one, total_tokens=1
+        )
+        assert float(value) == pytest.approx(-term, rel=1e-5)
+
+
 def test_tokens_of_low_probability_have_no_gradient_by_the_ratio_of_their_sequence() -> None:
     # The term of the first token is ρ / 2, and log ρ is the mean of both log-ratios. So the
     # derivative is 1/2 · 1/2 for both log-probs, but the second one is masked.
@@ -469,6 +480,12 @@ def test_the_settings_of_the_method() -> None:
     assert (settings.memory_share, settings.off_policy_share, settings.tips) == (0.25, 2 / 3, 10)
     assert settings.low_probability == math.exp(-5)
     assert build_method(config, tasks.specs(config)).advice == Advice(10, every_turn=True)
+    for setting, old in (("with_tips", BEHAVIOUR), ("without_tips", STEP_START)):
+        sets = [f"empo2.off_policy_old={setting}"]
+        config = load(["room"], options={"method": "empo2"}, sets=sets)
+        view = build_method(config, tasks.specs(config)).actor.view
+        assert isinstance(view, StrippedView)
+        assert view.old == old, setting
     off = load(["room"], options={"method": "empo2"}, sets=["empo2.novelty_coef=0"])
     assert build_method(off, tasks.specs(off)).step.intrinsic is None
 

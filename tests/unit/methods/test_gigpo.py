@@ -62,5 +62,9 @@ def test_the_method_sums_both_advantages():
     config = load(["room"], options={"method": "gigpo"}, sets=["gigpo.step_weight=0.5"])
     method = build_method(config, tasks.specs(config))
     assert method.actor.terms == (GroupAdvantage("std"), StepAdvantage(0.5, 0.95, 1.0, "std"))
+    sets = ["gigpo.gamma=0.5", "gigpo.similarity=0.75"]
+    other = load(["room"], options={"method": "gigpo"}, sets=sets)
+    _, step = build_method(other, tasks.specs(other)).actor.terms
+    assert step == StepAdvantage(1.0, 0.5, 0.75, "std")
     assert method.distiller is None
     assert method.extractor is None

@@ -214,6 +214,10 @@ def test_the_method_is_gigpo_with_other_returns():
         GroupAdvantage("std", 2.0),
         PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {}, 0.2),
     )
+    sets = ["role_agent.gamma=0.5", "role_agent.similarity=0.75"]
+    other = load(["room"], options={"method": "role_agent"}, sets=sets)
+    _, turns = build_method(other, tasks.specs(other)).actor.terms
+    assert turns == PredictedStepAdvantage(1.0, 0.5, 0.75, "std", {}, 1.0)
     full = load(["room"], options={"method": "role_agent"}, sets=["tasks.room.rendering=full"])
     context = build_method(full, tasks.specs(full)).context
     assert isinstance(context, ChatContext)

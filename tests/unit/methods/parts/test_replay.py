@@ -178,6 +178,36 @@ async def test_retrieved_tasks_failed_in_the_same_way(tmp_path: Path):
     }
 
 
+@pytest.mark.parametrize(("least", "found"), [(0.999, set()), (-1.0, {1})])
+async def test_failures_that_are_not_similar_enough_return_nothing(
+    least: float, found: set[int], tmp_path: Path
+):
+    async with library(tmp_path) as (manager, failures):
+        settings = replace(SETTINGS, ratio=1.0, min_similarity=least)
+        replay = FailureReplay(Stream(), settings, seed=0)
+        await play(manager, 0, replay.draw(2), lambda task: MODES[task.seed])
+        failures.mark_retrieved(
+            [failure for failure in failures.new() if failure.goal != "Goal 0."]
+        )
+        await replay.retrieve(failures)
+        assert {task.seed for task in replay.draw(1)} == (found or {2})
+
+
+async def test_a_failure_of_another_task_does_not_bring_back_the_drawn_one(tmp_path: Path):
+    """The bank holds a failure on another task under the address of a group that won."""
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0), seed=0)
+        lost, _ = replay.draw(2)
+        await fail(manager, 0, 0, lost, MODES[0])
+        other = replace(drawn_task(9), split="unseen")
+        await fail(manager, 0, 1, other, MODES[0])
+        failures.mark_retrieved(
+            [failure for failure in failures.new() if failure.goal == other.goal]
+        )
+        await replay.retrieve(failures)
+        assert [task.seed for task in replay.draw(2)] == [2, 3], "nothing was retrieved"
+
+
 async def test_the_tasks_of_earlier_patterns_wait(tmp_path: Path):
     """A new retrieval adds to the waiting tasks, as in lines 23 and 24 of Algorithm 1."""
     async with library(tmp_path) as (manager, failures):
