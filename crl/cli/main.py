@@ -279,7 +279,9 @@ def export(
     if is_adapter(run):
         if not merge:
             reason = "is the directory of an adapter and not of a run"
-            raise ConfigError("run", str(run), reason, "Add --merge to merge it into its base model")
+            raise ConfigError(
+                "run", str(run), reason, "Add --merge to merge it into its base model"
+            )
         _merge(run, folder, role, step)
         return
     load_saved(run)  # report a wrong path immediately, before torch is imported

@@ -1032,6 +1032,10 @@ class SearchSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> SearchSection:
+        for name in ("train_sets", "test_sets"):
+            sets = getattr(self, name)
+            if len(set(sets)) < len(sets):
+                raise ValueError(f"{name} must not name a set twice, as in {', '.join(sets)}")
         is_http = self.retriever == "http"
         if is_http and not _is_http_address(self.url):
             raise ValueError(

@@ -38,13 +38,14 @@ def specs(config: RunConfig) -> dict[str, EnvSpec]:
 def task_spec(name: str, task: TaskConfig) -> EnvSpec:
     """Return the environment of a task with its settings.
 
-    Raise `ConfigError` if the environment does not exist, if its extra is not installed, or if it
-    has no search tool and the task sets one up.
+    Raise `ConfigError` if the environment does not exist, if its extra is not installed, if it has
+    no search tool and the task sets one up, or if a setting of the tool has no effect.
     """
     spec = get_spec(task.env, key=f"tasks.{name}.env")
     require_extra(spec, key=f"tasks.{name}.env")
     if spec.runtime.configured:
-        return spec.runtime.configured(task.search, partial(_open_embed, name))
+        with _errors_of_search(name):
+            return spec.runtime.configured(task.search, partial(_open_embed, name))
     if task.search != SearchSection():
         reason = f"does not apply: the environment {spec.name} has no search tool"
         raise ConfigError(f"tasks.{name}.search", task.search.model_dump(), reason, "Leave it out")
@@ -53,8 +54,15 @@ def task_spec(name: str, task: TaskConfig) -> EnvSpec:
 
 def _open_embed(name: str, section: EmbedderSection) -> EmbedTexts:
     """Open the embedder of a task's search tool. Raise `ConfigError` under the key of the task."""
-    try:
+    with _errors_of_search(name):
         return open_blocking(section)
+
+
+@contextmanager
+def _errors_of_search(name: str) -> Iterator[None]:
+    """Raise `ConfigError` of a task's search tool under the key of the task."""
+    try:
+        yield
     except ConfigError as error:
         key = f"tasks.{name}.search.{error.key}"
         raise ConfigError(key, error.value, error.reason, error.remedy) from error

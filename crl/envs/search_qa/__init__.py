@@ -38,7 +38,14 @@ def configured(section: SearchSection, open_embed: OpenEmbed) -> EnvSpec:
 
 
 def configured_small(section: SearchSection, open_embed: OpenEmbed) -> EnvSpec:
-    """Return `search_qa_small` with these settings."""
+    """Return `search_qa_small` with these settings.
+
+    Raise `ConfigError` if they choose sets of the official questions.
+    """
+    for name in ("train_sets", "test_sets"):
+        if (sets := getattr(section, name)) != getattr(SearchSection(), name):
+            reason = "has no effect: tiny models always play the generated world"
+            raise ConfigError(name, sets, reason, "Leave it out, or use a language model")
     libraries = Libraries(section, open_embed, official=False)
     tasks = TopicTasks(SMALL, libraries)
     advisor = TopicAdvisor(lambda: libraries.open().topics)

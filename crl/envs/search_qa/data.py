@@ -144,7 +144,7 @@ def _read_questions(path: Path) -> Iterator[Question]:
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the JSON objects of a file with their line numbers. Raise `ConfigError` if invalid."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

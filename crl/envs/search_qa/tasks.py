@@ -46,12 +46,15 @@ class TopicTasks:
     libraries: Libraries
 
     def env_tasks(self, *, official: bool) -> EnvTasks:
-        """Return the value for an `EnvSpec`. `official`: the official data may be in use."""
+        """Return the value for an `EnvSpec`.
+
+        `official`: the official data is in use if the user has it.
+        """
         return EnvTasks(
             partial(SearchStream, self),
             self.eval_tasks,
             partial(revisited, self.env),
-            data=data if official else None,
+            data=data if official else generated,
             split_sizes=self.split_sizes if official else None,
         )
 
@@ -93,6 +96,11 @@ class TopicTasks:
         return replace(task, goal=goal, params=params)
 
 
+def generated() -> Data:
+    """Return the description of the generated world."""
+    return Data("a generated world of 5,000 documents", official=False)
+
+
 def data() -> Data:
     """Return the description of the data in use.
 
@@ -100,11 +108,8 @@ def data() -> Data:
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
-        return Data(
-            "a generated world of 5,000 documents",
-            official=False,
-            hint=f"the official data is used when {VARIABLE} names its folder",
-        )
+        hint = f"the official data is used when {VARIABLE} names its folder"
+        return replace(generated(), hint=hint)
     if not Path(folder).is_dir():
         raise ConfigError(VARIABLE, folder, "is not a folder", LAYOUT)
     check_folder(Path(folder))

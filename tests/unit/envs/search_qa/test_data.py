@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from crl.config import load
 from crl.config.schema import QUESTION_SETS
 from crl.envs.base import StreamSettings
 from crl.envs.places import UNSEEN_LAYOUTS
@@ -16,6 +17,7 @@ from crl.envs.search_qa.library import official_topics
 from crl.envs.search_qa.questions import Document, Question
 from crl.envs.search_qa.tasks import data as data_in_use
 from crl.errors import ConfigError
+from crl.planning.tasks import data_notes, specs
 from support.paths import SEARCH_QA_DATA
 
 PAPER = StreamSettings(places=32, permanent=0, visits=1)
@@ -84,6 +86,10 @@ def test_tasks_on_official_data(folder: Path) -> None:
 def test_tiny_models_always_play_the_generated_world(folder: Path) -> None:
     (task,) = SMALL_SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
     assert task.goal.startswith("about the ")
+    assert "generated world" in data_notes({"small": SMALL_SPEC})["small"]
+    config = load(["search_qa"], sets=['tasks.search_qa.search.test_sets=["nq"]'])
+    with pytest.raises(ConfigError, match=r"tasks\.search_qa\.search\.test_sets = .*no effect"):
+        specs(config)
 
 
 def test_without_data_the_world_is_generated(monkeypatch) -> None:
@@ -153,6 +159,12 @@ def test_malformed_lines_are_named(folder: Path, name: str, line: str, message: 
         file.write("\xff\n" if "\xff" in line else f"{line}\n")
     with pytest.raises(ConfigError, match=message):
         SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(folder: Path) -> None:
+    for path in folder.rglob("*.jsonl"):
+        path.write_text(path.read_text("utf-8"), "utf-8-sig")
+    assert SPEC.tasks.eval_tasks("unseen", 1, 0, PAPER)
 
 
 def test_an_empty_corpus_is_refused(folder: Path) -> None:

@@ -280,6 +280,7 @@ async def test_a_failed_search_is_a_failed_episode(endpoint: Endpoint) -> None:
         ("embedder.model=http://localhost/v1", "embedder.name is required"),
         ("train_sets=[]", "at least 1 item"),
         ('test_sets=["squad"]', "should be one of nq, triviaqa"),
+        ('test_sets=["nq", "nq"]', "test_sets must not name a set twice"),
     ],
 )
 def test_invalid_settings_are_refused(setting: str, message: str) -> None:
