@@ -235,8 +235,10 @@ class SearchRequest:
     turn: int = 0
     """Number of the turn before which the search takes place; 0 for the search at the start."""
     shown: tuple[str, ...] = ()
-    """Uids of experiences that the episode has been shown. They are not returned again, and none
-    takes their places."""
+    """Uids of experiences that the episode has been shown.
+
+    They are not returned again, and no others take their places.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,8 +188,7 @@ def sft(
     }
     kind = _kind(source)
     _refuse_unused(kind, given)
-    _refuse_decay(role, sets)
-    _refuse_other_role(role, sets)
+    _refuse_settings(role, _settings(sets))
     _refuse_no_samples(source, kind, role, held_out)
     options = {"run.steps": steps or STEPS} | role_settings(role, model)
     options |= {} if seed is None else {"run.seed": seed}
@@ -268,18 +267,17 @@ def _refuse_no_samples(source: str, kind: str, role: RoleName, held_out: float) 
         raise ConfigError("--held-out", held_out, reason, "Use a share below 1")
 
 
-def _refuse_decay(role: RoleName, sets: Sequence[str] | None) -> None:
-    """Raise `ConfigError` if `--set` gives the update at which the learning rate is 0."""
-    given = _settings(sets)
+def _refuse_settings(role: RoleName, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for settings of `--set` that do not apply to the training of a role.
+
+    They are the update at which the learning rate is 0, and adapter and optimizer of the other
+    role.
+    """
     if (key := decay_key(role)) in given:
         reason = "does not apply: supervised fine-tuning computes the number of updates itself"
         raise ConfigError(key, given[key], reason, "Leave it out; use --decay for a decay")
-
-
-def _refuse_other_role(role: RoleName, sets: Sequence[str] | None) -> None:
-    """Raise `ConfigError` if `--set` gives adapter or optimizer of the role that is not trained."""
     other = "actor" if role == "extractor" else "extractor"
-    for key, value in _settings(sets).items():
+    for key, value in given.items():
         section, _, name = key.partition(".")
         if section == other and name.startswith(("lora.", "optimizer.")):
             reason = f"has no effect: --role {role} trains the {role} alone"
