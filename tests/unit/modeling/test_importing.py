@@ -299,7 +299,13 @@ def test_the_commands(installed: Path, tiny_actor: Path, tmp_path: Path) -> None
     code, lines = run("list")
     assert (code, lines[-1]) == (0, missing)
     code, lines = run("get", "smollm2")
-    assert (code, lines[-1]) == (0, "use it with: --preset smollm2, or --set actor.model=smollm2")
+    assert (code, lines[-2:]) == (
+        0,
+        [
+            "use it with: --preset smollm2, or --set actor.model=smollm2",
+            "before RL it needs a supervised start; a dry run names the command",
+        ],
+    )
     config, weights = (imported_folder("smollm2") / n for n in ("config.json", "model.safetensors"))
     for file, text, reason in (
         (config, b"{", "cannot be read"),
