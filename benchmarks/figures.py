@@ -144,8 +144,9 @@ _ARMS: Mapping[str, Arm] = {
         ("method=role_agent", "role_agent.writer=extractor"),
     ),
     "empo2": Arm(
-        "EMPO²; the extractor, which is not trained, writes the tips, for the same reason.",
-        ("method=empo2", "empo2.writer=extractor"),
+        "EMPO²; the extractor, which is not trained, writes the tips, for the same reason. A "
+        "search finds one tip, because the bundled actor was taught to read one.",
+        ("method=empo2", "empo2.writer=extractor", "empo2.tips=1"),
     ),
     "reflexion": Arm(
         "Reflexion without training; the extractor writes the reflections, for the same reason.",
@@ -816,7 +817,9 @@ FIGURES: Mapping[str, Figure] = {
         "paper gives one, otherwise those of its released code or ours "
         "([methods.md](../methods.md)). "
         "It has the optimizer, clipping, temperature and sizes of the preset `cpu`, except for the "
-        "clipping of `empo2` (0.3). The preset was tuned for `co-evolved`. For each method that "
+        "clipping of `empo2` (0.3) and its tips: a search finds one instead of ten, because the "
+        "bundled actor was taught to read one. The preset was tuned for `co-evolved`. For each "
+        "method that "
         "trains, the same two changes of it were tried (`python benchmarks/methods.py --tune`, "
         "[Tuning of the methods](tiny-models.md#tuning-of-the-methods)), and the best of the "
         "three settings is "

@@ -94,6 +94,7 @@ class ExperienceManager:
             votes=settings.asks_for_votes,
             notes=prompts.notes,
             read_note=prompts.read_note,
+            guidance=prompts.guidance,
         )
         self._extractor = extractor
         self.calls = CallClock()

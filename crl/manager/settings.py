@@ -45,6 +45,8 @@ class Prompts:
     """State of its episode by which an experience is found (EMPO² §4.2); None: by its own text."""
     read_note: NoteReader | None = None
     """Reader of a note in an answer; None: the whole answer is the text."""
+    guidance: bool = True
+    """False if the prompt about an episode has none of the experiences that guided it."""
 
 
 @dataclass(frozen=True, slots=True)

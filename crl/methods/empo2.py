@@ -1,15 +1,13 @@
 """EMPO² (Liu et al., arXiv 2602.23008): GRPO with a memory of tips, on- and off-policy.
 
 After each episode, the actor (`empo2.writer`) writes a tip into a memory for the variation of the
-task, which keeps the last 1,000. The memory is the bank, and `distiller` selects the episodes. The
-key of a tip is the last state in which the episode acted. A training step is played with memory
-with probability p, otherwise without. With memory, the tips near the current state (cosine of at
-least 0.5) are shown before every turn, those of the episodes with the highest rewards first. They
-stay in the conversation, so that a later turn reads those of all turns before it; tips_t of the
-paper are those of turn t alone. Steps with memory are trained in one of two modes. On-policy, the
-prompts keep the tips. Off-policy (probability q), the episodes are rendered again without them, so
-that the actor learns to act without tips (eq. 2, appendix C). Novel states give an intrinsic reward
-(§4.2). The tokens of tips are not trained on.
+task, which keeps the last 1,000. The memory is the bank, and `distiller` selects the episodes. A
+training step is played with memory with probability p, otherwise without. With memory, the tips
+near the current state (cosine of at least 0.5) are shown before every turn, those of the episodes
+with the highest rewards first, and stay in the conversation. Steps with memory are trained in one
+of two modes. On-policy, the prompts keep the tips. Off-policy (probability q), the episodes are
+rendered again without them, so that the actor learns to act without tips (eq. 2, appendix C). Novel
+states give an intrinsic reward (§4.2). The tokens of tips are not trained on.
 
 Evaluations are played without memory, with that of the run, and with one that is built in unseen
 places (Figure 8). Algorithm 1 and the text contradict each other; the settings name the readings.
@@ -64,13 +62,12 @@ class Empo2Section(MethodSection):
 
     The paper's "clipping ratio coefficient" (D.2).
     """
-    key: Literal["state", "conversation"] = "state"
-    """Key of a tip, and of the searches before a turn.
+    key: Literal["conversation", "state"] = "conversation"
+    """Key of a tip, and of the searches before a turn: that of the last state with an action.
 
-    A tip has the key of the last state in which its episode acted. state = the observation, as in
-    §4.2, which retrieves by the current state; a tip is then found wherever this state returns.
-    conversation = all texts up to the state, as in Listing 1; it also finds tips after similar
-    conversations that led to another state.
+    conversation = all texts up to the state, as in Listing 1. Their beginning is the same, so a tip
+    is found from the first turn on. state = the observation, as in §4.2. A tip is then found where
+    this state returns, which is often after the mistake that it warns of.
     """
     tips: Count = 10
     """Maximum number of tips that are retrieved before a turn."""
@@ -80,9 +77,14 @@ class Empo2Section(MethodSection):
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
     n is the number of visits to the most similar known state of the same variation, this visit
-    included. The paper has a coefficient without a value (F.2). Its scores reach 100 (Table 1), and
-    rewards reach 1 here. With actor.advantage_scale = "std", the weight has no effect in a group
-    of equal outcomes: its advantages have the standard deviation 1 whatever the weight is.
+    included. The paper has a coefficient without a value (F.2), and scores of up to 100 (Table 1).
+    """
+    novelty_in: Literal["advantage", "reward"] = "advantage"
+    """Sum of which the intrinsic reward is a term: the paper does not say which.
+
+    advantage = its difference from the group's mean is a term, so the weight has an effect, as in
+    F.2. reward = with actor.advantage_scale = "std", the advantages of a group of equal outcomes
+    then depend on novelty alone, whatever its weight is.
     """
     novelty_states: Literal["visited", "new"] = "visited"
     """States that give an intrinsic reward.
@@ -101,9 +103,9 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
     from crl.manager.keys import STATE_KEYS
     from crl.methods.parts.distilling import EveryEpisode, NoEpisode
     from crl.methods.parts.memory import MemorySteps, StrippedView
-    from crl.methods.parts.novelty import novelty_parts
+    from crl.methods.parts.novelty import advantage_terms, novelty_parts
     from crl.methods.parts.rollouts import OutcomeReward
-    from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
+    from crl.methods.parts.training import SurrogateLoss
     from crl.protocols import Advice, Method, TrainSpec
     from crl.types import BEHAVIOUR, STEP_START
 
@@ -119,7 +121,7 @@ def build(config: RunConfig, settings: Empo2Section, context: ChatContext) -> Me
         shaper=OutcomeReward(),
         actor=TrainSpec(
             "actor",
-            (GroupAdvantage(actor.advantage_scale),),
+            advantage_terms(settings, actor.advantage_scale),
             StrippedView(off_policy, old, actor.mask_truncated),
             loss,
         ),

@@ -26,7 +26,7 @@ from crl.methods.parts.merging import CompactMergePrompt, FullMergePrompt
 from crl.methods.parts.records import compact_record, full_record
 from crl.methods.parts.rollouts import ChatContext
 from crl.modeling.tokens import ChatRenderer
-from crl.prompts import NO_OVERRIDES, Overrides, fill, prompt
+from crl.prompts import NO_OVERRIDES, SLOTS, Overrides, fill, prompt
 from crl.rollout.critic import CriticPromptWriter
 
 
@@ -98,7 +98,8 @@ def bank_prompts(
     """
     extractor, overrides = config.extractor, config.prompts.files
     profile, notes = config.profile(config.writer), config.spec.notes
-    failures = notes is not None and notes.prompt == "failure"
+    about_episode = notes.prompt if notes else "distil"
+    failures = about_episode == "failure"
     if profile == "compact":
         digests = {name: spec.curriculum.digest or turns_text for name, spec in specs.items()}
         distil, refine = CompactDistilPrompt(digests), CompactRefinePrompt(digests)
@@ -109,9 +110,8 @@ def bank_prompts(
         modes = {name: failure_modes(spec.name) for name, spec in specs.items()}
         slots = {name: {"modes": "\n".join(f"- {m}" for m in modes[name])} for name in modes}
         distil = FullDistilPrompt(
-            prompt(notes.prompt if notes else "distil", overrides), renderer, tokens, vote,
-            slots if failures else {},
-        )  # fmt: skip
+            prompt(about_episode, overrides), renderer, tokens, vote, slots if failures else {}
+        )
         refine = FullRefinePrompt(prompt("refine", overrides), renderer, tokens)
     return Prompts(
         distil,
@@ -120,6 +120,7 @@ def bank_prompts(
         notes=notes is not None and profile == "full",
         state=_state_key(config),
         read_note=_read_failure(specs) if failures else None,
+        guidance="experiences" in SLOTS[about_episode],
     )
 
 

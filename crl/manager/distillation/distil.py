@@ -40,14 +40,16 @@ class Distiller:
     * `votes`: True if the prompt also asks for votes.
     * `notes`: True if the answer is the text of one experience, not a list of operations.
     * `read_note`: reader of a note; None: the whole answer is the text.
+    * `guidance`: False if the prompt has none of the experiences that guided the episode.
     """
 
     def __init__(
         self, extractor: Extractor, keys: KeyEmbedder, prompt: PromptWriter, *, votes: bool,
-        notes: bool = False, read_note: NoteReader | None = None,
+        notes: bool = False, read_note: NoteReader | None = None, guidance: bool = True,
     ) -> None:  # fmt: skip
         self._extractor, self._keys, self._prompt = extractor, keys, prompt
         self._votes, self._notes, self._read_note = votes, notes, read_note
+        self._guidance = guidance
 
     async def distil(self, request: DistilRequest) -> Distilled:
         """Ask the extractor about an episode and return the result.
@@ -55,6 +57,8 @@ class Distiller:
         Raise `RolloutError` if the request cannot be distilled, `TransientError` if a retry may
         succeed, and `EngineError` if the engine has failed.
         """
+        if not self._guidance:
+            request = replace(request, shown=())
 
         def parse(completion: str, thinking: bool) -> ParsedOps:
             if self._notes:

@@ -172,10 +172,9 @@ class Bank:
         shared = self._is_shared(request)
         count = 1 if shared else count
         address = (
-            (step, request.group)
+            (request.group,)
             if shared
             else (
-                step,
                 request.group,
                 request.member,
                 *([request.question] if request.question else []),

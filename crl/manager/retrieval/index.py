@@ -42,6 +42,9 @@ With 100,000 rows, ef = 256 finds 0.96 of the nearest rows. ef = 1,024 finds 0.9
 fifth of the time of an exact search.
 """
 
+SCORE_DECIMALS = 6
+"""Decimals of scores to which accepted entries are compared."""
+
 BUILD_CHUNK_ROWS = 500
 """Rows that are added to a graph between two checks of the stop event."""
 
@@ -168,7 +171,8 @@ class Index:
         """Return at most `k` neighbours, the most similar first.
 
         Equally similar entries are in the order in which they were put. Entries that `accept`
-        refuses do not count; the search is exact then.
+        refuses do not count; the search is exact then, and equally similar entries are in the
+        reverse order.
         """
         n, used = len(self._snapshot), len(self._uids)
         near = self._search_graph(query, k) if accept is None else None
@@ -195,8 +199,12 @@ class Index:
         ]
 
     def _accepted(self, scores: Vector, k: int, accept: Accept) -> list[Neighbour]:
-        """Return the first `k` accepted entries by the scores of all rows, −∞ for dead ones."""
-        order = np.argsort(-scores, kind="stable")[: len(self._rows)]
+        """Return the first `k` accepted entries by the scores of all rows, −∞ for dead ones.
+
+        Scores that differ in their last bits count as equal. The newest of equal ones is the first.
+        """
+        newest_last = np.argsort(np.round(scores, SCORE_DECIMALS), kind="stable")
+        order = newest_last[::-1][: len(self._rows)]
         accepted = (row for row in order.tolist() if accept(self._uids[row]))
         return [Neighbour(self._uids[row], float(scores[row])) for row in islice(accepted, k)]
 

@@ -34,6 +34,7 @@ UNUSED_WITHOUT: Mapping[str, str] = MappingProxyType(
     {
         "off_policy_share": "empo2.memory_share",
         "off_policy_old": "empo2.off_policy_share",
+        "novelty_in": "empo2.novelty_coef",
         "novelty_states": "empo2.novelty_coef",
         "novelty_similarity": "empo2.novelty_coef",
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from crl.methods.parts.training import GroupAdvantage
 from crl.protocols import Embedder, State, StepParts
 from crl.types import Place, Trajectory
 
@@ -126,6 +127,25 @@ def novelty_metrics(batch: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean intrinsic reward of the episodes that got one, as `rollout/novelty`."""
     rewards = [t.rewards["novelty"] for t in batch if "novelty" in t.rewards]
     return {"rollout/novelty": fmean(rewards)} if rewards else {}
+
+
+def _novelty(t: Trajectory) -> float:
+    """Return the intrinsic reward of an episode, 0 if it got none."""
+    return t.rewards.get("novelty", 0.0)
+
+
+def _outcome(t: Trajectory) -> float:
+    """Return the reward of an episode without the intrinsic one."""
+    return sum(reward for channel, reward in t.rewards.items() if channel != "novelty")
+
+
+def advantage_terms(
+    settings: Empo2Section, scale: Literal["std", "none"]
+) -> tuple[GroupAdvantage, ...]:
+    """Return the terms of the advantage, with the intrinsic reward where `novelty_in` adds it."""
+    if settings.novelty_in == "reward":
+        return (GroupAdvantage(scale),)
+    return GroupAdvantage(scale, reward=_outcome), GroupAdvantage("none", reward=_novelty)
 
 
 def novelty_parts(settings: Empo2Section) -> StepParts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
@@ -34,9 +35,11 @@ class GroupAdvantage:
     """Scale of `crl.algo.group_advantages`."""
     weight: float = 1.0
     """Factor of the advantage."""
+    reward: Callable[[Trajectory], float] = attrgetter("reward")
+    """Reward of an episode."""
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+        rewards = torch.tensor([self.reward(t) for t in trajectories], dtype=torch.float32)
         groups = torch.tensor([t.group for t in trajectories])
         return self.weight * group_advantages(rewards, groups, scale=self.scale)
 

@@ -1433,6 +1433,7 @@ def test_the_asymmetric_clip_has_a_smaller_penalty(model: Path):
         ("complementary", "self_distillation_every", 5, "self_distillation"),
         ("empo2", "off_policy_share", 0.9, "memory_share"),
         ("empo2", "off_policy_old", "without_tips", "off_policy_share"),
+        ("empo2", "novelty_in", "reward", "novelty_coef"),
         ("empo2", "novelty_states", "new", "novelty_coef"),
         ("empo2", "novelty_similarity", 0.9, "novelty_coef"),
         ("role_agent", "horizon", 0.1, "prediction_weight"),

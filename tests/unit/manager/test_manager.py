@@ -30,12 +30,13 @@ from crl.manager import (
 )
 from crl.manager.storage.store import Store
 from crl.protocols import Hit
-from crl.types import Completion, Sampling, TokenTrace, TrackRecord
+from crl.types import Completion, Sampling, Segment, TokenTrace, TrackRecord
 from support.doors import renderer, until
 from support.managers import (
     GOAL,
     PROMPTS,
     RETURN,
+    NoteEngine,
     WordEmbedder,
     add,
     answering,
@@ -258,6 +259,26 @@ async def test_on_distilled_is_called_after_the_write(tmp_path):
         (0, 1, 0, {}, False), (1, 1, 1, {}, False), (2, 1, 0, {"no op in the answer": 1}, True),
     ]  # fmt: skip
     assert [write.text for write in results[0][0].writes] == ["Go west."]
+    await manager.aclose()
+
+
+async def test_without_guidance_the_prompt_has_no_experiences_and_none_can_be_updated(tmp_path):
+    shown: list[int] = []
+
+    def write(request: DistilRequest) -> Sequence[Segment]:
+        shown.append(len(request.shown))
+        return PROMPTS.distil(request)
+
+    engine = NoteEngine({"first": add("Go west."), "better": update("Go southwest.")})
+    prompts = replace(PROMPTS, distil=write, guidance=False)
+    manager = await open_manager(bank_path(tmp_path), engine, SETTINGS, prompts=prompts)
+    await manager.submit(request(note="first"))
+    await manager.drain()
+    guide = await search_one(manager)
+    await manager.submit(request(1, note="better", shown=(guide,)))
+    await manager.drain()
+    assert [entry.text for entry in manager._bank.entries.values()] == ["Go west."]
+    assert shown == [0, 0]
     await manager.aclose()
 
 

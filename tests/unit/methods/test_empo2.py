@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,9 +22,10 @@ from crl.envs.registry import get_spec
 from crl.errors import ConfigError
 from crl.learners.step import Trainer, TrainSettings
 from crl.manager.keys import STATE_KEYS
+from crl.methods.empo2 import Empo2Section
 from crl.methods.parts import novelty as novelty_module
 from crl.methods.parts.memory import MemorySteps, StrippedView
-from crl.methods.parts.novelty import StateNovelty, novelty_metrics
+from crl.methods.parts.novelty import StateNovelty, advantage_terms, novelty_metrics
 from crl.methods.parts.rollouts import ChatContext
 from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
 from crl.modeling.loading import load_tokenizer, stop_ids
@@ -431,14 +432,30 @@ async def test_variations_of_a_goal_have_their_own_states() -> None:
     assert [await reward(again, variation) for variation in (0, 3, 7)] == [0.5, 1 / 3, 1.0]
 
 
-async def test_the_weight_of_novelty_has_no_effect_on_std_advantages_of_equal_outcomes() -> None:
-    advantages = []
-    for coef in (0.01, 0.02):
-        batch = [visited("a red door"), visited("a red door", "a blue lake", member=1)]
+ROOT_HALF = 0.5**0.5
+"""Advantages of two members with different rewards are ±√½, with the scale std."""
+
+
+@pytest.mark.parametrize(
+    ("place", "coef", "both_fail", "first_succeeds"),
+    [
+        ("advantage", 0.02, -0.01, ROOT_HALF - 0.01),
+        ("advantage", 0.01, -0.005, ROOT_HALF - 0.005),
+        ("reward", 0.02, -ROOT_HALF, ROOT_HALF),
+        ("reward", 0.01, -ROOT_HALF, ROOT_HALF),
+    ],
+)
+async def test_novelty_is_added_to_the_advantage_or_to_the_reward(
+    place: Literal["advantage", "reward"], coef: float, both_fail: float, first_succeeds: float
+) -> None:
+    """The first episode has one new state, and the second one has two."""
+    terms = advantage_terms(Empo2Section(novelty_in=place), "std")
+    for outcome, expected in ((0.0, both_fail), (1.0, first_succeeds)):
+        first, second = visited("a red door"), visited("a red door", "a blue lake", member=1)
+        batch = [first.with_rewards({"outcome": outcome}), second.with_rewards({"outcome": 0.0})]
         rewarded = await StateNovelty(coef, 0.99).add(batch, HashEmbedder())
-        advantages.append(GroupAdvantage("std")(rewarded).tolist())
-    assert advantages[0] == pytest.approx(advantages[1], rel=1e-3)
-    assert advantages[0] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
+        advantages = torch.stack([term(rewarded) for term in terms]).sum(0)
+        assert advantages.tolist() == pytest.approx([expected, -expected], rel=1e-3)
 
 
 async def test_similar_states_count_as_one() -> None:

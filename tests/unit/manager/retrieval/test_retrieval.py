@@ -431,6 +431,17 @@ def test_equal_similarities_are_returned_in_insertion_order():
     assert [n.uid for n in index.nearest(np.array([1, 0], np.float32), 3)] == ["m0", "m2", "m3"]
 
 
+def test_the_newest_of_equal_accepted_entries_is_the_first():
+    """The last bits of a similarity do not count."""
+    index, east = Index(2), np.array([1, 0], np.float32)
+    for i, x in enumerate((1, 0.9999999, 1, 0.5, 1)):
+        index.put(f"m{i}", np.array([x, 0], np.float32))
+    index.remove("m4")
+    found = index.nearest(east, 9, lambda uid: uid != "m2")
+    assert [neighbour.uid for neighbour in found] == ["m1", "m0", "m3"]
+    assert [neighbour.uid for neighbour in index.nearest(east, 1, lambda uid: True)] == ["m2"]
+
+
 def test_a_vector_of_another_dimension_is_refused():
     with pytest.raises(ValueError, match=r"\(3,\) does not fit an index of dimension 2"):
         Index(2).put("m", np.zeros(3, np.float32))
@@ -608,13 +619,16 @@ async def test_nothing_takes_the_place_of_experiences_that_the_episode_was_shown
 
 
 async def test_equal_experiences_are_the_same_ones_at_every_turn():
-    texts = [f"m{number}" for number in range(20)]
-    made = await bank(*(entry(uid, text="go west") for uid in texts), per="rollout")
+    texts = [f"m{number}" for number in range(12)]  # all are candidates
+    made = await bank(
+        *(entry(uid, text="go west", reward=1.0) for uid in texts), per="rollout", choice="reward"
+    )
     query = await vector("go west")
 
     def found(member: int, turn: int) -> list[str]:
+        """Search while the trainer completes a step after each turn."""
         request = replace(search("go west", member=member), turn=turn)
-        hits = made.search_several(request, query, 0, count=5, counted=False)
+        hits = made.search_several(request, query, turn, count=5, counted=False)
         return [hit.use.uid for hit in hits]
 
     first = found(0, 0)

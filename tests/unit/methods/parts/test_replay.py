@@ -193,6 +193,17 @@ async def test_failures_that_are_not_similar_enough_return_nothing(
         assert {task.seed for task in replay.draw(1)} == (found or {2})
 
 
+async def test_the_newest_of_equally_similar_failures_return(tmp_path: Path):
+    async with library(tmp_path) as (manager, failures):
+        replay = FailureReplay(Stream(), replace(SETTINGS, ratio=1.0, matches=2), seed=0)
+        await play(manager, 0, replay.draw(8), lambda task: MODES[0])
+        failures.mark_retrieved(
+            [failure for failure in failures.new() if failure.goal != "Goal 7."]
+        )
+        await replay.retrieve(failures)
+        assert {task.seed for task in replay.draw(2)} == {5, 6}
+
+
 async def test_a_failure_of_another_task_does_not_bring_back_the_drawn_one(tmp_path: Path):
     """The bank holds a failure on another task under the address of a group that won."""
     async with library(tmp_path) as (manager, failures):
