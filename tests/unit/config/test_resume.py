@@ -116,7 +116,7 @@ def test_evaluations_depend_on_what_a_method_shows(method: str, setting: str) ->
 def test_the_keys_of_stored_tips_are_fixed() -> None:
     saved = load(["room"], options={"method": "empo2"})
     with pytest.raises(ConfigError, match="the tips in the bank have the keys of the run"):
-        resumed(saved, "empo2.key=conversation")
+        resumed(saved, "empo2.key=state")
 
 
 def measured_change(saved: RunConfig, *sets: str) -> set[str]:
