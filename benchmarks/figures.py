@@ -448,8 +448,7 @@ def _added(*claims: Claim) -> tuple[Claim, ...]:
 
 
 TUNED: Mapping[str, str] = {
-    arm: "4 minibatches"
-    for arm in ("co-evolved", "none", "gigpo", "role agent", "empo2", "self-distillation")
+    arm: "4 minibatches" for arm in ("co-evolved", "none", "gigpo", "self-distillation")
 }
 """Change that was best for a method in `methods.py --tune`, if one was better than the preset."""
 

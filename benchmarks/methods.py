@@ -78,7 +78,11 @@ def runs() -> list[Run]:
 
 
 def scores(stored: Mapping[Run, StoredRun]) -> dict[str, dict[str, float]]:
-    """Return the mean score over the seeds, by method and change. "" = the preset."""
+    """Return the mean score over the seeds, by method and change. "" = the preset.
+
+    Methods of which a run is missing are left out.
+    """
+    missing = {run.arm for run in runs() if run not in stored}
     return {
         arm: {
             change: fmean(
@@ -89,6 +93,7 @@ def scores(stored: Mapping[Run, StoredRun]) -> dict[str, dict[str, float]]:
             for change in ("", *CHANGES)
         }
         for arm in TRAINED_METHODS
+        if not missing & {changed(arm, change) for change in ("", *CHANGES)}
     }
 
 
@@ -115,7 +120,7 @@ def sweep() -> Sweep:
 
 
 def stored_scores() -> dict[str, dict[str, float]]:
-    """Return the scores of the stored runs. Raise `StatisticsError` if a setting has none."""
+    """Return the scores of the stored runs."""
     return scores({run: stored for run in runs() if (stored := sweep().stored(run))})
 
 
