@@ -156,10 +156,14 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
 
 
 def has_text(db: Connection, request: DistilRequest, text: str, scope: Scope) -> bool:
-    """Return whether an active entry has this text and may guide the same episodes as a new one."""
+    """Return whether an active entry has this text and may guide the same episodes as a new one.
+
+    An entry about an episode with a lower reward than that of the request does not count.
+    """
     values = _origin(request, SCOPE_COLUMNS[scope]) | {"text": text}
-    sql = f"SELECT 1 FROM entries WHERE status = 'active' {_where(values)} LIMIT 1"
-    return db.execute(sql, values).fetchone() is not None
+    rewarded = "(reward >= :reward OR :reward IS NULL)"
+    sql = f"SELECT 1 FROM entries WHERE status = 'active' {_where(values)} AND {rewarded} LIMIT 1"
+    return db.execute(sql, values | {"reward": request.reward}).fetchone() is not None
 
 
 def _where(columns: Iterable[str]) -> str:
