@@ -31,6 +31,7 @@ from crl.methods.parts.training import GroupAdvantage, SurrogateLoss
 from crl.modeling.loading import load_tokenizer, stop_ids
 from crl.modeling.tokens import ChatRenderer
 from crl.planning import tasks
+from crl.planning.context import bank_prompts
 from crl.planning.methods import build_method
 from crl.protocols import Advice, Hit, Question, SearchRequest
 from crl.rollout.episode import EpisodeKey, Limits
@@ -50,7 +51,7 @@ from crl.types import (
     TrainSample,
     Trajectory,
 )
-from support.doors import RULES, TASK, open_host, runner
+from support.doors import RULES, TASK, open_host, renderer, runner
 from support.trajectories import build_trajectory
 
 LIMITS = {"doors": Limits(max_turns=3, max_response_tokens=32)}
@@ -430,6 +431,15 @@ async def test_variations_of_a_goal_have_their_own_states() -> None:
     again = StateNovelty(1.0, 0.99)
     again.load_state(json.loads(json.dumps(novelty.state())))
     assert [await reward(again, variation) for variation in (0, 3, 7)] == [0.5, 1 / 3, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "reads"), [("complementary", True), ("reflexion", True), ("empo2", False)]
+)
+def test_the_writer_of_tips_does_not_read_tips(method: str, reads: bool) -> None:
+    config = load(["room"], options={"method": method})
+    prompts = bank_prompts(config, tasks.specs(config), renderer())
+    assert prompts.guidance == reads
 
 
 ROOT_HALF = 0.5**0.5
