@@ -63,12 +63,13 @@ demo: setup
 	@echo; echo "demo: curves, experiences and episodes as one page (crl report $(DEMO))"
 	@$(BIN)/crl report $(DEMO)
 
-# Two processes, so that two cores are enough. Each file of tests stays in one of them.
-PARALLEL := -n 2 --dist loadfile
+# Two processes, so that two cores are enough. Each file of tests stays in one of them. Files are
+# started in order, because the longest ones, in tests/integration, come first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 ## test: set up with dev tools, then lint, type-check and test
 test: setup-dev lint
-	$(BIN)/pytest $(PARALLEL)
+	$(BIN)/pytest $(PARALLEL) --ignore tests/engines
 
 setup-engines: $(ENGINES)/installed
 
@@ -83,7 +84,7 @@ $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-## test-engines: tests of DeepSpeed, vLLM and chat templates on the CPU, in .venv-engines (4 GB, 15 minutes)
+## test-engines: tests of DeepSpeed, vLLM, SmolLM2 and chat templates on the CPU, in .venv-engines (4 GB, 15 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest $(PARALLEL) tests/engines
 
