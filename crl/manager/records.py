@@ -311,7 +311,11 @@ class ApplyRules:
     scope: Scope = "task"
     """Range of episodes that an entry may guide."""
     distinct_texts: bool = False
-    """True if an add is dropped whose text an active entry for the same episodes has."""
+    """True if no two active entries for the same episodes may have the same text.
+
+    An add of a known text updates the entry if its episode had a lower reward, and is otherwise
+    dropped.
+    """
 
 
 @dataclass(slots=True)

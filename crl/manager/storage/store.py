@@ -54,7 +54,6 @@ from crl.manager.storage.tables import (
     evict_for_request,
     evict_to_bounds,
     fact,
-    has_text,
     import_entry,
     last_seq,
     last_stamp,
@@ -70,6 +69,7 @@ from crl.manager.storage.tables import (
     set_outcomes,
     store_if_trainable,
     vector_bytes,
+    without_repetition,
     write_entry,
     write_merge,
     write_refinement,
@@ -352,13 +352,12 @@ class Store:
             )
             if not db.execute(sql, (request.id,)).rowcount:
                 return Applied()
-            changed = [
-                (write_entry(db, request, write, stamp), write)
-                for write in distilled.writes
-                if write.targets
-                or not rules.distinct_texts
-                or not has_text(db, request, write.text, rules.scope)
-            ]
+            changed: list[tuple[Entry, Write]] = []
+            for write in distilled.writes:
+                if rules.distinct_texts and not write.targets:
+                    write = without_repetition(db, request, write, rules.scope)
+                if write is not None:
+                    changed.append((write_entry(db, request, write, stamp), write))
             if distilled.returns:
                 log(db, stamp, "return", request.id, 0, {"count": distilled.returns})
             votes = [vote for vote in distilled.votes if count_vote(db, request, vote, stamp)]

@@ -155,15 +155,23 @@ def write_entry(db: Connection, request: DistilRequest, write: Write, stamp: Sta
     return entry
 
 
-def has_text(db: Connection, request: DistilRequest, text: str, scope: Scope) -> bool:
-    """Return whether an active entry has this text and may guide the same episodes as a new one.
+def without_repetition(
+    db: Connection, request: DistilRequest, write: Write, scope: Scope
+) -> Write | None:
+    """Return the write, changed so that no two entries for the same episodes have its text.
 
-    An entry about an episode with a lower reward than that of the request does not count.
+    If an active entry has the text, return an update of it if its episode had a lower reward than
+    that of the request, otherwise None.
     """
-    values = _origin(request, SCOPE_COLUMNS[scope]) | {"text": text}
-    rewarded = "(reward >= :reward OR :reward IS NULL)"
-    sql = f"SELECT 1 FROM entries WHERE status = 'active' {_where(values)} AND {rewarded} LIMIT 1"
-    return db.execute(sql, values | {"reward": request.reward}).fetchone() is not None
+    values = _origin(request, SCOPE_COLUMNS[scope]) | {"text": write.text}
+    sql = f"SELECT uid, version, reward FROM entries WHERE status = 'active' {_where(values)}"
+    known = db.execute(f"{sql} ORDER BY reward DESC LIMIT 1", values).fetchone()
+    if known is None:
+        return write
+    uid, version, reward = known
+    if request.reward is None or (reward is not None and reward >= request.reward):
+        return None
+    return replace(write, targets=(UnitKey(uid, version),))
 
 
 def _where(columns: Iterable[str]) -> str:

@@ -272,16 +272,17 @@ async def test_with_variation_scope_every_variation_has_a_bound_of_its_own(
     await manager.aclose()
 
 
-async def test_a_known_tip_is_added_again_with_a_higher_reward(tmp_path: Path) -> None:
+async def test_a_known_tip_is_updated_by_an_episode_with_a_higher_reward(tmp_path: Path) -> None:
     notes = replace(PROMPTS, notes=True, state=STATE_KEYS["state"])
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: "Go west."), bank_settings(), prompts=notes
     )
     for step, reward in enumerate((0.5, 0.0, 0.5, 1.0, 1.0, None)):
         await distil(manager, request(step, reward=reward))
-    rewards = [entry.provenance.reward for entry in manager._bank.entries.values()]
-    assert rewards == [0.5, 1.0]
-    assert (await manager.stats())["dropped/known text"] == 4
+    (entry,) = manager._bank.entries.values()
+    assert (entry.unit, entry.provenance.reward) == (("run/0/0/0#0", 2), 1.0)
+    counts = await manager.stats()
+    assert (counts["ops/add"], counts["ops/update"], counts["dropped/known text"]) == (1, 1, 4)
     await manager.aclose()
 
 
