@@ -447,9 +447,7 @@ def _added(*claims: Claim) -> tuple[Claim, ...]:
     return tuple(replace(claim, added=True) for claim in claims)
 
 
-TUNED: Mapping[str, str] = {
-    arm: "4 minibatches" for arm in ("co-evolved", "none", "gigpo", "self-distillation")
-}
+TUNED: Mapping[str, str] = dict.fromkeys(TRAINED_METHODS, "4 minibatches")
 """Change that was best for a method in `methods.py --tune`, if one was better than the preset."""
 
 
