@@ -277,12 +277,12 @@ async def test_a_known_tip_is_updated_by_an_episode_with_a_higher_reward(tmp_pat
     manager = await open_manager(
         tmp_path / "bank.sqlite", answering(lambda _: "Go west."), bank_settings(), prompts=notes
     )
-    for step, reward in enumerate((0.5, 0.0, 0.5, 1.0, 1.0, None)):
+    for step, reward in enumerate((None, 0.5, 0.0, 0.5, 1.0, 1.0, None)):
         await distil(manager, request(step, reward=reward))
     (entry,) = manager._bank.entries.values()
-    assert (entry.unit, entry.provenance.reward) == (("run/0/0/0#0", 2), 1.0)
+    assert (entry.unit, entry.provenance.reward) == (("run/0/0/0#0", 3), 1.0)
     counts = await manager.stats()
-    assert (counts["ops/add"], counts["ops/update"], counts["dropped/known text"]) == (1, 1, 4)
+    assert (counts["ops/add"], counts["ops/update"], counts["dropped/known text"]) == (1, 2, 4)
     await manager.aclose()
 
 
