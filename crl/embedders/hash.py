@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,14 @@ class HashEmbedder:
     """
 
     def __init__(self, dim: int = 384) -> None:
-        from sklearn.feature_extraction.text import (
-            HashingVectorizer,
-        )  # this import takes a second, and only this class needs it
+        # These imports take a second, and only this class needs them.
+        from sklearn.feature_extraction import FeatureHasher
+        from sklearn.feature_extraction.text import HashingVectorizer
 
         self.name, self.dim = f"hash-char_wb-2-4-{dim}", dim
-        self._vectorizer: Any = HashingVectorizer(
-            analyzer="char_wb", ngram_range=(2, 4), n_features=dim, norm="l2"
-        )
+        vectorizer: Any = HashingVectorizer(analyzer="char_wb", ngram_range=(2, 4))
+        self._n_grams: Callable[[str], list[str]] = vectorizer.build_analyzer()
+        self._hasher: Any = FeatureHasher(dim, input_type="string")
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the embeddings: float32 [len(texts), dim], unit norm.
@@ -37,6 +37,6 @@ class HashEmbedder:
         return await embed_in_parts(texts, self.dim, self._embed)
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        vectors = self._vectorizer.transform(texts).toarray().astype(np.float32)
-        vectors[~vectors.any(axis=1), 0] = 1.0
-        return vectors
+        counts = self._hasher.transform(map(self._n_grams, texts)).toarray()  # signed, float64
+        counts[~counts.any(axis=1), 0] = 1.0
+        return (counts / np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from time import monotonic
 from types import CoroutineType
@@ -176,10 +177,16 @@ def _place(task: asyncio.Task[Any]) -> Place:
     """Return the innermost place of this package in which a suspended task waits."""
     place, waiting = "", task.get_coro()
     while isinstance(waiting, CoroutineType) and (frame := waiting.cr_frame):
-        path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(_ROOT) and path != _TASK_GROUPS
+        shown, inside = _shown(frame.f_code.co_filename)
         if inside or not place:
-            shown = path.relative_to(_ROOT) if inside else path.name
             place = f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
         waiting = waiting.cr_await
     return place or "no Python frame"
+
+
+@cache  # a check of many tasks asks for few files, many times
+def _shown(file: str) -> tuple[str, bool]:
+    """Return the shown path of a source file, and True if a task counts as waiting in it."""
+    path = Path(file)
+    inside = path.is_relative_to(_ROOT) and path != _TASK_GROUPS
+    return str(path.relative_to(_ROOT) if inside else path.name), inside
