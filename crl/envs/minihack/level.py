@@ -6,9 +6,11 @@ This module imports nle, minihack and gymnasium. The environments' own modules i
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +21,24 @@ import numpy as np
 from crl.envs.minihack.view import UNSEEN, Cell, View
 from crl.scratch import scratch_folder
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # pkg_resources is deprecated; minihack imports it
+
+@contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Let imports of a module that is not imported yet fail."""
+    hidden = module not in sys.modules
+    if hidden:
+        sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[module]
+
+
+# minihack imports inflect for texts of its wiki, which are not used here. pkg_resources offers a
+# copy of it, whose import takes several seconds. pkg_resources itself is deprecated.
+with _without("inflect"), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     import gymnasium
     import minihack.envs.keyroom  # noqa: F401  (registers the levels; `keyroom` uses its classes)
     import nle.nethack

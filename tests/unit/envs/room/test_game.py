@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -414,3 +416,12 @@ def test_goals_are_short_and_name_the_place() -> None:
     for task in (*UNSEEN, *PLACES.stream(0, SETTINGS).draw(64)):
         assert str(task.params["place"]) in task.goal
         assert len(task.goal.split()) <= 10
+
+
+def test_inflect_is_not_imported() -> None:
+    code = (
+        "import sys, crl.envs.minihack.level as level; "
+        "print(level.minihack.__name__, 'inflect' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout == "minihack False\n", answer.stderr
