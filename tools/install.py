@@ -2,7 +2,9 @@
 
     python tools/install.py --editable . --constraint constraints.txt
 
-All arguments are passed on to pip. The full output of pip is in `install.log` of the environment.
+All arguments are passed on to pip. Python compiles a module when it is imported first, not here,
+because most modules of the large packages are never imported. The full output of pip is in
+`install.log` of the environment.
 Warnings are printed, except those without a meaning for users. If pip fails, its output is printed
 from the first error on, and the exit code is pip's.
 
@@ -78,7 +80,8 @@ def install(arguments: list[str], log: Path, show: Callable[[str], None]) -> int
     `log`: file for the full output. `show` prints one line.
     """
     # Without -u, pip's lines would arrive late, in blocks.
-    command = [sys.executable, "-u", "-m", "pip", "install", "--progress-bar", "off", *arguments]
+    command = [sys.executable, "-u", "-m", "pip", "install", "--no-compile"]
+    command += ["--progress-bar", "off", *arguments]
     start, lines, stages = time.monotonic(), list[str](), Stages()
     show("finding packages")
     with (

@@ -28,6 +28,7 @@ from support.simulator import simulated
 ARMS = ("off", "on", "ask", "critic")
 
 
+@pytest.mark.soak
 def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     out = tmp_path / "results.json"
     command = [
@@ -70,6 +71,7 @@ def test_rollout_latency_measures_all_arms_on_both_engines(tmp_path: Path):
     ] * 2
 
 
+@pytest.mark.soak
 def test_the_environments_are_measured_separately_and_together(tmp_path: Path):
     out = tmp_path / "results.json"
     names = ["sokoban", "room", "webshop", "alfworld"]
@@ -232,7 +234,7 @@ print(needed_operations("tiny", Minibatch((sample,) * 2, 4)))
     assert float(done.stdout) == 6 * 2 * layer * 6 + 6 * 2 * 64 * (9 + 9) + 6 * 64 * 1024 * 4
 
 
-def test_arms_are_compared_over_seeds_and_finished_runs_are_not_repeated(tmp_path: Path):
+def test_arms_are_compared_and_finished_runs_are_not_repeated(tmp_path: Path):
     out = tmp_path / "results.json"
     arms = ["none", "co-evolved", "always right"]
     command = [
@@ -244,14 +246,12 @@ def test_arms_are_compared_over_seeds_and_finished_runs_are_not_repeated(tmp_pat
         "--out",
         str(out),
     ]
-    command += ["--arms", *arms, "--seeds", "10", "11"]
+    command += ["--arms", *arms, "--seeds", "10"]
     # The command was killed while it was writing this line.
     out.with_suffix(".jsonl").write_text('{"setting": "room", "arm": "none", "se')
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     runs = json.loads(out.read_text("utf-8"))["runs"]
-    assert [(run["arm"], run["seed"]) for run in runs] == [
-        (arm, seed) for seed in (10, 11) for arm in arms
-    ]
+    assert [(run["arm"], run["seed"]) for run in runs] == [(arm, 10) for arm in arms]
     for run in runs:
         metrics = run["metrics"]
         assert {
@@ -350,6 +350,7 @@ def test_only_runs_with_equal_options_are_compared(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks", check=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("options", "switch", "last"),
     [
@@ -425,6 +426,7 @@ def test_embedders_are_compared_on_right_lessons(tmp_path: Path):
     ] * 2  # fmt: skip
 
 
+@pytest.mark.soak
 def test_figures_are_made_from_stored_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
