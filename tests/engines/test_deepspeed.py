@@ -256,8 +256,8 @@ leaves a rank without work.
     ("zero", "options"),
     [
         pytest.param(0, {}, marks=pytest.mark.soak, id="0"),
-        pytest.param(1, {}, id="1"),
-        pytest.param(2, {}, id="2"),
+        pytest.param(1, {}, marks=pytest.mark.soak, id="1"),
+        pytest.param(2, {}, marks=pytest.mark.soak, id="2"),
         pytest.param(3, {}, id="3"),
         pytest.param(2, {"offload": True}, marks=pytest.mark.soak, id="offload"),
         pytest.param(
@@ -379,7 +379,7 @@ def random_kept_sets(trace: TokenTrace, draw: random.Random) -> tuple[KeptSet, .
     ("before", "after"),
     [
         pytest.param((2, 2), (3, 3), marks=pytest.mark.soak),
-        (None, (2, 2)),
+        pytest.param(None, (2, 2), marks=pytest.mark.soak),
         ((1, 2), None),
         pytest.param((3, 2), (1, 1), marks=pytest.mark.soak),
         pytest.param((1, 3), (0, 2), marks=pytest.mark.soak),
@@ -436,6 +436,7 @@ async def test_a_checkpoint_is_written_while_training_goes_on(model: Path, tmp_p
     assert saved == expected, "the weights as they were before the step"
 
 
+@pytest.mark.soak
 async def test_a_checkpoint_that_cannot_be_written_leaves_the_ranks_running(
     model: Path, tmp_path: Path
 ) -> None:
@@ -697,7 +698,7 @@ async def whole_checkpoint(path: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.soak), 3])
 async def test_ranks_publish_the_adapter_alone(model: Path, tmp_path: Path, zero: int) -> None:
     adapter = adapter_of(model, rank=128, merged=False)
     async with ranks(model, zero=zero, adapter=adapter) as learner:
@@ -806,6 +807,7 @@ async def test_a_rank_killed_during_a_step_ends_the_learner(model: Path, victim:
         assert str(again) == str(error)
 
 
+@pytest.mark.soak
 async def test_the_death_of_an_idle_rank_is_detected(model: Path) -> None:
     async with ranks(model) as learner:
         watch = asyncio.create_task(learner.watch())
@@ -815,6 +817,7 @@ async def test_the_death_of_an_idle_rank_is_detected(model: Path) -> None:
         assert "rank 1 of 2 was killed by SIGTERM" in str(error)
 
 
+@pytest.mark.soak
 async def test_a_stopped_rank_ends_the_learner(model: Path) -> None:
     async with ranks(model) as learner:
         step = asyncio.create_task(learner.step(long_step()))
@@ -860,6 +863,7 @@ async def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks(
         assert all_ranks_ended(learner)
 
 
+@pytest.mark.soak
 async def test_a_rank_that_waits_in_an_operation_the_other_skipped_is_named(model: Path) -> None:
     async with ranks(model, loss=Skipping(0.2, 0.2, "token"), zero=3, timeout=3) as learner:
         await learner.step(STEPS[0])
