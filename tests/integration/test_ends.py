@@ -180,7 +180,9 @@ def test_a_second_ctrl_c_says_which_steps_are_lost(mark: str, tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
+)
 def test_temporary_banks_do_not_survive(number: signal.Signals, mark: str, tmp_path: Path) -> None:
     """End a run in its online evaluation, and `crl eval`. The next command removes the rest."""
     run, temporary, output = (tmp_path / name for name in ("run", "tmp", "output"))

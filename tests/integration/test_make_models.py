@@ -59,6 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
+@pytest.mark.soak
 def test_models_are_reproducible_and_can_be_loaded(
     recipes: Mapping[str, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
