@@ -2,11 +2,11 @@
 
     python tools/install.py --editable . --constraint constraints.txt
 
-All arguments are passed on to pip. Python compiles a module when it is imported first, not here,
-because most modules of the large packages are never imported. The full output of pip is in
-`install.log` of the environment.
-Warnings are printed, except those without a meaning for users. If pip fails, its output is printed
-from the first error on, and the exit code is pip's.
+All arguments are passed on to pip. The installed modules are not compiled: most modules of the
+large packages are never imported, and Python compiles the others when they are first imported. The
+full output of pip is in `install.log` of the environment. Warnings are printed, except those
+without a meaning for users. If pip fails, its output is printed from the first error on, and the
+exit code is pip's.
 
 Only the standard library is imported, because nothing else is installed yet.
 """

@@ -30,6 +30,7 @@ from crl.config.schema import EmbedderSection, RetrievalSection
 from crl.embedders import known_name, open_embedder, require_embedder
 from crl.embedders.encoder import EncoderEmbedder, pool_states
 from crl.embedders.endpoint import ATTEMPTS, EndpointEmbedder
+from crl.embedders.hash import HashEmbedder
 from crl.embedders.recipe import EncoderSettings, read_encoder_settings
 from crl.errors import ConfigError, EngineError
 from crl.manager import ManagerSettings
@@ -108,6 +109,16 @@ for text, vector in zip(texts, vectors):
     assert np.array_equal(vector[None], expected / np.linalg.norm(expected, axis=1, keepdims=True))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_hash_vectors_are_those_of_the_vectorizer_of_scikit_learn() -> None:
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    texts = ["Reach the stairs down (>).", "Zoë said: go 3 steps. " * 40, "a"]
+    vectorizer: Any = HashingVectorizer(analyzer="char_wb", ngram_range=(2, 4), n_features=384)
+    vectors = await HashEmbedder().embed([*texts, " "])
+    assert np.array_equal(vectors[:3], vectorizer.transform(texts).toarray().astype(np.float32))
+    assert np.array_equal(vectors[3], np.eye(384, dtype=np.float32)[0]), "a text without n-grams"
 
 
 @pytest.mark.parametrize("model", ["hash", "wordllama"])
