@@ -2,11 +2,9 @@
 
     python tools/install.py --editable . --constraint constraints.txt
 
-All arguments are passed on to pip. The installed modules are not compiled: most modules of the
-large packages are never imported, and Python compiles the others when they are first imported. The
-full output of pip is in `install.log` of the environment. Warnings are printed, except those
-without a meaning for users. If pip fails, its output is printed from the first error on, and the
-exit code is pip's.
+All arguments are passed on to pip. Its full output is in `install.log` of the environment. Warnings
+are printed, except those without a meaning for users. If pip fails, its output is printed from the
+first error on, and the exit code is pip's.
 
 Only the standard library is imported, because nothing else is installed yet.
 """
@@ -80,8 +78,7 @@ def install(arguments: list[str], log: Path, show: Callable[[str], None]) -> int
     `log`: file for the full output. `show` prints one line.
     """
     # Without -u, pip's lines would arrive late, in blocks.
-    command = [sys.executable, "-u", "-m", "pip", "install", "--no-compile"]
-    command += ["--progress-bar", "off", *arguments]
+    command = [sys.executable, "-u", "-m", "pip", "install", "--progress-bar", "off", *arguments]
     start, lines, stages = time.monotonic(), list[str](), Stages()
     show("finding packages")
     with (
