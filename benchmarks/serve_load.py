@@ -97,12 +97,11 @@ class Browser:
         with self._lock:
             self.responses += 1
 
-    def reload(self, is_open: threading.Event) -> None:
+    def reload(self) -> None:
         """Load pages anew, again and again."""
         while True:
             for path in ("/", f"/runs/{RUN}", f"/runs/{RUN}/bank"):
                 self.get(path)
-            is_open.set()
             time.sleep(RELOAD_S)
 
     def listen(self, is_open: threading.Event) -> None:
@@ -117,16 +116,16 @@ class Browser:
 
 
 def browse(address: str, pages: int) -> None:
-    """Hold open pages until stdin ends. Print a line when all are loaded, and one at the end.
+    """Hold open pages until stdin ends. Print a line when all are open, and one at the end.
 
     The last line is the number of responses.
     """
     os.nice(19)
     browser = Browser(address)
-    opened = list[threading.Event]()
-    for target in [browser.reload, browser.listen] * pages:
-        opened.append(threading.Event())
-        threading.Thread(target=target, args=(opened[-1],), daemon=True).start()
+    opened = [threading.Event() for _ in range(pages)]
+    for event in opened:
+        for target, arguments in ((browser.reload, ()), (browser.listen, (event,))):
+            threading.Thread(target=target, args=arguments, daemon=True).start()
     for event in opened:
         event.wait()
     print("open", flush=True)
