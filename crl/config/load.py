@@ -278,7 +278,7 @@ def _unused_reason(config: RunConfig, key: str, given: Mapping[str, str]) -> tup
         )
     section, _, name = key.partition(".")
     if section == config.spec.name:
-        return config.method_settings.unused_reason(name)
+        return config.method_settings.unused_reason(config, name)
     # A method without experience is compared with other methods under the same settings.
     return _experience_reason(config, key, given) if config.with_bank else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -53,6 +53,11 @@ def no_text(settings: Any) -> str:
     return ""
 
 
+def no_lines(config: RunConfig, settings: Any) -> Sequence[str]:
+    """Return no lines."""
+    return ()
+
+
 class MethodSection(Section):
     """Base class of the section of a method. Its functions tell what the settings do in a run."""
 
@@ -60,12 +65,16 @@ class MethodSection(Section):
     """Names of settings on which the prompts of agents in evaluations depend."""
     SWITCHES: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Settings without effect if another one of this section is 0: name, and key of the other."""
+    TRAINING: ClassVar[tuple[str, ...]] = ()
+    """Names of settings without effect if the actor is not trained."""
 
-    def unused_reason(self, name: str) -> tuple[str, str] | None:
+    def unused_reason(self, config: RunConfig, name: str) -> tuple[str, str] | None:
         """Return why a setting has no effect, and the remedy; None if it has an effect.
 
         It is called for settings of the command line.
         """
+        if name in self.TRAINING and not config.actor.train:
+            return "actor.train is false", "Leave it out"
         switch = self.SWITCHES.get(name)
         if switch is None or getattr(self, switch.rpartition(".")[2]):
             return None
@@ -146,6 +155,11 @@ class MethodSpec:
     """
     check: Callable[[RunConfig, Any], None] = no_check
     """Function `(config, settings)` that raises `ConfigError` for a contradiction."""
+    plan: Callable[[RunConfig, Any], Sequence[str]] = no_lines
+    """Function `(config, settings)` that returns lines for the plan of a run.
+
+    They tell what the method does in this run besides what the settings of other sections tell.
+    """
 
     def parts(self, settings: Any) -> frozenset[Part]:
         """Return the parts that a run with these settings of the method uses.

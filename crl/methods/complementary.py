@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from crl.config.method import Guidance, MethodSection, MethodSpec
-from crl.config.section import Count
+from crl.config.section import Count, Weight
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class ComplementarySection(MethodSection):
 
     SHOWN: ClassVar = ("show_record",)
     SWITCHES: ClassVar = {"self_distillation_every": "complementary.self_distillation"}
+    TRAINING: ClassVar = ("advantages", "lift_coef", *SWITCHES, "self_distillation")
 
     guided_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a group's members that are guided by experience.
@@ -44,13 +45,13 @@ class ComplementarySection(MethodSection):
     split = guided and free members separately (eq. 5), regardless of the experience that guided
     them; cross = all members of the group (eq. 4). In the loss, each half has half of the weight.
     """
-    lift_coef: Annotated[float, Field(ge=0)] = 0.0
+    lift_coef: Weight = 0.0
     """Weight of a second advantage of guided members (**ours**).
 
     This advantage is the mean success of the members that the same experience guided minus the mean
     success of the free members. 0 = off, only eq. 5, as in the paper.
     """
-    self_distillation: Annotated[float, Field(ge=0)] = 0.0
+    self_distillation: Weight = 0.0
     """Weight of self-distillation (CRL §4.3), relative to the policy loss.
 
     It is the next-token loss on the actions of guided members whose reward exceeds the mean reward
@@ -70,15 +71,13 @@ class ComplementarySection(MethodSection):
     succeeded; language models also see its lift. The bundled actor was not trained to read it.
     """
 
-    def unused_reason(self, name: str) -> tuple[str, str] | None:
+    def unused_reason(self, config: RunConfig, name: str) -> tuple[str, str] | None:
         """Return why the setting `name` has no effect and the remedy; None if it has an effect."""
         compared = name in ("lift_coef", "self_distillation") and getattr(self, name) > 0
         if compared and self.guided_share == 1:
-            reason = (
-                "complementary.guided_share is 1, so a group has no free members to compare with"
-            )
-            return reason, "Remove one of the two settings"
-        return super().unused_reason(name)
+            cause = "complementary.guided_share is 1, so a group has no free members"
+            return f"{cause} to compare with", "Remove one of the two settings"
+        return super().unused_reason(config, name)
 
 
 def build(config: RunConfig, settings: ComplementarySection, context: ChatContext) -> Method:

@@ -21,22 +21,21 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from crl.config.method import Guidance, MethodSection, MethodSpec, Notes, parts_with_writer
-from crl.config.section import Count
-from crl.methods.parts.memory_settings import MEMORY_DEFAULTS, UNUSED_WITHOUT, check_memory
+from crl.config.section import Count, Share, Weight
+from crl.methods.parts import memory_settings as memory
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
     from crl.methods.parts.rollouts import ChatContext
     from crl.protocols import Method
 
-Share = Annotated[float, Field(ge=0, le=1)]
-
 
 class Empo2Section(MethodSection):
     """Settings of the method `empo2`."""
 
     SHOWN: ClassVar = ("tips",)
-    SWITCHES: ClassVar = UNUSED_WITHOUT
+    SWITCHES: ClassVar = memory.UNUSED_WITHOUT
+    TRAINING: ClassVar = memory.OF_TRAINING
 
     memory_share: Share = 0.25
     """p: probability that a training step is played with memory.
@@ -73,7 +72,7 @@ class Empo2Section(MethodSection):
     """Maximum number of tips that are retrieved before a turn."""
     writer: Literal["actor", "extractor"] = "actor"
     """Model that writes the tips. In the paper it is the actor. The bundled actor cannot write."""
-    novelty_coef: Annotated[float, Field(ge=0)] = 0.01
+    novelty_coef: Weight = 0.01
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
     n is the number of visits to the most similar known state of the same variation, this visit
@@ -144,6 +143,6 @@ SPEC = MethodSpec(
             f"{settings.tips} tips before every turn"
         ),
     ),
-    defaults=MEMORY_DEFAULTS,
-    check=check_memory,
+    defaults=memory.MEMORY_DEFAULTS,
+    check=memory.check_memory,
 )

@@ -10,11 +10,12 @@ that occurs once gives 0. There is no experience.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from crl.config.method import MethodSection, MethodSpec
+from crl.config.section import Share, Weight
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 class GigpoSection(MethodSection):
     """Settings of the method `gigpo`."""
 
-    step_weight: Annotated[float, Field(ge=0)] = 1.0
+    TRAINING: ClassVar = ("step_weight", "gamma", "similarity")
+
+    step_weight: Weight = 1.0
     """w: weight of the advantage of a turn, relative to that of the episode."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
+    gamma: Share = 0.95
     """Discount of the returns per turn."""
     similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Similarity at or above which two observations count as the same state.

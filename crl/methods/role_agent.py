@@ -19,23 +19,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from crl.config.method import MethodSection, MethodSpec, Notes, Part, parts_with_writer
-from crl.config.section import Count
-from crl.errors import ConfigError
-from crl.methods.parts.failure_settings import LIBRARY_DEFAULTS, UNUSED_WITHOUT, check_library
+from crl.config.section import Count, Share, Weight
+from crl.methods.parts import failure_settings as library
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
     from crl.methods.parts.rollouts import ChatContext
     from crl.protocols import Method
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(ge=0)]
-
 
 class RoleAgentSection(MethodSection):
     """Settings of the method `role_agent`."""
 
-    SWITCHES: ClassVar = UNUSED_WITHOUT
+    SWITCHES: ClassVar = library.UNUSED_WITHOUT
+    TRAINING: ClassVar = ("episode_weight", "gamma", "similarity")
 
     prediction_weight: Weight = 1.0
     """Weight c of the predictions in the returns: 1 in eq. 6, 0.2 in the released code. 0 = off.
@@ -79,6 +76,10 @@ class RoleAgentSection(MethodSection):
     """Maximum number of tasks that are retrieved for a failure mode of a group (Figure 10: 3)."""
     history: Count = 2000
     """Number of the last drawn training tasks that can be retrieved. The paper has no limit."""
+
+    def unused_reason(self, config: RunConfig, name: str) -> tuple[str, str] | None:
+        """Return why the setting `name` has no effect and the remedy; None if it has an effect."""
+        return super().unused_reason(config, name) or library.unpredicted_reason(config, name)
 
     def prompts(self) -> frozenset[str]:
         """Return the prompts of predictions and of retrieval, if they are used."""
@@ -129,21 +130,13 @@ def parts(settings: RoleAgentSection) -> frozenset[Part]:
     return parts_with_writer(settings) if settings.replay_ratio else frozenset({"probe"})
 
 
-def check(config: RunConfig, settings: RoleAgentSection) -> None:
-    """Raise `ConfigError` if the settings prevent any retrieval of tasks."""
-    if settings.retrieval == "model" and config.profile(config.writer) == "compact":
-        reason = "needs a language model that analyses failures"
-        raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")
-    if config.with_bank:
-        check_library(config)
-
-
 SPEC = MethodSpec(
     "role_agent",
     build,
     RoleAgentSection,
     uses=parts,
     notes=Notes("failure"),
-    defaults=LIBRARY_DEFAULTS,
-    check=check,
+    defaults=library.LIBRARY_DEFAULTS,
+    check=library.check_library,
+    plan=library.plan_roles,
 )

@@ -26,10 +26,10 @@ from crl.config.schema import (
     EmbedderSection,
     RetrievalSection,
     RunConfig,
-    StreamSection,
     TaskConfig,
 )
 from crl.engines.backends import ENGINES
+from crl.envs.rounds import RoundStream
 from crl.errors import ConfigError
 from crl.evaluation.online import MEMBERS, UNCOUNTED_VISITS, VISITS
 from crl.learners.backends import LEARNERS
@@ -46,6 +46,7 @@ from crl.planning.gpus import Gpu, visible_gpus
 from crl.planning.model_checks import adapted_layers, model_sections
 from crl.planning.model_size import dense_shape, parse_size, planned_shape
 from crl.planning.step_time import estimate
+from crl.protocols import TaskSource
 from crl.types import RoleName
 from crl.wording import counted, device_text, percent
 
@@ -97,7 +98,10 @@ def plan(
         "models": _hypothetical(config, hypothetical) if hypothetical else _models(config),
         "tasks": _tasks(config),
         "batch": _batch(config),
-    } | ({"experience": _experience(config)} if config.with_bank else {})
+        **({"experience": _experience(config)} if config.with_bank else {}),
+    }
+    if method := config.spec.plan(config, config.method_settings):
+        sections[f"method {config.spec.name}"] = "\n".join(method)
     return "\n\n".join(_section(title, text) for title, text in sections.items())
 
 
@@ -279,9 +283,9 @@ def _counted_parameters(name: str, key: str) -> str:
 
 NO_SEARCH_RESULTS = (
     "warning: searches find hardly any experience, because it guides only episodes with its own "
-    "goal, and every group has a new place. Add --set bank.scope=task to share it"
+    "{range}, and every group has a new one. Add --set bank.scope=task to share it"
 )
-"""Note on a task whose places never return, for a bank in which a goal has its own experiences."""
+"""Note on a task in which no goal or variation returns, for a bank that does not share it."""
 
 
 def _searches_own_goal(config: RunConfig) -> bool:
@@ -385,7 +389,7 @@ def _embedder(section: EmbedderSection) -> str:
 def _tasks(config: RunConfig) -> str:
     profile = config.profile("actor")
     specs = tasks.specs(config)
-    data_notes, tasks_with_places = tasks.data_notes(specs), tasks.tasks_with_places(config, specs)
+    data_notes, sources = tasks.data_notes(specs), tasks.train_sources(config, specs)
     lines = []
     for name, task in config.tasks.items():
         reason = (
@@ -394,7 +398,7 @@ def _tasks(config: RunConfig) -> str:
             else "set in the config"
         )
         extra_turns = task.extra_turns if config.plays_overtime else 0
-        unfound = name in tasks_with_places and _searches_own_goal(config)
+        drawn, returns = _drawn(config, task, sources[name])
         lines += [
             f"{name}  {task.rendering} rendering: {reason}",
             f"  {counted(task.max_turns, 'turn')} of at most "
@@ -405,26 +409,38 @@ def _tasks(config: RunConfig) -> str:
                 if extra_turns
                 else ""
             ),
-            *([f"  {_places(task.stream)}"] if name in tasks_with_places else []),
-            *([f"  {NO_SEARCH_RESULTS}"] if unfound and _never_returns(task.stream) else []),
+            *([f"  {drawn}"] if drawn else []),
+            *(
+                [f"  {NO_SEARCH_RESULTS.format(range=config.bank.scope)}"]
+                if not returns and _searches_own_goal(config)
+                else []
+            ),
             *([f"  {data_notes[name]}"] if name in data_notes else []),
         ]
     return "\n".join(lines)
 
 
-def _never_returns(stream: StreamSection) -> bool:
-    """Return whether every group of a train stream has a new place."""
-    return stream.permanent == 0 and stream.visits == 1
+def _drawn(config: RunConfig, task: TaskConfig, source: TaskSource) -> tuple[str, bool]:
+    """Return the text for what a train stream draws, and whether a goal or variation can return.
 
-
-def _places(stream: StreamSection) -> str:
-    """Return the text for the places of a train stream."""
-    if _never_returns(stream):
-        return "a new place in every group"
-    return (
+    Only streams of places read the settings of the stream. The text is empty for a user's stream.
+    """
+    if isinstance(source, RoundStream):
+        groups = config.rollout.groups * config.run.steps // len(config.tasks)
+        text = f"{counted(source.size, 'game')} in shuffled rounds, {counted(groups, 'group')}"
+        share = max(0.0, 1 - source.size / max(groups, 1))
+        returns = share > 0 or config.bank.scope != "variation"  # other games may have the goal
+        return f"{text}: {percent(share)} of the groups repeat a game", returns
+    if "place" not in source.draw(1)[0].params:
+        return "", True
+    stream = task.stream
+    if stream.permanent == 0 and stream.visits == 1:
+        return "a new place in every group", False
+    text = (
         f"{counted(stream.places, 'place')}, {stream.permanent} permanent, "
         f"the others for {counted(stream.visits, 'visit')}"
     )
+    return text, True
 
 
 def _batch(config: RunConfig) -> str:

@@ -125,7 +125,12 @@ def _hosted(
 
 
 def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
-    """Return the run's stream of training tasks.
+    """Return the run's stream of training tasks. Raise `ConfigError` as `train_sources` does."""
+    return Mixture(train_sources(config, specs))
+
+
+def train_sources(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[str, TaskSource]:
+    """Return the stream of training tasks of each task, by task name.
 
     Raise `ConfigError` if an environment cannot provide a stream with the run's settings.
     """
@@ -134,17 +139,7 @@ def train_stream(config: RunConfig, specs: Mapping[str, EnvSpec]) -> Mixture:
         stream = _stream(name, config.tasks[name])
         with _config_errors(f"tasks.{name}.stream", asdict(stream)):
             sources[name] = spec.tasks.train_stream(config.run.seed, stream)
-    return Mixture(sources)
-
-
-def tasks_with_places(config: RunConfig, specs: Mapping[str, EnvSpec]) -> set[str]:
-    """Return the names of the tasks whose train stream consists of named places.
-
-    Other tasks ignore the stream settings. Raise `ConfigError` as `train_stream` does.
-    """
-    return {
-        task.name for task in train_stream(config, specs).draw(len(specs)) if "place" in task.params
-    }
+    return sources
 
 
 def eval_sets(config: RunConfig, specs: Mapping[str, EnvSpec]) -> dict[EvalSet, tuple[Task, ...]]:

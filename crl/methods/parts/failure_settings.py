@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from crl.config.method import check_texts
 from crl.config.schema import GOAL_SCOPES
 from crl.errors import ConfigError
+from crl.wording import counted
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
+    from crl.methods.role_agent import RoleAgentSection
 
 LIBRARY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -43,8 +45,47 @@ UNUSED_WITHOUT: Mapping[str, str] = MappingProxyType(
 """Settings of Role-Agent without effect if another one is 0."""
 
 
-def check_library(config: RunConfig) -> None:
+def unpredicted_reason(config: RunConfig, name: str) -> tuple[str, str] | None:
+    """Return reason and remedy for a setting of predictions if no agent predicts; else None."""
+    asked = name == "horizon" or (
+        name == "prediction_weight" and config.method_settings.prediction_weight
+    )
+    if not asked or predicted_states(config):
+        return None
+    return "only agents of the full rendering predict", "Use a language model, or leave it out"
+
+
+def predicted_states(config: RunConfig) -> dict[str, int]:
+    """Return H, the number of predicted states in a reply, by name of the tasks with predictions.
+
+    `role_agent.prediction_weight` is not considered.
+    """
+    from crl.methods.parts.predicting import horizons
+
+    return horizons(config.tasks, config.method_settings.horizon)
+
+
+def plan_roles(config: RunConfig, settings: RoleAgentSection) -> list[str]:
+    """Return the lines of a plan for the predictions and the replay."""
+    predicted = predicted_states(config) if settings.prediction_weight else {}
+    counts = (f"{name} {counted(h, 'state')} per reply" for name, h in predicted.items())
+    replay = (
+        f"with probability {settings.replay_ratio:g}, a drawn task is one of at most "
+        f"{settings.matches} with similar failures among the last {settings.history:,}"
+    )
+    return [
+        f"predictions  {', '.join(counts) or 'none'}",
+        f"replay       {replay if settings.replay_ratio else 'none'}",
+    ]
+
+
+def check_library(config: RunConfig, settings: RoleAgentSection) -> None:
     """Raise `ConfigError` if the settings would lose failures or not find them."""
+    if settings.retrieval == "model" and config.profile(config.writer) == "compact":
+        reason = "needs a language model that analyses failures"
+        raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")
+    if not config.with_bank:
+        return
     bank, merge_every = config.bank, config.extractor.merge_every
     by_goal, duplicates = bank.scope in GOAL_SCOPES, bank.duplicate_similarity
     for key, value, refused, reason in (

@@ -41,6 +41,9 @@ UNUSED_WITHOUT: Mapping[str, str] = MappingProxyType(
 )
 """Settings of EMPO² without effect if another one is 0."""
 
+OF_TRAINING = ("off_policy_share", "off_policy_old", "low_probability", "dual_clip", "novelty_in")
+"""Settings of EMPO² without effect if the actor is not trained."""
+
 
 def check_memory(config: RunConfig, settings: Empo2Section) -> None:
     """Raise `ConfigError` for settings that contradict tips or off-policy updates."""

@@ -447,7 +447,10 @@ def test_the_plan_only_shows_places_that_persist(model: str, tmp_path: Path):
     }
     assert own["room"][2] == PLACES
     assert own["alfworld"][1] == "  40 turns of at most 2,048 tokens, context full"
-    assert "places" not in own["alfworld"][2], "1,466 games in turn"
+    assert own["alfworld"][2] == (
+        "  1,466 games in shuffled rounds, 800 groups: 0 % of the groups repeat a game"
+    )
+    assert "── method" not in "\n".join(lines), "grpo has nothing more to tell"
     assert "  a new place in every group" in plan(load(["webshop"], sets=sets)).splitlines()
 
 

@@ -1205,6 +1205,28 @@ def test_an_adapter_of_a_model_that_is_not_trained_is_refused(model: Path, role:
     assert resolved(model, rank, f"{role}.lora.alpha=4").trained_adapter(role)
 
 
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("complementary", "advantages=cross"),
+        ("complementary", "lift_coef=1"),
+        ("complementary", "self_distillation=1"),
+        ("empo2", "off_policy_share=0.5"),
+        ("empo2", "low_probability=0.1"),
+        ("empo2", "dual_clip=5"),
+        ("empo2", "novelty_in=reward"),
+    ],
+)
+def test_a_setting_of_the_training_of_an_untrained_actor_is_refused(
+    model: Path, method: str, setting: str
+):
+    sets = (f"method={method}", f"{method}.{setting}")
+    assert config_error(model, *sets, "actor.train=false").endswith(
+        "has no effect because actor.train is false. Leave it out."
+    )
+    assert resolved(model, *sets)
+
+
 def test_settings_of_another_engine_are_refused(model: Path):
     vllm = "engine.kind=vllm"
     assert config_error(model, "engine.replicas=2") == (

@@ -64,7 +64,7 @@ def test_the_probe_of_a_method_that_does_not_use_it(tmp_path: Path):
 
 def test_a_method_without_a_bank_names_settings_without_effect(example: Path):
     setting = "    cost: float = 0.01\n"
-    hook = "    def unused_reason(self, name):\n        return name, 'Leave it out'\n"
+    hook = "    def unused_reason(self, config, name):\n        return name, 'Leave it out'\n"
     text = example.read_text().replace(setting, setting + hook)
     example.write_text(text)
     assert "turn_cost.cost = 1: has no effect because cost. Leave it out." in error(

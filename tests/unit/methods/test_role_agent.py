@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from crl.config import load
+from crl.errors import ConfigError
 from crl.methods.parts.predicted import PredictedStepAdvantage
 from crl.methods.parts.predicting import (
     PredictionMetrics,
@@ -204,7 +205,7 @@ async def test_the_agent_is_asked_for_predictions_which_are_no_part_of_its_actio
 
 
 def test_the_method_is_gigpo_with_other_returns():
-    sets = ["role_agent.episode_weight=2", "role_agent.prediction_weight=0.2"]
+    sets = ["role_agent.episode_weight=2"]
     config = load(["room"], options={"method": "role_agent"}, sets=sets)
     method = build_method(config, tasks.specs(config))
     replay = method.step.replay
@@ -212,7 +213,7 @@ def test_the_method_is_gigpo_with_other_returns():
     assert replay.keywords["settings"].waiting == 3 * config.rollout.groups
     assert method.actor.terms == (
         GroupAdvantage("std", 2.0),
-        PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {}, 0.2),
+        PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {}, 1.0),
     )
     sets = ["role_agent.gamma=0.5", "role_agent.similarity=0.75"]
     other = load(["room"], options={"method": "role_agent"}, sets=sets)
@@ -222,8 +223,49 @@ def test_the_method_is_gigpo_with_other_returns():
     context = build_method(full, tasks.specs(full)).context
     assert isinstance(context, ChatContext)
     assert "prediction" in context.predictions["room"]
+    weighed = load(["room"], options={"method": "role_agent"},
+                   sets=["tasks.room.rendering=full", "role_agent.prediction_weight=0.2"])  # fmt: skip
+    _, turns = build_method(weighed, tasks.specs(weighed)).actor.terms
+    assert turns == PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {"room": 1}, 0.2)
     off = load(["room"], options={"method": "role_agent"},
                sets=["tasks.room.rendering=full", "role_agent.prediction_weight=0"])  # fmt: skip
     silent = build_method(off, tasks.specs(off)).context
     assert isinstance(silent, ChatContext)
     assert silent.predictions == {}
+
+
+@pytest.mark.parametrize("setting", ["horizon=0.1", "prediction_weight=0.2"])
+def test_a_setting_of_predictions_needs_agents_that_predict(setting: str):
+    name, value = setting.split("=")
+    with pytest.raises(ConfigError) as refused:
+        load(["room"], options={"method": "role_agent"}, sets=[f"role_agent.{setting}"])
+    assert str(refused.value) == (
+        f"role_agent.{name} = {value}: has no effect because only agents of the full rendering "
+        "predict. Use a language model, or leave it out."
+    )
+    assert load(["room"], options={"method": "role_agent"},
+                sets=[f"role_agent.{setting}", "tasks.room.rendering=full"])  # fmt: skip
+
+
+def test_without_a_prediction_nothing_is_refused():
+    sets = ["role_agent.prediction_weight=0"]
+    assert load(["room"], options={"method": "role_agent"}, sets=sets)
+
+
+def test_notes_that_no_agent_reads_are_not_enough_to_learn():
+    sets = ["role_agent.writer=extractor", "actor.train=false"]
+    with pytest.raises(ConfigError, match="to learn: role_agent shows its notes to no agent"):
+        load(["room"], options={"method": "role_agent"}, sets=sets)
+
+
+def test_the_plan_tells_predictions_and_replay():
+    config = load(["room", "webshop"], options={"method": "role_agent"},
+                  sets=["tasks.room.rendering=full", "tasks.room.max_turns=31"])  # fmt: skip
+    assert config.spec.plan(config, config.method_settings) == [
+        "predictions  room 2 states per reply",
+        "replay       with probability 0.25, a drawn task is one of at most 3 with similar "
+        "failures among the last 2,000",
+    ]
+    sets = ["role_agent.replay_ratio=0", "role_agent.prediction_weight=0"]
+    off = load(["room"], options={"method": "role_agent"}, sets=sets)
+    assert off.spec.plan(off, off.method_settings) == ["predictions  none", "replay       none"]

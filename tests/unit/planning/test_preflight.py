@@ -493,6 +493,23 @@ def test_the_plan_warns_if_no_search_can_find_an_experience(
 
 
 @pytest.mark.parametrize(
+    ("sets", "share", "warned"),
+    [
+        # 16 groups × 100 steps
+        ([], "8 %", False),
+        (["run.steps=91"], "0 %", True),
+        (["run.steps=92"], "0 %", False),
+        (["run.steps=10", "bank.scope=goal"], "0 %", False),  # other games have the same goal
+    ],
+)
+def test_the_plan_tells_how_many_games_return(sets: list[str], share: str, *, warned: bool) -> None:
+    full = ["actor.profile=full", "extractor.profile=full"]
+    text = overview(load(["alfworld"], options={"method": "empo2"}, sets=[*full, *sets]))
+    assert f"groups: {share} of the groups repeat a game" in text
+    assert ("with its own variation, and every group has a new one" in text) == warned
+
+
+@pytest.mark.parametrize(
     ("method", "sets", "warned"),
     [
         ("reflexion", [], True),
