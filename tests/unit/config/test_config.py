@@ -1458,7 +1458,6 @@ def test_the_asymmetric_clip_has_a_smaller_penalty(model: Path):
         ("empo2", "novelty_in", "reward", "novelty_coef"),
         ("empo2", "novelty_states", "new", "novelty_coef"),
         ("empo2", "novelty_similarity", 0.9, "novelty_coef"),
-        ("role_agent", "horizon", 0.1, "prediction_weight"),
         ("role_agent", "matches", 9, "replay_ratio"),
     ],
 )

@@ -223,8 +223,8 @@ def test_the_method_is_gigpo_with_other_returns():
     context = build_method(full, tasks.specs(full)).context
     assert isinstance(context, ChatContext)
     assert "prediction" in context.predictions["room"]
-    weighed = load(["room"], options={"method": "role_agent"},
-                   sets=["tasks.room.rendering=full", "role_agent.prediction_weight=0.2"])  # fmt: skip
+    sets = ["tasks.room.rendering=full", "role_agent.prediction_weight=0.2"]
+    weighed = load(["room"], options={"method": "role_agent"}, sets=sets)
     _, turns = build_method(weighed, tasks.specs(weighed)).actor.terms
     assert turns == PredictedStepAdvantage(1.0, 0.95, 1.0, "std", {"room": 1}, 0.2)
     off = load(["room"], options={"method": "role_agent"},
@@ -247,9 +247,12 @@ def test_a_setting_of_predictions_needs_agents_that_predict(setting: str):
                 sets=[f"role_agent.{setting}", "tasks.room.rendering=full"])  # fmt: skip
 
 
-def test_without_a_prediction_nothing_is_refused():
+def test_a_weight_of_0_is_never_refused():
     sets = ["role_agent.prediction_weight=0"]
     assert load(["room"], options={"method": "role_agent"}, sets=sets)
+    sets += ["role_agent.horizon=0.1", "tasks.room.rendering=full"]
+    with pytest.raises(ConfigError, match="no effect because role_agent.prediction_weight is 0"):
+        load(["room"], options={"method": "role_agent"}, sets=sets)
 
 
 def test_notes_that_no_agent_reads_are_not_enough_to_learn():
