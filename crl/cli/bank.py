@@ -278,7 +278,7 @@ def failures(
     """List failure modes of a run with --method role_agent.
 
     A failure is an active note on a failed episode of the run. For a bank without a run, all notes
-    are listed. A run of another method has none.
+    are listed.
     """
     from crl.cli.bank_text import failure_table, mode_table
     from crl.manager.failure_notes import ALL_MODES
@@ -577,11 +577,23 @@ def _confirm_eviction(to_evict: Sequence[EntryView], short: ShortUids, *, active
 
 
 def _bank_file(run: Path) -> Path:
-    """Return the bank file of a run directory, or `run` itself if it is not a directory."""
+    """Return the bank file of a run directory, or `run` itself if it is not a directory.
+
+    Raise `ConfigError` if the run has no bank.
+    """
+    from crl.config.load import load_saved
     from crl.monitor.run_dir import RunDir
 
     # `Path.is_dir` would raise an error for a path without permission.
-    return RunDir(run).bank if os.path.isdir(run) else run
+    if not os.path.isdir(run):
+        return run
+    file = RunDir(run).bank
+    if not os.path.exists(file) and os.path.isfile(run / "config.json"):
+        config = load_saved(run).config
+        if not config.with_bank:
+            reason = f"has no bank: {config.method} does not use one with the settings of this run"
+            raise ConfigError("run", str(run), reason, "Give another run")
+    return file
 
 
 def _require_unicode(name: str, text: str) -> None:
@@ -646,15 +658,18 @@ def _report_tasks(task: str | None, tasks: Collection[str]) -> None:
 def _failures(file: Path, entries: Iterable[EntryView]) -> list[EntryView]:
     """Return the entries that are notes on failed episodes of the run of a bank.
 
-    These are all entries if there is no config.json beside the bank.
+    These are all entries if there is no config.json beside the bank. Raise `ConfigError` if the
+    run has another method.
     """
     from crl.config.load import load_saved
 
     if not (file.parent / "config.json").is_file():
         return list(entries)
-    notes = load_saved(file.parent).config.spec.notes
+    config = load_saved(file.parent).config
+    notes = config.spec.notes
     if notes is None or notes.prompt != "failure":
-        return []
+        reason = f"its method is {config.method}, which keeps no failures"
+        raise ConfigError("run", str(file.parent), reason, "Give a run of role_agent")
     return [entry for entry in entries if entry.step is not None]
 
 

@@ -32,6 +32,7 @@ from crl.planning.context import agent_prompts
 from crl.planning.methods import require_method
 from crl.prompts import hashes
 from crl.types import RoleName
+from crl.wording import counted
 
 Subject = Literal["settings", "models", "machine"]
 """Subject of a check.
@@ -143,11 +144,40 @@ def _prompt_remedy(config: RunConfig, prompt: str, used: Collection[str]) -> str
 def require_tasks(config: RunConfig) -> None:
     """Raise `ConfigError` if an environment is missing or cannot provide the run's tasks."""
     specs = tasks.specs(config)
+    require_renderings(config, specs)
     require_eval_support(config, specs)
+    require_eval_sizes(config, specs)
     tasks.train_stream(config, specs)
     tasks.eval_sets(config, specs)
     tasks.online_tasks(config, specs)
     tasks.probe_tasks(config, specs)
+
+
+def require_renderings(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
+    """Raise `ConfigError` for the compact rendering of an environment for language models only."""
+    for name, spec in specs.items():
+        if spec.small and config.tasks[name].rendering == "compact":
+            raise ConfigError(
+                f"tasks.{name}.env",
+                spec.name,
+                "is only for language models, but the task has the compact rendering",
+                f"Use {spec.small}, or a language model as actor",
+            )
+
+
+def require_eval_sizes(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
+    """Raise `ConfigError` if eval sets have more games than a split of a fixed size."""
+    for name, spec in specs.items():
+        available = spec.tasks.split_sizes() if spec.tasks.split_sizes else {}
+        sizes = config.tasks[name].eval
+        requested = {split: getattr(sizes, split) for split in available}
+        larger = [split for split in available if requested[split] > available[split]]
+        if larger:
+            key = f"tasks.{name}.eval"
+            reason = f"{spec.name} has only {counted(available[larger[0]], 'game')} of this split"
+            settings = (f"--set {key}.{split}={available[split]}" for split in larger)
+            remedy = f"Add {' '.join(settings)}"
+            raise ConfigError(f"{key}.{larger[0]}", requested[larger[0]], reason, remedy)
 
 
 def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:

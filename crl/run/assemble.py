@@ -20,7 +20,6 @@ from crl.config.resume import measured_settings
 from crl.config.schema import RATE_WINDOW
 from crl.engines.background import BackgroundEngine
 from crl.envs.base import EnvSpec
-from crl.errors import ConfigError
 from crl.evaluation.evaluate import Evaluator
 from crl.evaluation.online import OnlineEvaluator
 from crl.evaluation.probe import AdviceProbe
@@ -328,17 +327,6 @@ async def _open_collector(
 ) -> tuple[Collector, Supervisor]:
     specs, gpus = tasks.specs(config), assigned_gpus(config, learners=False)
     method, actor = build_method(config, specs), actor_model(config, monitor.note)
-    if method.advice.between_attempts:
-        reason = "reflects between attempts, but crl rollout writes no experience"
-        raise ConfigError("method", config.method, reason, "Use crl train")
-    if method.step.intrinsic:
-        reason = "has an intrinsic reward, which crl rollout does not compute"
-        remedy = f"Switch it off in the section {config.spec.name}, or use crl train"
-        raise ConfigError("method", config.method, reason, remedy)
-    if method.step.replay:
-        reason = "draws tasks again by their failures, but crl rollout analyses no failures"
-        remedy = f"Switch it off in the section {config.spec.name}, or use crl train"
-        raise ConfigError("method", config.method, reason, remedy)
     engine = await open_role_engine(config, gpus, actor, stack)
     pool = tasks.environment_pool(config, specs, stack, monitor.note)
     retriever: Retriever = NullRetriever()

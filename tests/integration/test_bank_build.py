@@ -12,7 +12,7 @@ from crl.config import load_saved, resolve_model
 from crl.records.reader import episode_shards, read_episode_records
 from crl.run.halves.build import recorded_requests
 from crl.types import GUIDANCE_ORIGINS
-from support.whole_runs import DETERMINISTIC, crl, episodes
+from support.whole_runs import DETERMINISTIC, crl, episodes, one_line
 
 SIZES = ("--set", "rollout.groups=4", "--set", "rollout.group_size=4")
 SMALL = [
@@ -177,3 +177,19 @@ def test_options_without_effect(played: Path, tmp_path: Path) -> None:
         assert "has no effect: the bank is new, and nothing is trained" in refused.stderr
     missing = crl("bank", "build", "--from", tmp_path / "none", "--run-dir", tmp_path / "b")
     assert "is neither a run nor a file. Give one of these." in missing.stderr
+
+
+def test_a_bank_without_experience_is_reported(played: Path, tmp_path: Path) -> None:
+    bank = tmp_path / "bank"
+    result = crl("bank", "build", "--from", played, "--extractor", "tiny-actor", "--run-dir", bank)
+    assert result.exit_code == 0, result.output
+    assert f"warning: no experience in the new bank: {bank / 'bank.sqlite'}" in result.stdout
+    assert "start a run" not in result.stdout
+
+
+def test_a_bank_is_no_source(played: Path, tmp_path: Path) -> None:
+    source = tmp_path / "bank.sqlite"
+    source.touch()
+    result = crl("bank", "build", "--from", source, "--run-dir", tmp_path / "bank")
+    assert result.exit_code == 2
+    assert "is a bank, but a bank is built from episodes. Give a run" in one_line(result)

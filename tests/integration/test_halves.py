@@ -271,9 +271,20 @@ def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("empo2", "has an intrinsic reward, which crl rollout does not compute"),
-        ("reflexion", "reflects between attempts, but crl rollout writes no experience"),
-        ("role_agent", "draws tasks again by their failures, but crl rollout analyses no failures"),
+        (
+            "empo2",
+            "has an intrinsic reward, which crl rollout does not compute. "
+            "Add --set empo2.novelty_coef=0, or use crl train.",
+        ),
+        (
+            "reflexion",
+            "reflects between attempts, but crl rollout writes no experience. Use crl train.",
+        ),
+        (
+            "role_agent",
+            "draws tasks again by their failures, but crl rollout analyses no failures. "
+            "Add --set role_agent.replay_ratio=0, or use crl train.",
+        ),
     ],
 )
 def test_methods_that_play_episodes_only_in_training(
@@ -282,6 +293,7 @@ def test_methods_that_play_episodes_only_in_training(
     result = crl("rollout", "--tasks", "room", "--method", method, "--run-dir", tmp_path / "run")
     assert result.exit_code == 2
     assert reason in one_line(result)
+    assert not (tmp_path / "run").exists()
 
 
 def test_role_agent_without_replay_plays_episodes(tmp_path: Path) -> None:
@@ -289,3 +301,17 @@ def test_role_agent_without_replay_plays_episodes(tmp_path: Path) -> None:
     words = ["--tasks", "room", "--method", "role_agent", "--steps", "1", "--run-dir", run]
     assert crl("rollout", *words, *sets(replay, *GROUPS)).exit_code == 0
     assert episodes(run)
+
+
+def test_episodes_of_a_method_that_trains_no_model(tmp_path: Path) -> None:
+    run, new = tmp_path / "run", tmp_path / "new"
+    train(run, *GROUPS, "method=reflexion", "reflexion.writer=extractor", steps=1)
+    refused = crl("learn", "--from", run, "--run-dir", new)
+    assert refused.exit_code == 2
+    assert one_line(refused).strip() == (
+        f"error: --from = '{run}': its method is reflexion, which trains no model. "
+        "Add --set method=grpo."
+    )
+    learned = crl("learn", "--from", run, "--run-dir", new, *sets("method=grpo"))
+    assert learned.exit_code == 0, learned.output
+    assert "trained on 1 step" in learned.stdout

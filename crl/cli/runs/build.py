@@ -85,6 +85,9 @@ def build(
     if not source.exists():
         reason = "is neither a run nor a file"
         raise ConfigError("--from", str(source), reason, "Give one of these")
+    if source.suffix == ".sqlite":
+        reason = "is a bank, but a bank is built from episodes"
+        raise ConfigError("--from", str(source), reason, "Give a run, or a file of episodes")
     recorded = source.is_dir() or source.name.endswith(".jsonl.gz")
     config, episodes = (
         _recorded(source, {"--tasks": tasks, "--preset": preset}, options, sets)

@@ -80,6 +80,10 @@ def learn(
 
     run = run_of_file(source) if source.is_file() else source
     saved = load_saved(run).config
+    trained = saved.spec.defaults.get("actor", {}).get("train", True)
+    if not trained and not any(text.startswith("method=") for text in sets or ()):
+        reason = f"its method is {saved.method}, which trains no model"
+        raise ConfigError("--from", str(source), reason, "Add --set method=grpo")
     shards = shard_of_file(source) if source.is_file() else episode_shards(run)
     if steps is not None and steps > len(shards):
         reason = f"{source} has episodes of only {counted(len(shards), 'step')}"

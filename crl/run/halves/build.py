@@ -124,6 +124,12 @@ def built(config: RunConfig, run: RunDir, entries: int) -> str:
     if config.preset != RunConfig.model_fields["preset"].default:
         command += ["--preset", config.preset]
     command += ["--set", f"bank.init={run.bank}"]
+    if not entries:
+        return (
+            f"warning: no experience in the new bank: {run.bank}\n"
+            "  all answers of the extractor were refused; the reasons: crl bank stats "
+            f"{shlex.quote(str(run.path))}"
+        )
     return (
         f"{counted(entries, 'experience')} in the new bank: {run.bank}\n"
         f"  look at it:   crl bank ls {shlex.quote(str(run.path))}\n"

@@ -27,7 +27,7 @@ from crl.records.reader import episode_shards
 from crl.records.shards import read_shard
 from crl.run.halves.build import build, built, file_requests
 from crl.run.halves.learn import learn
-from crl.run.halves.play import play
+from crl.run.halves.play import play, require_playable
 from crl.run.halves.sft import SftResult, SftSettings, Source, fine_tune
 from crl.run.main import open_monitor
 from crl.run.supervision.ending import Ending, logged_failure
@@ -45,6 +45,8 @@ def play_episodes(config: RunConfig, folder: Path, *, scripted: bool = False) ->
     preflight.require(config, checks=preflight.ROLLOUT_CHECKS)
     if scripted:
         scripted_players(specs(config))
+    else:
+        require_playable(config)
     run, steps = _new_folder(config, folder), config.run.steps
 
     async def played(monitor: Monitor) -> str:

@@ -16,7 +16,7 @@ from crl.config.schema import RunConfig
 from crl.manager import ExperienceManager
 from crl.manager.failure_notes import failure_modes, read_answer
 from support.managers import PROMPTS, NoteEngine, open_manager, request, task
-from support.whole_runs import crl
+from support.whole_runs import crl, one_line
 
 FAILURES = (
     ("room", "Goal 1.", "navigation_loop", "Follow the wall."),
@@ -99,7 +99,24 @@ def test_a_run_of_another_method_has_no_failures(bank: Path, tmp_path: Path) -> 
     save(load(["room"], options={"method": "role_agent"}), tmp_path)
     assert len(json.loads(crl("bank", "failures", tmp_path, "--json").stdout)) == 2
     save(load(["room"], options={"method": "complementary"}), tmp_path)
-    assert crl("bank", "failures", tmp_path).stderr == "no results\n"
+    refused = crl("bank", "failures", tmp_path)
+    assert refused.exit_code == 2
+    assert one_line(refused).strip() == (
+        f"error: run = '{tmp_path}': its method is complementary, which keeps no failures. "
+        "Give a run of role_agent."
+    )
+
+
+@pytest.mark.parametrize("command", ["failures", "ls", "stats"])
+def test_a_run_without_a_bank_says_so(tmp_path: Path, command: str) -> None:
+    sets = ["role_agent.replay_ratio=0"]
+    save(load(["room"], options={"method": "role_agent"}, sets=sets), tmp_path)
+    refused = crl("bank", command, tmp_path)
+    assert refused.exit_code == 2
+    assert one_line(refused).strip() == (
+        f"error: run = '{tmp_path}': has no bank: role_agent does not use one with the settings of "
+        "this run. Give another run."
+    )
 
 
 def save(config: RunConfig, run: Path) -> None:

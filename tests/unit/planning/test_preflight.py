@@ -30,6 +30,7 @@ from crl.planning import doctor, gpu_plan, machine_checks, model_checks, preflig
 from crl.planning import plan as plan_module
 from crl.planning.gpus import Gpu
 from crl.planning.plan import dry_run, overview
+from crl.planning.preflight import require_tasks
 from crl.run import main
 from crl.types import Segment
 
@@ -674,3 +675,36 @@ def test_the_rank_of_a_trained_adapter_is_checked_before_a_new_run_only() -> Non
         ranks.require(config)
     untrained = config.extractor.model_copy(update={"train": False})
     ranks.require(config.model_copy(update={"extractor": untrained}))
+
+
+@pytest.mark.parametrize(
+    ("task", "env", "small"),
+    [
+        ("scienceworld", "scienceworld:power-component", "scienceworld_small"),
+        ("alfworld", "alfworld", "alfworld_small"),
+    ],
+)
+def test_tiny_models_do_not_play_environments_for_language_models(
+    task: str, env: str, small: str
+) -> None:
+    chosen = [f"tasks.{task}.env={env}"]
+    with pytest.raises(ConfigError) as refused:
+        require_tasks(load([task], sets=chosen))
+    assert str(refused.value) == (
+        f"tasks.{task}.env = {env!r}: is only for language models, but the task has the compact "
+        f"rendering. Use {small}, or a language model as actor."
+    )
+    require_tasks(load([task]))
+
+
+def test_eval_sets_that_are_larger_than_their_splits_are_reported_together() -> None:
+    task, env = "tasks.scienceworld", "scienceworld:power-component"
+    sets = ["actor.profile=full", "extractor.profile=full", f"{task}.env={env}"]
+    with pytest.raises(ConfigError) as refused:
+        require_tasks(load(["scienceworld"], sets=sets))
+    assert str(refused.value) == (
+        f"{task}.eval.seen = 89: {env} has only 5 games of this split. "
+        f"Add --set {task}.eval.seen=5 --set {task}.eval.unseen=5."
+    )
+    sizes = [f"{task}.eval.{split}=5" for split in ("seen", "unseen")]
+    require_tasks(load(["scienceworld"], sets=[*sets, *sizes]))
