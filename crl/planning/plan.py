@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from crl.config.method import BUNDLED_METHODS
 from crl.config.models import (
     Profile,
     adapter_base,
@@ -338,7 +340,7 @@ def _experience(config: RunConfig) -> str:
         [
             *([f"extractor  {training}"] if config.with_extractor else []),
             f"bank       {writing}; {limits}; "
-            f"{f'starts from {bank.init}' if bank.init else 'starts empty'}{shared}",
+            f"{f'starts from {_origin(config)}' if bank.init else 'starts empty'}{shared}",
             f"embedder   {_embedder(config.embedder)}",
             f"retrieval  {guided}, chosen by {_choice(retrieval)}"
             if config.guides
@@ -358,6 +360,17 @@ def _experience(config: RunConfig) -> str:
             ),
         ]
     )
+
+
+def _origin(config: RunConfig) -> str:
+    """Return the bank that the run starts from, with the method of its run if it is another one."""
+    file = Path(config.bank.init).parent / "config.json"
+    try:
+        method = json.loads(file.read_text("utf-8"))["method"]
+    except (OSError, ValueError, KeyError, TypeError):  # a bank without its run
+        return config.bank.init
+    other = method in set(BUNDLED_METHODS) - {config.method}
+    return f"{config.bank.init} of a run of {method}" if other else config.bank.init
 
 
 def _choice(retrieval: RetrievalSection) -> str:

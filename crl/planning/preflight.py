@@ -168,7 +168,9 @@ def require_renderings(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
 def require_eval_sizes(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
     """Raise `ConfigError` if eval sets have more games than a split of a fixed size."""
     for name, spec in specs.items():
-        available = spec.tasks.split_sizes() if spec.tasks.split_sizes else {}
+        if spec.tasks.split_sizes is None:
+            continue
+        available = spec.tasks.split_sizes()
         sizes = config.tasks[name].eval
         requested = {split: getattr(sizes, split) for split in available}
         larger = [split for split in available if requested[split] > available[split]]

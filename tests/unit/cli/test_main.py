@@ -20,7 +20,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from crl.cli.main import app
-from crl.config.load import load
+from crl.config.load import dump, load
 from crl.config.method import BUNDLED_METHODS
 from crl.config.schema import RunConfig
 from crl.errors import ConfigError, EngineError, Interrupted
@@ -302,8 +302,6 @@ def test_the_end_of_a_run_determines_the_exit_code(model: str, monkeypatch: pyte
 
 
 def test_eval(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from crl.config.load import dump
-
     dump(load(["room"], sets=[model]), tmp_path / "config.json")
     run = FakeRun(monkeypatch)
     assert crl("eval", str(tmp_path)).exit_code == 0
@@ -432,6 +430,14 @@ def test_the_plan_shows_the_settings_of_experience(model: str, tmp_path: Path):
         f"by credit); starts from {bank}"
     ) in lines
     assert not any(late in line for line in lines), "no extractor reads it"
+    for method, origin in (
+        ("role_agent", f"{bank} of a run of role_agent"),
+        ("complementary", bank),
+    ):
+        dump(load(["room"], options={"method": method}), bank.parent / "config.json")
+        text = plan(load(["room"], sets=[model, f"bank.init={bank}", "bank.frozen=true"]))
+        assert f"starts from {origin}" in text
+        assert (f"of a run of {method}" in text) == (method == "role_agent")
 
 
 PLACES = "  32 places, 8 permanent, the others for 5 visits"
