@@ -366,7 +366,7 @@ def _origin(config: RunConfig) -> str:
     """Return the bank that the run starts from, with the method of its run if it is another one."""
     file = Path(config.bank.init).parent / "config.json"
     try:
-        method = json.loads(file.read_text("utf-8"))["method"]
+        method = json.loads(file.read_text("utf-8"))["config"]["method"]
     except (OSError, ValueError, KeyError, TypeError):  # a bank without its run
         return config.bank.init
     other = method in set(BUNDLED_METHODS) - {config.method}

@@ -172,14 +172,15 @@ def require_eval_sizes(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
             continue
         available = spec.tasks.split_sizes()
         sizes = config.tasks[name].eval
-        requested = {split: getattr(sizes, split) for split in available}
-        larger = [split for split in available if requested[split] > available[split]]
-        if larger:
-            key = f"tasks.{name}.eval"
-            reason = f"{spec.name} has only {counted(available[larger[0]], 'game')} of this split"
-            settings = (f"--set {key}.{split}={available[split]}" for split in larger)
-            remedy = f"Add {' '.join(settings)}"
-            raise ConfigError(f"{key}.{larger[0]}", requested[larger[0]], reason, remedy)
+        larger = {
+            f"tasks.{name}.eval.{split}": (getattr(sizes, split), size)
+            for split, size in available.items()
+            if getattr(sizes, split) > size
+        }
+        for key, (requested, size) in larger.items():
+            reason = f"{spec.name} has only {counted(size, 'game')} of this split"
+            remedy = f"Add {' '.join(f'--set {other}={n}' for other, (_, n) in larger.items())}"
+            raise ConfigError(key, requested, reason, remedy)
 
 
 def require_eval_support(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
