@@ -176,7 +176,7 @@ class Sweep:
 
     def _make(self, run: Run) -> None:
         folder = self._folder / run.path
-        options = self._options(run)
+        options = self.options(run)
         if command := train_command(options, folder):
             self._crl(*command)
         metrics = [
@@ -223,7 +223,8 @@ class Sweep:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def _options(self, run: Run) -> list[str]:
+    def options(self, run: Run) -> list[str]:
+        """Return the options of `crl train` for a run."""
         sets = [*COMMON, *ARMS[run.arm].sets]
         if source := source_of(run):
             folder = self._folder / source.path

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from crl.config import load
+from crl.config.layers import leaves
 from support.paths import ROOT, benchmark
 
+coevolution = benchmark("coevolution")
 figures = benchmark("figures")
 methods = benchmark("methods")
 
@@ -101,3 +105,26 @@ def test_seconds_are_shown_with_their_ratio_to_grpo_in_the_same_task() -> None:
     rows = methods.seconds_table(timings).splitlines()
     assert rows[0] == "|  | room | webshop |"
     assert rows[-1] == "| empo2 | 3.00 (1.50×) | 2.00 (0.50×) |"
+
+
+def test_the_settings_of_the_stored_runs_are_those_of_today() -> None:
+    """A change of a default would otherwise mix runs with different settings in one figure."""
+    figure, sweep = figures.FIGURES["methods"], methods.sweep()
+    today: dict[tuple[str, str], dict[str, Any]] = {}
+    differences = set()
+    for run in coevolution.runs_of(figure, figure.seeds):
+        if (stored := sweep.stored(run)) is None:
+            continue
+        options = sweep.options(run)
+        sets = [text for name, text in pairwise(options) if name == "--set"]
+        if (run.setting, run.arm) not in today:
+            config = load(figures.SETTINGS[run.setting], sets=sets)
+            today[run.setting, run.arm] = dict(leaves(config.model_dump(mode="json")))
+        now, then = today[run.setting, run.arm], dict(leaves(stored["config"]["config"]))
+        differences |= {
+            (run.arm, key, then.get(key), now.get(key))
+            for key in now.keys() | then.keys()
+            if now.get(key) != then.get(key) and key != "run.seed"
+        }
+    # No task of the figure has variations (test_elsewhere_a_goal_has_no_variations).
+    assert differences == {("reflexion", "bank.scope", "goal", "variation")}

@@ -556,10 +556,15 @@ def test_variations_of_scienceworld_and_alfworld_have_their_own_memory() -> None
         assert len({task.place for task in played}) == len(played)
 
 
-@pytest.mark.parametrize("name", ["room", "alfworld_small"])
-def test_elsewhere_the_goal_identifies_the_place(name: str) -> None:
+@pytest.mark.parametrize("name", ["room", "webshop", "alfworld_small", "search_qa_small"])
+def test_elsewhere_a_goal_has_no_variations(name: str) -> None:
     drawn = get_spec(name).tasks.train_stream(0, StreamSettings()).draw(200)
     assert not any(task.place.variation for task in drawn)
+
+
+@pytest.mark.parametrize("name", ["room", "alfworld_small"])
+def test_in_rooms_and_houses_the_goal_identifies_the_place(name: str) -> None:
+    drawn = get_spec(name).tasks.train_stream(0, StreamSettings()).draw(200)
     places = {(task.goal, task.params["lgen"]) for task in drawn}
     assert len(places) == len({task.goal for task in drawn})
 
