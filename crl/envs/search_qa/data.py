@@ -71,12 +71,17 @@ def training_questions(folder: Path, sets: Sequence[str], excluded: set[str]) ->
     missing or malformed file, or if no question remains.
     """
     found: dict[str, Question] = {}
+    left_out = 0
     for name in sets:
         for question in _read_questions(_required(folder, name, (TRAIN_FILE,))):
-            if (text := normalised(question.text)) not in excluded:
+            if (text := normalised(question.text)) in excluded:
+                left_out += 1
+            else:
                 found.setdefault(text, question)
     if not found:
         reason = f"has no training question in {', '.join(sets)}"
+        if left_out:
+            reason += f" that is not also a test question: {left_out:,} were left out"
         raise ConfigError(VARIABLE, str(folder), reason, LAYOUT)
     return list(found.values())
 

@@ -72,7 +72,7 @@ class TopicTasks:
             available = self.split_sizes().get("unseen", n)
             if n > available:
                 raise ValueError(
-                    f"{n} questions were requested, but there are only {available} official ones"
+                    f"{n} questions were requested, but the official data has only {available}"
                 )
             return self.fixed(UNSEEN_LAYOUTS, n)
         raise ValueError(f"an eval split must be seen or unseen, not {split!r}")

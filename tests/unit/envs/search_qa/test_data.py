@@ -58,6 +58,19 @@ def test_train_questions_repeat_no_test_question() -> None:
     assert official_topics(SEARCH_QA_DATA, ["nq"], ["hotpotqa"]).train == topics.train[:1]
 
 
+def test_training_questions_that_are_all_test_questions() -> None:
+    texts_of_nq = {
+        question.text for question in data.training_questions(SEARCH_QA_DATA, ["nq"], set())
+    }
+    excluded = {data.normalised(text) for text in texts_of_nq}
+    with pytest.raises(ConfigError) as refused:
+        data.training_questions(SEARCH_QA_DATA, ["nq"], excluded)
+    assert refused.value.reason == (
+        f"has no training question in nq that is not also a test question: {len(excluded)} were left "
+        "out"
+    )
+
+
 def test_the_sets_take_turns() -> None:
     found = texts(data.evaluation_questions(SEARCH_QA_DATA, ["hotpotqa", "nq"]))
     assert found[0].startswith("Of which country")
@@ -72,7 +85,9 @@ def test_tasks_on_official_data(folder: Path) -> None:
     unseen = SPEC.tasks.eval_tasks("unseen", 3, 0, PAPER)
     drawn = SPEC.tasks.train_stream(0, PAPER).draw(20)
     assert len({task.goal for task in unseen}) == 3
-    with pytest.raises(ValueError, match="4 questions were requested, but there are only 3"):
+    with pytest.raises(
+        ValueError, match="4 questions were requested, but the official data has only 3"
+    ):
         SPEC.tasks.eval_tasks("unseen", 4, 0, PAPER)
     assert not {task.goal for task in unseen} & {task.goal for task in drawn}
     game = SPEC.make_game("full")
