@@ -27,10 +27,10 @@ FULL = (
 @pytest.mark.parametrize(
     "method",
     [
-        "gigpo",
+        "role_agent",  # has a bank, and the advantages of gigpo
         *(
             pytest.param(method, marks=pytest.mark.soak)
-            for method in ("complementary", "empo2", "grpo", "reflexion", "role_agent")
+            for method in ("complementary", "empo2", "gigpo", "grpo", "reflexion")
         ),
     ],
 )
