@@ -448,6 +448,7 @@ async def test_a_checkpoint_that_cannot_be_written_leaves_the_ranks_running(
     assert (tmp_path / OPTIMIZER_FILE).exists()
 
 
+@pytest.mark.soak
 async def test_a_rank_that_dies_while_it_writes_ends_the_wait(model: Path, tmp_path: Path) -> None:
     async with ranks(model) as learner:
         os.mkfifo(tmp_path / OPTIMIZER_FILE)
@@ -916,6 +917,7 @@ class PickledSample(TrainSample):
         return TrainSample, (self.trace, self.advantage, self.weight)
 
 
+@pytest.mark.soak
 async def test_the_samples_of_a_step_are_not_pickled_on_the_event_loop(model: Path) -> None:
     batch = minibatch(0)
     samples = tuple(

@@ -497,6 +497,7 @@ def test_the_memory_of_engine_and_learner_is_measured(tmp_path: Path) -> None:
     assert min(rows[-1]["publish_s"], rows[-1]["load_s"]) > 0
 
 
+@pytest.mark.soak
 def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):
     out = tmp_path / "results.json"
     script = str(ROOT / "benchmarks" / "prompts.py")
@@ -531,6 +532,7 @@ def test_the_replies_to_every_kind_of_prompt_are_counted(tmp_path: Path):
     assert json.loads(out.read_text("utf-8"))["rows"] == again
 
 
+@pytest.mark.soak
 @simulated
 def test_the_skills_of_the_bundled_models_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "new" / "skills.json"

@@ -116,7 +116,7 @@ ENDS = {
 }  # fmt: skip
 
 
-SLOW = ("ctrl-c-while-starting", "sigterm", "error-rate")
+SLOW = ("ctrl-c-while-starting", "ctrl-c-after-the-last-evaluation", "sigterm", "error-rate")
 """Kinds of end that other tests cover in part. They are tested by `make soak`."""
 
 

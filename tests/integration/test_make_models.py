@@ -119,6 +119,7 @@ def test_the_trainer_has_the_settings_of_the_recipe(
         make_models.make_model(tmp_path / "model", recipe, 3, command="made by a test")
 
 
+@pytest.mark.soak
 def test_finished_models_are_kept(
     recipes: Mapping[str, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
