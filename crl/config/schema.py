@@ -26,7 +26,7 @@ from crl.config.method import MethodSpec, Part, method_spec
 from crl.config.models import Profile, profile_of
 from crl.config.models.shapes import PUBLISHED_SHAPES
 from crl.config.retrieval import BUNDLED_POLICIES, retrieval_policy
-from crl.config.section import Count, Name, Natural, Section, Share, Weight
+from crl.config.section import Count, Name, Natural, NonNegative, Section, Share
 from crl.errors import ConfigError
 from crl.plugins import absolute_reference
 from crl.types import PerplexityNormaliser, RewardBaseline, RoleName, StreamSettings
@@ -95,7 +95,7 @@ class RunSection(Section):
 
     The end of a run always writes a checkpoint.
     """
-    checkpoint_minutes: Weight = 10.0
+    checkpoint_minutes: NonNegative = 10.0
     """Maximum number of minutes between two checkpoints. 0 = by checkpoint_every alone.
 
     A deterministic run ignores it, because a checkpoint adds a row to the bank's log.
@@ -114,7 +114,7 @@ class RunSection(Section):
     a single group does not count here while other tasks work. Episodes are counted in the order
     of their starts.
     """
-    stall_seconds: Weight = 600.0
+    stall_seconds: NonNegative = 600.0
     """Seconds without a finished episode, training step or distillation until a warning. 0 = never.
 
     log.txt then shows where each part of the run waits, or has the stack of a blocked event loop.
@@ -164,13 +164,13 @@ class RolloutSection(Section):
 class OptimizerSection(Section):
     """Settings of AdamW. The learning rate is constant after the warm-up, unless it decays."""
 
-    learning_rate: Weight = 1e-6
+    learning_rate: NonNegative = 1e-6
     """Learning rate of AdamW after the warm-up. 0 = the weights never change (a control run)."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay rate β₁ of AdamW's running mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay rate β₂ of AdamW's running mean of squared gradients."""
-    weight_decay: Weight = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay.
 
     Each update shrinks the weights by this factor times the learning rate.
@@ -298,7 +298,7 @@ class ActorSection(Section):
 
     Requires old_logp = "recompute". Unset = no importance weights.
     """
-    kl_coef: Weight = 0.0
+    kl_coef: NonNegative = 0.0
     """Weight of the KL divergence from the model at the start of the run, per token and in nats.
 
     0 = off, as in the paper.
@@ -328,7 +328,7 @@ class PerplexitySection(Section):
     observation's tokens in nats, so exp(H) is their perplexity.
     """
 
-    weight: Weight = 0.0
+    weight: NonNegative = 0.0
     """Weight w of the bonus, beside the reward r = +1 or -1 of the episode.
 
     0 = off, as in the paper, which found no consistent improvement.
@@ -443,7 +443,7 @@ class ExtractorSection(Section):
     """
     cooldown: Natural = 2
     """Minimum number of actor steps between two trainings on the same generation (δ in eq. 7)."""
-    alpha: Weight = 0.5
+    alpha: NonNegative = 0.5
     """Exponent alpha of the weight (1 + n)^-alpha of a generation (eq. 7).
 
     n is the number of times that the generation was trained on. 0 = the weight is always 1.
@@ -462,7 +462,7 @@ class ExtractorSection(Section):
     """
     perplexity: PerplexitySection = PerplexitySection()
     """Perplexity-reduction reward of an experience, in addition to the reward of its episodes."""
-    kl_coef: Weight = 0.0
+    kl_coef: NonNegative = 0.0
     """Weight of the KL divergence from the model at the start of the run, per token and in nats.
 
     0 = off, as in the paper.
@@ -584,13 +584,13 @@ class RetrievalSection(Section):
     If no experience reaches it, nothing is returned. The default fits hash and wordllama. A learned
     encoder gives higher similarities to unrelated texts.
     """
-    count_penalty: Weight = 0.4
+    count_penalty: NonNegative = 0.4
     """Rank positions that an experience loses per unit of log(1 + retrieval count) (λ in eq. 6)."""
     recent_steps: Natural = 1
     """Number of actor steps for which a returned experience counts as recent (eq. 6)."""
     batch: Count = 16
     """Maximum number of searches that are answered in one batch."""
-    max_wait: Weight = 0.001
+    max_wait: NonNegative = 0.001
     """Maximum time that a search waits for its batch to fill, in seconds."""
     workers: Count = 4
     """Number of threads that search a large bank."""
@@ -834,7 +834,7 @@ Other settings of the two sections have an effect for every kind.
 class EvalSection(Section):
     """Sampling in evaluations, and the advice probe."""
 
-    temperature: Weight = 1.0
+    temperature: NonNegative = 1.0
     """Softmax temperature in evaluations. 0 = greedy."""
     probe_every: Natural = 0
     """Number of actor steps between two advice probes. 0 = no probes."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
-Weight = Annotated[float, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

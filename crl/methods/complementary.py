@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from crl.config.method import Guidance, MethodSection, MethodSpec
-from crl.config.section import Count, Weight
+from crl.config.section import Count, NonNegative
 from crl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class ComplementarySection(MethodSection):
     split = guided and free members separately (eq. 5), regardless of the experience that guided
     them; cross = all members of the group (eq. 4). In the loss, each half has half of the weight.
     """
-    lift_coef: Weight = 0.0
+    lift_coef: NonNegative = 0.0
     """Weight of a second advantage of guided members (**ours**).
 
     This advantage is the mean success of the members that the same experience guided minus the mean
     success of the free members. 0 = off, only eq. 5, as in the paper.
     """
-    self_distillation: Weight = 0.0
+    self_distillation: NonNegative = 0.0
     """Weight of self-distillation (CRL §4.3), relative to the policy loss.
 
     It is the next-token loss on the actions of guided members whose reward exceeds the mean reward

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from crl.config.method import Guidance, MethodSection, MethodSpec, Notes, parts_with_writer
-from crl.config.section import Count, Share, Weight
+from crl.config.section import Count, NonNegative, Share
 from crl.methods.parts import memory_settings as memory
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Empo2Section(MethodSection):
     """Maximum number of tips that are retrieved before a turn."""
     writer: Literal["actor", "extractor"] = "actor"
     """Model that writes the tips. In the paper it is the actor. The bundled actor cannot write."""
-    novelty_coef: Weight = 0.01
+    novelty_coef: NonNegative = 0.01
     """Weight of the intrinsic reward, the sum of 1/n over the states of an episode. 0 = off.
 
     n is the number of visits to the most similar known state of the same variation, this visit

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from crl.config.method import MethodSection, MethodSpec
-from crl.config.section import Share, Weight
+from crl.config.section import NonNegative, Share
 
 if TYPE_CHECKING:
     from crl.config.schema import RunConfig
@@ -28,7 +28,7 @@ class GigpoSection(MethodSection):
 
     TRAINING: ClassVar = ("step_weight", "gamma", "similarity")
 
-    step_weight: Weight = 1.0
+    step_weight: NonNegative = 1.0
     """w: weight of the advantage of a turn, relative to that of the episode."""
     gamma: Share = 0.95
     """Discount of the returns per turn."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from crl.config.method import MethodSection, MethodSpec, Notes, Part, parts_with_writer
-from crl.config.section import Count, Share, Weight
+from crl.config.section import Count, NonNegative, Share
 from crl.methods.parts import failure_settings as library
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class RoleAgentSection(MethodSection):
     SWITCHES: ClassVar = library.UNUSED_WITHOUT
     TRAINING: ClassVar = ("episode_weight", "gamma", "similarity")
 
-    prediction_weight: Weight = 1.0
+    prediction_weight: NonNegative = 1.0
     """Weight c of the predictions in the returns: 1 in eq. 6, 0.2 in the released code. 0 = off.
 
     With actor.advantage_scale = "std", it hardly matters in states with equal outcomes.
@@ -45,7 +45,7 @@ class RoleAgentSection(MethodSection):
     H is rounded (a half to the even number) and at least 1. The paper's 0.05 gives 2 states for 30
     and for 50 turns, and 1 for 15. 0 gives H = 1 for all tasks, as in the released code.
     """
-    episode_weight: Weight = 1.0
+    episode_weight: NonNegative = 1.0
     """α: weight of the advantage of the episode, relative to that of the turn."""
     gamma: Share = 0.95
     """Discount of the returns per turn, and of the predictions per state.

@@ -70,8 +70,8 @@ def plan_roles(config: RunConfig, settings: RoleAgentSection) -> list[str]:
     predicted = predicted_states(config) if settings.prediction_weight else {}
     counts = (f"{name} {counted(h, 'state')} per reply" for name, h in predicted.items())
     replay = (
-        f"with probability {settings.replay_ratio:g}, a drawn task is one of at most "
-        f"{settings.matches} with similar failures among the last {settings.history:,}"
+        f"with probability {settings.replay_ratio:g}, a retrieved task replaces a drawn one: at "
+        f"most {settings.matches} per failure mode of a group, of the last {settings.history:,}"
     )
     return [
         f"predictions  {', '.join(counts) or 'none'}",

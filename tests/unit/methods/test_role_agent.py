@@ -266,8 +266,8 @@ def test_the_plan_tells_predictions_and_replay():
                   sets=["tasks.room.rendering=full", "tasks.room.max_turns=31"])  # fmt: skip
     assert config.spec.plan(config, config.method_settings) == [
         "predictions  room 2 states per reply",
-        "replay       with probability 0.25, a drawn task is one of at most 3 with similar "
-        "failures among the last 2,000",
+        "replay       with probability 0.25, a retrieved task replaces a drawn one: at most 3 per "
+        "failure mode of a group, of the last 2,000",
     ]
     sets = ["role_agent.replay_ratio=0", "role_agent.prediction_weight=0"]
     off = load(["room"], options={"method": "role_agent"}, sets=sets)
