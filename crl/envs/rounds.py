@@ -13,12 +13,15 @@ class RoundStream:
     """`TaskSource` of a fixed number of tasks, in shuffled rounds.
 
     `make_task(number)` returns one of `size` tasks. `name` and the run's seed address the draws.
-    `size` is also an attribute.
     """
 
     def __init__(self, name: str, seed: int, size: int, make_task: Callable[[int], Task]) -> None:
-        self._name, self._seed, self.size, self._make_task = name, seed, size, make_task
+        self._name, self._seed, self._size, self._make_task = name, seed, size, make_task
         self._drawn = 0
+
+    def __len__(self) -> int:
+        """Return the number of tasks of a round."""
+        return self._size
 
     def draw(self, n: int) -> Sequence[Task]:
         tasks = [self._task_at(self._drawn + i) for i in range(n)]
@@ -26,8 +29,8 @@ class RoundStream:
         return tasks
 
     def _task_at(self, k: int) -> Task:
-        number, position = divmod(k, self.size)
-        order = list(range(self.size))
+        number, position = divmod(k, self._size)
+        order = list(range(self._size))
         generator(self._seed, f"{self._name}/round", number).shuffle(order)
         return self._make_task(order[position])
 

@@ -6,7 +6,7 @@ The plan has the config, devices, GPUs, models, tasks and batch arithmetic. No m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from crl.config.schema import (
     TaskConfig,
 )
 from crl.engines.backends import ENGINES
-from crl.envs.rounds import RoundStream
 from crl.errors import ConfigError
 from crl.evaluation.online import MEMBERS, UNCOUNTED_VISITS, VISITS
 from crl.learners.backends import LEARNERS
@@ -436,12 +435,13 @@ def _tasks(config: RunConfig) -> str:
 def _drawn(config: RunConfig, task: TaskConfig, source: TaskSource) -> tuple[str, bool]:
     """Return the text for what a train stream draws, and whether a goal or variation can return.
 
-    Only streams of places read the settings of the stream. The text is empty for a user's stream.
+    A stream with a length has so many games, in shuffled rounds. Only streams of places read the
+    settings of the stream. The text is empty for other streams.
     """
-    if isinstance(source, RoundStream):
+    if isinstance(source, Sized):
         groups = config.rollout.groups * config.run.steps // len(config.tasks)
-        text = f"{counted(source.size, 'game')} in shuffled rounds, {counted(groups, 'group')}"
-        share = max(0.0, 1 - source.size / max(groups, 1))
+        text = f"{counted(len(source), 'game')} in shuffled rounds, {counted(groups, 'group')}"
+        share = max(0.0, 1 - len(source) / max(groups, 1))
         returns = share > 0 or config.bank.scope != "variation"  # other games may have the goal
         return f"{text}: {percent(share)} of the groups repeat a game", returns
     if "place" not in source.draw(1)[0].params:
