@@ -32,18 +32,16 @@ def set_options(settings: Iterable[str]) -> list[str]:
 def train_command(options: Sequence[str], run: Path) -> list[str] | None:
     """Return the arguments of crl that train a run as `crl train OPTIONS` to its end.
 
-    They continue a run that was interrupted after its first checkpoint. None: the training has
-    ended. Other remains of a run are deleted.
+    They continue a run that was interrupted after its first checkpoint, also in its last
+    evaluation. None: the run is finished. Other remains of a run are deleted.
     """
-    from crl.config import load_saved
-
-    done = [int(path.parent.name) for path in run.glob("checkpoints/*/manifest.json")]
-    if not done:
+    if not list(run.glob("checkpoints/*/manifest.json")):
         shutil.rmtree(run, ignore_errors=True)
         return ["train", *options, "--run-dir", str(run), "--plain"]
-    if max(done) < load_saved(run).config.run.steps:
-        return ["resume", str(run), "--plain"]
-    return None
+    summary = run / "summary.json"
+    if summary.exists() and not json.loads(summary.read_text("utf-8"))["interrupted"]:
+        return None
+    return ["resume", str(run), "--plain"]
 
 
 def train_run(options: Sequence[str], run: Path) -> list[dict[str, Any]]:
