@@ -107,7 +107,7 @@ def test_seconds_are_shown_with_their_ratio_to_grpo_in_the_same_task() -> None:
     assert rows[-1] == "| empo2 | 3.00 (1.50×) | 2.00 (0.50×) |"
 
 
-def test_the_settings_of_the_stored_runs_are_those_of_today() -> None:
+def test_the_stored_runs_are_complete_and_have_the_settings_of_today() -> None:
     """A change of a default would otherwise mix runs with different settings in one figure."""
     figure, sweep = figures.FIGURES["methods"], methods.sweep()
     today: dict[tuple[str, str], dict[str, Any]] = {}
@@ -121,6 +121,8 @@ def test_the_settings_of_the_stored_runs_are_those_of_today() -> None:
             config = load(figures.SETTINGS[run.setting], sets=sets)
             today[run.setting, run.arm] = dict(leaves(config.model_dump(mode="json")))
         now, then = today[run.setting, run.arm], dict(leaves(stored["config"]["config"]))
+        evaluated = [line["step"] for line in stored["metrics"] if line["kind"] == "eval"]
+        assert evaluated == [0, then["run.steps"]], run
         differences |= {
             (run.arm, key, then.get(key), now.get(key))
             for key in now.keys() | then.keys()
