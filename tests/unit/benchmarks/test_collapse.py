@@ -43,8 +43,14 @@ def test_a_collapse_is_visible_in_the_tables():
     assert "| tokens per turn | co-evolved | 2.000 ± 0.000 |" in text
 
 
-def test_the_documented_tables_are_those_of_the_stored_runs(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("figure", "setting"), [("9b", "room"), ("methods", "search_qa")])
+def test_the_documented_tables_are_those_of_the_stored_runs(figure: str, setting: str):
     documented = (ROOT / "docs" / "results" / "tiny-models.md").read_text("utf-8").splitlines()
-    collapse.main()
-    for line in filter(None, capsys.readouterr().out.splitlines()):
+    for line in filter(None, collapse.stored_tables(figure, setting).splitlines()):
         assert line in documented
+
+
+def test_steps_without_an_update_have_no_entropy():
+    lines = run([0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
+    del lines[1]["actor/entropy"]
+    assert collapse.parts(lines, collapse.METRICS["entropy (nats)"]) == [0.5] * 5
