@@ -83,9 +83,10 @@ def draw(results: Results, path: Path) -> None:
 
 
 def arm_colours(arms: Sequence[str]) -> Mapping[str, str]:
-    """Return the colours of the arms of a figure."""
+    """Return the colours of the arms of a figure, at most as many as there are colours."""
     fixed: dict[str, str] = dict(zip(FREQUENT_ARMS, COLOURS, strict=False))
-    others = iter(COLOURS[len(FREQUENT_ARMS) :])
+    unused = [colour for arm, colour in fixed.items() if arm not in arms]
+    others = iter([*COLOURS[len(FREQUENT_ARMS) :], *unused])
     return {arm: fixed.get(arm) or next(others) for arm in arms}
 
 

@@ -433,3 +433,11 @@ def test_placebos_are_methods_with_their_own_section(name: str) -> None:
     assert isinstance(method.context, ChatContext)
     (place,) = get_spec("room").curriculum.probe_tasks(1)
     assert shown(method.context, place, "wait") != "wait"
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_the_arms_of_a_figure_have_different_colours(name: str) -> None:
+    arms = figures.FIGURES[name].arms
+    colours = pictures.arm_colours(arms)
+    assert len(set(colours.values())) == len(arms)
+    assert all(colours[arm] == pictures.COLOURS[0] for arm in arms if arm == "co-evolved")
