@@ -144,12 +144,13 @@ _ARMS: Mapping[str, Arm] = {
         ("method=role_agent", "role_agent.writer=extractor"),
     ),
     "empo2": Arm(
-        "EMPO²; the extractor, which is not trained, writes the tips, for the same reason. A "
-        "search finds one tip, because the bundled actor was taught to read one.",
+        "EMPO²; the extractor, which is not trained, writes the tips, because the bundled actor "
+        "was not trained to. A search finds one tip, because this actor was taught to read one.",
         ("method=empo2", "empo2.writer=extractor", "empo2.tips=1"),
     ),
     "reflexion": Arm(
-        "Reflexion without training; the extractor writes the reflections, for the same reason.",
+        "Reflexion without training; the extractor writes the reflections, because the bundled "
+        "actor was not trained to.",
         ("method=reflexion", "reflexion.writer=extractor"),
     ),
     "evolving-rl": Arm(
@@ -183,7 +184,7 @@ def changed(arm: str, change: str) -> str:
 ARMS: Mapping[str, Arm] = {
     changed(name, change): replace(
         _ARMS[name],
-        text=f"`{name}` with `{setting}`.",
+        text=f"{_ARMS[name].text} With `{setting}`.",
         sets=(*_ARMS[name].sets, setting),
     )
     for change, setting in CHANGES.items()
