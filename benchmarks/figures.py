@@ -238,6 +238,8 @@ class Figure:
     seeds: tuple[int, ...]
     metrics: tuple[str, ...]
     """Names of `METRICS`."""
+    drawn: tuple[str, ...] = ()
+    """Metrics of the picture. Empty = all."""
     lower_is_better: bool = False
     """True for numbers of actions."""
     against: tuple[str, ...] = ()
@@ -846,6 +848,7 @@ FIGURES: Mapping[str, Figure] = {
         "bundled ones. The other figures have runs with [those "
         "before](../results.md#conditions), so no run is "
         "shared with them.",
+        drawn=("training", "seen", "seen with bank", "unseen with online bank"),
         folder="methods",
     ),
 }  # fmt: skip

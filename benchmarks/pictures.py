@@ -56,7 +56,7 @@ def draw(results: Results, path: Path) -> None:
     rows = [(setting, task) for setting in figure.settings for task in SETTINGS[setting]]
     columns = [
         (name, against)
-        for name in figure.metrics
+        for name in figure.drawn or figure.metrics
         if name != EARLY and all(tasks_of(name, of) == SETTINGS[of] for of in figure.settings)
         for against in ((STEP, *figure.against) if is_curve(name) else (STEP,))
     ]
