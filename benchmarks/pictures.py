@@ -36,6 +36,9 @@ FREQUENT_ARMS = ("co-evolved", "none", "static", "experience only")
 MAX_COLUMNS = 4
 """Maximum number of panels side by side."""
 
+MAX_NAMES = 6
+"""Maximum number of arms with names below a panel. The legend has all names."""
+
 STEP = "actor step"
 EARLY = "early training"
 """Metric without a picture: it is the begin of the curve of `training`."""
@@ -115,7 +118,8 @@ def draw_panel(
     if is_curve(name):
         panel.set_xlabel(against)
     else:
-        panel.set_xticks(range(len(curves)), curves, rotation=20, ha="right")
+        names = curves if len(curves) <= MAX_NAMES else [""] * len(curves)
+        panel.set_xticks(range(len(curves)), names, rotation=20, ha="right")
     if name != "actions" and not isinstance(METRICS[name], Cost):
         low, high = panel.get_ylim()
         panel.set_ylim(min(low, 0), max(high, 1))
