@@ -53,11 +53,6 @@ def no_text(settings: Any) -> str:
     return ""
 
 
-def no_lines(config: RunConfig, settings: Any) -> Sequence[str]:
-    """Return no lines."""
-    return ()
-
-
 class MethodSection(Section):
     """Base class of the section of a method. Its functions tell what the settings do in a run."""
 
@@ -79,6 +74,10 @@ class MethodSection(Section):
         if switch is None or getattr(self, switch.rpartition(".")[2]):
             return None
         return f"{switch} is 0", f"Set {switch} above 0, or leave it out"
+
+    def plan(self, config: RunConfig) -> Sequence[str]:
+        """Return lines for the plan of a run, about what other sections do not tell."""
+        return ()
 
     def prompts(self) -> frozenset[str]:
         """Return the names of the method's own prompts that language models read."""
@@ -155,11 +154,6 @@ class MethodSpec:
     """
     check: Callable[[RunConfig, Any], None] = no_check
     """Function `(config, settings)` that raises `ConfigError` for a contradiction."""
-    plan: Callable[[RunConfig, Any], Sequence[str]] = no_lines
-    """Function `(config, settings)` that returns lines for the plan of a run.
-
-    They tell what the method does in this run besides what the settings of other sections tell.
-    """
 
     def parts(self, settings: Any) -> frozenset[Part]:
         """Return the parts that a run with these settings of the method uses.

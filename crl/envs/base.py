@@ -203,8 +203,6 @@ class EnvSpec:
     runtime: Runtime = Runtime()
     curriculum: Curriculum = field(default_factory=Curriculum)
     """Parts for tiny models and diagnostics. Empty if the environment has none."""
-    small: str = ""
-    """Name of the environment that tiny models play instead. Empty if they can play this one."""
 
     def __post_init__(self) -> None:
         for key, kind in (("tasks", EnvTasks), ("actions", ActionSpace)):

@@ -83,3 +83,5 @@ class Curriculum:
     """Ground truth for diagnostics and the advice probe."""
     probe_tasks: Callable[[int], tuple[Task, ...]] = lambda n: ()
     """`probe_tasks(n)` returns n tasks of the advice probe, which needs an advisor."""
+    small: str = ""
+    """Name of the environment that tiny models play instead. Empty if they can play this one."""

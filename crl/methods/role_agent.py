@@ -81,6 +81,10 @@ class RoleAgentSection(MethodSection):
         """Return why the setting `name` has no effect and the remedy; None if it has an effect."""
         return super().unused_reason(config, name) or library.unpredicted_reason(config, name)
 
+    def plan(self, config: RunConfig) -> list[str]:
+        """Return the lines of a plan for the predictions and the replay."""
+        return library.plan_roles(config, self)
+
     def prompts(self) -> frozenset[str]:
         """Return the prompts of predictions and of retrieval, if they are used."""
         used = {"predict": self.prediction_weight, "retrieve": self.retrieval == "model"}
@@ -138,5 +142,4 @@ SPEC = MethodSpec(
     notes=Notes("failure"),
     defaults=library.LIBRARY_DEFAULTS,
     check=library.check_library,
-    plan=library.plan_roles,
 )

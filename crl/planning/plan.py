@@ -101,7 +101,7 @@ def plan(
         "batch": _batch(config),
         **({"experience": _experience(config)} if config.with_bank else {}),
     }
-    if method := config.spec.plan(config, config.method_settings):
+    if method := config.method_settings.plan(config) if config.method_settings else ():
         sections[f"method {config.spec.name}"] = "\n".join(method)
     return "\n\n".join(_section(title, text) for title, text in sections.items())
 

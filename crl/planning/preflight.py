@@ -156,12 +156,12 @@ def require_tasks(config: RunConfig) -> None:
 def require_renderings(config: RunConfig, specs: Mapping[str, EnvSpec]) -> None:
     """Raise `ConfigError` for the compact rendering of an environment for language models only."""
     for name, spec in specs.items():
-        if spec.small and config.tasks[name].rendering == "compact":
+        if spec.curriculum.small and config.tasks[name].rendering == "compact":
             raise ConfigError(
                 f"tasks.{name}.env",
                 spec.name,
                 "is only for language models, but the task has the compact rendering",
-                f"Use {spec.small}, or a language model as actor",
+                f"Use {spec.curriculum.small}, or a language model as actor",
             )
 
 

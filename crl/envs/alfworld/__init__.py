@@ -48,13 +48,11 @@ SPEC = EnvSpec(
     reward_range=(-1.0, 1.0),
     # most of a reset is the planner's translation of the game, which workers remember
     runtime=Runtime("processes", affinity=True, extra="alfworld"),
-    curriculum=Curriculum(AlfworldPlayer),
-    small=SMALL,
+    curriculum=Curriculum(AlfworldPlayer, small=SMALL),
 )
 SMALL_SPEC = replace(
     SPEC,
     name=SMALL,
-    small="",
     tasks=SMALL_TASKS,
     turns=30,
     curriculum=Curriculum(AlfworldPlayer, digest, HouseAdvisor(), probe_tasks),

@@ -71,13 +71,11 @@ SPEC = EnvSpec(
     actions=ActionSpace(description=ACTIONS, example="move metal pot to stove"),
     turns=30,
     runtime=Runtime("processes", extra="scienceworld", require_program=require_java),
-    curriculum=Curriculum(GoldPlayer),
-    small=SMALL,
+    curriculum=Curriculum(GoldPlayer, small=SMALL),
 )
 SMALL_SPEC = replace(
     SPEC,
     name=SMALL,
-    small="",
     tasks=SMALL_TASKS,
     turns=10,
     curriculum=Curriculum(SmallPlayer, digest, ScienceAdvisor(), probe_tasks),

@@ -264,11 +264,11 @@ def test_notes_that_no_agent_reads_are_not_enough_to_learn():
 def test_the_plan_tells_predictions_and_replay():
     config = load(["room", "webshop"], options={"method": "role_agent"},
                   sets=["tasks.room.rendering=full", "tasks.room.max_turns=31"])  # fmt: skip
-    assert config.spec.plan(config, config.method_settings) == [
+    assert config.method_settings.plan(config) == [
         "predictions  room 2 states per reply",
         "replay       with probability 0.25, a retrieved task replaces a drawn one: at most 3 per "
         "failure mode of a group, of the last 2,000",
     ]
     sets = ["role_agent.replay_ratio=0", "role_agent.prediction_weight=0"]
     off = load(["room"], options={"method": "role_agent"}, sets=sets)
-    assert off.spec.plan(off, off.method_settings) == ["predictions  none", "replay       none"]
+    assert off.method_settings.plan(off) == ["predictions  none", "replay       none"]
