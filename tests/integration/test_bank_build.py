@@ -176,7 +176,7 @@ def test_options_without_effect(played: Path, tmp_path: Path) -> None:
         refused = crl("bank", "build", "--from", played, "--set", text, "--run-dir", tmp_path / "b")
         assert "has no effect: the bank is new, and nothing is trained" in refused.stderr
     missing = crl("bank", "build", "--from", tmp_path / "none", "--run-dir", tmp_path / "b")
-    assert "is neither a run nor a file. Give one of these." in missing.stderr
+    assert "is neither a run nor a file. Give a run, or a file of episodes." in missing.stderr
 
 
 def test_a_bank_without_experience_is_reported(played: Path, tmp_path: Path) -> None:

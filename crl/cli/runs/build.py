@@ -82,12 +82,7 @@ def build(
     _refuse_fixed(sets or ())
     options |= {} if extractor is None else {"extractor.model": extractor}
     options |= {} if seed is None else {"run.seed": seed}
-    if not source.exists():
-        reason = "is neither a run nor a file"
-        raise ConfigError("--from", str(source), reason, "Give one of these")
-    if source.suffix == ".sqlite":
-        reason = "is a bank, but a bank is built from episodes"
-        raise ConfigError("--from", str(source), reason, "Give a run, or a file of episodes")
+    _require_source(source)
     recorded = source.is_dir() or source.name.endswith(".jsonl.gz")
     config, episodes = (
         _recorded(source, {"--tasks": tasks, "--preset": preset}, options, sets)
@@ -97,6 +92,15 @@ def build(
     from crl.run.halves.commands import build_bank
 
     return build_bank(config, episodes, run_dir or new_folder("bank"))
+
+
+def _require_source(source: Path) -> None:
+    """Raise `ConfigError` if `source` does not exist, or is a bank."""
+    reason = "is a bank, but a bank is built from episodes" if source.suffix == ".sqlite" else ""
+    if not source.exists():
+        reason = "is neither a run nor a file"
+    if reason:
+        raise ConfigError("--from", str(source), reason, "Give a run, or a file of episodes")
 
 
 def _refuse_fixed(sets: Sequence[str]) -> None:

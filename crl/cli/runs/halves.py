@@ -80,15 +80,17 @@ def learn(
 
     run = run_of_file(source) if source.is_file() else source
     saved = load_saved(run).config
-    trained = saved.spec.defaults.get("actor", {}).get("train", True)
-    if not trained and not any(text.startswith("method=") for text in sets or ()):
-        reason = f"its method is {saved.method}, which trains no model"
-        raise ConfigError("--from", str(source), reason, "Add --set method=grpo")
     shards = shard_of_file(source) if source.is_file() else episode_shards(run)
     if steps is not None and steps > len(shards):
         reason = f"{source} has episodes of only {counted(len(shards), 'step')}"
         raise ConfigError("--steps", steps, reason, "Use a smaller number")
-    config, _ = changed_config(saved, options={"actor.train": True}, sets=sets or ())
+    try:
+        config, _ = changed_config(saved, options={"actor.train": True}, sets=sets or ())
+    except ConfigError as error:
+        if (error.key, error.value) != ("actor.train", True):
+            raise
+        reason = f"its method is {saved.method}, which trains no model"
+        raise ConfigError("--from", str(source), reason, "Add --set method=grpo") from error
     if not config.actor.train:
         raise ConfigError("actor.train", False, "crl learn trains the actor", "Leave it out")
     recorder = None
