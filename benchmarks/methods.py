@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="make the runs of the tuning")
     parser.add_argument("--seconds", action="store_true", help="measure the duration of a step")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
-    parser.add_argument("--steps", type=int, default=25, help="steps of a run of --seconds")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a run of --seconds")
     parser.add_argument("--out", type=Path, help="JSON file of --seconds")
     options, others = parser.parse_known_args()
     if options.tune:

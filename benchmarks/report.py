@@ -40,6 +40,9 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 LATENCY_BEGIN, LATENCY_END = "<!-- latency: begin -->", "<!-- latency: end -->"
 """Lines around the part of speed.md with the figures of `rollout_latency.py`."""
 
+MAX_COMMITS = 8
+"""Maximum number of commits that are named."""
+
 wrapped = partial(wrap, width=100, break_on_hyphens=False)
 """Function that wraps a text into lines, but not inside the anchor of a link."""
 
@@ -119,7 +122,7 @@ def section(name: str, results: Results) -> str:
 
 
 def _commits(results: Results) -> str:
-    """Return the commits of the runs, with the arms of each if there are several."""
+    """Return the commits of the runs, with the arms of each if there are a few."""
     arms: dict[str, list[str]] = {}
     for (_, arm), runs in results.runs.items():
         for commit in sorted({run["commit"][:8] for run in runs}):
@@ -127,6 +130,8 @@ def _commits(results: Results) -> str:
                 arms[commit].append(arm)
     if len(arms) == 1:
         return f"commit {next(iter(arms))}"
+    if len(arms) > MAX_COMMITS:
+        return f"{len(arms)} commits, which are in the stored runs"
     return "commits " + "; ".join(f"{commit}: {', '.join(of)}" for commit, of in arms.items())
 
 

@@ -166,6 +166,14 @@ def states(segments: Iterable[Segment]) -> list[str]:
     return ["\n".join(parts) for parts in texts]
 
 
+def task_text(segments: Iterable[Segment]) -> str:
+    """Return the text of the task of an episode. Raise `ValueError` if its segments have none."""
+    texts = [segment.text for segment in segments if segment.origin == "task"]
+    if not texts:
+        raise ValueError("the episode names no task")
+    return "\n".join(texts)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters of one completion."""

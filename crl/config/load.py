@@ -71,6 +71,22 @@ BANK_WRITE_SETTINGS = frozenset(
 )
 """Settings of `bank` and `extractor` that have no effect on a frozen bank."""
 
+EXTRACTOR_TRAINING_SETTINGS = frozenset(
+    {
+        "train",
+        "batch",
+        "clip_low",
+        "clip_high",
+        "cooldown",
+        "alpha",
+        "malformed_reward",
+        "baseline",
+        "kl_coef",
+        "optimizer",
+    }
+)
+"""Settings and tables of `extractor` that have no effect if no extractor is trained."""
+
 PERPLEXITY_SETTINGS: Mapping[str, tuple[PerplexityNormaliser, ...]] = MappingProxyType(
     {
         "clip_low": ("relative", "asymmetric"),
@@ -361,6 +377,11 @@ def _experience_reason(
         and not (name == "merge_every" and no_merges)
     ):
         return "bank.frozen is true", "Remove one of the two settings"
+    training = section == "extractor" and name.partition(".")[0] in EXTRACTOR_TRAINING_SETTINGS
+    if config.spec.notes and training and not (name == "train" and not extractor.train):
+        return f"{config.method} trains no extractor", "Leave it out"
+    if key == "extractor.merge_tokens" and config.spec.notes:
+        return f"{config.method} merges no notes", "Leave it out"
     if key == "extractor.merge_tokens" and no_merges and "extractor.merge_every" not in given:
         return "extractor.merge_every is 0", "Add --set extractor.merge_every=5, or leave it out"
     if (

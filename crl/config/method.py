@@ -213,7 +213,7 @@ def check_notes(config: RunConfig, settings: Any) -> None:
 
 
 def check_texts(config: RunConfig) -> None:
-    """Raise `ConfigError` for exchanges about experiences that notes do not have."""
+    """Raise `ConfigError` for work on experiences that is not possible with notes."""
     for switch in ("ask", "critic"):
         if getattr(config, switch).enabled:
             reason = f"cannot be used: {config.method} does not support it with notes"
@@ -222,6 +222,10 @@ def check_texts(config: RunConfig) -> None:
     if config.bank.evict_votes is not None:
         reason = "cannot be used: a note is a text, without votes"
         raise ConfigError("bank.evict_votes", config.bank.evict_votes, reason, "Leave it unset")
+    if config.extractor.merge_every:
+        reason = "cannot be used: a note belongs to one episode, so notes are not merged"
+        key = "extractor.merge_every"
+        raise ConfigError(key, config.extractor.merge_every, reason, "Leave it out")
 
 
 def method_spec(name: str) -> MethodSpec:

@@ -114,11 +114,12 @@ def line(**changes: object) -> str:
     )
 
 
-@pytest.mark.parametrize("tasks", [(), ("--tasks", "room")])
-def test_episodes_of_other_programs(tasks: tuple[str, ...], played: Path, tmp_path: Path) -> None:
-    (file := tmp_path / "episodes.jsonl").write_text(
+def write_episodes(run: Path, file: Path) -> Path:
+    """Write the episodes of a run to a file as another program would. Return the file."""
+    file.write_text(
         "\n".join(
             line(
+                task=episode["task"],
                 goal=episode["goal"],
                 success=episode["success"],
                 messages=[
@@ -127,15 +128,46 @@ def test_episodes_of_other_programs(tasks: tuple[str, ...], played: Path, tmp_pa
                     if s["origin"] != "task"
                 ],
             )
-            for episode in read_episode_records(played)
+            for episode in read_episode_records(run)
         )
     )
-    bank = tmp_path / "bank"
+    return file
+
+
+@pytest.mark.parametrize("tasks", [(), ("--tasks", "room")])
+def test_episodes_of_other_programs(tasks: tuple[str, ...], played: Path, tmp_path: Path) -> None:
+    file, bank = write_episodes(played, tmp_path / "episodes.jsonl"), tmp_path / "bank"
     result = crl("bank", "build", "--from", file, *tasks, "--run-dir", bank)
     assert (result.exit_code, result.stderr) == (0, "")
     assert [*load_saved(bank).config.tasks] == ["room"]
     assert goals(bank) <= {episode["goal"] for episode in read_episode_records(played)}
     assert len(goals(bank)) > 2
+
+
+TASKS = "room,webshop,alfworld,search_qa"
+
+
+def test_episodes_of_other_tasks_from_a_file(tmp_path: Path) -> None:
+    run, bank = tmp_path / "run", tmp_path / "bank"
+    sizes = ("--set", "rollout.groups=8", "--set", "rollout.group_size=2")
+    command = ["rollout", "--scripted", "--tasks", TASKS, "--method", "grpo", "--steps", "1"]
+    assert crl(*command, *sizes, "--run-dir", run).exit_code == 0
+    file = write_episodes(run, tmp_path / "episodes.jsonl")
+    result = crl("bank", "build", "--from", file, "--run-dir", bank)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "could not be distilled" not in result.stdout
+    assert {episode["task"] for episode in read_episode_records(run)} == set(TASKS.split(","))
+
+
+def test_an_episode_that_the_environment_did_not_write(tmp_path: Path) -> None:
+    file, bank = tmp_path / "episodes.jsonl", tmp_path / "bank"
+    file.write_text(line(task="alfworld", goal="Do it."))
+    result = crl("bank", "build", "--from", file, "--run-dir", bank)
+    assert result.exit_code == 0, result.output
+    warning = f"warning: 1 episode could not be distilled; the reasons: crl bank dead {bank}"
+    assert warning in result.stdout
+    reason = "alfworld did not write this episode: the text names no chore: 'Do it.'"
+    assert reason in " ".join(crl("bank", "dead", bank).stdout.split())
 
 
 @pytest.mark.parametrize(

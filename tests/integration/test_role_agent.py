@@ -211,7 +211,7 @@ def test_errors_of_settings_are_one_line(tmp_path: Path) -> None:
             ("bank.duplicate_similarity=0.9",),
             "similar failures of other tasks, which replay looks for",
         ),
-        (("extractor.merge_every=5",), "a merged note belongs to no training task"),
+        (("extractor.merge_every=5",), "a note belongs to one episode, so notes are not merged"),
         (("ask.enabled=true",), "role_agent does not support it with notes"),
         (("critic.enabled=true",), "role_agent does not support it with notes"),
         (("bank.evict_votes=3",), "a note is a text, without votes"),

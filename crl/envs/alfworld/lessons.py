@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from crl.envs.alfworld import small
 from crl.envs.alfworld.house import Chore, numbered, read_chore
 from crl.envs.curriculum import LessonVerdict
-from crl.types import Segment, Task
+from crl.types import Segment, Task, task_text
 
 LESSONS = {
     "where": "{thing} is in {place}.",
@@ -104,7 +104,7 @@ def digest(segments: Sequence[Segment]) -> str:
 
 def chore_of(segments: Sequence[Segment]) -> Chore:
     """Return the chore of an episode. Raise `ValueError` if its goal names none."""
-    return read_chore("\n".join(segment.text for segment in segments if segment.origin == "task"))
+    return read_chore(task_text(segments))
 
 
 def first_sightings(segments: Sequence[Segment]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from crl.envs.curriculum import LessonVerdict
 from crl.envs.search_qa.player import facts, read_topic
 from crl.envs.search_qa.text import RENDERERS
 from crl.envs.search_qa.world import WANT_KEY
-from crl.types import Segment, Task
+from crl.types import Segment, Task, task_text
 
 if TYPE_CHECKING:
     from crl.envs.search_qa.library import Topics
@@ -108,8 +108,7 @@ class _Episode:
 
 
 def _read_episode(segments: Sequence[Segment]) -> _Episode:
-    goal = next(segment.text for segment in segments if segment.origin == "task")
-    subject, relation = read_topic(goal) or ("", "")
+    subject, relation = read_topic(task_text(segments)) or ("", "")
     episode, wanted = _Episode(subject), ""
     found: dict[tuple[str, str], str] = {}
     for action, text in _turns(segments):

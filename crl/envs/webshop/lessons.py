@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from crl.envs.actions import parse_call
 from crl.envs.curriculum import LessonVerdict
 from crl.envs.webshop.player import Requirements, links
-from crl.types import Segment, Task
+from crl.types import Segment, Task, task_text
 
 if TYPE_CHECKING:
     from crl.envs.webshop.shop import Shop
@@ -113,9 +113,11 @@ class _Visit:
 
 
 def _read_visit(segments: Sequence[Segment]) -> _Visit:
-    goal = next(segment.text for segment in segments if segment.origin == "task")
-    (_, page), *answers = _pages(segments)
-    requirements, visit = Requirements.read(goal, page), _Visit()
+    pages = list(_pages(segments))
+    if not pages:
+        raise ValueError("the visit has no page")
+    (_, page), *answers = pages
+    requirements, visit = Requirements.read(task_text(segments), page), _Visit()
     for clicked, answer in answers:
         if score := _SCORE.fullmatch(answer):
             visit.buy(int(score[1]))

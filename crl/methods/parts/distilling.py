@@ -12,7 +12,10 @@ from crl.prompts import fill
 from crl.types import Origin, Segment, Trajectory
 
 Digest = Callable[[Sequence[Segment]], str]
-"""Function that describes an episode in few words, using only the texts of its segments."""
+"""Function that describes an episode in few words, using only the texts of its segments.
+
+It may raise `ValueError` for texts that its environment does not write.
+"""
 
 SPEAKERS: Mapping[Origin, str] = {
     "env": "environment",
@@ -72,6 +75,8 @@ class CompactDistilPrompt:
     """`PromptWriter` for tiny extractors.
 
     The prompt holds the goal, the experience that guided the episode, its digest and its outcome.
+
+    Raise `RolloutError` if the episode has no digest.
     """
 
     digests: Mapping[str, Digest]
@@ -80,12 +85,12 @@ class CompactDistilPrompt:
     def __call__(self, request: DistilRequest) -> Sequence[Segment]:
         hints = [f"hint {number} {hit.text}" for number, hit in enumerate(request.shown, start=1)]
         outcome = "success" if request.success else "failure"
-        lines = [
-            request.task.goal,
-            *hints,
-            self.digests[request.task.name](request.segments),
-            outcome,
-        ]
+        name = request.task.name
+        try:
+            digest = self.digests[name](request.segments)
+        except ValueError as error:
+            raise RolloutError("prompt", f"{name} did not write this episode: {error}") from error
+        lines = [request.task.goal, *hints, digest, outcome]
         return [Segment("user", "\n".join(lines), "task")]
 
 

@@ -86,7 +86,7 @@ def check_library(config: RunConfig, settings: RoleAgentSection) -> None:
         raise ConfigError("role_agent.retrieval", "model", reason, "Use embedding")
     if not config.with_bank:
         return
-    bank, merge_every = config.bank, config.extractor.merge_every
+    bank = config.bank
     by_goal, duplicates = bank.scope in GOAL_SCOPES, bank.duplicate_similarity
     for key, value, refused, reason in (
         ("bank.frozen", True, bank.frozen, "no failure could be added to the bank"),
@@ -96,12 +96,6 @@ def check_library(config: RunConfig, settings: RoleAgentSection) -> None:
             duplicates,
             duplicates is not None,
             "similar failures of other tasks, which replay looks for, would be dropped",
-        ),
-        (
-            "extractor.merge_every",
-            merge_every,
-            merge_every > 0,
-            "a merged note belongs to no training task that could return",
         ),
     ):
         if refused:

@@ -22,7 +22,7 @@ from crl.records.shards import read_shard
 from crl.run.bank import bank_factory
 from crl.run.models import extractor_model, open_role_engine
 from crl.run.progress import embedding_progress
-from crl.types import GUIDANCE_ORIGINS, Task
+from crl.types import GUIDANCE_ORIGINS, Segment, Task
 from crl.wording import counted
 
 RUN_NAME = "build"
@@ -34,8 +34,8 @@ Requests = Sequence[DistilRequest]
 
 async def build(
     config: RunConfig, source: Mapping[int, Path] | Path, run: RunDir, monitor: Monitor
-) -> int:
-    """Distil episodes into the new bank of `run`. Return the number of its experiences.
+) -> Mapping[str, float]:
+    """Distil episodes into the new bank of `run`. Return the metrics of the bank at the end.
 
     `source` is the recorded episodes of steps, as of `crl.records.reader.episode_shards`, or a file
     of `file_requests`. A merge of the bank follows each `extractor.merge_every` steps.
@@ -64,8 +64,7 @@ async def build(
                 if every and step % every == 0:
                     await manager.merge()
                 monitor.log(step, "bank", await manager.stats())
-            stats = await manager.stats()
-            return stats["bank/size"]
+            return await manager.stats()
 
 
 def recorded_requests(shards: Mapping[int, Path]) -> Iterator[Requests]:
@@ -106,7 +105,7 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
             DistilRequest(
                 EpisodeId(RUN_NAME, 0, number, 0),
                 Task(name, number, "train", goal),
-                tuple(conversation(value, place)),
+                (Segment("user", goal, "task"), *conversation(value, place)),
                 success=success,
                 truncated=False,
             )
@@ -118,21 +117,27 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
         yield requests
 
 
-def built(config: RunConfig, run: RunDir, entries: int) -> str:
-    """Return the lines that end the output of the command."""
+def built(config: RunConfig, run: RunDir, stats: Mapping[str, float]) -> str:
+    """Return the lines that end the output of the command. `stats` are those of the bank."""
     command = ["crl", "train", "--tasks", ",".join(config.tasks)]
     if config.preset != RunConfig.model_fields["preset"].default:
         command += ["--preset", config.preset]
     command += ["--set", f"bank.init={run.bank}"]
+    entries, dead, path = stats["bank/size"], stats["queue/dead"], shlex.quote(str(run.path))
+    failed = (
+        f"warning: {counted(dead, 'episode')} could not be distilled; the reasons: "
+        f"crl bank dead {path}\n"
+        if dead
+        else ""
+    )
     if not entries:
         return (
-            f"warning: no experience in the new bank: {run.bank}\n"
-            "  all answers of the extractor were refused; the reasons: crl bank stats "
-            f"{shlex.quote(str(run.path))}"
+            f"{failed}warning: no experience in the new bank: {run.bank}\n"
+            f"  refused answers of the extractor: crl bank stats {path}"
         )
     return (
-        f"{counted(entries, 'experience')} in the new bank: {run.bank}\n"
-        f"  look at it:   crl bank ls {shlex.quote(str(run.path))}\n"
+        f"{failed}{counted(entries, 'experience')} in the new bank: {run.bank}\n"
+        f"  look at it:   crl bank ls {path}\n"
         f"  start a run:  {shlex.join(command)}\n"
         "  keep the bank unchanged: add --set bank.frozen=true"
     )

@@ -193,6 +193,15 @@ def test_the_commits_of_arms_are_named() -> None:
     assert "commits 01234567: none, static; fedcba98: static):" in text
 
 
+def test_many_commits_are_counted() -> None:
+    arms = ("none", "static", "co-evolved", "experience only", "reflexion")
+    many = results(("room",), dict.fromkeys(arms, (0.5,)))
+    for n, run in enumerate(run for of_arm in many.runs.values() for run in of_arm):
+        run["commit"] = f"{n}" * 11
+    text = " ".join(report.section("8", many).split())
+    assert "10 commits, which are in the stored runs):" in text
+
+
 def test_a_claim_may_compare_two_metrics_and_may_be_added_after_the_runs() -> None:
     claim = figures.Claim("none", "static", "seen", than="training", added=True)
     rates = {"none": (0.5,), "static": (0.3,)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ def test_seconds_are_shown_with_their_ratio_to_grpo_in_the_same_task() -> None:
     rows = methods.seconds_table(timings).splitlines()
     assert rows[0] == "|  | room | webshop |"
     assert rows[-1] == "| empo2 | 3.00 (1.50×) | 2.00 (0.50×) |"
+
+
+def test_the_documented_seconds_are_the_stored_ones() -> None:
+    results = ROOT / "benchmarks" / "results" / "methods_seconds.json"
+    rows = json.loads(results.read_text("utf-8"))["rows"]
+    figure = figures.FIGURES["methods"]
+    arms = {(task, arm) for task in figure.settings for arm in figure.arms}
+    assert {(row["task"], row["arm"]) for row in rows} == arms
+    documented = (ROOT / "docs" / "results" / "speed.md").read_text("utf-8")
+    assert methods.seconds_table(rows) in documented
 
 
 def test_the_stored_runs_are_complete_and_have_the_settings_of_today() -> None:

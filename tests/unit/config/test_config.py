@@ -1227,6 +1227,27 @@ def test_a_setting_of_the_training_of_an_untrained_actor_is_refused(
     assert resolved(model, *sets)
 
 
+@pytest.mark.parametrize("setting", ["train=true", "batch=8", "optimizer.learning_rate=1e-4"])
+def test_settings_of_the_training_of_an_extractor_that_only_writes_are_refused(
+    model: Path, setting: str
+):
+    sets = ("method=empo2", "empo2.writer=extractor")
+    assert config_error(model, *sets, f"extractor.{setting}").endswith(
+        "has no effect because empo2 trains no extractor. Leave it out."
+    )
+    assert resolved(model, *sets, "extractor.train=false")
+    assert resolved(model, f"extractor.{setting}")
+
+
+def test_notes_are_not_merged(model: Path):
+    for method in ("empo2", "reflexion", "role_agent"):
+        error = config_error(model, f"method={method}", "extractor.merge_every=2")
+        assert "a note belongs to one episode, so notes are not merged" in error
+    assert config_error(model, "method=empo2", "extractor.merge_tokens=99").endswith(
+        "has no effect because empo2 merges no notes. Leave it out."
+    )
+
+
 def test_settings_of_another_engine_are_refused(model: Path):
     vllm = "engine.kind=vllm"
     assert config_error(model, "engine.replicas=2") == (

@@ -38,6 +38,11 @@ def test_the_bank_has_a_bound_in_every_preset(preset: str) -> None:
             "--set ask.enabled=false.",
         ),
         (
+            "extractor.merge_every=5",
+            "extractor.merge_every = 5: cannot be used: a note belongs to one episode, so notes "
+            "are not merged. Leave it out.",
+        ),
+        (
             "bank.evict_votes=2",
             "bank.evict_votes = 2: cannot be used: a note is a text, without votes. "
             "Leave it unset.",
