@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 
-def similarity(first: str, second: str) -> float:
+def similarity(first: str, second: str, at_least: float = 0.0) -> float:
     """Return 2·m / (len(first) + len(second)), with m the length of the longest common subsequence.
 
-    The value is in [0, 1] and the same in both directions. It is 1 for equal texts only.
+    The value is in [0, 1] and the same in both directions. It is 1 for equal texts only. A value
+    below `at_least` may be returned as 0, which takes less time.
     """
     from rapidfuzz.distance import LCSseq
 
     length = len(first) + len(second)
-    return 2 * LCSseq.similarity(first, second) / length if length else 1.0
+    needed = math.floor(at_least * length / 2)
+    return 2 * LCSseq.similarity(first, second, score_cutoff=needed) / length if length else 1.0
 
 
 def similar_states(
@@ -40,7 +43,7 @@ def similar_states(
     of_group: dict[Hashable, list[str]] = {}
     for state, group in sorted(set(zip(states, groups, strict=True)), key=lambda pair: pair[0]):
         known = of_group.setdefault(group, [])
-        near = (text for text in known if similarity(text, state) >= threshold)
+        near = (text for text in known if similarity(text, state, threshold) >= threshold)
         representative = next(near, state)
         if representative is state:
             known.append(state)

@@ -71,22 +71,6 @@ BANK_WRITE_SETTINGS = frozenset(
 )
 """Settings of `bank` and `extractor` that have no effect on a frozen bank."""
 
-EXTRACTOR_TRAINING_SETTINGS = frozenset(
-    {
-        "train",
-        "batch",
-        "clip_low",
-        "clip_high",
-        "cooldown",
-        "alpha",
-        "malformed_reward",
-        "baseline",
-        "kl_coef",
-        "optimizer",
-    }
-)
-"""Settings and tables of `extractor` that have no effect if no extractor is trained."""
-
 PERPLEXITY_SETTINGS: Mapping[str, tuple[PerplexityNormaliser, ...]] = MappingProxyType(
     {
         "clip_low": ("relative", "asymmetric"),
@@ -377,8 +361,7 @@ def _experience_reason(
         and not (name == "merge_every" and no_merges)
     ):
         return "bank.frozen is true", "Remove one of the two settings"
-    training = section == "extractor" and name.partition(".")[0] in EXTRACTOR_TRAINING_SETTINGS
-    if config.spec.notes and training and not (name == "train" and not extractor.train):
+    if key == "extractor.train" and extractor.train and config.spec.notes:
         return f"{config.method} trains no extractor", "Leave it out"
     if key == "extractor.merge_tokens" and config.spec.notes:
         return f"{config.method} merges no notes", "Leave it out"

@@ -291,7 +291,8 @@ class ActorSection(Section):
     """Source of the old log-probs in the importance ratio.
 
     behaviour = the log-probs that the engine returned when it sampled; recompute = the trainer's
-    own log-probs at the start of the step.
+    own log-probs at the start of the step, but not for empo2's off-policy samples with
+    off_policy_old = "with_tips".
     """
     importance_cap: Annotated[float, Field(gt=0)] | None = None
     """Upper bound of the truncated importance weights, trainer over engine.

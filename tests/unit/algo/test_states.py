@@ -20,6 +20,12 @@ def test_similarity_by_hand():
     assert similarity("a" * 17 + "b" * 8, "a" * 17 + "c" * 8) >= 0.68
 
 
+@given(st.text("ab ", max_size=12), st.text("ab ", max_size=12), st.sampled_from([0.5, 0.68, 0.9]))
+def test_only_values_below_the_bound_may_be_0(first: str, second: str, bound: float):
+    value = similarity(first, second)
+    assert similarity(first, second, bound) in ((value,) if value >= bound else (value, 0))
+
+
 def test_long_texts_are_compared_in_full():
     """difflib ignores frequent characters from 200 characters on; the ratio then depends on the
     order of the texts.

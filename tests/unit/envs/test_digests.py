@@ -22,7 +22,8 @@ FRAGMENTS = (
     "search[red mug]", "click[acme]", "answer[paris]", "go to drawer 1", "east", "at 2 3",
     "at -1 x", "score 100", "want key", "want", "right.", "unknown action.",
     "open drawer 1: mug 1, plate 2", "nothing", "> < #", "dark east south",
-    "find me mug, red, price below 3", "put a mug in the drawer", "focus on metal pot", "key 1 1", "\n", ", ",
+    "find me mug, red, price below 3", "put a mug in the drawer", "focus on metal pot", "key 1 1",
+    "\n", ", ",
 )  # fmt: skip
 """Texts that resemble those of environments."""
 
