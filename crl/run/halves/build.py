@@ -34,7 +34,7 @@ Requests = Sequence[DistilRequest]
 
 async def build(
     config: RunConfig, source: Mapping[int, Path] | Path, run: RunDir, monitor: Monitor
-) -> Mapping[str, float]:
+) -> Mapping[str, int]:
     """Distil episodes into the new bank of `run`. Return the metrics of the bank at the end.
 
     `source` is the recorded episodes of steps, as of `crl.records.reader.episode_shards`, or a file
@@ -117,7 +117,7 @@ def file_requests(file: Path, names: frozenset[str], batch: int = 64) -> Iterato
         yield requests
 
 
-def built(config: RunConfig, run: RunDir, stats: Mapping[str, float]) -> str:
+def built(config: RunConfig, run: RunDir, stats: Mapping[str, int]) -> str:
     """Return the lines that end the output of the command. `stats` are those of the bank."""
     command = ["crl", "train", "--tasks", ",".join(config.tasks)]
     if config.preset != RunConfig.model_fields["preset"].default:
