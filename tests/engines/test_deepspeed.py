@@ -343,6 +343,7 @@ async def test_ranks_train_as_one_process_does(
         torch.testing.assert_close(together.published[name], weight, rtol=0, atol=2e-4)
 
 
+@pytest.mark.soak
 async def test_ranks_renormalise_over_kept_sets(model: Path) -> None:
     draw = random.Random(5)
     whole = minibatch(9)
@@ -417,6 +418,7 @@ async def test_a_checkpoint_resumes_with_other_ranks_and_another_stage(
         torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-4)
 
 
+@pytest.mark.soak
 async def test_a_checkpoint_is_written_while_training_goes_on(model: Path, tmp_path: Path) -> None:
     """Write to a pipe that nothing reads yet: a step is trained before the writing can end."""
     async with ranks(model, zero=2) as learner:
@@ -632,7 +634,8 @@ async def test_a_checkpoint_of_an_adapter_resumes_with_other_ranks(
     assert merged.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [2, 3])
 async def test_bfloat16_ranks_train_float32_adapters(
     model: Path, tmp_path: Path, zero: int
 ) -> None:
@@ -795,7 +798,8 @@ def all_ranks_ended(learner: DeepSpeedLearner) -> bool:
     )
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
 async def test_a_rank_killed_during_a_step_ends_the_learner(model: Path, victim: int) -> None:
     async with ranks(model) as learner:
         step = asyncio.create_task(learner.step(long_step()))
@@ -850,6 +854,7 @@ class Skipping(SurrogateLoss):
         return super().__call__(*args, **kwargs)
 
 
+@pytest.mark.soak
 async def test_a_hanging_rank_is_named_and_all_ranks_dump_their_stacks(
     model: Path,
 ) -> None:
@@ -936,6 +941,7 @@ async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -
             pass
 
 
+@pytest.mark.soak
 async def test_a_cancelled_caller_does_not_interrupt_the_ranks(model: Path) -> None:
     """Check that the ranks still work after a caller has cancelled a step.
 

@@ -204,8 +204,15 @@ def test_temporary_banks_do_not_survive(number: signal.Signals, mark: str, tmp_p
     assert temporary_files(temporary) == []
 
 
-@pytest.mark.parametrize("program", [PLAYING, HANGING_GAMES])
-@pytest.mark.parametrize("options", [(), ("--experience", "online")])
+@pytest.mark.parametrize(
+    ("options", "program"),
+    [
+        ((), PLAYING),
+        (("--experience", "online"), HANGING_GAMES),
+        pytest.param((), HANGING_GAMES, marks=pytest.mark.soak),
+        pytest.param(("--experience", "online"), PLAYING, marks=pytest.mark.soak),
+    ],
+)
 def test_an_interrupted_evaluation_says_that_nothing_is_saved(
     options: tuple[str, ...], program: str, evaluated: Path, mark: str, tmp_path: Path
 ) -> None:

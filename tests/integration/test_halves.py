@@ -247,7 +247,7 @@ def test_wrong_input_is_refused(played: Path, tmp_path: Path) -> None:
     assert not new.exists()
 
 
-@pytest.mark.parametrize("program", ["", HANGING_CLOSE])
+@pytest.mark.parametrize("program", [pytest.param("", marks=pytest.mark.soak), HANGING_CLOSE])
 def test_a_second_ctrl_c_ends_rollouts_that_do_not_close(
     program: str, mark: str, tmp_path: Path
 ) -> None:

@@ -164,7 +164,7 @@ def test_compact_episodes() -> None:
     game.close()
 
 
-@pytest.mark.parametrize("rendering", ["full", "compact"])
+@pytest.mark.parametrize("rendering", ["compact", pytest.param("full", marks=pytest.mark.soak)])
 def test_the_small_player_wins(rendering: Rendering) -> None:
     game = SMALL_SPEC.make_game(rendering)
     for task in (*SMALL_SPEC.tasks.eval_tasks("seen", 15, 0, STREAM), *demonstration_tasks(15)):
