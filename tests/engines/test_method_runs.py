@@ -21,6 +21,7 @@ FULL = (
     "extractor.max_response_tokens=24", "extractor.merge_every=0", "extractor.batch=2",
     "tasks.room.max_turns=2", "tasks.room.max_response_tokens=16", "tasks.room.extra_turns=0",
     "tasks.room.eval.probe_places=0", "learner.precision=float32",
+    f"tasks.room.env={ROOT}/tests/support/letters.py:SPEC",
 )  # fmt: skip
 
 
@@ -37,8 +38,7 @@ FULL = (
 def test_methods_run_with_vllm_and_ranks(method: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = [s for s in FULL if method not in ("gigpo", "grpo") or not s.startswith("extractor")]
-    game = f"tasks.room.env={ROOT}/tests/support/letters.py:SPEC"
-    train(run, *VLLM, *DEEPSPEED, *sets, game, steps=3, method=method)
+    train(run, *VLLM, *DEEPSPEED, *sets, steps=3, method=method)
     steps = metrics(run, "train")
     assert [line["step"] for line in steps] == [1, 2, 3]
     if method == "reflexion":
