@@ -76,6 +76,8 @@ class Model:
     """Units with pending rewards, in order."""
     credited_episodes: dict[str, tuple[list[UnitKey], bool]] = field(default_factory=dict)
     """Uses and outcome of each credited episode."""
+    unflushed: dict[UnitKey, int | None] = field(default_factory=dict)
+    """Units that were returned since the last flush, with their `last_returned` before it."""
 
     def write(self, unit: UnitKey, generation: str) -> None:
         self.active.pop(unit.uid, None)
@@ -164,6 +166,14 @@ class Model:
             ):
                 del self.generations[name]
 
+    def snapshot(self) -> Model:
+        """Return a copy without the returns since the last flush, which no snapshot contains."""
+        saved = copy.deepcopy(self)
+        for key, last_returned in saved.unflushed.items():
+            saved.units[key].last_returned = last_returned
+        saved.unflushed.clear()
+        return saved
+
     def may_earn(self, key: UnitKey) -> bool:
         unit = self.units[key]
         recent = unit.last_returned is not None and unit.last_returned >= self.step - WINDOW_STEPS
@@ -200,6 +210,7 @@ class Schedule:
         self.manager: ExperienceManager = await open_manager(self.path, self.engine, SETTINGS)
         self.manager.advance(self.model.step)
         self.batch_counts = {}
+        self.model.unflushed.clear()  # a closed bank is flushed
 
     def any_unit(self) -> UnitKey | None:
         """Return a random unit, or None if there is none.
@@ -224,6 +235,7 @@ class Schedule:
         )
         await self.manager.submit(episode)
         await self.manager.drain()
+        self.model.unflushed.clear()
         self.model.distil(episode.id, note, shown)
         self.model.prune()
 
@@ -233,7 +245,9 @@ class Schedule:
         if found:
             assert self.model.active[found.use.uid] == found.use.version
             self.retrieved_units.append(UnitKey(found.use.uid, found.use.version))
-            self.model.units[self.retrieved_units[-1]].last_returned = self.model.step
+            unit = self.model.units[self.retrieved_units[-1]]
+            self.model.unflushed.setdefault(self.retrieved_units[-1], unit.last_returned)
+            unit.last_returned = self.model.step
 
     async def credit(self) -> None:
         drawn = [self.any_unit() for _ in range(self.rng.randint(1, 3))]
@@ -289,6 +303,7 @@ class Schedule:
         self.model.step += self.rng.randint(1, 2)
         self.manager.advance(self.model.step)
         await self.manager.flush()
+        self.model.unflushed.clear()
         self.model.prune()
 
     async def merge(self) -> None:
@@ -322,7 +337,7 @@ class Schedule:
         await self.open()
 
     async def snapshot(self) -> None:
-        self.snapshots[await self.manager.snapshot()] = copy.deepcopy(self.model)
+        self.snapshots[await self.manager.snapshot()] = self.model.snapshot()
 
     async def roll_back(self) -> None:
         if self.snapshots:
