@@ -6,7 +6,7 @@ ENGINES := .venv-engines
 # Two OpenMP threads are slower than one on matrices as small as the bundled models'.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev setup-engines setup-docs setup-browser train demo test test-engines
+.PHONY: setup setup-dev setup-engines setup-docs setup-browser train demo test pytest test-engines
 .PHONY: test-browser test-wheel soak lint lint-docker format docs wheel models clean
 
 # Prints one line for each stage. The full output of pip is in install.log of the environment.
@@ -63,12 +63,16 @@ demo: setup
 	@echo; echo "demo: curves, experiences and episodes as one page (crl report $(DEMO))"
 	@$(BIN)/crl report $(DEMO)
 
-# Two processes, so that two cores are enough. Each file of tests stays in one of them. Files are
-# started in order, because the longest ones, in tests/integration, come first.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes keep two cores busy, because many tests wait for processes that they start. Those
+# of the engines need up to 15 GB then. Each file of tests stays in one process. Files are started
+# in order, because the longest ones, in tests/integration, come first.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 ## test: set up with dev tools, then lint, type-check and test
-test: setup-dev lint
+test: lint pytest
+
+## pytest: all tests without those of the engines
+pytest: setup-dev
 	$(BIN)/pytest $(PARALLEL) --ignore tests/engines
 
 setup-engines: $(ENGINES)/installed
@@ -84,7 +88,7 @@ $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-## test-engines: tests of DeepSpeed, vLLM, SmolLM2 and chat templates on the CPU, in .venv-engines (4 GB, 15 minutes)
+## test-engines: tests of DeepSpeed, vLLM, SmolLM2 and chat templates on the CPU, in .venv-engines (4 GB, 10 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest $(PARALLEL) tests/engines
 

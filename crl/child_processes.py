@@ -72,13 +72,13 @@ def kill_engine(name: str) -> None:
     _kill_with(f"{ENGINE_VARIABLE}={name}")
 
 
-def kill_owned() -> None:
-    """Send SIGKILL to all processes that this process owns."""
-    _kill_with(f"{OWNER_VARIABLE}={Owner.current()}")
+def kill_owned(owner: Owner | None = None) -> None:
+    """Send SIGKILL to all processes that `owner` owns, except this one. Default: this process."""
+    _kill_with(f"{OWNER_VARIABLE}={owner or Owner.current()}")
 
 
 def _kill_with(variable: str) -> None:
-    """Kill the processes that were started with a variable of the environment.
+    """Kill the other processes that were started with a variable of the environment.
 
     Resource trackers are not killed: they remove shared memory when all other processes have ended,
     and then end too.
@@ -87,5 +87,6 @@ def _kill_with(variable: str) -> None:
         with suppress(OSError):  # the process has ended, or belongs to another user
             variables = (folder / "environ").read_bytes().split(b"\0")
             is_tracker = _TRACKER in (folder / "cmdline").read_bytes()
-            if os.fsencode(variable) in variables and not is_tracker:
+            is_other = int(folder.name) != os.getpid()
+            if os.fsencode(variable) in variables and is_other and not is_tracker:
                 os.kill(int(folder.name), signal.SIGKILL)

@@ -41,6 +41,7 @@ from crl.child_processes import (
     kill_engine,
     new_engine_name,
 )
+from crl.engines.vllm_owner import EndsWithOwner
 from crl.errors import EngineError, RolloutError
 from crl.scratch import SHARED_MEMORY, scratch_folder
 
@@ -156,9 +157,12 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
         with _start_lock, _environment(environment):
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(worker_extension_cls="crl.engines.vllm_worker.Receiver", **settings)
+            arguments = AsyncEngineArgs(
+                worker_extension_cls="crl.engines.vllm_worker.Receiver",
+                additional_config=EndsWithOwner(),
+                **settings,
             )
+            return AsyncLLM.from_engine_args(arguments)
     except BaseException:
         kill_engine(name)
         raise

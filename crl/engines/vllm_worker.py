@@ -6,24 +6,14 @@ file, and `crl-nccl` is vLLM's own NCCL backend. Both backends:
 
 * compute a checksum of the received tensors, which the engine compares with the sender's checksum;
 * repack the output head of models with tied embeddings, which vLLM does not update on the CPU.
-
-A thread ends vLLM's processes when their owner process is gone, because vLLM does not detect this.
-The thread also removes the temporary files of the owner.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,15 +34,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from crl.child_processes import OWNER_VARIABLE, Owner, start_time
+from crl.engines.vllm_owner import unlink_shared_memory
 from crl.modeling.loading import checksum
-from crl.scratch import SHARED_MEMORY, remove_stale_folders
-
-OWNER_CHECK_S = 2.0
-"""Seconds between two checks of the owner process."""
-
-GRACE_S = 10.0
-"""Seconds between a request to end and the next, stronger signal."""
 
 
 class Receiver:
@@ -220,62 +203,3 @@ class _ChecksummedModel:
 
 WeightTransferEngineFactory.register_engine("crl-file", FileTransfer)
 WeightTransferEngineFactory.register_engine("crl-nccl", NcclTransfer)
-
-
-def unlink_shared_memory() -> None:
-    """Remove the names of the shared memory of vLLM's CPU workers, which never do it themselves.
-
-    Call this after vLLM has connected the workers, so that all have mapped the memory. The memory
-    is freed when they end.
-    """
-    name = os.environ.get("VLLM_DIST_IDENT")  # set by vLLM in each worker of the CPU build
-    for path in list(SHARED_MEMORY.iterdir()) if name else []:
-        if path.name.startswith(f"{name}-"):
-            path.unlink(missing_ok=True)
-
-
-def watch_owner() -> None:
-    """Start a thread that ends the engine process and this process when the owner is gone.
-
-    The engine process is either this process or its parent. The owner is gone if it is a zombie or
-    if another process now has its id. The thread also removes the scratch folders of the owner in
-    shared memory and in the owner's temporary folder.
-    """
-    owner = Owner.parse(os.environ[OWNER_VARIABLE])
-    parent = multiprocessing.parent_process()  # known even if the parent has already ended
-    assert parent is not None
-    assert parent.pid is not None
-    engine = parent.pid if parent.pid != owner.process else os.getpid()
-
-    def watch() -> None:
-        while start_time(owner.process) == owner.started:
-            time.sleep(OWNER_CHECK_S)
-        # Not a daemon thread: the process waits for it before it ends.
-        cleanup = threading.Thread(target=_remove_files, args=[owner.temporary], name="cleanup")
-        cleanup.start()
-        _signal_engine(engine, signal.SIGTERM)
-        time.sleep(GRACE_S)
-        # The workers of a killed engine end by themselves, unless they hang.
-        _signal_engine(engine, signal.SIGKILL)
-        cleanup.join()
-        time.sleep(GRACE_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="owner watch").start()
-
-
-def _remove_files(temporary: Path) -> None:
-    unlink_shared_memory()
-    for parent in (temporary, SHARED_MEMORY):
-        remove_stale_folders(parent)
-
-
-def _signal_engine(engine: int, number: signal.Signals) -> None:
-    """Send a signal to the engine process if it still exists."""
-    if engine in (os.getppid(), os.getpid()):  # otherwise the process has already ended
-        with suppress(ProcessLookupError):
-            os.kill(engine, number)
-
-
-if OWNER_VARIABLE in os.environ:
-    watch_owner()

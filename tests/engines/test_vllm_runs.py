@@ -57,6 +57,28 @@ def test_engines_do_not_outlive_a_killed_run(
     assert temporary_files(temporary) == []
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("begun", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_starting_engines_do_not_outlive_a_killed_run(begun: str, tmp_path: Path) -> None:
+    """An engine waits for its owner, and its worker for a file that is removed with the owner."""
+    with subprocess.Popen(
+        command(tmp_path / "run", *VLLM, steps=100),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as run:
+        try:
+            engines, deadline = [], time.monotonic() + 240
+            while not any(begun in " ".join(engine.cmdline()) for engine in alive(engines)):
+                assert time.monotonic() < deadline
+                engines = psutil.Process(run.pid).children(recursive=True)
+        finally:
+            run.kill()
+    deadline = time.monotonic() + 60
+    while left := alive(engines):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
 def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:
     """Return the scratch folders whose lock files `run` has open."""
     opened = [Path(file.path) for file in psutil.Process(run.pid).open_files()]

@@ -68,7 +68,7 @@ PARTS = {
 """Words in the command lines of the processes that the fault `part` kills."""
 CAUSES = {
     "disk": r"disk|No space left on device",
-    "local": r"worker", "deepspeed": r"rank", "vllm": r"engine",
+    "local": r"worker", "deepspeed": r"rank", "vllm": r"[Ee]ngine",
 }  # fmt: skip
 """Words of an error that names the full disk or, by stack, the killed part."""
 SIGNALS = {

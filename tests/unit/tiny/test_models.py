@@ -357,7 +357,8 @@ def plays_simulator(drill: Drill) -> bool:
     ],
 )
 def test_drills_are_reproducible(drill: Drill) -> None:
-    first, again, other = (list(drill.make(random.Random(seed), 20)) for seed in (3, 3, 4))
+    episodes = 5 if plays_simulator(drill) else 20
+    first, again, other = (list(drill.make(random.Random(seed), episodes)) for seed in (3, 3, 4))
     assert first == again != other
 
 
