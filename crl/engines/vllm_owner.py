@@ -1,9 +1,8 @@
 """End of vLLM's processes when the process that started them is gone.
 
-vLLM does not detect that its owner was killed. A process of an engine that is starting would wait
-for five minutes, and a served engine forever. `EndsWithOwner` is a part of vLLM's configuration,
-which vLLM pickles for each process that it starts. Therefore the processes watch their owner from
-their first second on.
+vLLM does not detect that its owner was killed. An engine that is starting would wait for it for
+five minutes, and a served engine forever. vLLM pickles its configuration for each process that it
+starts. `EndsWithOwner` is a part of it, so each process watches its owner before it waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class EndsWithOwner:
     """Value of vLLM's `additional_config`. A process that unpickles it ends with its owner."""
 
     def compute_hash(self) -> str:
-        """Return the part of the key of vLLM's compiled code: the value does not change code."""
+        """Return a constant part of the key of vLLM's compiled code, which does not depend on it."""
         return ""
 
     def __reduce__(self) -> tuple[object, ...]:
