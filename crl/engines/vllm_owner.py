@@ -25,7 +25,7 @@ class EndsWithOwner:
     """Value of vLLM's `additional_config`. A process that unpickles it ends with its owner."""
 
     def compute_hash(self) -> str:
-        """Return a constant part of the key of vLLM's compiled code, which does not depend on it."""
+        """Return a constant, because vLLM's compiled code does not depend on the owner."""
         return ""
 
     def __reduce__(self) -> tuple[object, ...]:
