@@ -63,15 +63,17 @@ demo: setup
 	@echo; echo "demo: curves, experiences and episodes as one page (crl report $(DEMO))"
 	@$(BIN)/crl report $(DEMO)
 
-# Three processes keep two cores busy, because many tests wait for processes that they start. Those
-# of the engines need up to 15 GB then. Each file of tests stays in one process. Files are started
-# in order, because the longest ones, in tests/integration, come first.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Three processes keep two cores busy, because many tests wait for processes that they start. The
+# tests of the engines need up to 15 GB of memory in three processes. Each file of tests stays in
+# one process. Files are started in order, because the longest ones, in tests/integration, come
+# first.
+WORKERS ?= 3
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 ## test: set up with dev tools, then lint, type-check and test
 test: lint pytest
 
-## pytest: all tests without those of the engines
+## pytest: all tests except those of the engines and marked ones
 pytest: setup-dev
 	$(BIN)/pytest $(PARALLEL) --ignore tests/engines
 
@@ -88,7 +90,7 @@ $(ENGINES)/installed: pyproject.toml constraints.txt Makefile
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
-## test-engines: tests of DeepSpeed, vLLM, SmolLM2 and chat templates on the CPU, in .venv-engines (4 GB, 10 minutes)
+## test-engines: tests of DeepSpeed, vLLM, SmolLM2 and chat templates on the CPU, in .venv-engines (4 GB of disk, 10 minutes)
 test-engines: setup-engines
 	$(ENGINES)/bin/pytest $(PARALLEL) tests/engines
 

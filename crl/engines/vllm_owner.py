@@ -1,8 +1,9 @@
 """End of vLLM's processes when the process that started them is gone.
 
-vLLM does not detect that its owner was killed. An engine that is starting would wait for it for
-five minutes, and a served engine forever. vLLM pickles its configuration for each process that it
-starts. `EndsWithOwner` is a part of it, so each process watches its owner before it waits for it.
+vLLM does not detect that its owner was killed. An engine that is starting would wait for five
+minutes, and a served engine forever. vLLM pickles its configuration for each process that it
+starts. `EndsWithOwner` is a part of this configuration, so a process watches its owner before it
+first waits for a message of the owner.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from crl.scratch import SHARED_MEMORY, remove_stale_folders
 
 OWNER_CHECK_S = 2.0
 """Seconds between two checks of the owner process."""
+
+END_S = 20
+"""Seconds after which the kernel ends a process that has noticed the end of its owner."""
 
 _watching = threading.Event()
 
@@ -48,10 +52,11 @@ def _watch(owner: Owner) -> None:
 
     The owner is gone if it is a zombie or if another process now has its id. Other processes may be
     suspended, or hang in code that does not release the interpreter lock, so that they cannot end
-    by themselves.
+    by themselves. vLLM hangs like this if a file that it waits for is removed.
     """
     while start_time(owner.process) == owner.started:
         time.sleep(OWNER_CHECK_S)
+    signal.alarm(END_S)  # needs no lock; nothing else handles this signal
     _remove_files(owner)
     time.sleep(2 * OWNER_CHECK_S)  # the other processes remove their shared memory
     kill_owned(owner)

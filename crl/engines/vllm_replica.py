@@ -141,6 +141,7 @@ def _start(settings: Mapping[str, Any], gpus: Sequence[str], threads: int) -> As
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "SPT_NOENV": "1",  # the titles of vLLM's processes do not overwrite their environment
         OWNER_VARIABLE: str(Owner.current()),
         ENGINE_VARIABLE: (name := new_engine_name()),
     }

