@@ -38,12 +38,11 @@ class EndsWithOwner:
 
 def _unpickle() -> EndsWithOwner:
     variable = os.environ.get(OWNER_VARIABLE)
+    owner = Owner.parse(variable) if variable else None
     # A copy in the owner itself starts no thread.
-    if variable and Owner.parse(variable).process != os.getpid() and not _watching.is_set():
+    if owner and owner.process != os.getpid() and not _watching.is_set():
         _watching.set()
-        watch = threading.Thread(target=_watch, args=[Owner.parse(variable)], name="owner watch")
-        watch.daemon = True
-        watch.start()
+        threading.Thread(target=_watch, args=[owner], name="owner watch", daemon=True).start()
     return EndsWithOwner()
 
 

